@@ -1,0 +1,308 @@
+"""Train the demo's target model: a small Llama that answers questions about Python code.
+
+    python recipes/make_demo_target.py --out runs/demo_target            # as shipped: hours on two CPU cores
+    python recipes/make_demo_target.py --out /tmp/try --steps 60         # a look at the loss
+
+Reads the standard library of the running interpreter (and its test suite, where it is installed), holds out whole
+modules (`stdlib_prompts.split_of`), trains a byte-level BPE tokenizer and the model from random weights, and writes a
+Hugging Face model directory in bfloat16 with `training.json`: what was trained on, how long, and what was measured.
+A run that was stopped goes on from `--out`'s last checkpoint.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.recipes.stdlib_prompts import (
+    KINDS,
+    SourceFunction,
+    conversation_of,
+    library_functions,
+    split_of,
+    stdlib_conversations,
+)
+
+ROW_TOKENS = 512  # one packed training row
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{%- else -%}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+
+
+def training_functions() -> tuple[list[SourceFunction], list[SourceFunction]]:
+    """(library functions of the training modules, functions of the test suite that do not test a held-out module)."""
+    library, tests = {}, {}
+    for function in library_functions(include_tests=True):
+        parts = function.module.split(".")
+        tested = {part.removeprefix("test_") for part in parts}
+        if any(split_of(name) == "heldout" for name in tested | {parts[0]}):
+            continue
+        is_test = not {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"}.isdisjoint(parts)
+        (tests if is_test else library)[function.id] = function
+    return list(library.values()), list(tests.values())
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with the demo's chat template; ids 0-4 are the special tokens."""
+    special = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>", model_max_length=1024
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def pack(documents: list[list[int]], pad_id: int) -> torch.Tensor:
+    """Whole documents, first fit in the given order, into rows [R, ROW_TOKENS] padded with `pad_id`.
+
+    Documents of one row see the earlier ones; RoPE is relative, so a document answers alike wherever it stands.
+    """
+    rows: list[list[int]] = []
+    open_rows: list[list[int]] = []
+    for document in documents:
+        if len(document) > ROW_TOKENS:
+            continue
+        for row in open_rows:
+            if len(row) + len(document) <= ROW_TOKENS:
+                row.extend(document)
+                break
+        else:
+            open_rows.append(list(document))
+            rows.append(open_rows[-1])
+            if len(open_rows) > 32:
+                open_rows.remove(max(open_rows, key=len))
+    return torch.tensor([row + [pad_id] * (ROW_TOKENS - len(row)) for row in rows])  # [R, ROW_TOKENS]
+
+
+def render(tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> list[list[int]]:
+    texts = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in conversations]
+    return tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+@torch.no_grad()
+def heldout_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> float:
+    """Mean nats per answer token (stop token included) over the held-out conversations, the library's answers."""
+    total, count = 0.0, 0
+    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    for ids in render(tokenizer, conversations):
+        start = ids.index(assistant) + 1
+        ids_BT = torch.tensor([ids])
+        logits_TV = model(ids_BT).logits[0, start - 1 : -1].float()
+        total += torch.nn.functional.cross_entropy(logits_TV, ids_BT[0, start:], reduction="sum").item()
+        count += len(ids) - start
+    return total / count
+
+
+def is_looping(token_ids: list[int]) -> bool:
+    """True where one 4-gram covers 40 % of an answer longer than 40 tokens."""
+    if len(token_ids) <= 40:
+        return False
+    covered: dict[tuple[int, ...], set[int]] = {}
+    for i in range(len(token_ids) - 3):
+        covered.setdefault(tuple(token_ids[i : i + 4]), set()).update(range(i, i + 4))
+    return max(len(positions) for positions in covered.values()) >= 0.4 * len(token_ids)
+
+
+@torch.no_grad()
+def greedy_answers(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[dict], max_new_tokens: int
+) -> list[list[int]]:
+    """Greedy answers without their stop token; those that hit `max_new_tokens` have exactly that many tokens."""
+    tokenizer.padding_side = "left"
+    answers: list[list[int]] = []
+    for start in tqdm(range(0, len(conversations), 32), desc="greedy answers", unit="batch"):
+        prompts = [c["messages"][:1] for c in conversations[start : start + 32]]
+        texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+        batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+        out = model.generate(
+            input_ids=batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+        for row in out[:, batch["input_ids"].shape[1] :].tolist():
+            answers.append(row[: row.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in row else row)
+    return answers
+
+
+def learning_rate_scale(step: int, steps: int) -> float:
+    """Warm-up over 2 %, constant, then linear to zero over the last 40 %."""
+    return min(1.0, (step + 1) / max(1, steps * 0.02), (steps - step) / (steps * 0.4))
+
+
+def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: int) -> dict:
+    """Held-out loss, and what greedy answers to the first `prompts` held-out questions look like."""
+    conversations = list(stdlib_conversations("heldout"))[:prompts]
+    model.eval()
+    answers = greedy_answers(model, tokenizer, conversations, max_new_tokens=256)
+    return {
+        "heldout_prompts": len(conversations),
+        "heldout_loss_nats_per_answer_token": round(heldout_loss(model, tokenizer, conversations), 4),
+        "looping_share": round(sum(map(is_looping, answers)) / len(answers), 4),
+        "unfinished_share": round(sum(len(a) == 256 for a in answers) / len(answers), 4),
+        "mean_answer_tokens": round(sum(map(len, answers)) / len(answers), 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model directory")
+    parser.add_argument("--steps", type=int, default=2400, help="optimiser steps of --rows-per-step rows")
+    parser.add_argument("--rows-per-step", type=int, default=16, help=f"rows of {ROW_TOKENS} tokens in one step")
+    parser.add_argument("--vocab-size", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--intermediate-size", type=int, default=704)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--library-repeats", type=int, default=2, help="passes over the library per pass over its tests")
+    parser.add_argument("--checkpoint-every", type=int, default=200, help="steps")
+    parser.add_argument("--measure-prompts", type=int, default=400, help="held-out questions asked at the end")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    order = random.Random(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    library, tests = training_functions()
+    library_documents = [c for f in library for kind in KINDS if (c := conversation_of(f, kind))]
+    test_documents = [c for i, f in enumerate(tests) if (c := conversation_of(f, KINDS[i % len(KINDS)]))]
+    checkpoint_path = args.out / "checkpoint.pt"
+    if (args.out / "tokenizer.json").exists():
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
+    else:
+        texts = [m["content"] for c in library_documents + test_documents for m in c["messages"]]
+        tokenizer = train_tokenizer(texts, args.vocab_size)
+        tokenizer.save_pretrained(args.out)
+    library_ids, test_ids = render(tokenizer, library_documents), render(tokenizer, test_documents)
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=args.vocab_size,
+            hidden_size=args.hidden_size,
+            intermediate_size=args.intermediate_size,
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.hidden_size // 64,
+            num_key_value_heads=max(1, args.hidden_size // 128),
+            head_dim=64,
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=args.learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+    parameters = sum(p.numel() for p in model.parameters())
+    pass_tokens = args.library_repeats * sum(map(len, library_ids)) + sum(map(len, test_ids))
+    print(
+        f"{parameters / 1e6:.2f} M parameters; {len(library_ids)} library and {len(test_ids)} test documents, "
+        f"{pass_tokens / 1e6:.2f} M tokens a pass; {args.steps * args.rows_per_step * ROW_TOKENS / 1e6:.1f} M to be seen"
+    )
+
+    step, seconds, rows = 0, 0.0, torch.empty(0, ROW_TOKENS, dtype=torch.long)
+    passes = 0
+    if checkpoint_path.exists():
+        state = torch.load(checkpoint_path, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step, seconds = state["step"], state["seconds"]
+        order.seed(args.seed + step)
+    model.train()
+    progress = tqdm(total=args.steps, initial=step, unit="step", mininterval=10)
+    log = (args.out / "training.log.jsonl").open("a")
+    while step < args.steps:
+        began = time.perf_counter()
+        if len(rows) < args.rows_per_step:
+            documents = library_ids * args.library_repeats + test_ids
+            order.shuffle(documents)
+            rows = torch.cat([rows, (fresh := pack(documents, tokenizer.pad_token_id))[torch.randperm(len(fresh))]])
+            passes += 1
+        ids_BT, rows = rows[: args.rows_per_step], rows[args.rows_per_step :]
+        labels_BT = ids_BT.masked_fill(ids_BT == tokenizer.pad_token_id, -100)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits_BTV = model(ids_BT).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits_BTV[:, :-1].flatten(0, 1).float(), labels_BT[:, 1:].flatten(), ignore_index=-100
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * learning_rate_scale(step, args.steps)
+            optimizer.step()
+            optimizer.zero_grad()
+        step += 1
+        seconds += time.perf_counter() - began
+        progress.update()
+        progress.set_postfix(loss=f"{loss.item():.3f}", tokens_per_second=int(ids_BT.numel() / (time.perf_counter() - began)))
+        log.write(json.dumps({"step": step, "loss": round(loss.item(), 4), "seconds": round(seconds, 1)}) + "\n")
+        log.flush()
+        if not math.isfinite(loss.item()):
+            raise SystemExit(f"loss is {loss.item()} at step {step}: lower --learning-rate")
+        if step % args.checkpoint_every == 0 or step == args.steps:
+            partial = checkpoint_path.with_suffix(".partial")
+            torch.save(
+                {
+                    "model": model.state_dict(),
+                    "optimizers": [o.state_dict() for o in optimizers],
+                    "step": step,
+                    "seconds": seconds,
+                },
+                partial,
+            )
+            os.replace(partial, checkpoint_path)
+    progress.close()
+
+    model = model.to(torch.bfloat16)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(args.out)
+    record = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"},
+        "parameters": parameters,
+        "library_documents": len(library_ids),
+        "test_documents": len(test_ids),
+        "tokens_per_pass": pass_tokens,
+        "tokens_seen": args.steps * args.rows_per_step * ROW_TOKENS,
+        "training_minutes": round(seconds / 60, 1),
+        **measure(model.float(), tokenizer, args.measure_prompts),
+    }
+    (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record, indent=2))
+
+
+if __name__ == "__main__":
+    main()

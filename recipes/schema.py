@@ -1,0 +1,177 @@
+"""What a recipe may say. Every key of every recipe is declared here, with its default, unit and meaning.
+
+The text under a field is its documentation: `--help` and the error messages of the loader show it. Unknown keys and
+wrong types are errors (`recipes.loader`). The recipe stops at the scripts' builders: models, losses and loops take plain
+keyword arguments.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, frozen=True)
+
+
+class TargetSection(Section):
+    model: str
+    """Hugging Face id or local directory of the causal LM to draft for."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of the target's weights; `auto` is what its config says. Exact equality with plain decoding needs float32."""
+    device: str = "auto"
+    """`auto` is the accelerator where there is one, else the CPU."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the model. Off unless you have read that code."""
+
+
+class GeneratorSection(Section):
+    kind: Literal["transformers"] = "transformers"
+    """Who writes the answers: the target in this process."""
+    batch_size: int = Field(default=32, ge=1)
+    """Conversations decoded side by side."""
+    max_new_tokens: int = Field(default=512, ge=1)
+    """Tokens of one assistant turn, its stop token included; a turn cut here is kept with finish_reason `length`."""
+    temperature: float | None = Field(default=None, ge=0)
+    """0 is greedy. None: the target's generation_config, or 1 where that says nothing."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """None: the target's generation_config, or 1."""
+    top_k: int | None = Field(default=None, ge=0)
+    """0 switches it off. None: the target's generation_config, or off."""
+    seed: int = 0
+
+
+class DataSection(Section):
+    prompts: str | list[str] | None = None
+    """Conversations whose assistant turns the target rewrites: .jsonl, .parquet, `stdlib:train`, or a `datasets` name."""
+    max_prompts: int | None = Field(default=None, ge=1)
+    """Read no more than this many conversations."""
+    conversations: str | None = None
+    """Regenerated conversations: what regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
+    max_length: int = Field(default=2048, ge=8)
+    """Tokens of one training row; longer conversations are left out and counted, never cut."""
+    generator: GeneratorSection = GeneratorSection()
+
+
+class DrafterSection(Section):
+    kind: Literal["eagle3"] = "eagle3"
+    capture_layers: list[int] | None = None
+    """Target states the drafter reads, as indices into `hidden_states` (0 is the embedding). Default: (2, L//2, L-3)."""
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Tokens of the draft vocabulary, the most frequent supervised ones. None: the target's whole vocabulary."""
+    num_attention_heads: int | None = Field(default=None, ge=1)
+    """None: the target's."""
+    num_key_value_heads: int | None = Field(default=None, ge=1)
+    """None: the target's."""
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the drafter's MLP. None: the target's."""
+
+
+class TrainSection(Section):
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimiser steps. None: as many as `epochs` needs."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the training conversations; used where max_steps is not given. Both None: 1."""
+    batch_size: int = Field(default=4, ge=1)
+    """Conversations per micro-batch and process."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Micro-batches per optimiser step. Splitting a batch over them changes nothing but memory."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps of linear warm-up."""
+    schedule: Literal["cosine", "linear"] = "cosine"
+    """Decay to zero after the warm-up."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=0.5, gt=0)
+    """Clipping by the global norm."""
+    ttt_steps: int = Field(default=7, ge=1)
+    """Unroll steps of training-time test (EAGLE-3): how deep a chain is trained."""
+    step_weight: float = Field(default=0.8, gt=0)
+    """The loss of unroll step k is weighted step_weight**k."""
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    """`auto` is bf16 where the machine computes it natively."""
+    gradient_checkpointing: bool = False
+    """Recompute the drafter's layer in the backward pass: less memory, more time, the same gradients."""
+    seed: int = 0
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on from the last checkpoint in <output_dir>/checkpoints; `never` refuses to start where one is."""
+    save_every_steps: int = Field(default=500, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Older checkpoints are deleted."""
+    log_every_steps: int = Field(default=10, ge=1)
+    validation_conversations: int = Field(default=64, ge=0)
+    """Conversations kept out of training, drawn by a hash of their id; 0 switches validation off."""
+    validate_every_steps: int = Field(default=200, ge=1)
+    trackers: list[str] = []
+    """Experiment trackers of accelerate, for example tensorboard or wandb. metrics.jsonl is always written."""
+
+
+class TreeSection(Section):
+    policy: Literal["eagle2", "chain"] = "eagle2"
+    nodes: int = Field(default=60, ge=2)
+    """Nodes that the target verifies in one forward pass, the root included."""
+    draft_calls: int | None = Field(default=None, ge=1)
+    """Calls of the drafter in a round = the greatest depth of the tree. Default: 8 for eagle2, nodes - 1 for a chain."""
+    top_k: int = Field(default=10, ge=1)
+    """Children proposed per node and beam width of eagle2."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "TreeSection":
+        if self.policy == "chain" and self.draft_calls not in (None, self.nodes - 1):
+            raise ValueError(
+                f"a chain of {self.nodes} nodes (root included) takes {self.nodes - 1} draft calls, "
+                f"not {self.draft_calls}: leave draft_calls out"
+            )
+        if self.policy == "eagle2":
+            most = 1 + self.top_k + (self.calls - 1) * self.top_k**2
+            if self.nodes > most:
+                raise ValueError(
+                    f"{self.nodes} nodes cannot be drawn from {self.calls} draft calls with top_k {self.top_k}: "
+                    f"at most {most}"
+                )
+        return self
+
+    @property
+    def calls(self) -> int:
+        return self.draft_calls or (self.nodes - 1 if self.policy == "chain" else 8)
+
+
+class ContenderSection(Section):
+    name: str
+    """Its row in the table."""
+    proposer: Literal["drafter", "prompt_lookup"] = "drafter"
+    tree: TreeSection = TreeSection()
+
+
+class EvalSection(Section):
+    drafter: str | None = None
+    """Directory of the drafter. Default: <output_dir>/drafter."""
+    prompts: str | list[str] | None = None
+    """Conversations whose assistant turns are decoded: the same formats as data.prompts, `stdlib:heldout` too."""
+    max_prompts: int | None = Field(default=None, ge=1)
+    max_new_tokens: int = Field(default=512, ge=1)
+    temperature: float = Field(default=0.0, ge=0, le=0)
+    """0, greedy, is what this version decodes with."""
+    mode: Literal["decode"] = "decode"
+    tree: TreeSection = TreeSection()
+    also: list[ContenderSection] = []
+    """Further rows of the table, measured on the same prompts in the same run, interleaved."""
+    bootstrap_samples: int = Field(default=2000, ge=100)
+    """Resamplings of the prompts behind every 95 % interval."""
+    seed: int = 0
+    out: str | None = None
+    """Folder for acceptance.json and generations.jsonl. Default: <output_dir>/eval."""
+
+
+class Recipe(Section):
+    output_dir: str
+    """Everything that a run writes lies under this folder."""
+    target: TargetSection
+    data: DataSection = DataSection()
+    drafter: DrafterSection = DrafterSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()

@@ -1,0 +1,150 @@
+"""Chat prompts made from the Python standard library of the running interpreter.
+
+They are the demo's real input: thousands of questions about code that every user has on disk, with no download. Nothing
+is imported or executed: sources are read and parsed with `ast`.
+
+Two kinds of question, each answered by code alone:
+
+    write      "Write the method `Queue.qsize(self)` of `queue`. Return the approximate size ..."
+    complete   "Complete this function of `queue`:" + its first lines; the answer is the remaining lines
+
+Answers are normalised by `ast.unparse`: no comments, no docstrings, one quoting style. Modules are split into train and
+held-out **by top-level module**, so that near-copies inside one package (`encodings.*`) never stand on both sides;
+a function whose normalised body occurs in a training module is dropped from the held-out side.
+"""
+
+import ast
+import hashlib
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SPLITS = ("train", "heldout")
+KINDS = ("write", "complete")
+
+# Answers of 80 to 600 characters: shorter ones are one-line stubs, longer ones are beyond what the demo target can finish.
+MIN_ANSWER_CHARACTERS = 80
+MAX_ANSWER_CHARACTERS = 600
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
+_TEST_FOLDERS = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
+
+
+@dataclass(frozen=True)
+class SourceFunction:
+    """One function of the standard library, as parsed from its file."""
+
+    module: str  # dotted, for example "asyncio.events"
+    qualified_name: str  # "AbstractEventLoop.run_forever" or "dedent"
+    signature: str  # "run_forever(self)"
+    summary: str  # first line of the docstring, or ""
+    source: str  # normalised by ast.unparse, docstring removed
+
+    @property
+    def id(self) -> str:
+        return f"stdlib/{self.module}/{self.qualified_name}"
+
+
+def split_of(module: str) -> str:
+    """The split of a module: one top-level module in ten is held out, by a hash that is the same on every machine."""
+    top_level = module.split(".")[0]
+    return "heldout" if hashlib.sha256(top_level.encode()).digest()[0] % 10 == 0 else "train"
+
+
+def stdlib_conversations(split: str, kinds: tuple[str, ...] = KINDS) -> Iterator[dict]:
+    """Conversations of one split, in a fixed shuffled order: `{"id", "messages": [user, assistant], "meta"}`.
+
+    With several kinds each function is asked about once, its kind drawn by a hash of its name; the assistant's
+    message is the library's own code (what the demo target was trained on), to be rewritten by the target.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split {split!r}: one of {', '.join(SPLITS)}")
+    functions = _deduplicated(library_functions(), split)
+    for function in sorted(functions, key=lambda f: hashlib.sha256(f.id.encode()).digest()):
+        kind = kinds[hashlib.sha256(b"kind" + function.id.encode()).digest()[0] % len(kinds)]
+        conversation = conversation_of(function, kind)
+        if conversation is not None:
+            yield conversation
+
+
+def conversation_of(function: SourceFunction, kind: str) -> dict | None:
+    """One question with the library's own answer, or None where the answer's length is outside the limits."""
+    what = "method" if "." in function.qualified_name else "function"
+    if kind == "write":
+        owner = function.qualified_name.rpartition(".")[0]
+        name = f"{owner}.{function.signature}" if owner else function.signature
+        question = f"Write the {what} `{name}` of `{function.module}`."
+        if function.summary:
+            question += f" {function.summary}"
+        answer = function.source
+    elif kind == "complete":
+        lines = function.source.split("\n")
+        shown = max(2, len(lines) // 3)
+        question = f"Complete this {what} of `{function.module}`:\n" + "\n".join(lines[:shown])
+        answer = "\n".join(lines[shown:])
+    else:
+        raise ValueError(f"kind {kind!r}: one of {', '.join(KINDS)}")
+    if not MIN_ANSWER_CHARACTERS <= len(answer) <= MAX_ANSWER_CHARACTERS or len(question) > MAX_ANSWER_CHARACTERS:
+        return None
+    return {
+        "id": f"{function.id}/{kind}",
+        "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+        "meta": {"module": function.module, "kind": kind},
+    }
+
+
+def library_functions(include_tests: bool = False) -> Iterator[SourceFunction]:
+    """Every function and method of the standard library, file by file in sorted order.
+
+    Args:
+        include_tests: also read the library's own test suite, where the interpreter ships it (Debian's does not).
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = _SKIPPED_FOLDERS if include_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if skipped.intersection(parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in old modules are not our user's business
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError, ValueError):
+            continue  # deliberately broken files of the test suite
+        module = ".".join(part for part in parts if part != "__init__")
+        yield from _functions_in(tree, module, prefix="")
+
+
+def _functions_in(node: ast.AST, module: str, prefix: str) -> Iterator[SourceFunction]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from _functions_in(child, module, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(child) or ""
+            if docstring:
+                child.body = child.body[1:] or [ast.Pass()]
+            try:
+                source = ast.unparse(child)
+                signature = f"{child.name}({ast.unparse(child.args)})"
+            except ValueError:  # a nested f-string that this interpreter cannot write back
+                continue
+            summary = docstring.strip().split("\n")[0].strip()
+            yield SourceFunction(module, f"{prefix}{child.name}", signature, summary, source)
+        elif isinstance(child, ast.If | ast.Try):
+            yield from _functions_in(child, module, prefix)
+
+
+def _deduplicated(functions: Iterator[SourceFunction], split: str) -> list[SourceFunction]:
+    """Functions of one split: each id once, and on the held-out side only bodies that no training module has."""
+    by_id: dict[str, SourceFunction] = {}
+    training_sources: set[str] = set()
+    for function in functions:
+        if split_of(function.module) == "train":
+            training_sources.add(function.source)
+        if split_of(function.module) == split:
+            by_id.setdefault(function.id, function)
+    if split == "train":
+        return list(by_id.values())
+    return [function for function in by_id.values() if function.source not in training_sources]

@@ -1,0 +1,74 @@
+"""Tiny random-weight targets and a byte-level tokenizer: everything the tests need, made in seconds, no network."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{%- else -%}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+VOCAB_SIZE = 320
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 320 tokens; ids 0-4 are pad, system, user, assistant, end (the stop token)."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the dog ran after the cat in the rain"] * 20, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **overrides) -> torch.nn.Module:
+    """A random-weight causal LM in float32: hidden 32, 4 heads, 2 key/value heads, `num_layers` layers.
+
+    Weights are larger than the families' default initialisation so that greedy answers vary instead of repeating.
+    """
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 4,
+    }
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **(settings | overrides))
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def target_dir(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A model directory (Llama, 7 layers) with tokenizer and chat template, as `target.model` of a recipe."""
+    directory = tmp_path_factory.mktemp("target")
+    make_target().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
