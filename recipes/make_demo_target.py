@@ -178,7 +178,9 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--intermediate-size", type=int, default=704)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--library-repeats", type=int, default=2, help="passes over the library per pass over its tests")
+    parser.add_argument(
+        "--library-repeats", type=int, default=2, help="passes over the library per pass over its tests"
+    )
     parser.add_argument("--checkpoint-every", type=int, default=200, help="steps")
     parser.add_argument("--measure-prompts", type=int, default=400, help="held-out questions asked at the end")
     parser.add_argument("--seed", type=int, default=0)
@@ -226,7 +228,7 @@ def main() -> None:
     pass_tokens = args.library_repeats * sum(map(len, library_ids)) + sum(map(len, test_ids))
     print(
         f"{parameters / 1e6:.2f} M parameters; {len(library_ids)} library and {len(test_ids)} test documents, "
-        f"{pass_tokens / 1e6:.2f} M tokens a pass; {args.steps * args.rows_per_step * ROW_TOKENS / 1e6:.1f} M to be seen"
+        f"{pass_tokens / 1e6:.2f} M tokens a pass, {args.steps * args.rows_per_step * ROW_TOKENS / 1e6:.1f} M in all"
     )
 
     step, seconds, rows = 0, 0.0, torch.empty(0, ROW_TOKENS, dtype=torch.long)
@@ -265,7 +267,9 @@ def main() -> None:
         step += 1
         seconds += time.perf_counter() - began
         progress.update()
-        progress.set_postfix(loss=f"{loss.item():.3f}", tokens_per_second=int(ids_BT.numel() / (time.perf_counter() - began)))
+        progress.set_postfix(
+            loss=f"{loss.item():.3f}", tokens_per_second=int(ids_BT.numel() / (time.perf_counter() - began))
+        )
         log.write(json.dumps({"step": step, "loss": round(loss.item(), 4), "seconds": round(seconds, 1)}) + "\n")
         log.flush()
         if not math.isfinite(loss.item()):

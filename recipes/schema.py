@@ -1,17 +1,20 @@
 """What a recipe may say. Every key of every recipe is declared here, with its default, unit and meaning.
 
-The text under a field is its documentation: `--help` and the error messages of the loader show it. Unknown keys and
-wrong types are errors (`recipes.loader`). The recipe stops at the scripts' builders: models, losses and loops take plain
-keyword arguments.
+The text under a field is its documentation: the error messages of the loader show it. Unknown keys and wrong types are
+errors (`recipes.loader`). The recipe stops at the scripts' builders: models, losses and loops take plain keyword
+arguments.
 """
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
+    )
 
 
 class TargetSection(Section):
@@ -20,7 +23,7 @@ class TargetSection(Section):
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the target's weights; `auto` is what its config says. Exact equality with plain decoding needs float32."""
+    """Precision of the target's weights; `auto`: as its config says. Equality with plain decoding needs float32."""
     device: str = "auto"
     """`auto` is the accelerator where there is one, else the CPU."""
     trust_remote_code: bool = False
@@ -45,11 +48,12 @@ class GeneratorSection(Section):
 
 class DataSection(Section):
     prompts: str | list[str] | None = None
-    """Conversations whose assistant turns the target rewrites: .jsonl, .parquet, `stdlib:train`, or a `datasets` name."""
+    """Conversations whose assistant turns the target rewrites: a .jsonl, .json or .parquet file, `stdlib:train`, or a
+    dataset as `hf:org/name[:split]`."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Read no more than this many conversations."""
     conversations: str | None = None
-    """Regenerated conversations: what regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
+    """What regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
     max_length: int = Field(default=2048, ge=8)
     """Tokens of one training row; longer conversations are left out and counted, never cut."""
     generator: GeneratorSection = GeneratorSection()
@@ -58,7 +62,7 @@ class DataSection(Section):
 class DrafterSection(Section):
     kind: Literal["eagle3"] = "eagle3"
     capture_layers: list[int] | None = None
-    """Target states the drafter reads, as indices into `hidden_states` (0 is the embedding). Default: (2, L//2, L-3)."""
+    """Target states the drafter reads, indices into `hidden_states` (0 is the embedding). Default: (2, L//2, L-3)."""
     vocab_size: int | None = Field(default=None, ge=1)
     """Tokens of the draft vocabulary, the most frequent supervised ones. None: the target's whole vocabulary."""
     num_attention_heads: int | None = Field(default=None, ge=1)
@@ -115,7 +119,7 @@ class TreeSection(Section):
     nodes: int = Field(default=60, ge=2)
     """Nodes that the target verifies in one forward pass, the root included."""
     draft_calls: int | None = Field(default=None, ge=1)
-    """Calls of the drafter in a round = the greatest depth of the tree. Default: 8 for eagle2, nodes - 1 for a chain."""
+    """Calls of the drafter in a round: the greatest depth of the tree. Default: 8 for eagle2, nodes - 1 for a chain."""
     top_k: int = Field(default=10, ge=1)
     """Children proposed per node and beam width of eagle2."""
 
@@ -175,3 +179,38 @@ class Recipe(Section):
     drafter: DrafterSection = DrafterSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
+
+    # Where a run finds and leaves its files, defaults resolved.
+
+    @property
+    def conversations_path(self) -> Path:
+        """Regenerated conversations."""
+        return Path(self.data.conversations or Path(self.output_dir) / "conversations.jsonl")
+
+    @property
+    def draft_vocab_path(self) -> Path:
+        return Path(self.output_dir) / "draft_vocab.safetensors"
+
+    @property
+    def drafter_dir(self) -> Path:
+        """The final drafter of training."""
+        return Path(self.output_dir) / "drafter"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return Path(self.output_dir) / "checkpoints"
+
+    @property
+    def metrics_path(self) -> Path:
+        """One JSON line per logged training step."""
+        return Path(self.output_dir) / "metrics.jsonl"
+
+    @property
+    def eval_drafter_dir(self) -> Path:
+        """The drafter that is measured."""
+        return Path(self.eval.drafter or self.drafter_dir)
+
+    @property
+    def eval_out(self) -> Path:
+        """Folder of acceptance.json and generations.jsonl."""
+        return Path(self.eval.out or Path(self.output_dir) / "eval")

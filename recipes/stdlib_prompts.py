@@ -24,7 +24,7 @@ from pathlib import Path
 SPLITS = ("train", "heldout")
 KINDS = ("write", "complete")
 
-# Answers of 80 to 600 characters: shorter ones are one-line stubs, longer ones are beyond what the demo target can finish.
+# Shorter answers are one-line stubs, longer ones are beyond what the demo target can finish.
 MIN_ANSWER_CHARACTERS = 80
 MAX_ANSWER_CHARACTERS = 600
 

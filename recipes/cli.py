@@ -1,0 +1,97 @@
+"""The command line that every script shares: a recipe, overrides, `--plan`; and how a script ends when a user erred.
+
+def main() -> None:
+    command = parse_command(__doc__)
+    ...
+
+if __name__ == "__main__":
+    run(main)
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import Recipe
+
+EPILOG = """\
+overrides: any key of the recipe, its value written as in YAML, for example
+  train.max_steps=100  eval.tree.nodes=30  data.prompts='[a.jsonl, b.jsonl]'  output_dir=runs/try
+"""
+
+# Their warnings (generation flags, sequence lengths, cache notices) scroll our problems and tables away.
+NOISY_LOGGERS = ("transformers", "datasets", "huggingface_hub", "torch.distributed")
+
+
+class Command(argparse.Namespace):
+    """A parsed command line; what `extra` added stands beside these as further attributes."""
+
+    recipe: Recipe
+    recipe_path: str
+    overrides: list[str]
+    plan: bool
+
+
+def parse_command(
+    doc: str | None,
+    argv: Sequence[str] | None = None,
+    extra: Callable[[argparse.ArgumentParser], None] | None = None,
+) -> Command:
+    """Parse `script.py recipe.yaml [key.path=value ...] [--plan]` and load the recipe.
+
+    Args:
+        doc: the script's docstring, shown by --help as it is written.
+        argv: arguments without the script's name; None takes sys.argv.
+        extra: adds the script's own options to the parser.
+
+    Raises UserError with every problem of the recipe; a malformed command line exits with code 2.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "recipe_path", metavar="recipe.yaml", help="the recipe; paths in it are relative to where you are"
+    )
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="values that replace the recipe's")
+    parser.add_argument("--plan", action="store_true", help="check everything, say what would be done, and stop")
+    if extra is not None:
+        extra(parser)
+    # Intermixed: overrides may stand before and after options.
+    command = parser.parse_intermixed_args(argv, Command())
+    command.recipe = load_recipe(command.recipe_path, command.overrides)
+    return command
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main`. A UserError prints its problems on stderr and exits with 2, Ctrl-C exits with 130.
+
+    Any other exception is a defect of ours and keeps its traceback.
+    """
+    _quiet_third_parties()
+    try:
+        main()
+    except UserError as error:
+        # Under a launcher every process speaks for itself: a problem of one rank alone must not be lost.
+        rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+        if len(error.problems) == 1:
+            text = f"{rank}error: {error.problems[0]}"
+        else:
+            text = "\n".join([f"{rank}error: {len(error.problems)} problems", *(f"  - {p}" for p in error.problems)])
+        sys.stdout.flush()
+        print(text, file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        sys.exit(130)
+
+
+def _quiet_third_parties() -> None:
+    if "TRANSFORMERS_VERBOSITY" in os.environ:
+        return  # the user asked for a level
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # for processes we start, and where the import comes later
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)

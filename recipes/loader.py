@@ -1,0 +1,359 @@
+"""Read a recipe: YAML file + `key.path=value` overrides -> `schema.Recipe`, with every problem reported at once.
+
+Each problem names its place, `recipe.yaml:12` or `override 'train.seed=x'`, what was expected and what was given. What
+YAML reads otherwise than people write it is mended where the schema leaves no doubt: `1e-4` (text for YAML 1.1) where a
+number is wanted, `no` (false for YAML 1.1) where "no" is one of the choices, and an empty section.
+"""
+
+import difflib
+import re
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import check_source
+from draftsmith.recipes.schema import Recipe
+
+KeyPath = tuple[str | int, ...]
+
+EXPECTED = {
+    "string_type": "text",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "model_type": "a section of `key: value` lines",
+    "literal_error": "one of {expected}",
+    "greater_than": "a number above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "a number below {lt}",
+    "less_than_equal": "at most {le}",
+}
+"""pydantic's error types in words; the braces are filled from the error's context."""
+
+
+@dataclass
+class _Source:
+    """The values of a recipe before validation, and where each of them stands."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[KeyPath, str] = field(default_factory=dict)  # "recipe.yaml:12" or "override 'train.seed=x'"
+    written: dict[KeyPath, str] = field(default_factory=dict)  # unquoted scalars as they were written
+    problems: list[str] = field(default_factory=list)
+
+    def place(self, path: KeyPath) -> str:
+        """Where `path` stands, or the section that should hold it."""
+        while path not in self.places:
+            path = path[:-1]
+        return self.places[path]
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in file `path` with `overrides` ("train.max_steps=100") applied in order.
+
+    Paths inside a recipe are relative to the working directory. Raises UserError with all problems.
+    """
+    source = _read_file(Path(path))
+    for override in overrides:
+        _apply_override(source, override)
+    recipe = _validate(source)
+    source.problems += _missing_files(source)
+    if source.problems or recipe is None:
+        raise UserError(source.problems)
+    return recipe
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The resolved recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True, width=120)
+
+
+# Reading: YAML nodes, which know their lines, to plain values.
+
+
+def _read_file(path: Path) -> _Source:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such recipe file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    source = _Source(places={(): str(path)})
+    try:
+        values = _read_yaml(source, text, (), lambda line: f"{path}:{line}")
+    except yaml.YAMLError as error:
+        raise UserError(_yaml_problem(error, str(path))) from None
+    if values is not None and not isinstance(values, dict):
+        raise UserError(f"{path}: a recipe is made of `key: value` lines, this is {_given(values)}")
+    source.values = values or {}
+    source.places[()] = str(path)
+    return source
+
+
+def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int], str]) -> Any:
+    """The value of YAML `text`, which stands at `path`; notes places, raw scalars and repeated keys in `source`."""
+    loader = yaml.SafeLoader(text)
+
+    def value_of(node: yaml.Node, path: KeyPath, key_line: int, above: tuple[yaml.Node, ...]) -> Any:
+        source.places[path] = place(key_line)
+        if any(node is parent for parent in above):
+            raise yaml.constructor.ConstructorError(None, None, "an alias that contains itself", node.start_mark)
+        if isinstance(node, yaml.MappingNode):
+            seen: dict[str, int] = {}
+            for key_node, _ in node.value:
+                line = key_node.start_mark.line + 1
+                if key_node.value in seen:
+                    name = _dotted((*path, key_node.value))
+                    first = place(seen[key_node.value])
+                    source.problems.append(f"{place(line)}: `{name}` is given twice, first at {first}")
+                elif isinstance(key_node, yaml.ScalarNode):
+                    seen[key_node.value] = line
+            loader.flatten_mapping(node)  # merge keys: `<<: *defaults`
+            values = {}
+            for key_node, value_node in node.value:
+                line = key_node.start_mark.line + 1
+                if not isinstance(key_node, yaml.ScalarNode):
+                    source.problems.append(f"{place(line)}: a key must be a single word")
+                    continue
+                key = key_node.value
+                values[key] = value_of(value_node, (*path, key), line, (*above, node))
+            return values
+        if isinstance(node, yaml.SequenceNode):
+            return [
+                value_of(item, (*path, index), item.start_mark.line + 1, (*above, node))
+                for index, item in enumerate(node.value)
+            ]
+        if isinstance(node, yaml.ScalarNode) and node.style is None:
+            source.written[path] = node.value
+        return loader.construct_object(node)
+
+    try:
+        node = loader.get_single_node()
+        return None if node is None else value_of(node, path, node.start_mark.line + 1, ())
+    except ValueError as error:  # a scalar that looks like a date or a number and is none: 2024-13-45
+        raise yaml.YAMLError(str(error)) from None
+    finally:
+        loader.dispose()
+
+
+def _yaml_problem(error: yaml.YAMLError, where: str) -> str:
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    line = f":{mark.line + 1}" if mark and not where.startswith("override") else ""
+    return f"{where}{line}: not valid YAML: {what}"
+
+
+def _apply_override(source: _Source, override: str) -> None:
+    where = f"override '{override}'"
+    dotted, equals, text = override.partition("=")
+    names = dotted.strip().split(".")
+    if not equals or "" in names:
+        source.problems.append(f"{where}: write key.path=value, for example train.max_steps=100")
+        return
+    # Sections on the way are made where the file has none; list items are named by their index: eval.also.0.name=x
+    path: KeyPath = ()
+    parent: Any = source.values
+    for depth, name in enumerate(names):
+        if isinstance(parent, list) and name.isdecimal() and int(name) < len(parent):
+            key: str | int = int(name)
+        elif isinstance(parent, dict):
+            key = name
+        else:
+            what = f"a list of {len(parent)}" if isinstance(parent, list) else _given(parent)
+            source.problems.append(f"{where}: `{_dotted(path)}` is {what}, it has no `{name}`")
+            return
+        path = (*path, key)
+        if depth < len(names) - 1:
+            if isinstance(parent, dict) and parent.get(name) is None:
+                parent[name] = {}
+                source.places[path] = where
+            parent = parent[key]
+    for table in (source.places, source.written):  # what stood below this key in the file is gone
+        for old in [old for old in table if old[: len(path)] == path]:
+            del table[old]
+    try:
+        parent[path[-1]] = _read_yaml(source, text, path, lambda line: where)
+    except yaml.YAMLError as error:
+        source.problems.append(_yaml_problem(error, where))
+    source.places[path] = where
+
+
+# Validation.
+
+
+def _validate(source: _Source) -> Recipe | None:
+    """The recipe, or None after adding to `source.problems`."""
+    try:
+        return Recipe.model_validate(source.values)
+    except ValidationError as error:
+        mended = [_mend(source, item) for item in error.errors()]  # all of them, so no generator
+        if not any(mended):
+            source.problems += _problems(source, error)
+            return None
+    try:
+        return Recipe.model_validate(source.values)
+    except ValidationError as error:
+        source.problems += _problems(source, error)
+        return None
+
+
+def _mend(source: _Source, item: Any) -> bool:
+    """Replace a value that YAML read otherwise than it was meant; True if it did."""
+    path, given = _value_path(source, item["loc"]), item["input"]
+    written = source.written.get(path)
+    if item["type"] == "float_type" and isinstance(given, str) and written is not None:
+        if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", given):
+            return False
+        mended: Any = float(given)
+    elif item["type"] == "literal_error" and not isinstance(given, str) and f"'{written}'" in item["ctx"]["expected"]:
+        mended = written
+    elif item["type"] == "model_type" and given is None:
+        mended = {}
+    else:
+        return False
+    parent: Any = source.values
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = mended
+    return True
+
+
+def _value_path(source: _Source, location: tuple[str | int, ...]) -> KeyPath:
+    """pydantic's location without the tags it adds for unions: ("data", "prompts", "list[str]", 1)."""
+    path, value = [], source.values
+    for key in location:
+        inside = key in value if isinstance(value, dict) else isinstance(value, list) and isinstance(key, int)
+        if inside:
+            path.append(key)
+            value = value[key]  # type: ignore[index]
+    return tuple(path)
+
+
+def _problems(source: _Source, error: ValidationError) -> list[str]:
+    """One sentence per wrong place, in the order of the schema."""
+    unions: dict[KeyPath, list[str]] = {}
+    given: dict[KeyPath, str] = {}
+    problems: list[str | KeyPath] = []
+    for item in error.errors():
+        kind, location = item["type"], item["loc"]
+        if kind == "missing":
+            problems.append(f"{source.place(location)}: `{_dotted(location)}` is missing{_meaning(location)}")
+        elif kind == "extra_forbidden":
+            problems.append(f"{source.place(location)}: unknown key `{_dotted(location)}`{_suggestion(location)}")
+        elif kind == "value_error":
+            problems.append(f"{source.place(location)}: `{_dotted(location)}`: {item['ctx']['error']}")  # type: ignore
+        else:
+            path = _value_path(source, location)
+            words = EXPECTED[kind].format(**item.get("ctx", {})) if kind in EXPECTED else item["msg"]
+            if path not in unions:
+                problems.append(path)
+            unions.setdefault(path, []).append(words)
+            given[path] = _given(item["input"])
+    sentences = []
+    for problem in problems:
+        if isinstance(problem, str):
+            sentences.append(problem)
+        elif not any(len(other) > len(problem) and other[: len(problem)] == problem for other in unions):
+            # Of a union, the branch that came further says more: "`data.prompts.1`: expected text".
+            expected = " or ".join(dict.fromkeys(unions[problem]))
+            sentences.append(
+                f"{source.place(problem)}: `{_dotted(problem)}`: expected {expected}, given {given[problem]}"
+            )
+    return sentences
+
+
+def _given(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return f"the number {value}"
+    if isinstance(value, str):
+        return f"the text '{value}'"
+    return {dict: "a section", list: "a list"}.get(type(value), f"the {type(value).__name__} {value}")
+
+
+def _dotted(path: KeyPath) -> str:
+    return ".".join(str(key) for key in path)
+
+
+def _section_at(path: KeyPath) -> type[BaseModel] | None:
+    """The schema class of the section at `path`, or None where there is none."""
+    section: type[BaseModel] = Recipe
+    for key in path:
+        if isinstance(key, int):
+            continue  # an item of a list of sections
+        info = section.model_fields.get(key)
+        if info is None:
+            return None
+        inside = [info.annotation, *typing.get_args(info.annotation)]
+        found = [kind for kind in inside if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        if not found:
+            return None
+        section = found[0]
+    return section
+
+
+def _meaning(path: KeyPath) -> str:
+    section = _section_at(path[:-1])
+    info = section.model_fields.get(str(path[-1])) if section else None
+    return f": {info.description}" if info and info.description else ""
+
+
+def _all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+    for name in section.model_fields:
+        yield prefix + name
+        inner = _section_at((*prefix.rstrip(".").split("."), name) if prefix else (name,))
+        if inner is not None:
+            yield from _all_keys(inner, f"{prefix}{name}.")
+
+
+def _suggestion(path: KeyPath) -> str:
+    """What the writer of an unknown key may have meant."""
+    section, key = _section_at(path[:-1]), str(path[-1])
+    names = list(section.model_fields) if section else []
+    close = difflib.get_close_matches(key, names, n=1)
+    elsewhere = [dotted for dotted in _all_keys() if dotted.split(".")[-1] == key]
+    if close or elsewhere:
+        return f": did you mean `{_dotted((*path[:-1], close[0])) if close else '` or `'.join(elsewhere)}`?"
+    return f": known here are {', '.join(names)}"
+
+
+# Files.
+
+
+def _missing_files(source: _Source) -> list[str]:
+    """Problems with the local files that a recipe names as input; checked on the raw values, beside type errors."""
+    problems = []
+    model = _raw(source, ("target", "model"))
+    # "org/name" and "name" may be hub ids; anything else can only be a local directory.
+    if isinstance(model, str) and not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model) and not Path(model).exists():
+        where = source.place(("target", "model"))
+        problems.append(f"{where}: `target.model`: no such directory: {model} (a hub model is written org/name)")
+    for key in ("data", "eval"):
+        given = _raw(source, (key, "prompts"))
+        for index, name in enumerate(given if isinstance(given, list) else [given]):
+            path: KeyPath = (key, "prompts", index) if isinstance(given, list) else (key, "prompts")
+            problem = check_source(name) if isinstance(name, str) else None
+            if problem is not None:
+                problems.append(f"{source.place(path)}: `{_dotted(path)}`: {problem}")
+    output = _raw(source, ("output_dir",))
+    if isinstance(output, str) and Path(output).is_file():
+        problems.append(f"{source.place(('output_dir',))}: `output_dir`: {output} is a file; name a folder")
+    return problems
+
+
+def _raw(source: _Source, path: KeyPath) -> Any:
+    value: Any = source.values
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
