@@ -1,0 +1,134 @@
+"""The target's tokenizer: prompts by its chat template, stop tokens, and a fingerprint that tells tokenizers apart."""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from draftsmith.recipes.errors import UserError
+
+Message = dict[str, Any]
+
+
+class RenderError(Exception):
+    """One conversation that the chat template does not take; the message says why."""
+
+
+def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer at `model`, a hub id or a directory.
+
+    Raises:
+        UserError: there is none, or it has no chat template.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"target.model: cannot load a tokenizer from {model!r}: {reason}") from error
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"target.model: the tokenizer of {model!r} has no chat template, so conversations cannot be written as its "
+            "tokens; save the template it was tuned with as chat_template.jinja beside it"
+        )
+    return tokenizer
+
+
+def load_generation_config(
+    model: str, revision: str | None = None, trust_remote_code: bool = False
+) -> GenerationConfig:
+    """The generation config that loading the model would give it, without loading the model."""
+    try:
+        return GenerationConfig.from_pretrained(model, revision=revision or "main")
+    except OSError:  # models without generation_config.json: made from the model's config
+        return GenerationConfig.from_model_config(load_config(model, revision, trust_remote_code))
+
+
+def load_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """The model's config. Raises UserError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"target.model: no config at {model!r}: {str(error).splitlines()[0]}") from error
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
+) -> list[int]:
+    """Token ids of `messages` with the header of the next assistant turn.
+
+    The template is tokenised as it stands: no second BOS is added to the one that it may write.
+
+    Args:
+        tools: function schemas, for templates that list them in the system turn.
+
+    Raises:
+        RenderError: the template refuses these messages.
+    """
+    return _apply(tokenizer, messages, tools, add_generation_prompt=True)["input_ids"]
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
+) -> list[int]:
+    """Token ids of `messages` as they stand. Raises RenderError where the template refuses them."""
+    return _apply(tokenizer, messages, tools)["input_ids"]
+
+
+def render_marked(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
+) -> tuple[list[int], list[bool]]:
+    """(token ids, what the template's generation tags enclose), for templates that have them."""
+    out = _apply(tokenizer, messages, tools, return_assistant_tokens_mask=True)
+    return out["input_ids"], [bool(marked) for marked in out["assistant_masks"]]
+
+
+def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Does the chat template say which of its text the model writes (`{% generation %}`)?"""
+    return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
+
+
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None, **settings: Any
+) -> Any:
+    try:
+        return tokenizer.apply_chat_template(list(messages), tools, tokenize=True, return_dict=True, **settings)
+    except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        reason = str(error) or type(error).__name__
+        raise RenderError(f"the chat template refuses it: {reason}") from error
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> tuple[int, ...]:
+    """Tokens that end an answer, ascending: those of the generation config and the tokenizer's own.
+
+    Raises:
+        UserError: neither names one.
+    """
+    configured: Any = generation_config.eos_token_id
+    tokenizers_own: Any = tokenizer.eos_token_id
+    named = [*(configured if isinstance(configured, list | tuple) else [configured]), tokenizers_own]
+    ids = {int(i) for i in named if i is not None}
+    if not ids:
+        raise UserError(
+            "target.model: neither generation_config.json nor the tokenizer names a stop token (eos_token_id); "
+            "answers would never end"
+        )
+    return tuple(sorted(ids))
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """sha256 over vocabulary, merges, normalisation and chat template: equal in every process for equal tokenizers.
+
+    Truncation and padding are left out: calls set them, and they say nothing about the tokens' meaning.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules: Any = None
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        rules.pop("truncation", None)
+        rules.pop("padding", None)
+    content = {"rules": rules, "vocab": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
