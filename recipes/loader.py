@@ -160,10 +160,11 @@ def _apply_override(source: _Source, override: str) -> None:
         return
     # Sections on the way are made where the file has none; list items are named by their index: eval.also.0.name=x
     path: KeyPath = ()
+    key: Any = None
     parent: Any = source.values
     for depth, name in enumerate(names):
         if isinstance(parent, list) and name.isdecimal() and int(name) < len(parent):
-            key: str | int = int(name)
+            key = int(name)
         elif isinstance(parent, dict):
             key = name
         else:
@@ -180,7 +181,7 @@ def _apply_override(source: _Source, override: str) -> None:
         for old in [old for old in table if old[: len(path)] == path]:
             del table[old]
     try:
-        parent[path[-1]] = _read_yaml(source, text, path, lambda line: where)
+        parent[key] = _read_yaml(source, text, path, lambda line: where)
     except yaml.YAMLError as error:
         source.problems.append(_yaml_problem(error, where))
     source.places[path] = where

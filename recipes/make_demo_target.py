@@ -17,6 +17,7 @@ import platform
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -99,7 +100,7 @@ def pack(documents: list[list[int]], pad_id: int) -> torch.Tensor:
 
 
 def render(tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> list[list[int]]:
-    texts = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in conversations]
+    texts: list[Any] = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in conversations]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
@@ -107,7 +108,7 @@ def render(tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> lis
 def heldout_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> float:
     """Mean nats per answer token (stop token included) over the held-out conversations, the library's answers."""
     total, count = 0.0, 0
-    assistant = tokenizer.convert_tokens_to_ids("<|assistant|>")
+    assistant: Any = tokenizer.convert_tokens_to_ids("<|assistant|>")
     for ids in render(tokenizer, conversations):
         start = ids.index(assistant) + 1
         ids_BT = torch.tensor([ids])
@@ -129,14 +130,16 @@ def is_looping(token_ids: list[int]) -> bool:
 
 @torch.no_grad()
 def greedy_answers(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[dict], max_new_tokens: int
+    model: Any, tokenizer: PreTrainedTokenizerFast, conversations: list[dict], max_new_tokens: int
 ) -> list[list[int]]:
     """Greedy answers without their stop token; those that hit `max_new_tokens` have exactly that many tokens."""
     tokenizer.padding_side = "left"
     answers: list[list[int]] = []
     for start in tqdm(range(0, len(conversations), 32), desc="greedy answers", unit="batch"):
         prompts = [c["messages"][:1] for c in conversations[start : start + 32]]
-        texts = [tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts]
+        texts: list[Any] = [
+            tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts
+        ]
         batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
         out = model.generate(
             input_ids=batch["input_ids"],
@@ -200,6 +203,8 @@ def main() -> None:
         tokenizer = train_tokenizer(texts, args.vocab_size)
         tokenizer.save_pretrained(args.out)
     library_ids, test_ids = render(tokenizer, library_documents), render(tokenizer, test_documents)
+    pad_id: Any = tokenizer.pad_token_id
+    stop_id: Any = tokenizer.eos_token_id
 
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -212,9 +217,9 @@ def main() -> None:
             head_dim=64,
             max_position_embeddings=1024,
             tie_word_embeddings=True,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=pad_id,
             bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
+            eos_token_id=stop_id,
         )
     )
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
@@ -248,10 +253,10 @@ def main() -> None:
         if len(rows) < args.rows_per_step:
             documents = library_ids * args.library_repeats + test_ids
             order.shuffle(documents)
-            rows = torch.cat([rows, (fresh := pack(documents, tokenizer.pad_token_id))[torch.randperm(len(fresh))]])
+            rows = torch.cat([rows, (fresh := pack(documents, pad_id))[torch.randperm(len(fresh))]])
             passes += 1
         ids_BT, rows = rows[: args.rows_per_step], rows[args.rows_per_step :]
-        labels_BT = ids_BT.masked_fill(ids_BT == tokenizer.pad_token_id, -100)
+        labels_BT = ids_BT.masked_fill(ids_BT == pad_id, -100)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits_BTV = model(ids_BT).logits
         loss = torch.nn.functional.cross_entropy(
@@ -288,9 +293,9 @@ def main() -> None:
             os.replace(partial, checkpoint_path)
     progress.close()
 
-    model = model.to(torch.bfloat16)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.bfloat16()
+    model.generation_config.eos_token_id = stop_id
+    model.generation_config.pad_token_id = pad_id
     model.save_pretrained(args.out)
     record = {
         "python": platform.python_version(),

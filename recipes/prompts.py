@@ -367,12 +367,14 @@ def _check_messages(messages: list[dict[str, Any]]) -> None:
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise ValueError(f"unknown role: {json.dumps(role)} of message {index}, known are {', '.join(ROLES)}")
+            raise ValueError(
+                f"unknown role: {json.dumps(role, default=str)} of message {index}, known are {', '.join(ROLES)}"
+            )
         # An assistant that only calls tools, or only thinks, has no content.
         silent = role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content"))
         if not (content is None and silent):
             _check_content(content, index)
-        if role == "user" and not (content if isinstance(content, list) else content.strip()):
+        if role == "user" and (content == [] or (isinstance(content, str) and not content.strip())):
             raise ValueError(f"empty user turn: message {index}")
         if role == "assistant" and previous == "assistant":
             raise ValueError(f"two assistant turns in a row: messages {index - 1} and {index}")

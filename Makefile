@@ -1,0 +1,61 @@
+# Draftsmith: install, test, and the demo. `make` alone lists the targets.
+
+PYTHON ?= python3
+# What is tested. The package itself asks for torch>=2.9; for another build give a version, as in
+# `make install TORCH=torch==2.13.0+cpu`, with pip's settings (PIP_EXTRA_INDEX_URL ...) pointing to where it lies.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+# One process, nothing asked: without these accelerate warns about each default it takes. `--quiet` keeps its own
+# traceback away when a script ends with an error; the script's message still shows.
+ACCELERATE := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help install test test-slow lint types wheel-check ci demo demo-target clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED)  ## create .venv and install what the package and its tests need
+
+$(INSTALLED): setup.cfg
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "$(PYTHON): Python 3.10 or newer is needed; name one: make install PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv .venv \
+		|| { echo "$(PYTHON) cannot create .venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	@touch $@
+
+test: install  ## the tests, without the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: install  ## the slow tests, without wheel-check
+	$(BIN)/python -m pytest -m slow --ignore tests/test_packaging.py
+
+lint: install  ## ruff: rules and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: install  ## pyright
+	$(BIN)/pyright
+
+wheel-check: install  ## build a wheel, install it beside nothing of this tree, import every module
+	$(BIN)/python -m pytest -m slow tests/test_packaging.py
+
+ci:  ## all of the above
+	.ci/run
+
+demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptance, in runs/demo
+	$(BIN)/python data_gen/regenerate.py recipes/demo.yaml
+	$(BIN)/python data_gen/rank_vocab.py recipes/demo.yaml
+	$(ACCELERATE) train/eagle3.py recipes/demo.yaml
+	$(BIN)/python eval/acceptance.py recipes/demo.yaml
+
+demo-target: install  ## train the demo's target model again: hours
+	$(BIN)/python recipes/make_demo_target.py --out runs/demo_target
+
+clean:  ## remove what builds and tools leave; .venv and runs stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path "./.venv/*" -prune -exec rm -rf {} +
