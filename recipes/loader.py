@@ -39,6 +39,8 @@ EXPECTED = {
 }
 """pydantic's error types in words; the braces are filled from the error's context."""
 
+PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+
 
 @dataclass
 class _Source:
@@ -101,28 +103,33 @@ def _read_file(path: Path) -> _Source:
 def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int], str]) -> Any:
     """The value of YAML `text`, which stands at `path`; notes places, raw scalars and repeated keys in `source`."""
     loader = yaml.SafeLoader(text)
+    checked: list[yaml.Node] = []  # an alias leads here again, and by then merge keys have been written out
 
     def value_of(node: yaml.Node, path: KeyPath, key_line: int, above: tuple[yaml.Node, ...]) -> Any:
         source.places[path] = place(key_line)
         if any(node is parent for parent in above):
             raise yaml.constructor.ConstructorError(None, None, "an alias that contains itself", node.start_mark)
+        if not isinstance(node, yaml.ScalarNode) and node.tag not in PLAIN_TAGS:
+            raise yaml.constructor.ConstructorError(None, None, f"unknown tag {node.tag}", node.start_mark)
         if isinstance(node, yaml.MappingNode):
             seen: dict[str, int] = {}
-            for key_node, _ in node.value:
+            for key_node, _ in node.value if not any(node is other for other in checked) else ():
                 line = key_node.start_mark.line + 1
-                if key_node.value in seen:
+                if not isinstance(key_node, yaml.ScalarNode):
+                    source.problems.append(f"{place(line)}: a key must be a single word")
+                elif key_node.value in seen:
                     name = _dotted((*path, key_node.value))
                     first = place(seen[key_node.value])
                     source.problems.append(f"{place(line)}: `{name}` is given twice, first at {first}")
-                elif isinstance(key_node, yaml.ScalarNode):
+                else:
                     seen[key_node.value] = line
+            checked.append(node)
             loader.flatten_mapping(node)  # merge keys: `<<: *defaults`
             values = {}
             for key_node, value_node in node.value:
                 line = key_node.start_mark.line + 1
                 if not isinstance(key_node, yaml.ScalarNode):
-                    source.problems.append(f"{place(line)}: a key must be a single word")
-                    continue
+                    continue  # reported above
                 key = key_node.value
                 values[key] = value_of(value_node, (*path, key), line, (*above, node))
             return values

@@ -1,0 +1,328 @@
+"""Recipes: what is read, what is refused, and how a script tells its user."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.recipes import cli
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import dump_recipe, load_recipe
+from draftsmith.recipes.schema import Recipe
+
+SMALLEST = "output_dir: runs/x\ntarget:\n  model: org/name\n"
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> str:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def problems_of(path: str, *overrides: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    return caught.value.problems
+
+
+def test_smallest_recipe_gets_the_defaults(write):
+    recipe = load_recipe(write(SMALLEST))
+    assert recipe == Recipe.model_validate({"output_dir": "runs/x", "target": {"model": "org/name"}})
+    assert recipe.conversations_path == Path("runs/x/conversations.jsonl")
+    assert recipe.eval_drafter_dir == recipe.drafter_dir == Path("runs/x/drafter")
+    assert recipe.eval_out == Path("runs/x/eval")
+
+
+def test_unknown_key_names_line_and_suggests(write):
+    (problem,) = problems_of(write(SMALLEST + "train:\n  learning_rat: 0.1\n"))
+    assert "recipe.yaml:5:" in problem
+    assert "unknown key `train.learning_rat`" in problem
+    assert "did you mean `train.learning_rate`?" in problem
+
+
+def test_key_in_the_wrong_section_is_pointed_to_the_right_one(write):
+    (problem,) = problems_of(write(SMALLEST + "max_steps: 3\n"))
+    assert "did you mean `train.max_steps`?" in problem
+
+
+def test_key_like_no_other_lists_the_known_ones(write):
+    (problem,) = problems_of(write(SMALLEST + "drafter:\n  zzz: 3\n"))
+    assert "known here are kind, capture_layers" in problem
+
+
+def test_all_problems_at_once(write):
+    problems = problems_of(
+        write(
+            "target:\n  model: ./missing\n  dtype: int8\n"
+            "data:\n  prompts: [missing.jsonl, 3]\n  max_length: '12'\n"
+            "train:\n  max_steps: 0\n  seed: true\n  step_weight: .inf\n  trackers: wandb\n"
+            "eval:\n  also:\n  - proposer: drafter\n    tree: {nodes: 1}\n"
+        ),
+        "train.nothing=1",
+    )
+    expected = [
+        ("recipe.yaml", "`output_dir` is missing", "Everything that a run writes"),
+        (":3:", "`target.dtype`: expected one of 'auto', 'float32', 'bfloat16' or 'float16', given the text 'int8'"),
+        (":5:", "`data.prompts.1`: expected text, given the number 3"),
+        (":6:", "`data.max_length`: expected a whole number, given the text '12'"),
+        (":8:", "`train.max_steps`: expected at least 1, given the number 0"),
+        (":9:", "`train.seed`: expected a whole number, given true"),
+        (":10:", "`train.step_weight`: expected a finite number, given the number inf"),
+        (":11:", "`train.trackers`: expected a list, given the text 'wandb'"),
+        ("override 'train.nothing=1'", "unknown key `train.nothing`"),
+        (":14:", "`eval.also.0.name` is missing"),
+        (":15:", "`eval.also.0.tree.nodes`: expected at least 2, given the number 1"),
+        (":2:", "`target.model`: no such directory: ./missing"),
+        (":5:", "`data.prompts.0`: no such file: missing.jsonl"),
+    ]
+    for parts in expected:
+        assert any(all(part in problem for part in parts) for problem in problems), parts
+    assert len(problems) == len(expected)
+
+
+def test_union_names_both_kinds(write):
+    (problem,) = problems_of(write(SMALLEST + "data:\n  prompts: 3\n"))
+    assert "`data.prompts`: expected text or a list, given the number 3" in problem
+
+
+def test_settings_that_exclude_each_other(write):
+    (problem,) = problems_of(write(SMALLEST + "eval:\n  tree: {policy: chain, nodes: 8, draft_calls: 3}\n"))
+    assert "recipe.yaml:5: `eval.tree`: a chain of 8 nodes (root included) takes 7 draft calls, not 3" in problem
+
+
+def test_repeated_key_is_an_error_with_both_lines(write):
+    (problem,) = problems_of(write(SMALLEST + "train:\n  seed: 1\n  max_steps: 3\n  seed: 2\n"))
+    assert ":7: `train.seed` is given twice" in problem
+    assert problem.endswith(":5")
+
+
+def test_numbers_as_people_write_them(write):
+    recipe = load_recipe(
+        write(SMALLEST + "train:\n  learning_rate: 1e-4\n  epochs: 2\n  step_weight: +.5\n"),
+        ["train.weight_decay=1E-2"],
+    )
+    assert recipe.train.learning_rate == 1e-4
+    assert (recipe.train.epochs, recipe.train.step_weight, recipe.train.weight_decay) == (2.0, 0.5, 0.01)
+    assert isinstance(recipe.train.epochs, float)
+
+
+@pytest.mark.parametrize("value", ["'1e-4'", "1e-4x", "ten", "0x10p", "1e", "[1e-4]"])
+def test_not_a_number(write, value):
+    (problem,) = problems_of(write(SMALLEST + f"train:\n  learning_rate: {value}\n"))
+    assert "expected a number, given" in problem
+
+
+def test_mended_numbers_are_still_checked(write):
+    (problem,) = problems_of(write(SMALLEST + "train:\n  learning_rate: -1e-4\n"))
+    assert "expected a number above 0" in problem
+
+
+@pytest.mark.parametrize("override", [[], ["train.mixed_precision=no"]])
+def test_no_is_a_choice_not_a_boolean(write, override):
+    text = SMALLEST if override else SMALLEST + "train:\n  mixed_precision: no\n"
+    assert load_recipe(write(text), override).train.mixed_precision == "no"
+    (problem,) = problems_of(write(SMALLEST + "train:\n  mixed_precision: off\n"))
+    assert "given false" in problem
+
+
+def test_empty_section_is_its_defaults(write):
+    recipe = load_recipe(write(SMALLEST + "train:\neval:\n  # max_prompts: 3\n"))
+    assert recipe.train == Recipe.model_validate(yaml.safe_load(SMALLEST)).train
+
+
+def test_merge_keys_and_anchors(write):
+    text = SMALLEST + (
+        "eval:\n  tree: &tree {nodes: 20, top_k: 4}\n"
+        "  also:\n  - name: wider\n    tree: &wide {<<: *tree, top_k: 8}\n  - name: same\n    tree: *tree\n"
+        "  - name: again\n    tree: *wide\n"
+    )
+    wider, same, again = load_recipe(write(text)).eval.also
+    assert (wider.tree.nodes, wider.tree.top_k, same.tree.top_k) == (20, 8, 4)
+    assert again.tree == wider.tree
+
+
+def test_overrides_win_in_order(write):
+    path = write(SMALLEST + "train:\n  seed: 1\neval:\n  also:\n  - name: a\n")
+    overrides = ["train.seed=2", "train.seed=3", "eval.tree={nodes: 5}", "eval.also.0.name='b=c'", "eval.max_prompts="]
+    recipe = load_recipe(path, overrides)
+    assert recipe.train.seed == 3
+    assert recipe.eval.tree.nodes == 5
+    assert recipe.eval.also[0].name == "b=c"
+    assert recipe.eval.max_prompts is None
+
+
+def test_override_mends_a_problem_of_the_file(write):
+    path = write(SMALLEST + "train:\n  seed: x\ndata:\n  prompts: missing.jsonl\n")
+    assert load_recipe(path, ["train.seed=2", "data.prompts=stdlib:train"]).train.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("train.seed", "write key.path=value"),
+        ("=3", "write key.path=value"),
+        ("train..seed=3", "write key.path=value"),
+        ("train.seed=x", "`train.seed`: expected a whole number, given the text 'x'"),
+        ("train.sed=1", "did you mean `train.seed`?"),
+        ("trian.seed=1", "did you mean `train`?"),
+        ("train=3", "`train`: expected a section of `key: value` lines, given the number 3"),
+        ("output_dir.x=3", "`output_dir` is the text 'runs/x', it has no `x`"),
+        ("eval.also.1.name=x", "`eval.also` is a list of 0, it has no `1`"),
+        ("train.trackers=[a", "not valid YAML"),
+    ],
+)
+def test_bad_override_is_quoted(write, override, text):
+    (problem,) = problems_of(write(SMALLEST + "eval: {also: []}"), override)
+    assert problem.startswith(f"override '{override}'")
+    assert text in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("output_dir: [1\ntarget: {}\n", "recipe.yaml:2: not valid YAML"),
+        ("- a\n- b\n", "given"),
+        ("", "`output_dir` is missing"),
+        (SMALLEST + "train: {seed: 2024-13-45}\n", "not valid YAML"),
+        (SMALLEST + "train: &a {seed: *a}\n", "not valid YAML: an alias that contains itself"),
+        (SMALLEST + "? [a, b]\n: 3\n", "recipe.yaml:4: a key must be a single word"),
+        (SMALLEST + "---\na: 1\n", "not valid YAML"),
+        (SMALLEST + "train: !!python/object:os.system {}\n", "not valid YAML"),
+    ],
+)
+def test_not_a_recipe(write, text, expected):
+    problems = problems_of(write(text))
+    assert any(expected in problem for problem in problems) or (expected == "given" and "`key: value`" in problems[0])
+
+
+def test_recipe_file_that_cannot_be_read(tmp_path: Path):
+    assert "no such recipe file" in problems_of(str(tmp_path / "none.yaml"))[0]
+    assert "cannot be read" in problems_of(str(tmp_path))[0]
+    (tmp_path / "latin.yaml").write_bytes(b"output_dir: \xe9\n")
+    assert "cannot be read as UTF-8" in problems_of(str(tmp_path / "latin.yaml"))[0]
+
+
+def test_output_dir_that_is_a_file(write, tmp_path: Path):
+    (tmp_path / "taken").touch()
+    (problem,) = problems_of(write(SMALLEST), f"output_dir={tmp_path / 'taken'}")
+    assert "is a file; name a folder" in problem
+
+
+@pytest.mark.parametrize(
+    ("model", "is_path"),
+    [
+        ("org/name-1.5_b", False),
+        ("gpt2", False),
+        ("./here", True),
+        ("a/b/c", True),
+        ("/no/where", True),
+        ("../x", True),
+    ],
+)
+def test_only_what_cannot_be_a_hub_id_is_looked_for_on_disk(write, model, is_path):
+    path = write(SMALLEST)
+    if is_path:
+        assert "no such directory" in problems_of(path, f"target.model={model}")[0]
+    else:
+        assert load_recipe(path, [f"target.model={model}"]).target.model == model
+
+
+def test_local_model_directory_is_found(write, tmp_path: Path):
+    assert load_recipe(write(SMALLEST), [f"target.model={tmp_path}"]).target.model == str(tmp_path)
+
+
+def test_prompts_that_are_not_files(write):
+    recipe = load_recipe(write(SMALLEST), ["data.prompts=[stdlib:train, hf:org/name, hf:org/name:test]"])
+    assert recipe.data.prompts == ["stdlib:train", "hf:org/name", "hf:org/name:test"]
+    (problem,) = problems_of(write(SMALLEST), "eval.prompts=stdlib:test")
+    assert problem.endswith("`eval.prompts`: stdlib:test: write stdlib:train or stdlib:heldout")
+
+
+def test_dumped_recipe_reads_back(write):
+    overrides = [
+        "train.learning_rate=1e-7",
+        "train.mixed_precision=no",
+        "output_dir='runs/é: #1'",
+        "target.revision='1e5'",
+    ]
+    recipe = load_recipe(write(SMALLEST), overrides)
+    assert load_recipe(write(dump_recipe(recipe))) == recipe
+
+
+def test_shipped_recipes_are_valid(monkeypatch):
+    root = Path(__file__).parents[1]
+    monkeypatch.chdir(root)
+    for path in (root / "recipes").glob("*.yaml"):
+        load_recipe(path)
+
+
+# The command line.
+
+
+def test_command_takes_overrides_anywhere(write):
+    path = write(SMALLEST)
+    command = cli.parse_command(
+        "Doc.",
+        [path, "train.seed=4", "--plan", "--show", "3", "train.max_steps=2"],
+        extra=lambda parser: parser.add_argument("--show", type=int),
+    )
+    assert (command.recipe.train.seed, command.recipe.train.max_steps) == (4, 2)
+    assert (command.plan, command.show, command.recipe_path) == (True, 3, path)
+    assert command.overrides == ["train.seed=4", "train.max_steps=2"]
+
+
+def test_help_shows_the_docstring_as_written(capsys):
+    doc = "Train a drafter, 100 % of it.\n\n    train/eagle3.py   recipes/demo.yaml\n"
+    with pytest.raises(SystemExit) as caught:
+        cli.parse_command(doc, ["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert doc in shown
+    assert "--plan" in shown
+    assert "train.max_steps=100" in shown
+
+
+def test_script_prints_every_problem_and_exits_with_2(write, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from draftsmith.recipes.cli import parse_command, run\nrun(lambda: print(parse_command('Doc.').recipe))\n"
+    )
+    command = [sys.executable, str(script), write(SMALLEST + "sed: 1\n"), "train.seed=x"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: 2 problems\n  - ")
+    assert "unknown key `sed`" in result.stderr
+    assert "override 'train.seed=x'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_run_returns_exit_codes(capsys, monkeypatch):
+    def fail(error: BaseException):
+        def main() -> None:
+            raise error
+
+        return main
+
+    with pytest.raises(SystemExit) as caught:
+        cli.run(fail(UserError("wrong.")))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: wrong.\n"
+    with pytest.raises(SystemExit) as caught:
+        cli.run(fail(KeyboardInterrupt()))
+    assert caught.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(ZeroDivisionError):  # a defect of ours keeps its traceback
+        cli.run(fail(ZeroDivisionError()))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        cli.run(fail(UserError(["wrong.", "worse."])))
+    assert capsys.readouterr().err == "[rank 1] error: 2 problems\n  - wrong.\n  - worse.\n"
+    cli.run(lambda: None)
