@@ -29,7 +29,8 @@ class DraftTree:
     def __init__(self, tokens: torch.Tensor, parents: torch.Tensor):
         self.tokens = tokens
         self.parents = parents
-        # [N, N] row i marks i and its ancestors. One hop a level, for all nodes at once: as many steps as the tree is deep.
+        # [N, N] row i marks i and its ancestors. One hop a level, for all nodes at once: as many steps as the tree is
+        # deep.
         self.ancestors = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
         self.depths = torch.zeros_like(parents)  # [N]
         nodes = torch.arange(len(tokens), device=tokens.device)
@@ -60,8 +61,8 @@ class Proposer(Protocol):
         """Forgets everything: a new conversation begins."""
 
     def observe(self, tokens: Sequence[int], features: torch.Tensor) -> None:
-        """`tokens` are all committed tokens so far, the unread root last; `features` [n, F] the target's captured states
-        of those positions that were verified since the last call (all but the root have one by now)."""
+        """`tokens` are all committed tokens so far, the unread root last; `features` [n, F] the target's captured
+        states of those positions that were verified since the last call (all but the root have one by now)."""
 
     def propose(self, root: int) -> tuple[DraftTree, int]:
         """A tree below `root`, and how many drafter calls it took."""

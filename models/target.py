@@ -88,7 +88,9 @@ class Target:
         self.config = model.config.get_text_config()
         self.decoder = model.get_decoder()
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
-            raise UserError(f"target.model: {type(model).__name__} has no list of decoder layers to capture states from")
+            raise UserError(
+                f"target.model: {type(model).__name__} has no list of decoder layers to capture states from"
+            )
         self.num_layers = len(self.decoder.layers)
         self.head: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
@@ -139,7 +141,8 @@ class Target:
             captured.append(args[0] if args else kwargs["hidden_states"])
 
         handles = [
-            self.decoder.layers[layer].register_forward_pre_hook(hook, with_kwargs=True) for layer in self.capture_layers
+            self.decoder.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
+            for layer in self.capture_layers
         ]
         try:
             yield captured
@@ -173,8 +176,8 @@ class Target:
         ours = self.logits(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
         if not torch.allclose(whole, ours, rtol=1e-2, atol=1e-2):
             raise UserError(
-                f"target.model: {type(self.model).__name__} changes its logits after the head in a way that is not known "
-                f"here (largest difference {(whole - ours).abs().max().item():.3g})"
+                f"target.model: {type(self.model).__name__} changes its logits after the head in a way that is not "
+                f"known here (largest difference {(whole - ours).abs().max().item():.3g})"
             )
 
 
@@ -246,8 +249,8 @@ class TargetSession:
     def _refuse_beyond_window(self, length: int) -> None:
         if self._window is not None and length > self._window:
             raise UserError(
-                f"target.model: {length} tokens exceed the sliding window of {self._window} tokens, beyond which a draft "
-                "tree cannot be verified or rolled back; shorten the prompts or eval.max_new_tokens"
+                f"target.model: {length} tokens exceed the sliding window of {self._window} tokens, beyond which a "
+                "draft tree cannot be verified or rolled back; shorten the prompts or eval.max_new_tokens"
             )
 
 

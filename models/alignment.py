@@ -1,0 +1,90 @@
+"""Which column reads what, predicts what, and counts: the one place where this is decided.
+
+Tokens x[0], x[1], ...; f[t] is the target's state of position t; k is the unroll step, 0-based.
+
+    column t, step k   reads    f[t] at step 0, its own output of step k-1 afterwards
+                       reads    the embedding of x[t+1+k], at position t+k
+                       predicts x[t+2+k]; its teacher is the target's distribution at position t+1+k
+
+Decoding starts a chain only below a token that the target itself produced: the chain's root, x[t+1]. So
+
+    column t counts at step k  iff  x[t+1], ..., x[t+2+k] all lie in one supervised span
+
+(a span is the assistant's tokens of one turn, its stop token included). Drawn for a prompt of 4 tokens, an answer of 5
+(`.` is its stop token) and the next user turn; K = 3 steps; `*` counts:
+
+    position      0  1  2  3  4  5  6  7  8  9 10
+    token         u  u  u  >  A  B  C  D  .  u  u
+    span          -  -  -  -  1  1  1  1  1  -  -
+
+    column t      0  1  2  3  4  5  6  7  8
+    root x[t+1]   u  u  >  A  B  C  D  .  u
+    predicts k=0                B  C  D  .              x[t+2]:  * at t = 3 4 5 6
+             k=1                C  D  .                 x[t+3]:  * at t = 3 4 5
+             k=2                D  .                    x[t+4]:  * at t = 3 4
+    depth         0  0  0  3  3  2  1  0  0             steps at which the column counts, at most K
+
+The first answer token A is the prefill's: nobody drafts it. Everything shrinks with k, and nothing is ever predicted
+across the end of a span or of the text.
+
+Counted columns of one span are consecutive, so among counted columns alone (index c), step k of column c is about the
+position of column c + k at step 0: its teacher is teacher[c + k], the token it reads is following[c + k]. The unroll
+shifts by an index; it never copies.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of a batch that count at step 0, row by row, padded to the longest row.
+
+    Attributes:
+        index: [B, C] position t of each column; 0 on padding.
+        depth: [B, C] number of steps at which the column counts, 1 to K; 0 on padding.
+    """
+
+    index: torch.Tensor
+    depth: torch.Tensor
+
+    def counted(self, step: int) -> torch.Tensor:
+        """[B, C] bool: the columns that count at unroll step `step`."""
+        return self.depth > step
+
+    def gather(self, values_BT: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        """values[b, t + offset, ...] for each column t: [B, C, ...]. Offsets stay inside wherever the column counts."""
+        rows = torch.arange(len(self.index), device=self.index.device)[:, None]
+        return values_BT[rows, (self.index + offset).clamp(max=values_BT.shape[1] - 1)]
+
+
+def remaining_in_span(span_BT: torch.Tensor) -> torch.Tensor:
+    """[B, T] tokens of the same span from each position on, itself included; 0 outside spans.
+
+    Args:
+        span_BT: 0 outside supervised spans, else a number that differs between touching spans.
+    """
+    length = span_BT.shape[1]
+    position = torch.arange(length, device=span_BT.device).expand_as(span_BT)
+    ends_here = torch.ones_like(span_BT, dtype=torch.bool)
+    ends_here[:, :-1] = span_BT[:, :-1] != span_BT[:, 1:]
+    last = torch.where(ends_here, position, length)
+    last = last.flip(1).cummin(dim=1).values.flip(1)  # [B, T] last position of the run that each position is in
+    return torch.where(span_BT > 0, last - position + 1, 0)
+
+
+def columns_of(span_BT: torch.Tensor, steps: int) -> Columns:
+    """The counted columns of a batch for an unroll of `steps` steps.
+
+    Column t counts at step k iff remaining[t + 1] >= k + 2, so its depth is remaining[t + 1] - 1, at most `steps`.
+    """
+    remaining = remaining_in_span(span_BT)
+    depth_BT = torch.zeros_like(remaining)
+    depth_BT[:, :-1] = (remaining[:, 1:] - 1).clamp(0, steps)
+    counts = (depth_BT > 0).sum(1)
+    width = int(counts.max()) if len(counts) else 0
+    # Stable sort moves counted columns to the front of each row and keeps their order.
+    order = (depth_BT == 0).long().argsort(dim=1, stable=True)[:, :width]  # [B, C]
+    depth = depth_BT.gather(1, order)
+    return Columns(index=torch.where(depth > 0, order, 0), depth=depth)

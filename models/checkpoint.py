@@ -1,0 +1,165 @@
+"""Drafter checkpoints: a directory that says what it is, whom it is for and how it was made.
+
+    config.json          kind, shape, and the identity of the target it was trained for
+    model.safetensors    parameters, d2t and t2d; the target's embedding table is the target's and is not copied
+    recipe.yaml          the resolved recipe
+    provenance.json      versions, commit, command line, digests of the data
+
+A directory is written beside its place and renamed into it, so that it is whole or not there.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+
+
+def target_identity(target: Target, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:
+    """What a drafter must find again in the target it is used with.
+
+    Args:
+        fingerprint: `chat.tokenizer_fingerprint` of the target's tokenizer.
+    """
+    return {
+        "model": model,
+        "revision": revision,
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "num_layers": target.num_layers,
+        "tokenizer_fingerprint": fingerprint,
+        "embedding_digest": tensor_digest(target.embedding.weight),  # type: ignore[arg-type]
+    }
+
+
+def tensor_digest(tensor: torch.Tensor, rows: int = 4096) -> str:
+    """sha256 over (at most `rows` evenly spaced rows of) a matrix, in bfloat16: equal for every loading precision."""
+    chosen = torch.linspace(0, len(tensor) - 1, min(rows, len(tensor)), dtype=torch.float64).round().long()
+    values = tensor.detach()[chosen.to(tensor.device)].to(torch.bfloat16).cpu().contiguous()
+    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def provenance(data: dict[str, Path]) -> dict[str, Any]:
+    """Versions, source commit, command line and data digests, for provenance.json."""
+    packages = ("draftsmith", "torch", "transformers", "accelerate", "datasets")
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return {
+        "versions": {name: metadata.version(name) for name in packages} | {"python": platform.python_version()},
+        "commit": commit.stdout.strip() or None,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "data": {name: {"file": path.name, "sha256": file_digest(path)} for name, path in data.items()},
+    }
+
+
+def save_drafter(
+    directory: Path, drafter: Eagle3Drafter, identity: dict[str, Any], recipe_yaml: str, made_by: dict[str, Any]
+) -> None:
+    """Writes the checkpoint; an older one of the same name is replaced at the very end."""
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+    config = {"kind": "eagle3", "drafter": drafter.config.to_dict(), "target": identity}
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (partial / "recipe.yaml").write_text(recipe_yaml)
+    (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
+    if directory.exists():
+        retired = directory.with_name(directory.name + ".old")
+        shutil.rmtree(retired, ignore_errors=True)
+        os.replace(directory, retired)
+        os.replace(partial, directory)
+        shutil.rmtree(retired)
+    else:
+        os.replace(partial, directory)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a drafter. Raises UserError where there is none or it is not a drafter's."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except FileNotFoundError:
+        raise UserError(f"{directory}: no drafter here (config.json is missing); train/eagle3.py writes one") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{directory / 'config.json'}: not JSON: {error}") from None
+    if not isinstance(config, dict) or config.get("kind") != "eagle3" or not {"drafter", "target"} <= config.keys():
+        raise UserError(f"{directory / 'config.json'}: not a drafter of a kind known here (eagle3)")
+    return config
+
+
+def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str, Any]) -> None:
+    """Refuses a drafter made for another target; every difference is named with both sides.
+
+    A model's name may change (it may be moved or copied): what it is decides, not what it is called.
+    """
+    different = [
+        f"{key}: the drafter was trained for {trained_for.get(key)!r}, this target has {here[key]!r}"
+        for key in here
+        if key not in ("model", "revision") and trained_for.get(key) != here[key]
+    ]
+    if different:
+        raise UserError(
+            f"{directory}: a drafter for another target ({trained_for.get('model')}, not {here['model']}): "
+            + "; ".join(different)
+        )
+
+
+def load_drafter(directory: Path, target: Target, identity: dict[str, Any]) -> Eagle3Drafter:
+    """The drafter in `directory`, in evaluation mode on the target's device.
+
+    `target` must capture the layers that the drafter was trained on (`read_config(directory)["drafter"]`).
+
+    Raises:
+        UserError: no checkpoint, one for another target or vocabulary, or tensors that do not fit its config.
+    """
+    config = read_config(directory)
+    check_identity(directory, config["target"], identity)
+    try:
+        tensors = load_file(directory / "model.safetensors")
+        shape = Eagle3Config.from_dict(config["drafter"])
+    except (FileNotFoundError, SafetensorError, TypeError, KeyError) as error:
+        raise UserError(f"{directory}: damaged drafter checkpoint: {error}") from error
+    if shape.capture_layers != target.capture_layers:
+        raise UserError(
+            f"{directory}: the drafter reads target states {list(shape.capture_layers)}, "
+            f"this run captures {list(target.capture_layers)}"
+        )
+    if "d2t" not in tensors or "t2d" not in tensors:
+        raise UserError(f"{directory}: model.safetensors holds no draft vocabulary (d2t, t2d)")
+    vocab = DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(directory / "model.safetensors"))
+    if (vocab.size, vocab.target_vocab_size) != (shape.draft_vocab_size, shape.vocab_size):
+        raise UserError(
+            f"{directory}: model.safetensors maps {vocab.size} draft tokens to {vocab.target_vocab_size} target "
+            f"tokens, config.json says {shape.draft_vocab_size} to {shape.vocab_size}"
+        )
+    drafter = Eagle3Drafter(shape, vocab, target.embedding.weight)  # type: ignore[arg-type]
+    try:
+        drafter.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise UserError(f"{directory}: tensors do not fit config.json: {error}") from error
+    return drafter.to(target.device).eval().requires_grad_(False)

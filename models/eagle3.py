@@ -1,0 +1,244 @@
+"""EAGLE-3: one decoder layer that drafts from fused target states (arXiv 2503.01840, section 3).
+
+    captured target states [h_low; h_mid; h_high]_t --fc--> g_t        only where the target's states are known
+    feature (g_t, or the layer's own last output a) --hidden_norm------\\
+    embedding of the next token --input_layernorm-----------------------[2H]--> attention --+-> MLP --+--> a
+    feature, un-normed -----------------------------------------------------residual--------/---------/
+    a --norm--> lm_head --> logits over the draft vocabulary;  a itself is the next step's feature
+
+Parameter names are those of published EAGLE-3 checkpoints. Deviations from the reference code: the rotary base, its
+scaling and the norm epsilon come from the target (the reference trains with base 10000 whatever the target has);
+whether a feature comes from the target is said by the caller, not guessed from its width.
+
+Shapes: B rows, T tokens, C columns, H hidden size, F = captured layers * H, Vd draft vocabulary, S cached columns.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from draftsmith.models.layers import Attention, GatedMLP, rotary
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Everything that fixes the shape of an EAGLE-3 drafter; stored in its config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int  # V, the target's
+    draft_vocab_size: int  # Vd
+    capture_layers: tuple[int, ...]
+    rms_norm_eps: float
+    max_position_embeddings: int
+    hidden_act: str = "silu"
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+
+    @classmethod
+    def for_target(
+        cls,
+        target: Target,
+        draft_vocab_size: int,
+        num_attention_heads: int | None = None,
+        num_key_value_heads: int | None = None,
+        intermediate_size: int | None = None,
+    ) -> "Eagle3Config":
+        """The shape that fits a target; what is None is taken from it."""
+        config = target.config
+        heads = num_attention_heads or config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+        if "rope_type" not in rope:  # one set per attention type: the drafter's attention is full
+            rope = rope.get("full_attention") or next(iter(rope.values()))
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=intermediate_size or config.intermediate_size,
+            num_attention_heads=heads,
+            num_key_value_heads=num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            capture_layers=target.capture_layers,
+            rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(rope),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"capture_layers": list(self.capture_layers)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Eagle3Config":
+        return cls(**(values | {"capture_layers": tuple(values["capture_layers"])}))
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer, with one norm for the feature and one for the embedding."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        size = config.hidden_size
+        self.hidden_norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(
+            2 * size, size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        )
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, config.hidden_act)
+
+    def attention_input(self, feature: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """[..., 2H]: the normed embedding first, the normed feature second."""
+        return torch.cat((self.input_layernorm(embedding), self.hidden_norm(feature)), dim=-1)
+
+    def finish(self, feature: torch.Tensor, attended_BACD: torch.Tensor) -> torch.Tensor:
+        """Attention output and MLP on the residual stream, which starts from the un-normed feature: [B, C, H]."""
+        residual = feature + self.self_attn.output(attended_BACD)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class Eagle3Drafter(nn.Module):
+    """The trainable drafter. `embed_tokens` is the target's table, frozen and not part of the checkpoint."""
+
+    def __init__(self, config: Eagle3Config, vocab: DraftVocab, embedding_VH: torch.Tensor):
+        super().__init__()
+        if (vocab.size, vocab.target_vocab_size) != (config.draft_vocab_size, config.vocab_size):
+            raise ValueError(
+                f"draft vocabulary of {vocab.size} over {vocab.target_vocab_size} tokens, "
+                f"config says {config.draft_vocab_size} over {config.vocab_size}"
+            )
+        self.config = config
+        self._vocab = vocab
+        self.register_buffer("embed_tokens", embedding_VH.detach(), persistent=False)
+        self.register_buffer("d2t", vocab.d2t.clone())
+        self.register_buffer("t2d", vocab.t2d.clone())
+        self.fc = nn.Linear(config.hidden_size * len(config.capture_layers), config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = rotary(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+
+    @property
+    def vocab(self) -> DraftVocab:
+        """The draft vocabulary, on the drafter's device."""
+        device = self.fc.weight.device
+        if self._vocab.target_ids.device != device:
+            self._vocab = self._vocab.to(device)
+        return self._vocab
+
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        """Target states [..., F] to features [..., H], in the precision of the residual stream."""
+        return self.fc(captured.to(self.fc.weight.dtype)).to(self.norm.weight.dtype)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Target token ids [...] to embeddings [..., H]."""
+        return functional.embedding(tokens, self.embed_tokens).to(self.norm.weight.dtype)  # type: ignore[arg-type]
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Layer outputs [..., H] to float32 logits over the draft vocabulary [..., Vd]."""
+        return self.lm_head(self.norm(outputs)).float()
+
+
+class Eagle3Drafting:
+    """An EAGLE-3 drafter inside one conversation: a `models.draft_tree.Drafting`.
+
+    Column t of the cache holds key and value of (target feature of position t, token t+1) at position t, never of a
+    drafted feature: accepted columns are read again from the target's states (`observe`). Drafted columns of the round
+    stand behind them in the same buffer and are overwritten by the next round:
+
+        buffer   | 0 1 2 ... S-1 | slot 1  slot 2 ... |        slot 0 is column S-1, whose output drafts the root's
+        children
+                   committed       this round's tree
+    """
+
+    def __init__(self, drafter: Eagle3Drafter):
+        self.drafter = drafter
+        self.vocab = drafter.vocab
+        self.device = drafter.fc.weight.device
+        self._reserve(256)
+        self.reset()
+
+    def reset(self) -> None:
+        self.length = 0  # S, committed columns
+        self.slots = 1
+        self.outputs = torch.empty(0)  # [slots, H] outputs of the round's columns, slot 0 first
+        self.visible = torch.empty(0)  # [slots, slots] ancestors of each slot
+
+    @torch.no_grad()
+    def observe(self, tokens: Sequence[int], features: torch.Tensor) -> None:
+        """New columns from target states [n, F]; only the last one's output is needed, the others leave
+        key and value."""
+        first, count = self.length, len(features)
+        drafter, attention = self.drafter, self.drafter.midlayer.self_attn
+        feature = drafter.fuse(features)[None]  # [1, n, H]
+        following = torch.tensor(tokens[first + 1 : first + 1 + count], device=self.device)[None]  # [1, n]
+        x = drafter.midlayer.attention_input(feature, drafter.embed(following))
+        cos, sin = drafter.rotary(x, torch.arange(first, first + count, device=self.device)[None])
+        self._write(first, *attention.keys_values(x, cos, sin))
+        self.length += count
+        query = attention.queries(x[:, -1:], cos[:, -1:], sin[:, -1:])
+        attended = self._attend(query, self.length, None)
+        self.outputs = drafter.midlayer.finish(feature[:, -1:], attended)[0]
+        self.slots = 1
+        self.visible = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+
+    @torch.no_grad()
+    def root_log_probs(self) -> torch.Tensor:
+        return functional.log_softmax(self.drafter.logits(self.outputs[0]), dim=-1)
+
+    @torch.no_grad()
+    def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        count = len(tokens)
+        drafter, attention = self.drafter, self.drafter.midlayer.self_attn
+        feature = self.outputs[parent_slots][None]  # [1, b, H]
+        x = drafter.midlayer.attention_input(feature, drafter.embed(tokens)[None])
+        # The tree's columns at depth d stand at position S-1+d: the column of unroll step d (models.alignment).
+        position = torch.full((1, count), self.length - 1 + depth, device=self.device)
+        cos, sin = drafter.rotary(x, position)
+        self._write(self.length + self.slots - 1, *attention.keys_values(x, cos, sin))
+
+        before, after = self.slots, self.slots + count
+        visible = torch.zeros(after, after, dtype=torch.bool, device=self.device)
+        visible[:before, :before] = self.visible
+        visible[before:, :before] = self.visible[parent_slots]
+        visible[before:, before:] = torch.eye(count, dtype=torch.bool, device=self.device)
+        self.visible, self.slots = visible, after
+
+        committed = torch.ones(count, self.length - 1, dtype=torch.bool, device=self.device)
+        mask = torch.cat((committed, visible[before:]), dim=1)  # [b, S - 1 + slots]: slot 0 is column S - 1
+        attended = self._attend(attention.queries(x, cos, sin), self.length - 1 + after, mask)
+        outputs = drafter.midlayer.finish(feature, attended)[0]  # [b, H]
+        self.outputs = torch.cat((self.outputs, outputs))
+        return functional.log_softmax(drafter.logits(outputs), dim=-1)
+
+    def _attend(self, query: torch.Tensor, columns: int, mask: torch.Tensor | None) -> torch.Tensor:
+        """Queries [1, A, b, D] over the first `columns` of the buffer: [1, A, b, D]."""
+        return functional.scaled_dot_product_attention(
+            query, self.keys[:, :, :columns], self.values[:, :, :columns], attn_mask=mask, enable_gqa=True
+        )
+
+    def _write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        end = start + keys.shape[2]
+        if end > self.keys.shape[2]:
+            self._reserve(2 * end)
+        self.keys[:, :, start:end] = keys
+        self.values[:, :, start:end] = values
+
+    def _reserve(self, columns: int) -> None:
+        config = self.drafter.config
+        grown = torch.empty(
+            (2, 1, config.num_key_value_heads, columns, config.head_dim),
+            dtype=self.drafter.norm.weight.dtype,
+            device=self.device,
+        )
+        if hasattr(self, "keys"):
+            grown[0, :, :, : self.keys.shape[2]] = self.keys
+            grown[1, :, :, : self.values.shape[2]] = self.values
+        self.keys, self.values = grown[0], grown[1]

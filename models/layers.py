@@ -1,0 +1,79 @@
+"""The drafters' building blocks: rotary positions, grouped-query attention parts, gated MLP.
+
+Attention is split into its projections (`queries`, `keys_values`, `output`) because training and decoding differ only
+in what lies between: which keys a query sees. The arithmetic of the parameters stands here once.
+
+Shapes: B rows, C columns, A query heads, G key/value heads, D head dimension, W input width, H hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+
+def rotary(rope_parameters: dict[str, Any], head_dim: int, max_position_embeddings: int) -> LlamaRotaryEmbedding:
+    """Rotary tables with the target's base and scaling (all rope types that transformers knows)."""
+    return LlamaRotaryEmbedding(
+        LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=max_position_embeddings,
+            rope_parameters=rope_parameters,
+        )
+    )
+
+
+def rotate(states_BACD: torch.Tensor, cos_BCD: torch.Tensor, sin_BCD: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of queries or keys, half-split layout (Llama's)."""
+    first, second = states_BACD.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return states_BACD * cos_BCD[:, None] + turned * sin_BCD[:, None]
+
+
+class Attention(nn.Module):
+    """Projections of grouped-query attention from inputs of width W; no biases."""
+
+    def __init__(self, input_size: int, hidden_size: int, heads: int, key_value_heads: int, head_dim: int):
+        super().__init__()
+        self.heads, self.key_value_heads, self.head_dim = heads, key_value_heads, head_dim
+        self.q_proj = nn.Linear(input_size, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(input_size, key_value_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(input_size, key_value_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
+
+    def queries(self, x_BCW: torch.Tensor, cos_BCD: torch.Tensor, sin_BCD: torch.Tensor) -> torch.Tensor:
+        """[B, A, C, D], rotated."""
+        return rotate(self._split(self.q_proj(x_BCW), self.heads), cos_BCD, sin_BCD)
+
+    def keys_values(
+        self, x_BCW: torch.Tensor, cos_BCD: torch.Tensor, sin_BCD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (rotated) and values, each [B, G, C, D]."""
+        keys = rotate(self._split(self.k_proj(x_BCW), self.key_value_heads), cos_BCD, sin_BCD)
+        return keys, self._split(self.v_proj(x_BCW), self.key_value_heads)
+
+    def output(self, attended_BACD: torch.Tensor) -> torch.Tensor:
+        """[B, C, H]."""
+        return self.o_proj(attended_BACD.transpose(1, 2).flatten(2))
+
+    def _split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [B, heads, C, D]
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)); no biases."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str):
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.activation = ACT2FN[activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

@@ -1,0 +1,117 @@
+"""Slow, obvious twins of the mathematics: loops over tokens, no shared code with the product beyond the parameters.
+
+They read a drafter's weights through its state_dict only.
+"""
+
+import math
+
+import torch
+
+
+def counted(span: list[int], column: int, step: int) -> bool:
+    """The definition itself: x[t+1], ..., x[t+2+k] all lie in one supervised span."""
+    positions = range(column + 1, column + 3 + step)
+    return all(0 <= p < len(span) and span[p] > 0 and span[p] == span[column + 1] for p in positions)
+
+
+def soft_cross_entropy(logits: torch.Tensor, teacher: torch.Tensor, counted_columns: list[bool]) -> torch.Tensor:
+    """Sum over counted rows of -sum_v p_v (z_v - log sum_w exp z_w), token by token."""
+    total = torch.zeros((), dtype=logits.dtype)
+    for z, p, counts in zip(logits, teacher, counted_columns, strict=True):
+        if counts:
+            normaliser = torch.log(sum((torch.exp(value) for value in z), torch.zeros((), dtype=z.dtype)))
+            total = total - sum((p_v * (z_v - normaliser) for z_v, p_v in zip(z, p, strict=True)), torch.zeros(()))
+    return total
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / torch.sqrt((x * x).mean() + eps) * weight
+
+
+def rope(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
+    """Rotates one head vector pair by pair: (x_i, x_{i + D/2}) by position * theta^(-2i/D)."""
+    half = len(x) // 2
+    out = x.clone()
+    for i in range(half):
+        angle = position * theta ** (-2 * i / len(x))
+        out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
+        out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
+    return out
+
+
+class SlowEagle3:
+    """EAGLE-3's layer, one column at a time. `weights` are named as in a checkpoint; silu MLP; default rotary."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], embedding: torch.Tensor, config) -> None:
+        self.w, self.embedding, self.c = weights, embedding, config
+
+    def attention_input(self, feature: torch.Tensor, token: int) -> torch.Tensor:
+        e = rms_norm(self.embedding[token], self.w["midlayer.input_layernorm.weight"], self.c.rms_norm_eps)
+        h = rms_norm(feature, self.w["midlayer.hidden_norm.weight"], self.c.rms_norm_eps)
+        return torch.cat([e, h])
+
+    def key_value(self, feature: torch.Tensor, token: int, position: int) -> tuple[list, list]:
+        x, d = self.attention_input(feature, token), self.c.head_dim
+        k = self.w["midlayer.self_attn.k_proj.weight"] @ x
+        v = self.w["midlayer.self_attn.v_proj.weight"] @ x
+        heads = range(self.c.num_key_value_heads)
+        theta = self.c.rope_parameters["rope_theta"]
+        keys = [rope(k[g * d : (g + 1) * d], position, theta) for g in heads]
+        return keys, [v[g * d : (g + 1) * d] for g in heads]
+
+    def output(self, feature: torch.Tensor, token: int, position: int, cache: list[tuple[list, list]]) -> torch.Tensor:
+        """The layer's output for one column that sees exactly the columns in `cache` (its own included)."""
+        x, d = self.attention_input(feature, token), self.c.head_dim
+        q = self.w["midlayer.self_attn.q_proj.weight"] @ x
+        attended = []
+        for a in range(self.c.num_attention_heads):
+            g = a * self.c.num_key_value_heads // self.c.num_attention_heads
+            query = rope(q[a * d : (a + 1) * d], position, self.c.rope_parameters["rope_theta"])
+            scores = torch.stack([query @ keys[g] / math.sqrt(d) for keys, _ in cache])
+            weights = torch.exp(scores - scores.max())
+            weights = weights / weights.sum()
+            attended.append(sum(w * values[g] for w, (_, values) in zip(weights, cache, strict=True)))
+        residual = feature + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
+        y = rms_norm(residual, self.w["midlayer.post_attention_layernorm.weight"], self.c.rms_norm_eps)
+        gate, up = self.w["midlayer.mlp.gate_proj.weight"] @ y, self.w["midlayer.mlp.up_proj.weight"] @ y
+        return residual + self.w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        return self.w["lm_head.weight"] @ rms_norm(output, self.w["norm.weight"], self.c.rms_norm_eps)
+
+    def chain(self, captured: torch.Tensor, ids: list[int], column: int, steps: int) -> list[torch.Tensor]:
+        """Outputs of steps 0..steps-1 for the chain below root x[column + 1], fed the data's tokens.
+
+        The prefix holds columns 0..column made from the target's states; each step appends its own column.
+        """
+        features = [self.w["fc.weight"] @ captured[t] for t in range(column + 1)]
+        cache = [self.key_value(features[t], ids[t + 1], t) for t in range(column + 1)]
+        outputs = [self.output(features[column], ids[column + 1], column, cache)]
+        for step in range(1, steps):
+            token, position = ids[column + 1 + step], column + step
+            cache = [*cache, self.key_value(outputs[-1], token, position)]
+            outputs.append(self.output(outputs[-1], token, position, cache))
+        return outputs
+
+
+def draft_tree_ancestors(parents: list[int]) -> list[set[int]]:
+    """Ancestors of each node, itself included, by walking up."""
+    result = []
+    for node in range(len(parents)):
+        chain, above = set(), node
+        while above >= 0:
+            chain.add(above)
+            above = parents[above]
+        result.append(chain)
+    return result
+
+
+def greedy_path(tokens: list[int], parents: list[int], best: list[int]) -> tuple[list[int], int]:
+    """Walks down from the root: at each node the first child that is the target's choice. (path, bonus)."""
+    path = [0]
+    while True:
+        wanted = best[path[-1]]
+        child = next((i for i, p in enumerate(parents) if p == path[-1] and tokens[i] == wanted), None)
+        if child is None:
+            return path, wanted
+        path.append(child)

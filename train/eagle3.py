@@ -1,0 +1,173 @@
+"""Train an EAGLE-3 drafter by training-time test, with the target in the same process.
+
+    accelerate launch train/eagle3.py recipes/demo.yaml
+    python train/eagle3.py recipes/demo.yaml train.max_steps=20 output_dir=runs/try     # the smallest run that works
+    python train/eagle3.py recipes/demo.yaml --plan                                     # what it would do
+
+Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
+(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it goes on from
+the last checkpoint.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from draftsmith.data_gen.conversations import TrainingRow, training_rows
+from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.checkpoint import file_digest, provenance, save_drafter, target_identity
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import dump_recipe
+from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.schema import Recipe, TrainSection
+from draftsmith.train.loop import Loop, total_steps
+from draftsmith.train.unroll import TrainingTimeTest
+
+
+def main() -> None:
+    command = parse_command(__doc__)
+    recipe = command.recipe
+    tokenizer = load_tokenizer(recipe.target.model, recipe.target.revision, recipe.target.trust_remote_code)
+    rows, validation_rows = read_rows(recipe, tokenizer)
+    if command.plan:
+        print_plan(recipe, rows, validation_rows)
+        return
+
+    set_seed(recipe.train.seed)
+    accelerator = Accelerator(
+        mixed_precision=precision(recipe.train),
+        log_with=list(recipe.train.trackers) or None,
+        project_dir=recipe.output_dir,
+    )
+    if recipe.train.trackers:
+        accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
+    section = recipe.target
+    model = load_causal_lm(
+        section.model, section.revision, section.dtype, str(accelerator.device), section.trust_remote_code
+    )
+    target = Target(model, recipe.drafter.capture_layers)
+    identity = target_identity(target, section.model, section.revision, tokenizer_fingerprint(tokenizer))
+    drafter = build_drafter(recipe, target).to(accelerator.device)
+    loop = Loop(
+        accelerator,
+        TrainingTimeTest(
+            drafter, recipe.train.ttt_steps, recipe.train.step_weight, recipe.train.gradient_checkpointing
+        ),
+        target,
+        rows,
+        validation_rows,
+        recipe.train,
+        recipe.checkpoints_dir,
+        recipe.metrics_path,
+        identity=run_identity(recipe, drafter, identity, accelerator.num_processes),
+    )
+    trainable = sum(p.numel() for p in drafter.parameters())
+    accelerator.print(
+        f"{trainable / 1e6:.2f} M trainable parameters, draft vocabulary {drafter.vocab.size} of {target.vocab_size}, "
+        f"target states {list(target.capture_layers)}, {len(rows)} rows, {len(validation_rows)} kept for validation"
+    )
+    loop.run()
+    if accelerator.is_main_process:
+        data = {"conversations": recipe.conversations_path, "draft_vocab": recipe.draft_vocab_path}
+        save_drafter(recipe.drafter_dir, drafter, identity, dump_recipe(recipe), provenance(data))
+        print(f"drafter: {recipe.drafter_dir}")
+    accelerator.end_training()
+
+
+def precision(settings: TrainSection) -> str:
+    """`auto` is bf16 where the machine multiplies it natively; elsewhere it would only be slower."""
+    if settings.mixed_precision != "auto":
+        return settings.mixed_precision
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif torch.accelerator.is_available():
+        native = False
+    else:
+        native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bf16" if native else "no"
+
+
+def read_rows(recipe: Recipe, tokenizer: Any) -> tuple[list[TrainingRow], list[TrainingRow]]:
+    """(training rows, validation rows). A conversation's rows stay on one side, chosen by a hash of its id."""
+    path = recipe.conversations_path
+    if not path.exists():
+        raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
+    rejects = Rejects()
+    rows = list(training_rows(path, tokenizer, recipe.data.max_length, rejects))
+    if rejects.total:
+        print(rejects.summary())
+    usable = [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
+    wanted = min(recipe.train.validation_conversations, len({row.id for row in usable}) // 5)
+    ids = sorted({row.id for row in usable}, key=lambda i: hashlib.sha256(f"validation/{i}".encode()).digest())
+    kept_out = set(ids[:wanted])
+    training = [row for row in usable if row.id not in kept_out]
+    if not training:
+        raise UserError(
+            f"data.conversations: {path} holds no answer of two tokens or more; there is nothing to train on"
+        )
+    return training, [row for row in usable if row.id in kept_out]
+
+
+def build_drafter(recipe: Recipe, target: Target) -> Eagle3Drafter:
+    """A drafter with random weights over the draft vocabulary of this run."""
+    if not recipe.draft_vocab_path.exists():
+        raise UserError(f"draft vocabulary: {recipe.draft_vocab_path} does not exist; data_gen/rank_vocab.py writes it")
+    vocab = DraftVocab.load(recipe.draft_vocab_path)
+    if vocab.target_vocab_size > target.vocab_size:
+        raise UserError(
+            f"{recipe.draft_vocab_path}: made for a vocabulary of {vocab.target_vocab_size} tokens, the target "
+            f"{recipe.target.model} has {target.vocab_size}; run data_gen/rank_vocab.py for this target"
+        )
+    section = recipe.drafter
+    config = Eagle3Config.for_target(
+        target,
+        vocab.size,
+        num_attention_heads=section.num_attention_heads,
+        num_key_value_heads=section.num_key_value_heads,
+        intermediate_size=section.intermediate_size,
+    )
+    return Eagle3Drafter(config, vocab, target.embedding.weight)  # type: ignore[arg-type]
+
+
+def run_identity(recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any], processes: int) -> dict[str, Any]:
+    """What a resumed run must share with the run it goes on with: data, order, drafter, target."""
+    return {
+        "target": {key: value for key, value in target.items() if key not in ("model", "revision")},
+        "drafter": drafter.config.to_dict(),
+        "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
+        "conversations_sha256": file_digest(recipe.conversations_path),
+        "data.max_length": recipe.data.max_length,
+        "train.validation_conversations": recipe.train.validation_conversations,
+        "train.batch_size": recipe.train.batch_size,
+        "train.gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
+        "train.ttt_steps": recipe.train.ttt_steps,
+        "train.seed": recipe.train.seed,
+        "processes": processes,
+    }
+
+
+def print_plan(recipe: Recipe, rows: Sequence[TrainingRow], validation_rows: Sequence[TrainingRow]) -> None:
+    """Steps, tokens and disk, from the files alone; time is known after the first steps (the progress bar tells it)."""
+    tokens = sum(len(row.input_ids) for row in rows)
+    supervised = sum(end - start for row in rows for start, end in row.spans)
+    steps = total_steps(recipe.train, len(rows), processes=1)
+    per_step = recipe.train.batch_size * recipe.train.gradient_accumulation_steps
+    vocab = DraftVocab.load(recipe.draft_vocab_path).size if recipe.draft_vocab_path.exists() else None
+    print(f"rows               {len(rows)} ({len(validation_rows)} more for validation)")
+    print(f"tokens             {tokens}, supervised {supervised} ({supervised / tokens:.0%})")
+    print(f"steps              {steps} of {per_step} rows per process, on one process")
+    print(f"passes             {steps * per_step / len(rows):.2f}")
+    print(f"draft vocabulary   {vocab or f'not made yet: {recipe.draft_vocab_path}'}")
+    print(f"writes             {recipe.checkpoints_dir}, {recipe.metrics_path}, {recipe.drafter_dir}")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,263 @@
+"""The one training loop: accumulate, clip, log, validate, save, resume.
+
+A step's loss is a sum over counted columns divided by their number in the global batch (all micro-batches, all ranks),
+so splitting a batch differently changes no gradient. All that a step does is a function of (weights, optimiser state,
+step number); a run resumed from a checkpoint goes on bit for bit on one process.
+"""
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.models.alignment import Columns, columns_of
+from draftsmith.models.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TrainSection
+from draftsmith.train.batches import Batch, BatchOrder, collate
+from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
+
+
+def learning_rate(step: int, total_steps: int, settings: TrainSection) -> float:
+    """Learning rate of optimiser step `step` (0-based): linear warm-up, then cosine or linear decay to zero."""
+    if step < settings.warmup_steps:
+        return settings.learning_rate * (step + 1) / settings.warmup_steps
+    done = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
+    decay = 1 - done if settings.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return settings.learning_rate * decay
+
+
+def total_steps(settings: TrainSection, rows: int, processes: int) -> int:
+    """Optimiser steps of a run: max_steps, or what the epochs need."""
+    if settings.max_steps is not None:
+        return settings.max_steps
+    micro_batches = -(-rows // settings.batch_size)
+    per_step = settings.gradient_accumulation_steps * processes
+    return max(1, math.ceil((settings.epochs or 1) * micro_batches / per_step))
+
+
+@dataclass
+class Tally:
+    """Sums over micro-batches, kept on the device until somebody looks."""
+
+    loss: torch.Tensor
+    columns: torch.Tensor
+    reached: torch.Tensor
+    correct: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def empty(cls, steps: int, device: torch.device) -> "Tally":
+        scalar, vector = torch.zeros((), device=device), torch.zeros(steps, device=device)
+        return cls(scalar.clone(), scalar.clone(), vector.clone(), vector.clone(), scalar.clone())
+
+    def add(self, sums: UnrollSums, tokens: int) -> None:
+        self.loss += sums.loss.detach()
+        self.columns += sums.columns
+        self.reached += sums.reached
+        self.correct += sums.correct
+        self.tokens += tokens
+
+    def over_ranks(self, accelerator: Accelerator) -> dict[str, Any]:
+        """loss per counted column, accuracy per unroll step, simulated tau, tokens."""
+        sums = {f.name: accelerator.reduce(getattr(self, f.name), "sum") for f in fields(self)}
+        total: dict[str, Any] = {name: value.tolist() for name, value in sums.items()}  # type: ignore[union-attr]
+        accuracy = [c / r if r else 0.0 for c, r in zip(total["correct"], total["reached"], strict=True)]
+        return {
+            "loss": total["loss"] / max(1.0, total["columns"]),
+            "accuracy": [round(value, 5) for value in accuracy],
+            "simulated_tau": round(simulated_tau(accuracy), 4),
+            "tokens": int(total["tokens"]),
+        }
+
+
+class Loop:
+    """One run of training. Everything it writes lies in `checkpoints` and `metrics_path`.
+
+    Args:
+        identity: what must be the same for a resumed run (data, order, drafter, target); compared, printed on refusal.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        trainee: TrainingTimeTest,
+        target: Target,
+        rows: Sequence[TrainingRow],
+        validation_rows: Sequence[TrainingRow],
+        settings: TrainSection,
+        checkpoints: Path,
+        metrics_path: Path,
+        identity: dict[str, Any],
+    ):
+        self.accelerator, self.target, self.settings = accelerator, target, settings
+        self.rows, self.validation_rows = rows, validation_rows
+        self.checkpoints, self.metrics_path, self.identity = checkpoints, metrics_path, identity
+        self.vocab = trainee.drafter.vocab
+        self.unroll_steps = trainee.steps
+        self.order = BatchOrder([len(row.input_ids) for row in rows], settings.batch_size, settings.seed)
+        self.total_steps = total_steps(settings, len(rows), accelerator.num_processes)
+        self.parameters = [p for p in trainee.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=settings.learning_rate,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            weight_decay=settings.weight_decay,
+        )
+        self.trainee, self.optimizer = accelerator.prepare(trainee, optimizer)
+
+    def run(self) -> None:
+        """Trains from the last checkpoint (or from the start) to the last step."""
+        first = self._resume()
+        window, window_began = Tally.empty(self.unroll_steps, self.accelerator.device), time.perf_counter()
+        main = self.accelerator.is_main_process
+        progress = tqdm(
+            total=self.total_steps, initial=first, unit="step", desc="train", disable=not main, smoothing=0.1
+        )
+        for step in range(first, self.total_steps):
+            grad_norm, lr = self._step(step, window)
+            done = step + 1
+            progress.update()
+            last = done == self.total_steps
+            validate = bool(self.validation_rows) and (done % self.settings.validate_every_steps == 0 or last)
+            if done % self.settings.log_every_steps == 0 or validate or last:
+                line = window.over_ranks(self.accelerator)
+                if not math.isfinite(line["loss"]):
+                    raise UserError(
+                        f"the loss is {line['loss']} at step {done}: lower train.learning_rate or lengthen "
+                        f"train.warmup_steps; {self.checkpoints} holds the last good state"
+                    )
+                rate = line.pop("tokens") / (time.perf_counter() - window_began)
+                line = {"step": done, **line, "grad_norm": grad_norm.item(), "lr": lr, "tokens_per_second": round(rate)}
+                progress.set_postfix(
+                    loss=f"{line['loss']:.3f}", tau=f"{line['simulated_tau']:.2f}", tok_s=f"{rate:.0f}"
+                )
+                if validate:
+                    line |= {f"validation_{k}": v for k, v in self.validate().items() if k != "tokens"}
+                self._log(line)
+                window, window_began = Tally.empty(self.unroll_steps, self.accelerator.device), time.perf_counter()
+            if done % self.settings.save_every_steps == 0 or last:
+                self._save(done)
+        progress.close()
+
+    def _step(self, step: int, window: Tally) -> tuple[torch.Tensor, float]:
+        """One optimiser step: (gradient norm before clipping, learning rate)."""
+        accelerator, count = self.accelerator, self.settings.gradient_accumulation_steps
+        begin = (step * accelerator.num_processes + accelerator.process_index) * count
+        batches = [self._batch(self.rows, self.order.rows(begin + i)) for i in range(count)]
+        columns = [columns_of(batch.span, self.unroll_steps) for batch in batches]
+        counted = sum((c.counted(0).sum() for c in columns), torch.zeros((), device=accelerator.device))
+        counted = accelerator.reduce(counted, "sum").clamp(min=1)  # type: ignore[union-attr]
+        for i, (batch, batch_columns) in enumerate(zip(batches, columns, strict=True)):
+            with accelerator.no_sync(self.trainee) if i + 1 < count else accelerator.accumulate():
+                sums = self._forward(batch, batch_columns)
+                # Wrappers average gradients over ranks; the sum is wanted.
+                accelerator.backward(sums.loss * (accelerator.num_processes / counted))
+            window.add(sums, int((batch.ids > 0).sum()))
+        grad_norm = accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+        lr = learning_rate(step, self.total_steps, self.settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.as_tensor(grad_norm), lr
+
+    def _forward(self, batch: Batch, columns: Columns) -> UnrollSums:
+        states = self.target.states(batch.ids)
+        teacher = teacher_of(self.target, states.last, batch.ids, columns, self.vocab)
+        return self.trainee(states.captured, batch.ids, columns, teacher)
+
+    @torch.no_grad()
+    def validate(self) -> dict[str, Any]:
+        """Loss, accuracy per step and simulated tau on the validation rows, shared among the ranks."""
+        self.trainee.eval()
+        tally = Tally.empty(self.unroll_steps, self.accelerator.device)
+        size, ranks = self.settings.batch_size, self.accelerator.num_processes
+        for start in range(self.accelerator.process_index * size, len(self.validation_rows), size * ranks):
+            batch = self._batch(self.validation_rows, range(start, min(start + size, len(self.validation_rows))))
+            tally.add(self._forward(batch, columns_of(batch.span, self.unroll_steps)), 0)
+        self.trainee.train()
+        return tally.over_ranks(self.accelerator)
+
+    def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> Batch:
+        return collate([rows[i] for i in indices]).to(self.accelerator.device)
+
+    def _log(self, line: dict[str, Any]) -> None:
+        flat = {
+            f"{key}/{i}" if isinstance(value, list) else key: item
+            for key, value in line.items()
+            for i, item in enumerate(value if isinstance(value, list) else [value])
+        }
+        self.accelerator.log(flat, step=line["step"])
+        if self.accelerator.is_main_process:
+            with self.metrics_path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def _save(self, step: int) -> None:
+        """A checkpoint folder, whole or not there; older ones beyond keep_checkpoints go."""
+        final = self.checkpoints / f"step-{step:08d}"
+        partial = final.with_suffix(".partial")
+        if self.accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.save_state(str(partial))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            state = {"step": step, "identity": self.identity}
+            (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(partial, final)
+            for old in list_checkpoints(self.checkpoints)[: -self.settings.keep_checkpoints]:
+                shutil.rmtree(old)
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self) -> int:
+        """Loads the last checkpoint, if any, and returns the number of steps done."""
+        existing = list_checkpoints(self.checkpoints)
+        if not existing:
+            self._drop_metrics_after(0)
+            return 0
+        if self.settings.resume == "never":
+            raise UserError(
+                f"train.resume is never, but {existing[-1]} exists: set train.resume=auto to go on from it, or choose "
+                "another output_dir"
+            )
+        state = json.loads((existing[-1] / "trainer_state.json").read_text())
+        different = [
+            f"{key}: the checkpoint has {state['identity'].get(key)!r}, this run has {value!r}"
+            for key, value in self.identity.items()
+            if state["identity"].get(key) != value
+        ]
+        if different:
+            raise UserError(
+                f"{existing[-1]} belongs to another run ({'; '.join(different)}); restore these values, or choose "
+                "another output_dir to start anew"
+            )
+        self.accelerator.load_state(str(existing[-1]))
+        self._drop_metrics_after(state["step"])
+        self.accelerator.print(f"resumed from {existing[-1]}")
+        return state["step"]
+
+    def _drop_metrics_after(self, step: int) -> None:
+        """Lines of steps that a killed run logged but did not save would stand twice."""
+        if not self.accelerator.is_main_process:
+            return
+        self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
+        lines = self.metrics_path.read_text().splitlines() if self.metrics_path.exists() else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        self.metrics_path.write_text("".join(f"{line}\n" for line in kept))
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(path for path in directory.glob("step-*") if (path / "trainer_state.json").exists())
