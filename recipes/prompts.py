@@ -19,7 +19,7 @@ has none: [user, user] becomes [user, assistant, user, assistant].
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -250,8 +250,8 @@ def _json_array(path: str, rejects: Rejects, chunk_characters: int = 1 << 20) ->
                 return
             try:
                 record, end = decoder.raw_decode(text, position)
-                if end == len(text) and not ended and refill():
-                    continue  # a number may go on in the next piece
+                if text[end : end + 1] not in (*blanks, ",", "]") and not ended and refill():
+                    continue  # a number may go on in the next piece: 1 | .5
             except (ValueError, RecursionError) as error:
                 if not isinstance(error, RecursionError) and not ended and refill():
                     continue
@@ -279,12 +279,12 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
         raise UserError(f"{path}: cannot be read as parquet: {error}") from None
 
 
-def _hub_rows(source: str) -> Iterable[dict[str, Any]]:
+def _hub_rows(source: str) -> Iterator[Any]:
     import datasets
 
     name, _, split = source.removeprefix("hf:").partition(":")
     try:
-        return datasets.load_dataset(name, split=split or "train", streaming=True)  # type: ignore[return-value]
+        yield from datasets.load_dataset(name, split=split or "train", streaming=True)
     except Exception as error:  # many kinds: no such name, no access, no network, no such split, a script dataset
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"{source}: datasets cannot load it: {type(error).__name__}: {reason}") from None

@@ -1,0 +1,366 @@
+"""Prompt sources: every format is read, every bad record is kept with its place and reason."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import Conversation, Rejects, _json_array, read_conversations
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello"}
+GOOD = {"id": "good", "messages": [USER, ASSISTANT]}
+
+
+def write_lines(path: Path, *records: Any) -> str:
+    """JSON lines; text is written as it is."""
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def read(source: str | list[str], rejects: Rejects | None = None, limit: int | None = None) -> list[Conversation]:
+    return list(read_conversations(source, Rejects() if rejects is None else rejects, limit))
+
+
+def kept(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+# Formats.
+
+
+def test_our_own_lines(tmp_path: Path):
+    record = {"id": "a", "messages": [USER, ASSISTANT], "images": ["x.png"], "meta": {"k": 1}, "tools": [{"name": "f"}]}
+    (conversation,) = read(write_lines(tmp_path / "p.jsonl", record))
+    assert conversation == Conversation("a", [USER, ASSISTANT], ["x.png"], {"k": 1, "tools": [{"name": "f"}]})
+
+
+def test_messages_pass_untouched(tmp_path: Path):
+    messages = [
+        {"role": "system", "content": "Be brief.", "name": "s"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What?"}, {"type": "image_url", "image_url": {"url": "u"}}],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+        {"role": "assistant", "reasoning_content": "Hm.", "content": "Three é."},
+    ]
+    (conversation,) = read(write_lines(tmp_path / "p.jsonl", {"id": "a", "messages": messages}))
+    assert conversation.messages == messages
+
+
+def test_sharegpt(tmp_path: Path):
+    turns = [
+        {"from": "system", "value": "S"},
+        {"from": "human", "value": "Q", "weight": 0},
+        {"from": "gpt", "value": "A"},
+    ]
+    (conversation,) = read(write_lines(tmp_path / "p.jsonl", {"id": 7, "conversations": turns}))
+    assert conversation.id == "7"
+    assert conversation.messages == [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "Q", "weight": 0},
+        {"role": "assistant", "content": "A"},
+    ]
+
+
+def test_conversation_column_with_roles(tmp_path: Path):
+    (conversation,) = read(write_lines(tmp_path / "p.jsonl", {"id": "a", "conversation": [USER, ASSISTANT]}))
+    assert conversation.messages == [USER, ASSISTANT]
+
+
+def test_mt_bench_turns_are_user_turns(tmp_path: Path):
+    record = {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."], "reference": ["x"]}
+    (conversation,) = read(write_lines(tmp_path / "p.jsonl", record))
+    assert conversation == Conversation(
+        "81",
+        [{"role": "user", "content": "Write."}, {"role": "user", "content": "Rewrite."}],
+        meta={"category": "writing"},
+    )
+
+
+def test_bare_prompts(tmp_path: Path):
+    path = write_lines(tmp_path / "p.jsonl", {"prompt": "Hi"}, {"prompt": [USER], "completion": "no"})
+    assert [(c.id, c.messages) for c in read(path)] == [("p.jsonl:1", [USER]), ("p.jsonl:2", [USER])]
+
+
+def test_messages_win_over_other_columns(tmp_path: Path):
+    (conversation,) = read(
+        write_lines(tmp_path / "p.jsonl", {"prompt": "no", "messages": [USER], "conversations": None})
+    )
+    assert conversation.messages == [USER]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["p.json", "p.jsonl"])
+def test_json_array(tmp_path: Path, name: str, indent: int | None):
+    path = tmp_path / name
+    path.write_text("\n" + json.dumps([{"prompt": "one"}, {"prompt": "zwei é"}], indent=indent, ensure_ascii=False))
+    assert [c.messages[0]["content"] for c in read(str(path))] == ["one", "zwei é"]
+    assert next(c.id for c in read(str(path))) == (f"{name}:3" if indent else f"{name}:2")
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64, 1 << 20])
+def test_json_array_is_the_same_in_any_pieces(tmp_path: Path, chunk: int):
+    values = [1234567, {"a": [1, {"b": '"],['}]}, "x\\", -1.5e10, None, True, [], "é" * 100]
+    for indent in (None, 1):
+        text = json.dumps(values, indent=indent, ensure_ascii=False)
+        (tmp_path / "a.json").write_text("\ufeff " + text, encoding="utf-8")
+        found = list(_json_array(str(tmp_path / "a.json"), Rejects(), chunk_characters=chunk))
+        assert [value for _, value in found] == values
+        starts = [2, 3, 11, 12, 13, 14, 15, 16] if indent else [1] * 8
+        assert [line for line, _ in found] == starts
+
+
+def test_json_lines_in_a_json_file(tmp_path: Path):
+    assert [c.id for c in read(write_lines(tmp_path / "p.json", GOOD, "", {"id": "b", "prompt": "x"}))] == ["good", "b"]
+
+
+def test_byte_order_mark_and_windows_line_ends(tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b'\r\n{"prompt": "x"}\r\n')
+    assert [c.id for c in read(str(path))] == ["good", "p.jsonl:2"]
+
+
+def test_parquet_drops_the_cells_that_arrow_adds(tmp_path: Path):
+    import pyarrow
+    import pyarrow.parquet
+
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    rows = [{"id": "a", "messages": [USER, call]}, {"messages": [USER], "tools": None}, {"id": "c", "messages": None}]
+    path = str(tmp_path / "p.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    rejects = Rejects()
+    conversations = read(path, rejects)
+    assert [(c.id, c.messages) for c in conversations] == [("a", [USER, call]), ("p.parquet:2", [USER])]
+    assert rejects.counts == {"unknown columns": 1}
+
+
+def test_broken_parquet(tmp_path: Path):
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(UserError, match=r"p\.parquet: cannot be read as parquet"):
+        read(str(tmp_path / "p.parquet"))
+
+
+def test_standard_library_splits(tmp_path: Path, monkeypatch):
+    names = [f"module{number}" for number in range(40)]
+    for name in names:
+        body = "".join(f"    value_{line} = {name!r} + str({line})\n" for line in range(5))
+        (tmp_path / f"{name}.py").write_text(f"def function():\n    'Do.'\n{body}    return value_0\n")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    train = {c.meta["module"] for c in read("stdlib:train")}
+    heldout = {c.meta["module"] for c in read("stdlib:heldout")}
+    assert train | heldout == set(names)
+    assert not train & heldout
+    assert len(train) > len(heldout) > 0
+
+
+def test_datasets_name(monkeypatch):
+    import datasets
+
+    calls = []
+
+    def load_dataset(name: str, split: str, streaming: bool):
+        calls.append((name, split, streaming))
+        return iter([{"messages": [{**USER, "name": None}]}, {"messages": None, "prompt": "x"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = read(["hf:org/name:test_sft", "hf:org/other"])
+    assert calls == [("org/name", "test_sft", True), ("org/other", "train", True)]
+    assert [c.id for c in found][:2] == ["hf:org/name:test_sft:1", "hf:org/name:test_sft:2"]
+    assert found[0].messages == [USER]
+
+    def fail(*args: Any, **kwargs: Any):
+        raise ConnectionError("no route\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UserError, match=r"hf:org/name: datasets cannot load it: ConnectionError: no route$"):
+        read("hf:org/name")
+
+
+# Ids, limits, order.
+
+
+def test_generated_ids_of_equal_file_names_differ(tmp_path: Path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    paths = [write_lines(tmp_path / folder / "p.jsonl", {"prompt": "x"}) for folder in "ab"]
+    assert [c.id for c in read(paths)] == ["p.jsonl:1", f"{paths[1]}:1"]
+
+
+def test_duplicate_id_is_rejected_with_both_places(tmp_path: Path):
+    first = write_lines(tmp_path / "a.jsonl", GOOD)
+    second = write_lines(tmp_path / "b.jsonl", {"id": "other", "prompt": "x"}, GOOD)
+    rejects = Rejects(tmp_path / "rejects.jsonl")
+    assert [c.id for c in read([first, second], rejects)] == ["good", "other"]
+    (entry,) = kept(tmp_path / "rejects.jsonl")
+    assert (entry["source"], entry["line"]) == (second, 2)
+    assert entry["reason"] == f"duplicate id: 'good' is also at {first}:1"
+
+
+def test_limit_and_laziness(tmp_path: Path):
+    path = write_lines(tmp_path / "p.jsonl", GOOD, "{bad", {"prompt": "x"}, "{worse")
+    rejects = Rejects()
+    conversations = read_conversations(path, rejects, limit=2)
+    assert next(conversations).id == "good"
+    assert rejects.total == 0
+    assert next(conversations).id == "p.jsonl:3"
+    assert next(conversations, None) is None
+    assert rejects.total == 1
+
+
+# What cannot be used.
+
+BAD_RECORDS = [
+    ("{not json", "malformed JSON: "),
+    ('{"id": "cut', "malformed JSON: "),
+    ("[" * 100_000, "malformed JSON: "),
+    (3, "wrong type: a record must be a JSON object, this is a number"),
+    ([USER], "wrong type: a record must be a JSON object, this is a list"),
+    ({}, "unknown columns: none of messages, conversations"),
+    ({"question": "x"}, "unknown columns: "),
+    ({"messages": "x"}, "wrong type: `messages` must be a list, this is text"),
+    ({"messages": []}, "no user turn"),
+    ({"messages": [{"role": "system", "content": "x"}]}, "no user turn"),
+    ({"messages": ["x"]}, "wrong type: `messages[0]` must be an object, this is text"),
+    ({"messages": [ASSISTANT, USER]}, "no user turn before the first assistant turn: message 0"),
+    ({"messages": [ASSISTANT, ASSISTANT, USER]}, "no user turn before"),
+    ({"messages": [USER, ASSISTANT, ASSISTANT]}, "two assistant turns in a row: messages 1 and 2"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, 'unknown role: "robot" of message 0'),
+    ({"messages": [{"content": "x"}]}, "unknown role: null"),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, 'unknown role: ["user"]'),
+    ({"conversations": [{"from": "alien", "value": "x"}]}, 'unknown role: "alien"'),
+    ({"conversations": [{"from": ["human"], "value": "x"}]}, 'unknown role: ["human"]'),
+    ({"conversations": [{"from": "human"}]}, "wrong type: content of message 0 must be text or parts, this is null"),
+    ({"messages": [{"role": "user", "content": 3}]}, "wrong type: content of message 0"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "wrong type: content of message 1"),
+    ({"messages": [{"role": "user", "content": " \n"}]}, "empty user turn: message 0"),
+    ({"messages": [{"role": "user", "content": []}]}, "empty user turn: message 0"),
+    ({"messages": [{"role": "user", "content": ["x"]}]}, "wrong type: a content part of message 0"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "wrong type: a text part of message 0 has no text",
+    ),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, "not Unicode: "),
+    ({"turns": "x"}, "wrong type: `turns` must be a list"),
+    ({"turns": [1]}, "wrong type: content of message 0"),
+    ({"turns": []}, "no user turn"),
+    ({"prompt": ""}, "empty user turn"),
+    ({"prompt": 3}, "wrong type: `prompt` must be a list, this is a number"),
+    ({"prompt": "x", "id": 1.5}, "wrong type: `id` must be text or a whole number, not 1.5"),
+    ({"prompt": "x", "id": True}, "wrong type: `id`"),
+    ({"prompt": "x", "id": ""}, "wrong type: `id`"),
+    ({"prompt": "x", "images": "a.png"}, "wrong type: `images` must be a list of paths"),
+    ({"prompt": "x", "images": [{"bytes": "x"}]}, "wrong type: `images` must be a list of paths"),
+    ({"prompt": "x", "meta": ["x"]}, "wrong type: `meta` must be an object, this is a list"),
+    (GOOD, "duplicate id: "),
+]
+
+
+def test_every_bad_record_is_kept_and_none_stops_the_run(tmp_path: Path):
+    last = {"id": "last", "prompt": "x"}
+    path = write_lines(tmp_path / "p.jsonl", GOOD, *[record for record, _ in BAD_RECORDS], last)
+    rejects = Rejects(tmp_path / "deep" / "rejects.jsonl")
+    assert [c.id for c in read(path, rejects)] == ["good", "last"]
+    entries = kept(tmp_path / "deep" / "rejects.jsonl")
+    for number, (entry, (record, reason)) in enumerate(zip(entries, BAD_RECORDS, strict=True), start=2):
+        assert (entry["source"], entry["line"], entry["record"]) == (path, number, record)
+        assert entry["reason"].startswith(reason), entry
+    assert rejects.total == len(BAD_RECORDS)
+    assert rejects.summary().startswith(f"{len(BAD_RECORDS)} records rejected (18 wrong type, ")
+    assert rejects.summary().endswith(f"kept in {rejects.path}")
+
+
+def test_bytes_that_are_not_utf8(tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'{"prompt": "caf\xe9"}\n' + json.dumps(GOOD).encode() + b"\n")
+    rejects = Rejects(tmp_path / "rejects.jsonl")
+    assert [c.id for c in read(str(path), rejects)] == ["good"]
+    (entry,) = kept(tmp_path / "rejects.jsonl")
+    assert entry["reason"] == "not UTF-8: byte 16"
+    assert entry["record"] == '{"prompt": "caf\ufffd"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"prompt": "x"},\n {"prompt": oops}, {"prompt": "y"}]', "malformed JSON: "),
+        ('[{"prompt": "x"}', "malformed JSON: expected `,` or `]`"),
+        ('[{"prompt": "x"}\n {"prompt": "y"}]', "malformed JSON: expected `,` or `]`"),
+        ('[{"prompt": "x"}] {"prompt": "y"}', "malformed JSON: text after the array"),
+        ('[{"prompt": "x"}, {"prompt": "y', "malformed JSON: "),
+        ('[{"prompt": "x"}, {"prompt": "\udce9"}]', "not Unicode: "),
+    ],
+)
+def test_broken_array_keeps_what_could_be_read(tmp_path: Path, text: str, reason: str):
+    path = tmp_path / "p.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    rejects = Rejects(tmp_path / "rejects.jsonl")
+    assert [c.id for c in read(str(path), rejects)] == ["p.json:1"]
+    (entry,) = kept(tmp_path / "rejects.jsonl")
+    assert entry["reason"].startswith(reason)
+    assert entry["line"] == 1 + ("\n" in text)
+
+
+def test_sources_are_checked_before_anything_is_read(tmp_path: Path):
+    good = write_lines(tmp_path / "good.jsonl", GOOD)
+    (tmp_path / "empty.jsonl").write_text("\n \n")
+    (tmp_path / "p.csv").write_text("x")
+    names = [str(tmp_path / name) for name in ("empty.jsonl", "p.csv", "none.jsonl")]
+    with pytest.raises(UserError) as caught:
+        read_conversations([good, *names, "stdlib:x", "hf:"], Rejects())  # at the call, not at the first record
+    reasons = [
+        "the file is empty",
+        "prompts are read from",
+        "no such file",
+        "stdlib:train or stdlib:heldout",
+        "hf:org/name",
+    ]
+    assert len(caught.value.problems) == len(reasons)
+    for problem, name, reason in zip(caught.value.problems, [*names, "stdlib:x", "hf:"], reasons, strict=True):
+        assert name in problem
+        assert reason in problem
+    with pytest.raises(UserError, match="no prompts"):
+        read_conversations([], Rejects())
+
+
+def test_source_without_a_usable_record_is_an_error_after_the_others_were_read(tmp_path: Path):
+    bad = write_lines(tmp_path / "bad.jsonl", "{", {"messages": []})
+    good = write_lines(tmp_path / "good.jsonl", GOOD)
+    (tmp_path / "none.json").write_text("[]")
+    found = []
+    with pytest.raises(UserError) as caught:
+        for conversation in read_conversations([bad, str(tmp_path / "none.json"), good], Rejects()):
+            found.append(conversation.id)
+    assert found == ["good"]
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [bad, str(tmp_path / "none.json")]
+    assert "no usable conversation" in caught.value.problems[0]
+    assert "1 malformed JSON, 1 no user turn" in caught.value.problems[0]
+
+
+# The rejects file.
+
+
+def test_a_resumed_run_does_not_repeat_its_rejects(tmp_path: Path):
+    path = write_lines(tmp_path / "p.jsonl", GOOD, "{", {"prompt": "\ud800"})
+    for _ in range(2):
+        rejects = Rejects(tmp_path / "rejects.jsonl")
+        read(path, rejects)
+        assert rejects.total == 2
+    assert len(kept(tmp_path / "rejects.jsonl")) == 2
+
+
+def test_summary(tmp_path: Path):
+    rejects = Rejects()
+    assert rejects.summary() == "no record rejected"
+    rejects.add("p.jsonl", 3, "too long: 90 tokens", {})
+    assert rejects.summary() == "1 record rejected (1 too long): the first at p.jsonl:3: too long: 90 tokens"
+    assert not list(tmp_path.iterdir())
