@@ -39,7 +39,7 @@ class Command(argparse.Namespace):
 def parse_command(
     doc: str | None,
     argv: Sequence[str] | None = None,
-    extra: Callable[[argparse.ArgumentParser], None] | None = None,
+    extra: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> Command:
     """Parse `script.py recipe.yaml [key.path=value ...] [--plan]` and load the recipe.
 

@@ -1,0 +1,237 @@
+"""What the layout promises: every module is in the wheel, no file hides an installed module, imports run one way.
+
+Each check is a function of a root folder that returns what is wrong. It is held against this tree, which must pass, and
+against a small tree with the mistake, which must not.
+"""
+
+import ast
+import configparser
+import functools
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "recipes": set(),
+    "models": {"recipes"},
+    "eval": {"models", "recipes"},
+    "data_gen": {"models", "eval", "recipes"},
+    "train": {"models", "eval", "recipes", "data_gen"},
+}
+ROOMS = tuple(MAY_IMPORT)
+# Not installed by `make install`, but by users: extras of the package, trackers, engines.
+OFTEN_INSTALLED = {
+    *("PIL", "aim", "bitsandbytes", "clearml", "comet_ml", "deepspeed", "dvclive", "flash_attn", "mlflow", "openai"),
+    *("peft", "sglang", "swanlab", "tensorboard", "torchvision", "trackio", "triton", "vllm", "wandb"),
+}
+
+
+def modules(root: Path) -> Iterator[tuple[str, Path]]:
+    """(room, path) of every Python file of the package."""
+    for room in ROOMS:
+        for path in sorted((root / room).rglob("*.py")):
+            yield room, path
+
+
+def setup_options(root: Path) -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(root / "setup.cfg")
+    return parser
+
+
+@functools.cache
+def installed() -> Mapping[str, list[str]]:
+    """Top-level module -> the distributions that bring it."""
+    return importlib.metadata.packages_distributions()
+
+
+def unpackaged(root: Path) -> list[str]:
+    """Folders with Python files that setup.cfg does not name: they would be absent from the wheel, silently."""
+    named = set(setup_options(root)["options"]["packages"].split())
+    problems = []
+    for folder in sorted({path.parent for _, path in modules(root)}):
+        package = ".".join(["draftsmith", *folder.relative_to(root).parts])
+        if package not in named:
+            problems.append(f"{package} is missing from `packages` of setup.cfg")
+        if not (folder / "__init__.py").exists():
+            problems.append(f"{folder.relative_to(root)} has no __init__.py")
+    return problems
+
+
+def shadowing(root: Path) -> list[str]:
+    """Files that bear the name of an importable module: a script's own folder comes first on sys.path."""
+    taken = set(sys.stdlib_module_names) | set(installed()) | OFTEN_INSTALLED
+    problems = []
+    for _, path in modules(root):
+        name = path.parent.name if path.name == "__init__.py" else path.stem
+        is_room = path.parent.parent == root and path.name == "__init__.py"
+        if name in taken and not is_room:
+            problems.append(f"{path.relative_to(root)} hides the installed module {name}")
+    return problems
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything that a file imports, inside functions too; relative ones begin with a dot."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def forbidden_imports(root: Path) -> list[str]:
+    """Imports against the direction recipes <- models <- eval <- data_gen <- train, or not by the full name."""
+    problems = []
+    for room, path in modules(root):
+        for line, name in imports(path):
+            first, *rest = name.split(".")
+            where = f"{path.relative_to(root)}:{line}"
+            if first in ("", *ROOMS):
+                problems.append(f"{where}: write draftsmith.{name.lstrip('.')}")
+            elif first == "draftsmith" and rest[0] != room and rest[0] not in MAY_IMPORT[room]:
+                problems.append(f"{where}: {room} must not import {rest[0]}")
+    return problems
+
+
+def undeclared(root: Path) -> list[str]:
+    """Imports of packages that setup.cfg does not ask for, and that are there only because something else did."""
+    options = setup_options(root)
+    wanted = options["options"]["install_requires"] + "".join(options["options.extras_require"].values())
+    declared = {
+        line.strip().split(">")[0].split("[")[0].split("=")[-1].strip().lower() for line in wanted.splitlines() if line
+    }
+    declared |= {"pyarrow", "numpy", "jinja2"}  # what datasets, torch and transformers cannot be without
+    tests = [("tests", path) for path in sorted((root / "tests").glob("*.py"))]
+    problems = []
+    for _, path in [*modules(root), *tests]:
+        for line, name in imports(path):
+            top = name.split(".")[0]
+            if top in ("", "draftsmith", "tests") or top in sys.stdlib_module_names:
+                continue
+            distributions = {distribution.lower() for distribution in installed().get(top, [top])}
+            if not distributions & declared:
+                problems.append(f"{path.relative_to(root)}:{line}: {top} is not in setup.cfg")
+    return problems
+
+
+@pytest.mark.parametrize("check", [unpackaged, shadowing, forbidden_imports, undeclared])
+def test_this_tree(check):
+    assert sum(1 for _ in modules(ROOT)) > 10  # the check looked at something
+    assert check(ROOT) == []
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The layout of this tree with one harmless module a room."""
+    for room in ROOMS:
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "__init__.py").touch()
+        (tmp_path / room / "fine.py").write_text("import os\n\nfrom draftsmith.recipes.errors import UserError\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "setup.cfg").write_bytes((ROOT / "setup.cfg").read_bytes())
+    return tmp_path
+
+
+def test_small_tree_is_fine(tree: Path):
+    assert [check(tree) for check in (unpackaged, shadowing, forbidden_imports, undeclared)] == [[], [], [], []]
+
+
+def test_missing_subpackage_is_caught(tree: Path):
+    (tree / "train" / "kernels").mkdir()
+    (tree / "train" / "kernels" / "fused.py").touch()
+    assert unpackaged(tree) == [
+        "draftsmith.train.kernels is missing from `packages` of setup.cfg",
+        "train/kernels has no __init__.py",
+    ]
+
+
+@pytest.mark.parametrize("name", ["queue", "datasets", "yaml", "_pytest", "openai", "profile"])
+def test_shadowed_module_is_caught(tree: Path, name: str):
+    (tree / "eval" / f"{name}.py").touch()
+    (tree / "models" / "sub" / name).mkdir(parents=True)
+    (tree / "models" / "sub" / name / "__init__.py").touch()
+    assert shadowing(tree) == [
+        f"models/sub/{name}/__init__.py hides the installed module {name}",
+        f"eval/{name}.py hides the installed module {name}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("room", "line", "problem"),
+    [
+        ("recipes", "import draftsmith.models.vocab", "recipes must not import models"),
+        ("models", "from draftsmith.eval import decode", "models must not import eval"),
+        ("models", "from draftsmith import train", "models must not import train"),
+        ("eval", "def f():\n    from draftsmith.data_gen.x import y", "eval must not import data_gen"),
+        ("data_gen", "from draftsmith.train.x import y", "data_gen must not import train"),
+        ("train", "from models.target import Target", "write draftsmith.models.target.Target"),
+        ("train", "from . import fine", "write draftsmith.fine"),
+    ],
+)
+def test_import_against_the_direction_is_caught(tree: Path, room: str, line: str, problem: str):
+    (tree / room / "wrong.py").write_text(line + "\n")
+    assert forbidden_imports(tree) == [f"{room}/wrong.py:{line.count(chr(10)) + 1}: {problem}"]
+
+
+def test_undeclared_package_is_caught(tree: Path):
+    (tree / "tests" / "test_x.py").write_text("import pygments\nimport pytest\nfrom PIL import Image\nimport nowhere\n")
+    assert [problem.split(": ")[1] for problem in undeclared(tree)] == [
+        "pygments is not in setup.cfg",
+        "PIL is not in setup.cfg",
+        "nowhere is not in setup.cfg",
+    ]
+
+
+def test_type_checkers_find_every_room():
+    links = {path.name: os.readlink(path) for path in (ROOT / ".typing" / "draftsmith").iterdir()}
+    assert links == {room: f"../../{room}" for room in ROOMS}
+
+
+@pytest.mark.slow
+def test_wheel_holds_and_imports_every_module(tmp_path: Path):
+    """Built from this tree, installed where nothing of this tree can be seen, beside the same dependencies."""
+    source = tmp_path / "source"  # a copy: a stale build/ folder here could add modules that are long gone
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(source)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+
+    packaged = {name for name in zipfile.ZipFile(wheel).namelist() if not name.startswith("draftsmith-")}
+    data = [path for pattern in ("*.yaml", "demo_target/*") for path in (source / "recipes").glob(pattern)]
+    expected = {f"draftsmith/{path.relative_to(source)}" for path in [*data, *(path for _, path in modules(source))]}
+    assert packaged == expected
+
+    clean = tmp_path / "clean"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(clean)], check=True)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(clean), "platbase": str(clean)}))
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    # A folder named by a .pth file is searched, but its own .pth files are not read: the editable install stays out.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    names = sorted(
+        name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in expected if ".py" in name
+    )
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    file = importlib.import_module(name).__file__\n"
+        f"    assert file.startswith({str(site)!r}), file\n"
+        "print('imported', len(sys.argv[1:]))\n"
+    )
+    result = subprocess.run(
+        [str(clean / "bin" / "python"), "-I", "-c", code, *names], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == f"imported {len(names)}"
