@@ -24,8 +24,8 @@ $(INSTALLED): setup.cfg
 		|| { echo "$(PYTHON): Python 3.10 or newer is needed; name one: make install PYTHON=python3.11" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv \
 		|| { echo "$(PYTHON) cannot create .venv; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install --editable ".[test]"
 	@touch $@
 
 test: install  ## the tests, without the slow ones
