@@ -6,6 +6,8 @@
 Reads the standard library of the running interpreter (and its test suite, where it is installed), holds out whole
 modules (`stdlib_prompts.split_of`), trains a byte-level BPE tokenizer and the model from random weights, and writes a
 Hugging Face model directory in bfloat16 with `training.json`: what was trained on, how long, and what was measured.
+Answers of up to 600 characters first; while the learning rate decays, those of the demo's own length, so that the model
+learns to come to an end.
 A run that was stopped goes on from `--out`'s last checkpoint.
 """
 
@@ -26,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.recipes.stdlib_prompts import (
     KINDS,
+    MAX_ANSWER_CHARACTERS,
     SourceFunction,
     conversation_of,
     library_functions,
@@ -34,6 +37,8 @@ from draftsmith.recipes.stdlib_prompts import (
 )
 
 ROW_TOKENS = 512  # one packed training row
+DECAY_SHARE = 0.4  # of all steps: the learning rate falls, and answers have the demo's length
+LONG_ANSWER_CHARACTERS = 600  # before that
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
@@ -99,6 +104,11 @@ def pack(documents: list[list[int]], pad_id: int) -> torch.Tensor:
     return torch.tensor([row + [pad_id] * (ROW_TOKENS - len(row)) for row in rows])  # [R, ROW_TOKENS]
 
 
+def is_short(conversation: dict) -> bool:
+    """Has the answer the length of the demo's answers?"""
+    return len(conversation["messages"][1]["content"]) <= MAX_ANSWER_CHARACTERS
+
+
 def render(tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> list[list[int]]:
     texts: list[Any] = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in conversations]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -153,8 +163,8 @@ def greedy_answers(
 
 
 def learning_rate_scale(step: int, steps: int) -> float:
-    """Warm-up over 2 %, constant, then linear to zero over the last 40 %."""
-    return min(1.0, (step + 1) / max(1, steps * 0.02), (steps - step) / (steps * 0.4))
+    """Warm-up over 2 %, constant, then linear to zero over the last DECAY_SHARE."""
+    return min(1.0, (step + 1) / max(1, steps * 0.02), (steps - step) / (steps * DECAY_SHARE))
 
 
 def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: int) -> dict:
@@ -174,7 +184,7 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model directory")
-    parser.add_argument("--steps", type=int, default=2400, help="optimiser steps of --rows-per-step rows")
+    parser.add_argument("--steps", type=int, default=1600, help="optimiser steps of --rows-per-step rows")
     parser.add_argument("--rows-per-step", type=int, default=16, help=f"rows of {ROW_TOKENS} tokens in one step")
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
@@ -193,8 +203,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
 
     library, tests = training_functions()
-    library_documents = [c for f in library for kind in KINDS if (c := conversation_of(f, kind))]
-    test_documents = [c for i, f in enumerate(tests) if (c := conversation_of(f, KINDS[i % len(KINDS)]))]
+    long = LONG_ANSWER_CHARACTERS
+    library_documents = [c for f in library for kind in KINDS if (c := conversation_of(f, kind, long))]
+    test_documents = [c for i, f in enumerate(tests) if (c := conversation_of(f, KINDS[i % len(KINDS)], long))]
     checkpoint_path = args.out / "checkpoint.pt"
     if (args.out / "tokenizer.json").exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
@@ -203,6 +214,9 @@ def main() -> None:
         tokenizer = train_tokenizer(texts, args.vocab_size)
         tokenizer.save_pretrained(args.out)
     library_ids, test_ids = render(tokenizer, library_documents), render(tokenizer, test_documents)
+    short_library_ids = render(tokenizer, [c for c in library_documents if is_short(c)])
+    short_test_ids = render(tokenizer, [c for c in test_documents if is_short(c)])
+    decay_begins = int(args.steps * (1 - DECAY_SHARE))
     pad_id: Any = tokenizer.pad_token_id
     stop_id: Any = tokenizer.eos_token_id
 
@@ -237,7 +251,6 @@ def main() -> None:
     )
 
     step, seconds, rows = 0, 0.0, torch.empty(0, ROW_TOKENS, dtype=torch.long)
-    passes = 0
     if checkpoint_path.exists():
         state = torch.load(checkpoint_path, weights_only=True)
         model.load_state_dict(state["model"])
@@ -250,11 +263,14 @@ def main() -> None:
     log = (args.out / "training.log.jsonl").open("a")
     while step < args.steps:
         began = time.perf_counter()
-        if len(rows) < args.rows_per_step:
-            documents = library_ids * args.library_repeats + test_ids
+        if len(rows) < args.rows_per_step or step == decay_begins:
+            if step < decay_begins:
+                documents = library_ids * args.library_repeats + test_ids
+            else:
+                documents = short_library_ids * args.library_repeats + short_test_ids
+                rows = rows[:0] if step == decay_begins else rows
             order.shuffle(documents)
             rows = torch.cat([rows, (fresh := pack(documents, pad_id))[torch.randperm(len(fresh))]])
-            passes += 1
         ids_BT, rows = rows[: args.rows_per_step], rows[args.rows_per_step :]
         labels_BT = ids_BT.masked_fill(ids_BT == pad_id, -100)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -304,6 +320,7 @@ def main() -> None:
         "parameters": parameters,
         "library_documents": len(library_ids),
         "test_documents": len(test_ids),
+        "short_documents": len(short_library_ids) + len(short_test_ids),
         "tokens_per_pass": pass_tokens,
         "tokens_seen": args.steps * args.rows_per_step * ROW_TOKENS,
         "training_minutes": round(seconds / 60, 1),

@@ -24,9 +24,10 @@ from pathlib import Path
 SPLITS = ("train", "heldout")
 KINDS = ("write", "complete")
 
-# Shorter answers are one-line stubs, longer ones are beyond what the demo target can finish.
+# Answers of 80 to 320 characters: shorter ones are one-line stubs, longer ones the demo target does not finish.
 MIN_ANSWER_CHARACTERS = 80
-MAX_ANSWER_CHARACTERS = 600
+MAX_ANSWER_CHARACTERS = 320
+MAX_QUESTION_CHARACTERS = 600
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _TEST_FOLDERS = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "ensurepip"}
@@ -69,7 +70,9 @@ def stdlib_conversations(split: str, kinds: tuple[str, ...] = KINDS) -> Iterator
             yield conversation
 
 
-def conversation_of(function: SourceFunction, kind: str) -> dict | None:
+def conversation_of(
+    function: SourceFunction, kind: str, max_answer_characters: int = MAX_ANSWER_CHARACTERS
+) -> dict | None:
     """One question with the library's own answer, or None where the answer's length is outside the limits."""
     what = "method" if "." in function.qualified_name else "function"
     if kind == "write":
@@ -86,7 +89,7 @@ def conversation_of(function: SourceFunction, kind: str) -> dict | None:
         answer = "\n".join(lines[shown:])
     else:
         raise ValueError(f"kind {kind!r}: one of {', '.join(KINDS)}")
-    if not MIN_ANSWER_CHARACTERS <= len(answer) <= MAX_ANSWER_CHARACTERS or len(question) > MAX_ANSWER_CHARACTERS:
+    if not MIN_ANSWER_CHARACTERS <= len(answer) <= max_answer_characters or len(question) > MAX_QUESTION_CHARACTERS:
         return None
     return {
         "id": f"{function.id}/{kind}",

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,7 @@ class Loop:
         counted = sum((c.counted(0).sum() for c in columns), torch.zeros((), device=accelerator.device))
         counted = accelerator.reduce(counted, "sum").clamp(min=1)  # type: ignore[union-attr]
         for i, (batch, batch_columns) in enumerate(zip(batches, columns, strict=True)):
-            with accelerator.no_sync(self.trainee) if i + 1 < count else accelerator.accumulate():
+            with accelerator.no_sync(self.trainee) if i + 1 < count else nullcontext():
                 sums = self._forward(batch, batch_columns)
                 # Wrappers average gradients over ranks; the sum is wanted.
                 accelerator.backward(sums.loss * (accelerator.num_processes / counted))
@@ -173,7 +174,8 @@ class Loop:
         return torch.as_tensor(grad_norm), lr
 
     def _forward(self, batch: Batch, columns: Columns) -> UnrollSums:
-        states = self.target.states(batch.ids)
+        with self.accelerator.autocast():  # the head stays in the target's own precision: it is the teacher
+            states = self.target.states(batch.ids)
         teacher = teacher_of(self.target, states.last, batch.ids, columns, self.vocab)
         return self.trainee(states.captured, batch.ids, columns, teacher)
 
