@@ -118,6 +118,12 @@ def test_not_a_number(write, value):
     assert "expected a number, given" in problem
 
 
+def test_quotes_in_an_override_make_it_text(write):
+    (problem,) = problems_of(write(SMALLEST + "train:\n  learning_rate: 1e-4\n"), "train.learning_rate='1e-4'")
+    assert "override" in problem
+    assert "expected a number, given the text '1e-4'" in problem
+
+
 def test_mended_numbers_are_still_checked(write):
     (problem,) = problems_of(write(SMALLEST + "train:\n  learning_rate: -1e-4\n"))
     assert "expected a number above 0" in problem
