@@ -42,7 +42,7 @@ def target_identity(target: Target, model: str, revision: str | None, fingerprin
         "hidden_size": target.hidden_size,
         "num_layers": target.num_layers,
         "tokenizer_fingerprint": fingerprint,
-        "embedding_digest": tensor_digest(target.embedding.weight),  # type: ignore[arg-type]
+        "embedding_digest": tensor_digest(target.embedding_table),
     }
 
 
@@ -157,7 +157,7 @@ def load_drafter(directory: Path, target: Target, identity: dict[str, Any]) -> E
             f"{directory}: model.safetensors maps {vocab.size} draft tokens to {vocab.target_vocab_size} target "
             f"tokens, config.json says {shape.draft_vocab_size} to {shape.vocab_size}"
         )
-    drafter = Eagle3Drafter(shape, vocab, target.embedding.weight)  # type: ignore[arg-type]
+    drafter = Eagle3Drafter(shape, vocab, target.embedding_table)
     try:
         drafter.load_state_dict(tensors)
     except RuntimeError as error:

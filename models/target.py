@@ -109,6 +109,11 @@ class Target:
         return self.head.weight.dtype  # type: ignore[return-value]
 
     @property
+    def embedding_table(self) -> torch.Tensor:
+        """[V, H] the input embeddings, which drafters share."""
+        return self.embedding.weight  # type: ignore[return-value]
+
+    @property
     def feature_size(self) -> int:
         """F: width of the captured states."""
         return self.hidden_size * len(self.capture_layers)

@@ -1,6 +1,7 @@
 """Tiny random-weight targets and a byte-level tokenizer: everything the tests need, made in seconds, no network."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **overrides) -> torch.nn.Module:
+def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **overrides) -> Any:
     """A random-weight causal LM in float32: hidden 32, 4 heads, 2 key/value heads, `num_layers` layers.
 
     Weights are larger than the families' default initialisation so that greedy answers vary instead of repeating.

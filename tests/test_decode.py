@@ -30,7 +30,7 @@ def make_pair(family: str, draft_tokens: int | None = None, **overrides) -> tupl
         vocab = DraftVocab.full(target.vocab_size)
     else:
         vocab = DraftVocab(torch.randperm(target.vocab_size)[:draft_tokens].sort().values, target.vocab_size)
-    return target, Eagle3Drafter(Eagle3Config.for_target(target, vocab.size), vocab, target.embedding.weight)
+    return target, Eagle3Drafter(Eagle3Config.for_target(target, vocab.size), vocab, target.embedding_table)
 
 
 def generate(target: Target, prompt: list[int], max_new_tokens: int, stop: int = STOP) -> list[int]:
@@ -166,6 +166,10 @@ class Scripted:
         logits = torch.zeros(self.size) if self.ties else 3 * torch.randn(self.size, generator=self.generator)
         self.values[path] = torch.log_softmax(logits, -1)
         return self.values[path]
+
+    def reset(self) -> None: ...
+
+    def observe(self, tokens: Sequence[int], features: torch.Tensor) -> None: ...
 
     def root_log_probs(self) -> torch.Tensor:
         return self._draw(())

@@ -27,7 +27,7 @@ def make_drafter(target: Target, draft_tokens: int | None = None, seed: int = 1)
         vocab = DraftVocab.full(target.vocab_size)
     else:
         vocab = DraftVocab(torch.randperm(target.vocab_size)[:draft_tokens].sort().values, target.vocab_size)
-    return Eagle3Drafter(Eagle3Config.for_target(target, vocab.size), vocab, target.embedding.weight)
+    return Eagle3Drafter(Eagle3Config.for_target(target, vocab.size), vocab, target.embedding_table)
 
 
 def make_rows(lengths: list[int], vocab_size: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_unroll_equals_the_slow_twin_in_value_and_gradient(target: Target) -> No
     mine = gradients(drafter)
 
     weights = {name: p.detach().clone().requires_grad_() for name, p in drafter.named_parameters()}
-    slow = reference.SlowEagle3(weights, target.embedding.weight.double(), drafter.config)
+    slow = reference.SlowEagle3(weights, target.embedding_table.double(), drafter.config)
     chosen = drafter.vocab.target_ids.tolist()
     loss, reached, trained, correct = torch.zeros((), dtype=torch.float64), [0] * STEPS, [0] * STEPS, [0] * STEPS
     for b in range(len(ids)):

@@ -134,7 +134,7 @@ def build_drafter(recipe: Recipe, target: Target) -> Eagle3Drafter:
         num_key_value_heads=section.num_key_value_heads,
         intermediate_size=section.intermediate_size,
     )
-    return Eagle3Drafter(config, vocab, target.embedding.weight)  # type: ignore[arg-type]
+    return Eagle3Drafter(config, vocab, target.embedding_table)
 
 
 def run_identity(recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any], processes: int) -> dict[str, Any]:

@@ -1,0 +1,102 @@
+"""The four commands one after another, as processes, on the tiny target: what a user types."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+
+
+def command(script: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [sys.executable, *script.split(), *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if check:
+        assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def recipe_path(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Path:
+    folder = tmp_path_factory.mktemp("pipeline")
+    questions = [
+        {"id": f"q{i}", "messages": [{"role": "user", "content": f"the cat {i} sat"}] * (1 + i % 2)} for i in range(12)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions))
+    recipe = {
+        "output_dir": str(folder / "run"),
+        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "max_length": 200,
+            "generator": {"batch_size": 4, "max_new_tokens": 20, "temperature": 0},
+        },
+        "drafter": {"vocab_size": 20},
+        "train": {"max_steps": 4, "batch_size": 4, "log_every_steps": 2, "mixed_precision": "no"},
+        "eval": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "max_prompts": 4,
+            "max_new_tokens": 16,
+            "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
+            "also": [
+                {"name": "chain", "tree": {"policy": "chain", "nodes": 4}},
+                {"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 6}},
+            ],
+        },
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def test_prompts_to_measured_acceptance(recipe_path: Path) -> None:
+    run = recipe_path.parent / "run"
+    for script in ("data_gen/regenerate.py", "data_gen/rank_vocab.py", "train/eagle3.py", "eval/acceptance.py"):
+        if script in ("data_gen/regenerate.py", "eval/acceptance.py"):
+            before = {p: p.stat().st_mtime for p in run.rglob("*") if p.is_file()}
+            assert command(script, str(recipe_path), "--plan").stdout
+            assert not [p for p in run.rglob("*.json*") if p not in before and p.stat().st_size]  # a plan writes nothing
+        if script == "train/eagle3.py":
+            launch = "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no"
+            script = f"{launch} --dynamo_backend no --cpu train/eagle3.py"
+        command(script, str(recipe_path))
+
+    rows = [json.loads(line) for line in (run / "conversations.jsonl").read_text().splitlines()]
+    assert {row["id"] for row in rows} == {f"q{i}" for i in range(12)}
+    report = json.loads((run / "eval/acceptance.json").read_text())
+    assert report["lossless"] is True and report["matches_target"] is True
+    assert report["prompts"] == 6  # four conversations, two of them with two turns
+    assert report["tau"] == pytest.approx((report["new_tokens"] - report["prompts"]) / report["rounds"], abs=1e-3)
+    assert report["tree_nodes_per_round"] == 12 and report["draft_calls_per_round"] == 3
+    contenders = report["contenders"]
+    assert set(contenders) == {"plain decoding", "eagle3, eagle2 tree, 12 nodes", "chain", "lookup"}
+    assert contenders["plain decoding"]["tau"] == 1.0
+    assert all(row["matches_target"] for row in contenders.values())
+    assert all(row["new_tokens"] == report["new_tokens"] for row in contenders.values())
+    generations = [json.loads(line) for line in (run / "eval/generations.jsonl").read_text().splitlines()]
+    assert len(generations) == 6
+    assert {"id", "prompt_token_ids", "token_ids", "accepted_per_round"} <= generations[0].keys()
+    assert sum(len(g["accepted_per_round"]) for g in generations) == report["rounds"]
+
+
+@pytest.mark.parametrize(
+    ("script", "overrides", "message"),
+    [
+        ("eval/acceptance.py", ["eval.drafter=nowhere"], "no drafter here"),
+        ("eval/acceptance.py", ["eval.prompts=null"], "eval.prompts: not given"),
+        ("train/eagle3.py", ["output_dir=nowhere"], "conversations.jsonl does not exist; data_gen/regenerate.py"),
+        ("train/eagle3.py", ["train.max_step=4"], "train.max_steps"),
+        ("data_gen/regenerate.py", ["data.prompts=nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_mistakes_end_with_a_message_and_exit_code_2(
+    recipe_path: Path, script: str, overrides: list[str], message: str
+) -> None:
+    done = command(script, str(recipe_path), *overrides, check=False)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

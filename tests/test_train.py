@@ -1,0 +1,290 @@
+"""train/eagle3.py as users run it: resume, accumulation, checkpointing, refusals. On the tiny target, in seconds."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from tests.conftest import make_target, make_tokenizer
+
+from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.checkpoint import load_drafter, target_identity
+from draftsmith.models.target import Target, default_capture_layers, load_causal_lm
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.train import eagle3
+from draftsmith.train.batches import BatchOrder, collate
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_conversations(path: Path, count: int, seed: int = 0) -> None:
+    """Regenerated conversations with their token ids: every second one has two turns."""
+    chance = random.Random(seed)
+    lines = []
+    for i in range(count):
+        turns, history = [], []
+        for _ in range(1 + i % 2):
+            prompt = [*history, 2, *(chance.randrange(5, 320) for _ in range(chance.randint(3, 9))), 4, 3]
+            answer = [*(chance.randrange(5, 320) for _ in range(chance.randint(4, 14))), 4]
+            turns.append({"prompt_token_ids": prompt, "output_token_ids": answer, "finish_reason": "stop"})
+            history = prompt + answer
+        messages = [{"role": role, "content": "x"} for _ in turns for role in ("user", "assistant")]
+        lines.append(json.dumps({"id": f"c{i}", "messages": messages, "turns": turns}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path, target_dir: Path) -> Path:
+    """A recipe of six steps with its conversations and draft vocabulary in place."""
+    output = tmp_path / "run"
+    write_conversations(output / "conversations.jsonl", 24)
+    DraftVocab(torch.arange(0, 320, 2), 320).save(output / "draft_vocab.safetensors")
+    recipe = {
+        "output_dir": str(output),
+        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
+        "train": {
+            "max_steps": 6,
+            "batch_size": 4,
+            "learning_rate": 0.003,
+            "save_every_steps": 3,
+            "log_every_steps": 1,
+            "validate_every_steps": 3,
+            "validation_conversations": 4,
+            "ttt_steps": 3,
+            "mixed_precision": "no",
+        },
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def train(recipe_path: Path, *overrides: str) -> Path:
+    """Runs the script's main in this process; returns its output_dir."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    argv, sys.argv = sys.argv, ["eagle3.py", str(recipe_path), *overrides]
+    try:
+        eagle3.main()
+    finally:
+        sys.argv = argv
+    return Path(load_recipe(recipe_path, overrides).output_dir)
+
+
+def metrics(output: Path) -> list[dict]:
+    """metrics.jsonl without what a clock decides."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+def test_a_run_writes_what_it_promises(recipe_path: Path) -> None:
+    output = train(recipe_path)
+    lines = metrics(output)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert {"step", "loss", "grad_norm", "accuracy", "lr", "simulated_tau"} <= lines[0].keys()
+    assert len(lines[0]["accuracy"]) == 3
+    assert {"validation_loss", "validation_accuracy", "validation_simulated_tau"} <= lines[2].keys()
+    assert all("tokens_per_second" in json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines())
+    assert {p.name for p in (output / "drafter").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "recipe.yaml",
+        "provenance.json",
+    }
+    provenance = json.loads((output / "drafter/provenance.json").read_text())
+    assert provenance["versions"]["torch"] and provenance["data"]["conversations"]["sha256"]
+    tensors = load_file(output / "drafter/model.safetensors")
+    assert torch.equal(DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"]).target_ids, torch.arange(0, 320, 2))
+    assert "embed_tokens" not in tensors
+
+
+def test_training_learns(recipe_path: Path) -> None:
+    """All conversations in every step: the drafter comes to agree with the target on them."""
+    overrides = ["train.max_steps=60", "train.validation_conversations=0", "train.learning_rate=0.02"]
+    lines = metrics(train(recipe_path, *overrides, "train.batch_size=24", "train.save_every_steps=60"))
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[0]["simulated_tau"] < 1.1
+    assert lines[-1]["simulated_tau"] > 1.4
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(recipe_path: Path, tmp_path: Path) -> None:
+    whole = train(recipe_path)
+    resumed = tmp_path / "resumed"
+    for name in ("conversations.jsonl", "draft_vocab.safetensors", "metrics.jsonl"):
+        resumed.mkdir(exist_ok=True)
+        shutil.copy(whole / name, resumed / name)
+    shutil.copytree(whole / "checkpoints/step-00000003", resumed / "checkpoints/step-00000003")
+    train(recipe_path, f"output_dir={resumed}")
+    assert metrics(resumed) == metrics(whole)  # the lines behind the checkpoint were dropped and written again
+    mine, expected = (load_file(d / "drafter/model.safetensors") for d in (resumed, whole))
+    assert mine.keys() == expected.keys()
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_goes_on(recipe_path: Path, tmp_path: Path) -> None:
+    """kill -9 in the middle of a real process, twice, then run to the end: the uninterrupted run's metrics."""
+    overrides = ["train.max_steps=30", "train.save_every_steps=5"]
+    whole = train(recipe_path, *overrides)
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for name in ("conversations.jsonl", "draft_vocab.safetensors"):
+        shutil.copy(whole / name, killed / name)
+    command = [sys.executable, "train/eagle3.py", str(recipe_path), *overrides, f"output_dir={killed}"]
+    # Bit for bit needs the same number of threads: sums are split by it.
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    for wanted in (7, 18):
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while not ((killed / "metrics.jsonl").exists() and len(metrics_text(killed)) >= wanted):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    assert metrics(killed) == metrics(whole)
+
+
+def metrics_text(output: Path) -> list[str]:
+    return (output / "metrics.jsonl").read_text().splitlines()
+
+
+def test_accumulation_and_checkpointing_follow_one_trajectory(recipe_path: Path, tmp_path: Path) -> None:
+    """24 rows a step in one micro-batch, in three, and with recomputation: the same losses and gradient norms."""
+    runs = {
+        "whole": ["train.batch_size=24"],
+        "split": ["train.batch_size=8", "train.gradient_accumulation_steps=3"],
+        "recomputed": ["train.batch_size=24", "train.gradient_checkpointing=true"],
+    }
+    lines = {}
+    for name, overrides in runs.items():
+        output = tmp_path / name
+        shutil.copytree(recipe_path.parent / "run", output)
+        everything = [*overrides, "train.validation_conversations=0", "train.max_steps=3", f"output_dir={output}"]
+        lines[name] = metrics(train(recipe_path, *everything))
+    for name in ("split", "recomputed"):
+        for mine, whole in zip(lines[name], lines["whole"], strict=True):
+            assert mine["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+            assert mine["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+            assert mine["accuracy"] == whole["accuracy"]
+
+
+def test_every_row_is_read_once_an_epoch_and_in_the_same_order() -> None:
+    lengths = [random.Random(1).randint(1, 50) for _ in range(103)]
+    order = BatchOrder(lengths, batch_size=4, seed=3)
+    for epoch in (1, 0):
+        numbers = range(epoch * order.batches_per_epoch, (epoch + 1) * order.batches_per_epoch)
+        assert sorted(row for n in numbers for row in order.rows(n)) == list(range(103))
+    again = BatchOrder(lengths, batch_size=4, seed=3)
+    assert [again.rows(n) for n in (40, 3, 29)] == [order.rows(n) for n in (40, 3, 29)]
+    assert [order.rows(n) for n in range(26)] != [order.rows(n) for n in range(26, 52)]
+
+
+def test_collate_numbers_spans_and_cuts_the_tail() -> None:
+    rows = [
+        TrainingRow("a", [9, 9, 1, 2, 9, 3, 9, 9], [False, False, True, True, False, True, False, False], [(2, 4), (5, 6)]),
+        TrainingRow("b", [9, 4, 5], [False, True, True], [(1, 3)]),
+    ]
+    batch = collate(rows)
+    assert batch.ids.tolist() == [[9, 9, 1, 2, 9, 3], [9, 4, 5, 0, 0, 0]]
+    assert batch.span.tolist() == [[0, 0, 1, 1, 0, 2], [0, 1, 1, 0, 0, 0]]
+
+
+def test_changed_vocabulary_or_data_under_a_checkpoint_is_refused(recipe_path: Path) -> None:
+    output = train(recipe_path, "train.max_steps=3")
+    with pytest.raises(UserError, match=r"train\.resume is never"):
+        train(recipe_path, "train.resume=never")
+    write_conversations(output / "conversations.jsonl", 24, seed=9)
+    with pytest.raises(UserError, match="conversations_sha256"):
+        train(recipe_path)
+    write_conversations(output / "conversations.jsonl", 24)
+    DraftVocab(torch.arange(1, 320, 2), 320).save(output / "draft_vocab.safetensors")
+    with pytest.raises(UserError, match="draft_vocab_sha256"):
+        train(recipe_path)
+
+
+def test_missing_inputs_are_named(recipe_path: Path) -> None:
+    output = recipe_path.parent / "run"
+    (output / "draft_vocab.safetensors").unlink()
+    with pytest.raises(UserError, match=r"draft_vocab\.safetensors does not exist; data_gen/rank_vocab\.py"):
+        train(recipe_path)
+    (output / "conversations.jsonl").unlink()
+    with pytest.raises(UserError, match=r"conversations\.jsonl does not exist; data_gen/regenerate\.py"):
+        train(recipe_path)
+
+
+def test_a_drafter_for_another_target_is_refused(recipe_path: Path, target_dir: Path, tmp_path: Path) -> None:
+    drafter = train(recipe_path, "train.max_steps=1") / "drafter"
+    tokenizer = make_tokenizer()
+    target = Target(load_causal_lm(str(target_dir)))
+    identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(tokenizer))
+    assert load_drafter(drafter, target, identity).vocab.size == 160
+
+    other = Target(make_target(seed=1))
+    with pytest.raises(UserError, match="embedding_digest: the drafter was trained for"):
+        load_drafter(drafter, other, target_identity(other, "other", None, tokenizer_fingerprint(tokenizer)))
+    wider = Target(make_target(vocab_size=352))
+    with pytest.raises(UserError, match="vocab_size: the drafter was trained for 320, this target has 352"):
+        load_drafter(drafter, wider, target_identity(wider, "other", None, tokenizer_fingerprint(tokenizer)))
+    with pytest.raises(UserError, match="tokenizer_fingerprint"):
+        load_drafter(drafter, target, identity | {"tokenizer_fingerprint": "x"})
+    captured = Target(target.model, [1, 3, 5])
+    with pytest.raises(UserError, match=r"reads target states \[2, 3, 4\], this run captures \[1, 3, 5\]"):
+        load_drafter(drafter, captured, identity)
+    with pytest.raises(UserError, match="no drafter here"):
+        load_drafter(tmp_path, target, identity)
+
+
+@pytest.mark.parametrize("layers", [[1, 1, 2], [3, 2, 1], [0, 7], [-1, 2], []])
+def test_colliding_capture_layers_are_refused(layers: list[int]) -> None:
+    with pytest.raises(UserError, match="ascending and distinct"):
+        Target(make_target(), layers)
+
+
+def test_default_capture_layers() -> None:
+    """L=32 -> 2, 16, 29; 28 -> 2, 14, 25; below 7 layers they would collide."""
+    assert [default_capture_layers(n) for n in (32, 28, 7)] == [(2, 16, 29), (2, 14, 25), (2, 3, 4)]
+    with pytest.raises(UserError, match="collides for a target of 6 layers"):
+        default_capture_layers(6)
+
+
+def test_captured_states_are_hidden_states() -> None:
+    """In `hidden_states` numbering, as transformers counts them: state i is the input of layer i."""
+    model = make_target()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    expected = model.get_decoder()(input_ids=ids, output_hidden_states=True)
+    states = Target(model, [0, 3, 6]).states(ids)
+    torch.testing.assert_close(states.captured, torch.cat([expected.hidden_states[i] for i in (0, 3, 6)], dim=-1))
+    torch.testing.assert_close(states.last, expected.last_hidden_state)
+
+
+@pytest.mark.slow
+def test_two_processes_follow_the_trajectory_of_one(recipe_path: Path, tmp_path: Path) -> None:
+    """Two ranks of one micro-batch each and one process of two micro-batches: the same global batches, so the same run."""
+    lines = {}
+    for name, processes, accumulation in (("one", 1, 2), ("two", 2, 1)):
+        output = tmp_path / name
+        shutil.copytree(recipe_path.parent / "run", output)
+        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
+        launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+        overrides = [f"train.gradient_accumulation_steps={accumulation}", f"output_dir={output}"]
+        subprocess.run([sys.executable, *launch, "train/eagle3.py", str(recipe_path), *overrides], cwd=ROOT, check=True)
+        lines[name] = metrics(output)
+    for two, one in zip(lines["two"], lines["one"], strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert two["accuracy"] == one["accuracy"]
