@@ -1,0 +1,297 @@
+"""Conversations as training rows: token ids and which of them the target wrote.
+
+    python data_gen/conversations.py recipes/demo.yaml --show 3        # supervised tokens marked
+    python data_gen/conversations.py recipes/demo.yaml --show 0        # the summary alone
+
+Every answer is a pair (prompt tokens, output tokens), and one rule joins pairs to rows: while the next prompt begins
+with the row so far, the row goes on; otherwise a new one starts. So a conversation is one row where the template keeps
+its history as it was written, and one row per turn where it does not (templates that strip earlier thoughts, text that
+is tokenised otherwise than it was generated).
+
+    turn 1   prompt  U U H            output  a a a E             U user, H header of the assistant's turn,
+    turn 2   prompt  U U H a a a E U U H      output  b b E       a b answers, E the stop token
+    row              U U H a a a E U U H b b E
+    loss_mask        . . . 1 1 1 1 . . . 1 1 1                    spans (3, 7) and (10, 13)
+
+Where the pairs come from:
+    regenerated files     the token ids themselves, nothing is tokenised again
+    generation tags       what the template's `{% generation %}` encloses
+    any other template    the conversation rendered up to the answer, with the header of the next turn, must be a
+                          prefix, token by token, of the conversation rendered with the answer
+The stop token belongs to its turn. What a template writes behind it (a line break) does not.
+"""
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.models.chat import (
+    RenderError,
+    has_generation_tags,
+    load_tokenizer,
+    render,
+    render_marked,
+    render_prompt,
+    tokenizer_fingerprint,
+)
+from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import Rejects, read_conversations, to_conversation
+
+Turn = tuple[list[int], list[int]]  # prompt tokens, output tokens
+Span = tuple[int, int]  # half-open
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One sequence of tokens. Several rows of one conversation share its id."""
+
+    id: str
+    input_ids: list[int]
+    loss_mask: list[bool]  # True where the target wrote the token
+    spans: list[Span]  # one per assistant turn, its stop token included
+
+
+def training_rows(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int, rejects: Rejects
+) -> Iterator[TrainingRow]:
+    """The rows of a conversations file, in its order.
+
+    Args:
+        path: what regenerate wrote (JSON lines), or conversations with their own answers in any file format that
+            `recipes.prompts` reads.
+        max_length: longer rows are left out.
+        rejects: receives what is left out, with the reason.
+
+    Raises:
+        UserError: no such file; regenerated with another tokenizer; not one usable row.
+    """
+    usable = 0
+    for line, conversation_id, turns, record in _conversations(Path(path), tokenizer, rejects):
+        for row in rows_of(conversation_id, turns):
+            if len(row.input_ids) > max_length:
+                reason = f"longer than data.max_length: {len(row.input_ids)} tokens, the limit is {max_length}"
+                rejects.add(str(path), line, reason, record)
+                continue
+            usable += 1
+            yield row
+    if not usable:
+        raise UserError(f"data.conversations: {path} gives no training row; {rejects.summary()}")
+
+
+def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow]:
+    """Joins turns to rows: a turn whose prompt begins with the row so far goes on with it."""
+    ids: list[int] = []
+    spans: list[Span] = []
+    for prompt, output in turns:
+        if spans and prompt[: len(ids)] != ids:
+            yield _row(conversation_id, ids, spans)
+            spans = []
+        ids = [*prompt, *output]
+        spans = [*spans, (len(prompt), len(ids))]
+    if spans:
+        yield _row(conversation_id, ids, spans)
+
+
+def _row(conversation_id: str, ids: list[int], spans: list[Span]) -> TrainingRow:
+    mask = [False] * len(ids)
+    for start, end in spans:
+        mask[start:end] = [True] * (end - start)
+    return TrainingRow(conversation_id, ids, mask, spans)
+
+
+def spans_of(mask: Sequence[bool]) -> list[Span]:
+    """The runs of True, half-open."""
+    spans, start = [], None
+    for i, marked in enumerate([*mask, False]):
+        if marked and start is None:
+            start = i
+        elif not marked and start is not None:
+            spans.append((start, i))
+            start = None
+    return spans
+
+
+def _conversations(
+    path: Path, tokenizer: PreTrainedTokenizerBase, rejects: Rejects
+) -> Iterator[tuple[int | None, str, list[Turn], Any]]:
+    """(line, id, turns, record) of every usable conversation."""
+    if not path.exists():
+        raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
+    if path.suffix != ".jsonl":
+        for conversation in read_conversations(str(path), rejects):
+            try:
+                turns = turns_of_messages(tokenizer, conversation.messages, conversation.meta.get("tools"))
+            except (RenderError, ValueError) as error:
+                rejects.add(str(path), None, str(error), conversation.messages)
+                continue
+            yield None, conversation.id, turns, conversation.messages
+        return
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    for line, record in json_lines(path, rejects):
+        try:
+            if is_regenerated(record):
+                _check_fingerprint(record, fingerprint, path, line)
+                conversation_id, turns = str(record["id"]), _turns_of_tokens(record["turns"])
+            else:
+                conversation = to_conversation(record, default_id=f"{path.name}:{line}")
+                conversation_id = conversation.id
+                turns = turns_of_messages(tokenizer, conversation.messages, conversation.meta.get("tools"))
+        except (RenderError, ValueError) as error:
+            rejects.add(str(path), line, str(error), record)
+            continue
+        yield line, conversation_id, turns, record
+
+
+def json_lines(path: Path, rejects: Rejects) -> Iterator[tuple[int, Any]]:
+    """(line number from 1, record) of a JSON-lines file; lines that are none go to `rejects`."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.strip():
+                continue
+            try:
+                yield number, json.loads(raw.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                rejects.add(str(path), number, f"not UTF-8: byte {error.start + 1}", raw.decode("utf-8", "replace"))
+            except (ValueError, RecursionError) as error:
+                rejects.add(str(path), number, f"malformed JSON: {error}", raw.decode("utf-8", "replace").rstrip())
+
+
+def is_regenerated(record: Any) -> bool:
+    """Does the record hold the token ids of its answers?"""
+    turns = record.get("turns") if isinstance(record, dict) else None
+    return bool(turns) and isinstance(turns, list) and isinstance(turns[0], dict) and "output_token_ids" in turns[0]
+
+
+def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, line: int) -> None:
+    written = record.get("generator", {}).get("tokenizer_fingerprint", fingerprint)
+    if written != fingerprint:
+        raise UserError(
+            f"{path}:{line}: its tokens were made by another tokenizer (fingerprint {written[:16]}, target "
+            f"{record['generator'].get('target')}) than the recipe's target has ({fingerprint[:16]}); regenerate for "
+            "this target, or name the one it was made for"
+        )
+
+
+def _turns_of_tokens(turns: list[Any]) -> list[Turn]:
+    pairs = []
+    for number, turn in enumerate(turns):
+        pair = [turn.get(key) if isinstance(turn, dict) else None for key in ("prompt_token_ids", "output_token_ids")]
+        for tokens in pair:
+            if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+                raise ValueError(f"wrong type: turn {number} must have non-empty lists of prompt and output token ids")
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def turns_of_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
+) -> list[Turn]:
+    """(prompt tokens, output tokens) of every assistant message, by the tokenizer's chat template.
+
+    Raises:
+        RenderError: the template refuses the messages.
+        ValueError: "kind: detail" where the template does not tell which tokens the assistant writes.
+    """
+    turn_of = _turn_by_tags if has_generation_tags(tokenizer) else _turn_by_prefix
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise ValueError("no assistant turn: nothing to train on")
+    turns = []
+    for number, i in enumerate(answers, start=1):
+        ids, start, end = turn_of(tokenizer, messages[: i + 1], tools, number)
+        end = _end_of_turn(tokenizer, ids, start, end)
+        if start == end:
+            raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
+        if tokenizer.eos_token_id in ids[start : end - 1]:
+            raise ValueError(f"stop token inside: assistant turn {number} goes on after {tokenizer.eos_token!r}")
+        turns.append((ids[:start], ids[start:end]))
+    return turns
+
+
+def _turn_by_tags(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
+) -> tuple[list[int], int, int]:
+    """(all tokens, start, end) of the last message, assistant turn `number`, by the template's generation tags."""
+    ids, mask = render_marked(tokenizer, messages, tools)
+    spans = spans_of(mask)
+    if not spans:
+        raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
+    # Also what a tokenizer that cannot map characters to tokens would lead to: a mark that runs into the next turn.
+    if len(spans) != number:
+        raise ValueError(
+            f"mask and turns differ: the template marks {len(spans)} stretches in {number} assistant turns"
+        )
+    return ids, *spans[-1]
+
+
+def _turn_by_prefix(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
+) -> tuple[list[int], int, int]:
+    """(all tokens, start, end) of the last message, assistant turn `number`: what follows its prompt."""
+    prompt, ids = render_prompt(tokenizer, messages[:-1], tools), render(tokenizer, messages, tools)
+    if ids[: len(prompt)] != prompt:
+        at = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), min(len(prompt), len(ids)))
+        raise ValueError(
+            f"prompt is no prefix: assistant turn {number} rendered with its answer differs from its prompt at token "
+            f"{at}: {tokenizer.decode(ids[at : at + 4])!r} instead of {tokenizer.decode(prompt[at : at + 4])!r}"
+        )
+    return ids, len(prompt), len(ids)
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> int:
+    """Moves `end` behind the turn's end token: over one that follows, back over blanks that stand behind it."""
+    special: set[Any] = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.add(tokenizer.eos_token_id)
+    last = next((i for i in reversed(range(start, end)) if ids[i] in special), None)
+    if last is not None and (last + 1 == end or not str(tokenizer.decode(ids[last + 1 : end])).strip()):
+        return last + 1
+    return end + 1 if start < end < len(ids) and ids[end] in special else end
+
+
+def main() -> None:
+    def options(parser: ArgumentParser) -> None:
+        parser.add_argument("--show", type=int, default=3, metavar="N", help="print N rows, supervised tokens marked")
+
+    command = parse_command(__doc__, extra=options)
+    recipe, path = command.recipe, command.recipe.conversations_path
+    if command.plan:
+        print(f"reads {path}, prints {command.show} rows and a summary, writes nothing")
+        return
+    tokenizer = load_tokenizer(recipe.target.model, recipe.target.revision, recipe.target.trust_remote_code)
+    rejects = Rejects()
+    ids, rows, tokens, supervised = set(), 0, 0, 0
+    for row in tqdm(
+        training_rows(path, tokenizer, recipe.data.max_length, rejects), unit="row", disable=None, leave=False
+    ):
+        if rows < command.show:
+            tqdm.write(f"--- {row.id}: {len(row.input_ids)} tokens, spans {row.spans}\n{marked(tokenizer, row)}\n")
+        rows += 1
+        ids.add(row.id)
+        tokens += len(row.input_ids)
+        supervised += sum(row.loss_mask)
+    print(
+        f"{path}: {rows:,} rows of {len(ids):,} conversations, {tokens:,} tokens, "
+        f"{supervised:,} supervised ({supervised / tokens:.1%}); {rejects.summary()}"
+    )
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, row: TrainingRow, colour: bool | None = None) -> str:
+    """The row's text, supervised tokens green on a terminal, in [[double brackets]] elsewhere."""
+    before, after = ("\x1b[32m", "\x1b[0m") if (sys.stdout.isatty() if colour is None else colour) else ("[[", "]]")
+    pieces, at = [], 0
+    for start, end in row.spans:
+        pieces += [tokenizer.decode(row.input_ids[at:start]), before, tokenizer.decode(row.input_ids[start:end]), after]
+        at = end
+    return "".join(map(str, [*pieces, tokenizer.decode(row.input_ids[at:])]))
+
+
+if __name__ == "__main__":
+    run(main)
