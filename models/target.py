@@ -40,7 +40,7 @@ def load_causal_lm(
     if device == "auto":
         device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             model,
             revision=revision,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),

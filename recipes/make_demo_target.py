@@ -7,7 +7,8 @@ Reads the standard library of the running interpreter (and its test suite, where
 modules (`stdlib_prompts.split_of`), trains a byte-level BPE tokenizer and the model from random weights, and writes a
 Hugging Face model directory in bfloat16 with `training.json`: what was trained on, how long, and what was measured.
 Answers of up to 600 characters first; while the learning rate decays, those of the demo's own length, so that the model
-learns to come to an end.
+learns to come to an end. A last phase takes back loops: where the model's own greedy answers repeat a 4-gram for the
+third time, that token is made less likely (sequence-level unlikelihood, arXiv 1908.04319), beside ordinary steps.
 A run that was stopped goes on from `--out`'s last checkpoint.
 """
 
@@ -18,6 +19,7 @@ import os
 import platform
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from draftsmith.recipes.stdlib_prompts import (
 ROW_TOKENS = 512  # one packed training row
 DECAY_SHARE = 0.4  # of all steps: the learning rate falls, and answers have the demo's length
 LONG_ANSWER_CHARACTERS = 600  # before that
+LOOP_LEARNING_RATE_SHARE = 0.1  # of --learning-rate, at the start of the last phase
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
@@ -114,6 +117,11 @@ def render(tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> lis
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
+def render_question(tokenizer: PreTrainedTokenizerFast, conversation: dict) -> list[int]:
+    text = tokenizer.apply_chat_template(conversation["messages"][:1], tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 @torch.no_grad()
 def heldout_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> float:
     """Mean nats per answer token (stop token included) over the held-out conversations, the library's answers."""
@@ -140,12 +148,16 @@ def is_looping(token_ids: list[int]) -> bool:
 
 @torch.no_grad()
 def greedy_answers(
-    model: Any, tokenizer: PreTrainedTokenizerFast, conversations: list[dict], max_new_tokens: int
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    conversations: list[dict],
+    max_new_tokens: int,
+    quiet: bool = False,
 ) -> list[list[int]]:
     """Greedy answers without their stop token; those that hit `max_new_tokens` have exactly that many tokens."""
     tokenizer.padding_side = "left"
     answers: list[list[int]] = []
-    for start in tqdm(range(0, len(conversations), 32), desc="greedy answers", unit="batch"):
+    for start in tqdm(range(0, len(conversations), 32), desc="greedy answers", unit="batch", disable=quiet):
         prompts = [c["messages"][:1] for c in conversations[start : start + 32]]
         texts: list[Any] = [
             tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts
@@ -160,6 +172,41 @@ def greedy_answers(
         for row in out[:, batch["input_ids"].shape[1] :].tolist():
             answers.append(row[: row.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in row else row)
     return answers
+
+
+def repeated(token_ids: list[int]) -> list[bool]:
+    """Marks tokens that complete a 4-gram which has stood in the answer twice already."""
+    seen: dict[tuple[int, ...], int] = {}
+    marks = [False] * len(token_ids)
+    for i in range(3, len(token_ids)):
+        gram = tuple(token_ids[i - 3 : i + 1])
+        marks[i] = seen.get(gram, 0) >= 2
+        seen[gram] = seen.get(gram, 0) + 1
+    return marks
+
+
+def unlikelihood(
+    model: Any, tokenizer: PreTrainedTokenizerFast, conversations: list[dict], max_new_tokens: int
+) -> tuple[torch.Tensor, float]:
+    """(-log(1 - p) averaged over the repeated tokens of the model's own greedy answers, share of looping answers)."""
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        answers = greedy_answers(model, tokenizer, conversations, max_new_tokens, quiet=True)
+    model.train()
+    total, count = torch.zeros(()), 0
+    for conversation, answer in zip(conversations, answers, strict=True):
+        marks = repeated(answer)
+        if not any(marks):
+            continue
+        prompt = render_question(tokenizer, conversation)
+        ids_BT = torch.tensor([prompt + answer])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits_TV = model(ids_BT).logits[0, len(prompt) - 1 : -1]
+        chosen = logits_TV.float().log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]  # [T] log p
+        # log(1 - p), kept away from p = 1 where it has no bound
+        total = total - torch.log1p(-chosen.exp().clamp(max=0.999))[torch.tensor(marks)].sum()
+        count += sum(marks)
+    return total / max(1, count), sum(map(is_looping, answers)) / len(answers)
 
 
 def learning_rate_scale(step: int, steps: int) -> float:
@@ -181,10 +228,129 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts
     }
 
 
+class Corpus:
+    """Rendered documents: long ones for most of the training, those of the demo's length for the rest."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, library: list[dict], tests: list[dict], repeats: int):
+        self.pad_id: int = tokenizer.convert_tokens_to_ids("<|pad|>")  # type: ignore[assignment]
+        self.library, self.tests, self.repeats = library, tests, repeats
+        ids = {"library": render(tokenizer, library), "tests": render(tokenizer, tests)}
+        self.long = ids["library"] * repeats + ids["tests"]
+        short_library = [i for i, c in zip(ids["library"], library, strict=True) if is_short(c)]
+        short_tests = [i for i, c in zip(ids["tests"], tests, strict=True) if is_short(c)]
+        self.short = short_library * repeats + short_tests
+
+    def rows(self, documents: list[list[int]], count: int, order: random.Random) -> Iterator[torch.Tensor]:
+        """Endless batches [count, ROW_TOKENS] of packed documents, shuffled anew for every pass."""
+        waiting = torch.empty(0, ROW_TOKENS, dtype=torch.long)
+        while True:
+            shuffled = order.sample(documents, len(documents))
+            packed = pack(shuffled, self.pad_id)
+            waiting = torch.cat((waiting, packed[torch.randperm(len(packed))]))
+            while len(waiting) >= count:
+                yield waiting[:count]
+                waiting = waiting[count:]
+
+
+class Optimizers:
+    """Muon for matrices, AdamW for embeddings and norms, at one learning rate."""
+
+    def __init__(self, model: Any, learning_rate: float):
+        self.model, self.learning_rate = model, learning_rate
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+        others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
+        self.all = [
+            torch.optim.Muon(matrices, lr=learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+
+    def step(self, loss: torch.Tensor, scale: float) -> None:
+        """Backward and one step at `scale` of the learning rate."""
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                group["lr"] = self.learning_rate * scale
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def likelihood(model: Any, ids_BT: torch.Tensor, pad_id: int) -> torch.Tensor:
+    """Mean nats per token of packed rows, in bfloat16 where matrices are multiplied."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits_BTV = model(ids_BT).logits
+    labels_BT = ids_BT.masked_fill(ids_BT == pad_id, -100)
+    return torch.nn.functional.cross_entropy(
+        logits_BTV[:, :-1].flatten(0, 1).float(), labels_BT[:, 1:].flatten(), ignore_index=-100
+    )
+
+
+def learn_answers(model: Any, corpus: Corpus, optimizers: Optimizers, args: argparse.Namespace) -> float:
+    """The main phase, with checkpoints. Returns the seconds that it took, those before a restart included."""
+    checkpoint_path, log_path = args.out / "checkpoint.pt", args.out / "training.log.jsonl"
+    step, seconds = 0, 0.0
+    if checkpoint_path.exists():
+        state = torch.load(checkpoint_path, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers.all, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        step, seconds = state["step"], state["seconds"]
+    order = random.Random(args.seed + step)
+    decay_begins = int(args.steps * (1 - DECAY_SHARE))
+    long = corpus.rows(corpus.long, args.rows_per_step, order)
+    short = corpus.rows(corpus.short, args.rows_per_step, order)
+    model.train()
+    progress = tqdm(total=args.steps, initial=step, desc="answers", unit="step", mininterval=10)
+    while step < args.steps:
+        began = time.perf_counter()
+        ids_BT = next(long if step < decay_begins else short)
+        loss = likelihood(model, ids_BT, corpus.pad_id)
+        if not math.isfinite(loss.item()):
+            raise SystemExit(f"loss is {loss.item()} at step {step}: lower --learning-rate")
+        optimizers.step(loss, learning_rate_scale(step, args.steps))
+        step += 1
+        took = time.perf_counter() - began
+        seconds += took
+        progress.update()
+        progress.set_postfix(loss=f"{loss.item():.3f}", tokens_per_second=int(ids_BT.numel() / took))
+        append(log_path, {"step": step, "loss": round(loss.item(), 4), "seconds": round(seconds, 1)})
+        if step % args.checkpoint_every == 0 or step == args.steps:
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers.all]}
+            partial = checkpoint_path.with_suffix(".partial")
+            torch.save(state | {"step": step, "seconds": seconds}, partial)
+            os.replace(partial, checkpoint_path)
+    progress.close()
+    return seconds
+
+
+def unlearn_loops(
+    model: Any, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, optimizers: Optimizers, args: argparse.Namespace
+) -> float:
+    """The last phase. Returns its seconds."""
+    asked = [c for c in corpus.library if is_short(c)]
+    order = random.Random(args.seed)
+    rows = corpus.rows(corpus.short, args.rows_per_step // 2, order)
+    began = time.perf_counter()
+    for step in (progress := tqdm(range(args.loop_steps), desc="loops", unit="step")):
+        loss = likelihood(model, next(rows), corpus.pad_id)
+        penalty, looping = unlikelihood(model, tokenizer, order.sample(asked, 32), max_new_tokens=192)
+        optimizers.step(loss + penalty, LOOP_LEARNING_RATE_SHARE * (1 - step / args.loop_steps))
+        progress.set_postfix(loss=f"{loss.item():.3f}", penalty=f"{penalty.item():.3f}", looping=f"{looping:.2f}")
+        line = {"loop_step": step + 1, "loss": round(loss.item(), 4), "penalty": round(penalty.item(), 4)}
+        append(args.out / "training.log.jsonl", line | {"looping_share": looping})
+    return time.perf_counter() - began
+
+
+def append(path: Path, line: dict) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model directory")
     parser.add_argument("--steps", type=int, default=1600, help="optimiser steps of --rows-per-step rows")
+    parser.add_argument("--loop-steps", type=int, default=80, help="steps of the last phase, against loops")
     parser.add_argument("--rows-per-step", type=int, default=16, help=f"rows of {ROW_TOKENS} tokens in one step")
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
@@ -194,136 +360,64 @@ def main() -> None:
     parser.add_argument(
         "--library-repeats", type=int, default=2, help="passes over the library per pass over its tests"
     )
-    parser.add_argument("--checkpoint-every", type=int, default=200, help="steps")
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps")
     parser.add_argument("--measure-prompts", type=int, default=400, help="held-out questions asked at the end")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
-    order = random.Random(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
 
     library, tests = training_functions()
     long = LONG_ANSWER_CHARACTERS
     library_documents = [c for f in library for kind in KINDS if (c := conversation_of(f, kind, long))]
     test_documents = [c for i, f in enumerate(tests) if (c := conversation_of(f, KINDS[i % len(KINDS)], long))]
-    checkpoint_path = args.out / "checkpoint.pt"
     if (args.out / "tokenizer.json").exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
     else:
         texts = [m["content"] for c in library_documents + test_documents for m in c["messages"]]
         tokenizer = train_tokenizer(texts, args.vocab_size)
         tokenizer.save_pretrained(args.out)
-    library_ids, test_ids = render(tokenizer, library_documents), render(tokenizer, test_documents)
-    short_library_ids = render(tokenizer, [c for c in library_documents if is_short(c)])
-    short_test_ids = render(tokenizer, [c for c in test_documents if is_short(c)])
-    decay_begins = int(args.steps * (1 - DECAY_SHARE))
-    pad_id: Any = tokenizer.pad_token_id
-    stop_id: Any = tokenizer.eos_token_id
-
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=args.vocab_size,
-            hidden_size=args.hidden_size,
-            intermediate_size=args.intermediate_size,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.hidden_size // 64,
-            num_key_value_heads=max(1, args.hidden_size // 128),
-            head_dim=64,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            pad_token_id=pad_id,
-            bos_token_id=None,
-            eos_token_id=stop_id,
-        )
+    corpus = Corpus(tokenizer, library_documents, test_documents, args.library_repeats)
+    config = LlamaConfig(
+        vocab_size=args.vocab_size,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.intermediate_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // 64,
+        num_key_value_heads=max(1, args.hidden_size // 128),
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        pad_token_id=corpus.pad_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
     )
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    optimizers = [
-        torch.optim.Muon(matrices, lr=args.learning_rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
+    model: Any = LlamaForCausalLM(config)
+    optimizers = Optimizers(model, args.learning_rate)
+    pass_tokens = sum(map(len, corpus.long))
+    seen = args.steps * args.rows_per_step * ROW_TOKENS
     parameters = sum(p.numel() for p in model.parameters())
-    pass_tokens = args.library_repeats * sum(map(len, library_ids)) + sum(map(len, test_ids))
     print(
-        f"{parameters / 1e6:.2f} M parameters; {len(library_ids)} library and {len(test_ids)} test documents, "
-        f"{pass_tokens / 1e6:.2f} M tokens a pass, {args.steps * args.rows_per_step * ROW_TOKENS / 1e6:.1f} M in all"
+        f"{parameters / 1e6:.2f} M parameters; {len(library_documents)} library and {len(test_documents)} test "
+        f"documents, {pass_tokens / 1e6:.2f} M tokens a pass; {seen / 1e6:.1f} M to be seen"
     )
-
-    step, seconds, rows = 0, 0.0, torch.empty(0, ROW_TOKENS, dtype=torch.long)
-    if checkpoint_path.exists():
-        state = torch.load(checkpoint_path, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        step, seconds = state["step"], state["seconds"]
-        order.seed(args.seed + step)
-    model.train()
-    progress = tqdm(total=args.steps, initial=step, unit="step", mininterval=10)
-    log = (args.out / "training.log.jsonl").open("a")
-    while step < args.steps:
-        began = time.perf_counter()
-        if len(rows) < args.rows_per_step or step == decay_begins:
-            if step < decay_begins:
-                documents = library_ids * args.library_repeats + test_ids
-            else:
-                documents = short_library_ids * args.library_repeats + short_test_ids
-                rows = rows[:0] if step == decay_begins else rows
-            order.shuffle(documents)
-            rows = torch.cat([rows, (fresh := pack(documents, pad_id))[torch.randperm(len(fresh))]])
-        ids_BT, rows = rows[: args.rows_per_step], rows[args.rows_per_step :]
-        labels_BT = ids_BT.masked_fill(ids_BT == pad_id, -100)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits_BTV = model(ids_BT).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits_BTV[:, :-1].flatten(0, 1).float(), labels_BT[:, 1:].flatten(), ignore_index=-100
-        )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * learning_rate_scale(step, args.steps)
-            optimizer.step()
-            optimizer.zero_grad()
-        step += 1
-        seconds += time.perf_counter() - began
-        progress.update()
-        progress.set_postfix(
-            loss=f"{loss.item():.3f}", tokens_per_second=int(ids_BT.numel() / (time.perf_counter() - began))
-        )
-        log.write(json.dumps({"step": step, "loss": round(loss.item(), 4), "seconds": round(seconds, 1)}) + "\n")
-        log.flush()
-        if not math.isfinite(loss.item()):
-            raise SystemExit(f"loss is {loss.item()} at step {step}: lower --learning-rate")
-        if step % args.checkpoint_every == 0 or step == args.steps:
-            partial = checkpoint_path.with_suffix(".partial")
-            torch.save(
-                {
-                    "model": model.state_dict(),
-                    "optimizers": [o.state_dict() for o in optimizers],
-                    "step": step,
-                    "seconds": seconds,
-                },
-                partial,
-            )
-            os.replace(partial, checkpoint_path)
-    progress.close()
+    answers_seconds = learn_answers(model, corpus, optimizers, args)
+    loops_seconds = unlearn_loops(model, tokenizer, corpus, optimizers, args)
 
     model.bfloat16()
-    model.generation_config.eos_token_id = stop_id
-    model.generation_config.pad_token_id = pad_id
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = corpus.pad_id
     model.save_pretrained(args.out)
     record = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"},
         "parameters": parameters,
-        "library_documents": len(library_ids),
-        "test_documents": len(test_ids),
-        "short_documents": len(short_library_ids) + len(short_test_ids),
+        "library_documents": len(library_documents),
+        "test_documents": len(test_documents),
         "tokens_per_pass": pass_tokens,
-        "tokens_seen": args.steps * args.rows_per_step * ROW_TOKENS,
-        "training_minutes": round(seconds / 60, 1),
+        "tokens_seen": seen,
+        "minutes": {"answers": round(answers_seconds / 60, 1), "loops": round(loops_seconds / 60, 1)},
         **measure(model.float(), tokenizer, args.measure_prompts),
     }
     (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -61,7 +61,7 @@ def test_random_spans_in_a_padded_batch() -> None:
 
 
 def test_later_steps_are_neighbours_among_the_counted_columns() -> None:
-    """What the unroll relies on: column c + k of step 0 stands k positions after column c, wherever c counts at step k."""
+    """What the unroll relies on: column c + k stands k positions after column c, wherever c counts at step k."""
     columns = columns_of(torch.tensor([SPANS["two turns"], [0, 0, 0, 1, 1, 1, 1, 1, 0, 0]]), 7)
     for k in range(7):
         for b, c in columns.counted(k).nonzero().tolist():

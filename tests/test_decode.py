@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests import reference
-from tests.conftest import make_target
 
 from draftsmith.eval.accept import accept_greedy
 from draftsmith.eval.decode import Generation, cut, decode
@@ -18,6 +16,8 @@ from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
+from tests import reference
+from tests.conftest import make_target
 
 STOP = 4
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -250,7 +250,7 @@ def test_chain_follows_the_likeliest_token() -> None:
 
 
 def random_tree(chance: random.Random, nodes: int) -> tuple[list[int], list[int]]:
-    parents = [-1] + sorted(chance.randrange(i) for i in range(1, nodes))
+    parents = [-1, *sorted(chance.randrange(i) for i in range(1, nodes))]
     return [chance.randrange(6) for _ in range(nodes)], parents
 
 

@@ -15,7 +15,6 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
-from tests.conftest import make_target, make_tokenizer
 
 from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.models.chat import tokenizer_fingerprint
@@ -26,6 +25,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.train import eagle3
 from draftsmith.train.batches import BatchOrder, collate
+from tests.conftest import make_target, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
 
@@ -196,7 +196,7 @@ def test_every_row_is_read_once_an_epoch_and_in_the_same_order() -> None:
 
 def test_collate_numbers_spans_and_cuts_the_tail() -> None:
     rows = [
-        TrainingRow("a", [9, 9, 1, 2, 9, 3, 9, 9], [False, False, True, True, False, True, False, False], [(2, 4), (5, 6)]),
+        TrainingRow("a", [9, 9, 1, 2, 9, 3, 9, 9], [i in (2, 3, 5) for i in range(8)], [(2, 4), (5, 6)]),
         TrainingRow("b", [9, 4, 5], [False, True, True], [(1, 3)]),
     ]
     batch = collate(rows)
@@ -274,7 +274,7 @@ def test_captured_states_are_hidden_states() -> None:
 
 @pytest.mark.slow
 def test_two_processes_follow_the_trajectory_of_one(recipe_path: Path, tmp_path: Path) -> None:
-    """Two ranks of one micro-batch each and one process of two micro-batches: the same global batches, so the same run."""
+    """Two ranks of one micro-batch each, and one process of two: the same global batches, so the same run."""
     lines = {}
     for name, processes, accumulation in (("one", 1, 2), ("two", 2, 1)):
         output = tmp_path / name

@@ -1,4 +1,4 @@
-"""Training-time test: the unroll is chain drafting; padding, splitting and checkpointing change nothing; all is trained."""
+"""The unroll is chain drafting; padding, splitting and checkpointing change nothing; every parameter is trained."""
 
 from pathlib import Path
 
