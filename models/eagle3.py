@@ -77,7 +77,8 @@ class Eagle3Config:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Eagle3Config":
-        return cls(**(values | {"capture_layers": tuple(values["capture_layers"])}))
+        shape: dict[str, Any] = {**values, "capture_layers": tuple(values["capture_layers"])}
+        return cls(**shape)
 
 
 class Eagle3Layer(nn.Module):

@@ -112,18 +112,18 @@ def is_short(conversation: dict) -> bool:
     return len(conversation["messages"][1]["content"]) <= MAX_ANSWER_CHARACTERS
 
 
-def render(tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> list[list[int]]:
+def render(tokenizer: Any, conversations: list[dict]) -> list[list[int]]:
     texts: list[Any] = [tokenizer.apply_chat_template(c["messages"], tokenize=False) for c in conversations]
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def render_question(tokenizer: PreTrainedTokenizerFast, conversation: dict) -> list[int]:
+def render_question(tokenizer: Any, conversation: dict) -> list[int]:
     text = tokenizer.apply_chat_template(conversation["messages"][:1], tokenize=False, add_generation_prompt=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @torch.no_grad()
-def heldout_loss(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, conversations: list[dict]) -> float:
+def heldout_loss(model: LlamaForCausalLM, tokenizer: Any, conversations: list[dict]) -> float:
     """Mean nats per answer token (stop token included) over the held-out conversations, the library's answers."""
     total, count = 0.0, 0
     assistant: Any = tokenizer.convert_tokens_to_ids("<|assistant|>")
@@ -149,7 +149,7 @@ def is_looping(token_ids: list[int]) -> bool:
 @torch.no_grad()
 def greedy_answers(
     model: Any,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
     conversations: list[dict],
     max_new_tokens: int,
     quiet: bool = False,
@@ -186,7 +186,7 @@ def repeated(token_ids: list[int]) -> list[bool]:
 
 
 def unlikelihood(
-    model: Any, tokenizer: PreTrainedTokenizerFast, conversations: list[dict], max_new_tokens: int
+    model: Any, tokenizer: Any, conversations: list[dict], max_new_tokens: int
 ) -> tuple[torch.Tensor, float]:
     """(-log(1 - p) averaged over the repeated tokens of the model's own greedy answers, share of looping answers)."""
     model.eval()
@@ -214,7 +214,7 @@ def learning_rate_scale(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / max(1, steps * 0.02), (steps - step) / (steps * DECAY_SHARE))
 
 
-def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: int) -> dict:
+def measure(model: LlamaForCausalLM, tokenizer: Any, prompts: int) -> dict:
     """Held-out loss, and what greedy answers to the first `prompts` held-out questions look like."""
     conversations = list(stdlib_conversations("heldout"))[:prompts]
     model.eval()
@@ -231,7 +231,7 @@ def measure(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts
 class Corpus:
     """Rendered documents: long ones for most of the training, those of the demo's length for the rest."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, library: list[dict], tests: list[dict], repeats: int):
+    def __init__(self, tokenizer: Any, library: list[dict], tests: list[dict], repeats: int):
         self.pad_id: int = tokenizer.convert_tokens_to_ids("<|pad|>")  # type: ignore[assignment]
         self.library, self.tests, self.repeats = library, tests, repeats
         ids = {"library": render(tokenizer, library), "tests": render(tokenizer, tests)}
@@ -324,7 +324,7 @@ def learn_answers(model: Any, corpus: Corpus, optimizers: Optimizers, args: argp
 
 
 def unlearn_loops(
-    model: Any, tokenizer: PreTrainedTokenizerFast, corpus: Corpus, optimizers: Optimizers, args: argparse.Namespace
+    model: Any, tokenizer: Any, corpus: Corpus, optimizers: Optimizers, args: argparse.Namespace
 ) -> float:
     """The last phase. Returns its seconds."""
     asked = [c for c in corpus.library if is_short(c)]
@@ -372,7 +372,7 @@ def main() -> None:
     library_documents = [c for f in library for kind in KINDS if (c := conversation_of(f, kind, long))]
     test_documents = [c for i, f in enumerate(tests) if (c := conversation_of(f, KINDS[i % len(KINDS)], long))]
     if (args.out / "tokenizer.json").exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(args.out)
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(args.out)
     else:
         texts = [m["content"] for c in library_documents + test_documents for m in c["messages"]]
         tokenizer = train_tokenizer(texts, args.vocab_size)
