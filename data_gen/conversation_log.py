@@ -1,0 +1,148 @@
+"""The file that regenerate appends to: JSON lines that survive a kill at any moment, and say themselves what is done.
+
+A line is handed to the operating system in one write, so a killed process leaves whole lines and at most one torn last
+one, which the next start cuts off. The disk is made to follow once a second, for the case of a power cut.
+"""
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from draftsmith.recipes.errors import UserError
+
+SECONDS_BETWEEN_SYNCS = 1.0
+
+
+@dataclass
+class LogContent:
+    """What a conversations file holds."""
+
+    path: Path
+    done: set[str] = field(default_factory=set)  # ids
+    answers: int = 0
+    answer_tokens: int = 0
+    whole_bytes: int = 0  # length of the file without a torn last line
+    torn_bytes: int = 0
+    embedding_digests: set[str] = field(default_factory=set)  # of the targets that wrote it
+
+
+def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
+    """What is done already.
+
+    Args:
+        generator: what makes the answers of this run; the file must have been made by the same.
+
+    Raises:
+        UserError: a line that is none of regenerate's, an id twice, or another generator; both sides are printed.
+    """
+    content = LogContent(path)
+    if not path.exists():
+        return content
+    torn_at = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if torn_at:
+                raise UserError(f"{path}:{torn_at}: not a line of regenerate's; move the file away, or name another")
+            try:
+                if not raw.endswith(b"\n"):
+                    raise ValueError("no end of line")
+                record = json.loads(raw)
+                conversation_id, turns, written_by = record["id"], record["turns"], record["generator"]
+                tokens = sum(len(turn["output_token_ids"]) for turn in turns)
+            except (ValueError, KeyError, TypeError):
+                torn_at, content.torn_bytes = number, len(raw)  # allowed in the last line only
+                continue
+            _check_generator(path, number, written_by, generator)
+            if conversation_id in content.done:
+                raise UserError(f"{path}:{number}: conversation {conversation_id!r} is there twice")
+            content.done.add(conversation_id)
+            content.answers += len(turns)
+            content.answer_tokens += tokens
+            content.whole_bytes += len(raw)
+            if "embedding_digest" in written_by:
+                content.embedding_digests.add(written_by["embedding_digest"])
+    return content
+
+
+def _check_generator(path: Path, line: int, written_by: dict[str, Any], generator: dict[str, Any]) -> None:
+    differences = [
+        f"{path}:{line}: written with {key} {written_by.get(key)!r}, this run has {value!r}"
+        for key, value in generator.items()
+        if written_by.get(key) != value
+    ]
+    if differences:
+        raise UserError(
+            [
+                *differences,
+                "answers of two kinds do not belong in one file: use the same settings, or another output_dir",
+            ]
+        )
+
+
+class ConversationLog:
+    """Appends records to a conversations file, alone.
+
+    Args:
+        generator: goes into every line; the file's lines must have been made by the same.
+
+    Raises:
+        UserError: another process is writing the file; or as `read_log`.
+    """
+
+    def __init__(self, path: Path, generator: dict[str, Any]):
+        self.path, self._generator = path, dict(generator)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+        try:
+            _lock(self._file, path)
+            self.content = read_log(path, generator)
+        except BaseException:
+            self._file.close()
+            raise
+        if self.content.torn_bytes:
+            self._file.truncate(self.content.whole_bytes)
+            print(f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off; it is made anew")
+        self._synced = time.monotonic()
+
+    def identify(self, embedding_digest: str) -> None:
+        """Names the loaded target by its weights; refuses those that did not write the lines that are there."""
+        others = self.content.embedding_digests - {embedding_digest}
+        if others:
+            raise UserError(
+                f"{self.path}: written by {self._generator['target']} with embeddings {min(others)[:16]}, what stands "
+                f"there now has {embedding_digest[:16]}: the target was changed; use another output_dir"
+            )
+        self._generator["embedding_digest"] = embedding_digest
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Writes one line. It is safe from a kill when this returns, from a power cut within about a second."""
+        line = (json.dumps(record | {"generator": self._generator}, ensure_ascii=False) + "\n").encode()
+        while line:  # one write, but for a full disk or an interrupting signal
+            line = line[self._file.write(line) :]
+        if time.monotonic() - self._synced > SECONDS_BETWEEN_SYNCS:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def __enter__(self) -> "ConversationLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.fsync(self._file.fileno())
+        if self._file.tell() == 0:
+            self.path.unlink()  # nothing was written: leave no file that looks like an empty result
+        self._file.close()
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """One writer at a time: the lock ends with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UserError(f"{path}: another process is writing it; wait for it, or use another output_dir") from None

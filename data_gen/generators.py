@@ -1,0 +1,329 @@
+"""Who writes the answers: prompts in, answers out, in whatever order they end.
+
+One function shape, `generate(model, prompts, settings)`. This one decodes in process on the target itself, with a pool
+of rows that never waits for its slowest member: a row that ends leaves, the next prompt takes its place.
+
+    cache      row 0  p p p p a a a a . . .      p prompt, a answer, . free; every row has its own length
+               row 1  p p a a a a a a a . .
+               row 2  p p p p p p a . . . .
+    mask              columns up to the row's own position
+
+Keys and values are written where they stay: nothing is padded, shifted or copied when rows come and go, except one row
+into the place of an ended one. Prompts are read in right-padded groups; causal attention keeps padding out of them. So
+the answer of a prompt does not depend on its neighbours, up to the rounding of a batched matrix product.
+
+Measured on 120 prompts of 20 to 120 tokens with answers of 1 to 200, 80 on average, 8 layers of width 256 (8 M
+parameters), float32, seconds of one busy CPU core: 795 new tokens per second with 32 rows, 760 with 64; transformers'
+`generate` in left-padded batches of 32, sorted by length, 440.
+"""
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import Cache, DynamicLayer
+
+from draftsmith.recipes.errors import UserError
+
+# Prompt tokens, padding included, that one prefill reads: bounds its activations, and the padding of unequal prompts.
+PREFILL_TOKENS = 8192
+# Columns by which the cache grows.
+CACHE_COLUMNS = 256
+
+Prompt = tuple[Hashable, list[int]]
+Answer = tuple[Any, list[int], str]
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How answers are drawn. Two runs with equal settings and prompts draw equal answers, in any order and batch."""
+
+    max_new_tokens: int  # tokens of an answer, stop token included
+    max_length: int  # tokens of prompt and answer together
+    stop_ids: tuple[int, ...]
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
+    seed: int = 0
+    batch_size: int = 32  # rows decoded side by side
+
+
+def resolve_sampling(
+    temperature: float | None, top_p: float | None, top_k: int | None, generation_config: GenerationConfig
+) -> tuple[float, float, int]:
+    """(temperature, top_p, top_k): what is None comes from the target's generation config, else 1, 1 and off."""
+
+    def first(*values: Any) -> Any:
+        return next(value for value in values if value is not None)
+
+    return (
+        float(first(temperature, generation_config.temperature, 1.0)),
+        float(first(top_p, generation_config.top_p, 1.0)),
+        int(first(top_k, generation_config.top_k, 0)),
+    )
+
+
+@torch.inference_mode()
+def generate(model: Any, prompts: Iterator[Prompt | None], settings: GenerationSettings) -> Iterator[Answer]:
+    """Answers of `model` to token prompts, each as soon as it ends.
+
+    Args:
+        model: a causal LM in evaluation mode, with full or sliding-window attention in every layer.
+        prompts: (key, token ids); the key also seeds the prompt's draws. None says "nothing now, ask again after an
+            answer", for prompts that are made of answers. Prompts must be shorter than settings.max_length.
+
+    Yields:
+        (key, token ids of the answer, finish reason). "stop": the last token is a stop token. "length": it was cut at
+        max_new_tokens or max_length.
+
+    Raises:
+        UserError: the model keeps something else than keys and values.
+    """
+    rows: list[_Row] = []  # rows[i] lives in row i of the pool
+    pool = _Pool(model, settings.batch_size)
+    pick = _picker(settings)
+    device = pool.device
+    exhausted = False
+    while True:
+        if not exhausted and _worth_a_prefill(len(rows), settings.batch_size):
+            new: list[_Row] = []
+            while len(rows) + len(new) < settings.batch_size:
+                prompt = next(prompts, _END)
+                exhausted = prompt is _END
+                if prompt is _END or prompt is None:
+                    break
+                new.append(_Row(*prompt, settings))  # type: ignore[misc]
+            for group in _prefill_groups(new):
+                pool.prefill([row.tokens for row in group])
+                rows += group
+        if not rows:
+            if not exhausted:
+                raise RuntimeError("the prompts wait for an answer, but none is being written")
+            return
+        logits_NV = pool.step([row.tokens[-1] for row in rows], [len(row.tokens) - 1 for row in rows])
+        uniforms_N = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
+        for row, token in zip(rows, pick(logits_NV, uniforms_N).tolist(), strict=True):
+            row.append(token, settings.stop_ids)
+        ended = [row for row in rows if row.finish_reason is not None]
+        if ended:
+            rows = pool.keep(rows, [row.finish_reason is None for row in rows])
+            for row in ended:
+                yield row.key, row.tokens[row.prompt_length :], row.finish_reason  # type: ignore[misc]
+
+
+_END: Any = object()
+
+
+def _worth_a_prefill(active: int, batch_size: int) -> bool:
+    """Prompts are read in groups: a quarter of the pool is free (all of it at the start and at lulls)."""
+    return active <= batch_size - max(1, batch_size // 4)
+
+
+def _prefill_groups(rows: list["_Row"]) -> Iterator[list["_Row"]]:
+    """Rows of similar length together, each group at most PREFILL_TOKENS with its padding."""
+    group: list[_Row] = []
+    for row in sorted(rows, key=lambda row: row.prompt_length):
+        if group and (len(group) + 1) * row.prompt_length > PREFILL_TOKENS:
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+class _Row:
+    """One answer in the making."""
+
+    def __init__(self, key: Hashable, prompt_ids: list[int], settings: GenerationSettings):
+        if not 0 < len(prompt_ids) < settings.max_length:
+            raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room in {settings.max_length}")
+        self.key = key
+        self.tokens = list(prompt_ids)
+        self.prompt_length = len(prompt_ids)
+        self.limit = min(self.prompt_length + settings.max_new_tokens, settings.max_length)
+        self.finish_reason: str | None = None
+        self._uniforms: list[float] = []  # none for greedy decoding
+        if settings.temperature > 0:
+            self._uniforms = _uniforms(settings.seed, key, self.limit - self.prompt_length)
+
+    def next_uniform(self) -> float:
+        return self._uniforms[len(self.tokens) - self.prompt_length] if self._uniforms else 0.0
+
+    def append(self, token: int, stop_ids: tuple[int, ...]) -> None:
+        self.tokens.append(token)
+        if token in stop_ids:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self.limit:
+            self.finish_reason = "length"
+
+
+def _uniforms(seed: int, key: Hashable, count: int) -> list[float]:
+    """The draws of one answer: they hang on the seed and the key alone, never on neighbours, order or device."""
+    digest = hashlib.sha256(repr((seed, key)).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+
+
+def _picker(settings: GenerationSettings) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(logits [N, V], uniforms [N]) -> token ids [N]."""
+    if settings.temperature == 0:
+        return lambda logits_NV, uniforms_N: logits_NV.argmax(-1)
+    warpers = LogitsProcessorList()
+    if settings.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(settings.temperature))
+    if settings.top_k > 0:
+        warpers.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        warpers.append(TopPLogitsWarper(settings.top_p))
+
+    def pick(logits_NV: torch.Tensor, uniforms_N: torch.Tensor) -> torch.Tensor:
+        scores_NV = warpers(None, logits_NV.float())  # type: ignore[arg-type]
+        # Inverse of the distribution function, in float64: a sum over 100,000 tokens keeps its tail.
+        mass_NV = scores_NV.softmax(-1).double().cumsum(-1)
+        total_N = mass_NV[:, -1]
+        # Below the total, so that rounding never picks a token of probability 0 behind the last possible one.
+        at_N = torch.minimum(uniforms_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
+        return torch.searchsorted(mass_NV, at_N[:, None], right=True)[:, 0]
+
+    return pick
+
+
+class _PoolLayer(DynamicLayer):
+    """What a layer of the model sees of the pool."""
+
+    def __init__(self, pool: "_Pool", index: int):
+        super().__init__()
+        self._pool, self._index = pool, index
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes a token per active row [N, heads, 1, head_dim]; returns what they attend to, [N, heads, width, ..]."""
+        pool, keys, values = self._pool, self._pool.keys[self._index], self._pool.values[self._index]
+        rows_N = pool.row_index[: pool.active]
+        keys[rows_N, :, pool.positions_N] = key_states[:, :, 0]
+        values[rows_N, :, pool.positions_N] = value_states[:, :, 0]
+        return keys[: pool.active, :, : pool.width], values[: pool.active, :, : pool.width]
+
+
+class _Pool:
+    """The rows' keys and values, and the two forward passes over them. Active rows are always the first ones."""
+
+    def __init__(self, model: Any, size: int):
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.layer_types, self.window = _attention_kinds(model, self.config)
+        self.device = model.get_input_embeddings().weight.device
+        self.size = size
+        self.active = 0
+        # Per layer [size, heads, columns, head_dim]; the first prefill, which knows the shapes, makes them.
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.cache = Cache(layers=[_PoolLayer(self, i) for i in range(self.config.num_hidden_layers)])
+        self.row_index = torch.arange(size, device=self.device)
+        self.positions_N = self.row_index[:0]  # where this step's tokens stand
+        self.width = 0  # columns that this step's attention reads
+
+    def prefill(self, prompts: list[list[int]]) -> None:
+        """Reads all but the last token of each prompt into the next free rows; `step` reads the last one."""
+        # A prompt of one token is read here and once more by `step`, to the same effect.
+        width = max(1, *(len(prompt) - 1 for prompt in prompts))
+        padded = [prompt[:width] + [0] * (width - len(prompt)) for prompt in prompts]
+        read = DynamicCache()
+        self.model.get_decoder()(
+            input_ids=torch.tensor(padded, device=self.device), past_key_values=read, use_cache=True
+        )
+        new: list[tuple[Any, Any]] = [(keys, values) for keys, values, _ in read if keys is not None]
+        if len(new) != len(self.cache.layers):
+            raise UserError(
+                f"target.model: {type(self.model).__name__} has {len(self.cache.layers)} layers but caches keys and "
+                f"values in {len(new)}; regeneration in process needs them in every layer"
+            )
+        if not self.keys:
+            self.keys = [keys.new_zeros(self.size, keys.shape[1], 0, keys.shape[3]) for keys, _ in new]
+            self.values = [values.new_zeros(self.size, values.shape[1], 0, values.shape[3]) for _, values in new]
+        self._reserve(width)
+        behind = self.active + len(prompts)
+        for layer, (keys, values) in enumerate(new):
+            self.keys[layer][self.active : behind, :, :width] = keys
+            self.values[layer][self.active : behind, :, :width] = values
+        self.active = behind
+
+    def step(self, tokens: list[int], positions: list[int]) -> torch.Tensor:
+        """One token further in every active row: logits [N, V] behind `tokens`, which stand at `positions`."""
+        self.width = max(positions) + 1
+        self._reserve(self.width)
+        self.positions_N = torch.tensor(positions, device=self.device)
+        output = self.model(
+            input_ids=torch.tensor(tokens, device=self.device)[:, None],
+            attention_mask=self._masks(),
+            position_ids=self.positions_N[:, None],
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return output.logits[:, -1]
+
+    def keep(self, rows: list["_Row"], kept: list[bool]) -> list["_Row"]:
+        """Drops rows: the last kept ones move into the gaps. The rows in their new order."""
+        left = sum(kept)
+        gaps = [i for i in range(left) if not kept[i]]
+        movers = [i for i in range(left, len(rows)) if kept[i]]
+        rows = list(rows)
+        for gap, mover in zip(gaps, movers, strict=True):
+            rows[gap] = rows[mover]
+        if gaps:
+            for states in (*self.keys, *self.values):
+                states[gaps, :, : self.width] = states[movers, :, : self.width]
+        self.active = left
+        return rows[:left]
+
+    def _masks(self) -> Any:
+        """Additive mask [N, 1, 1, width], or one per kind of layer where only some of them see a window."""
+        columns = torch.arange(self.width, device=self.device)
+        past = columns[None] <= self.positions_N[:, None]  # [N, width]
+        seen = {"full_attention": past}
+        if self.window is not None:
+            seen["sliding_attention"] = past & (columns[None] > self.positions_N[:, None] - self.window)
+        dtype = self.model.dtype
+        masks = {
+            kind: torch.zeros(allowed.shape, dtype=dtype, device=self.device)
+            .masked_fill_(~allowed, torch.finfo(dtype).min)
+            .view(len(allowed), 1, 1, self.width)
+            for kind, allowed in seen.items()
+        }
+        if self.window is None:
+            return masks["full_attention"]
+        return masks["sliding_attention"] if self.layer_types is None else masks
+
+    def _reserve(self, columns: int) -> None:
+        """Room for `columns` columns in every row."""
+        have = self.keys[0].shape[2]
+        if columns > have:
+            more = -(-columns // CACHE_COLUMNS) * CACHE_COLUMNS - have
+            self.keys = [torch.nn.functional.pad(keys, (0, 0, 0, more)) for keys in self.keys]
+            self.values = [torch.nn.functional.pad(values, (0, 0, 0, more)) for values in self.values]
+
+
+def _attention_kinds(model: Any, config: Any) -> tuple[list[str] | None, int | None]:
+    """(kinds of the layers where the config names them, window in tokens where any layer has one)."""
+    kinds = getattr(config, "layer_types", None)
+    unknown = set(kinds or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(
+            f"target.model: {type(model).__name__} has {', '.join(sorted(unknown))} layers; regeneration in process "
+            "knows full and sliding-window attention"
+        )
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False or (kinds and "sliding_attention" not in kinds):
+        window = None
+    return kinds, window

@@ -1,0 +1,318 @@
+"""Let the target write its own training data: every assistant turn of a set of conversations, in order.
+
+    python data_gen/regenerate.py recipes/demo.yaml
+    python data_gen/regenerate.py recipes/demo.yaml data.max_prompts=20 output_dir=runs/try    # the smallest run
+    python data_gen/regenerate.py recipes/demo.yaml --plan                                     # what it would do
+
+Reads data.prompts, writes <output_dir>/conversations.jsonl, one line per conversation, with the token ids of every
+answer, so that nothing is tokenised again. Stopped at any moment and started again, it goes on where it was: the file
+itself says what is done. Prompts that cannot be asked go to conversations.rejects.jsonl beside it, with the reason.
+
+- Every user turn gets one answer. The answers that the source holds are dropped; an assistant turn that calls tools is
+  kept, with the results that follow it, and the answer is asked for behind them.
+- An answer that is cut (finish_reason `length`) is kept and ends its conversation: the target never ended that turn, so
+  what it would say next is not what it would say in use. A next prompt that does not fit data.max_length ends it too.
+  Such lines say in `unasked_turns` how many user turns were not asked, and in `unasked_reason` why.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, read_log
+from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
+from draftsmith.models.chat import (
+    RenderError,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    render_prompt,
+    stop_ids,
+    tokenizer_fingerprint,
+)
+from draftsmith.models.checkpoint import tensor_digest
+from draftsmith.models.target import load_causal_lm
+from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import Conversation, Rejects, read_conversations
+from draftsmith.recipes.schema import Recipe
+
+# What generation configs may ask for beyond temperature, top_p and top_k; speculative decoding does not know it either.
+_OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
+
+
+def main() -> None:
+    command = parse_command(__doc__)
+    recipe, section = command.recipe, command.recipe.target
+    if recipe.data.prompts is None:
+        raise UserError("data.prompts: not given; name a file, `stdlib:train` or `hf:org/name`")
+    where = (section.model, section.revision, section.trust_remote_code)
+    tokenizer = load_tokenizer(*where)
+    generation_config = load_generation_config(*where)
+    settings = generation_settings(recipe, tokenizer, generation_config)
+    generator = generator_identity(recipe, settings, tokenizer)
+    path = recipe.conversations_path
+    rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
+    conversations = list(read_conversations(recipe.data.prompts, rejects, recipe.data.max_prompts))
+    if command.plan:
+        print_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
+        return
+    _name_ignored_sampling(generation_config)
+    with ConversationLog(path, generator) as log:
+        todo = [conversation for conversation in conversations if conversation.id not in log.content.done]
+        done, strangers = len(conversations) - len(todo), len(log.content.done) - (len(conversations) - len(todo))
+        if strangers:
+            print(f"{path}: holds {strangers:,} conversations that are not among these prompts; they stay")
+        if not todo:
+            print(f"all {done:,} conversations are done; {rejects.summary()}")
+            return
+        if done:
+            print(f"{path}: {done:,} of {len(conversations):,} conversations are done, going on")
+        model = load_causal_lm(
+            section.model, section.revision, section.dtype, section.device, section.trust_remote_code
+        )
+        log.identify(tensor_digest(model.get_input_embeddings().weight))
+        regenerate(model, tokenizer, todo, settings, log, rejects)
+
+
+def regenerate(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+    settings: GenerationSettings,
+    log: ConversationLog,
+    rejects: Rejects,
+) -> None:
+    """Answers all `conversations` and appends each to `log` when its last turn is written."""
+    asked = _Asked(conversations, tokenizer, settings.max_length, rejects)
+    written = tokens = turns = cut = unasked = 0
+    started = time.monotonic()
+    with tqdm(total=len(conversations), desc="regenerating", unit="conversation", disable=None) as bar:
+        for answer in generate(model, asked.prompts(), settings):
+            tokens += len(answer[1])
+            turns += 1
+            cut += answer[2] == "length"
+            finished = asked.take(answer)
+            if finished is not None:
+                log.append(finished)
+                written += 1
+                unasked += finished.get("unasked_turns", 0)
+            bar.update(written + asked.rejected - bar.n)
+            bar.set_postfix_str(f"{tokens / (time.monotonic() - started):,.0f} tokens/s", refresh=False)
+        bar.update(written + asked.rejected - bar.n)
+    seconds = time.monotonic() - started
+    print(
+        f"{written:,} conversations written, {turns:,} answers, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, "
+        f"{cut / max(turns, 1):.1%} of the answers cut by length, {unasked:,} user turns not asked; {rejects.summary()}"
+    )
+    if not written and not log.content.done:
+        raise UserError(f"data.prompts: not one of {len(conversations):,} conversations could be asked; see above")
+
+
+@dataclass
+class _Progress:
+    """One conversation under way."""
+
+    conversation: Conversation
+    pending: deque[list[dict[str, Any]]]  # what stands before each answer that is still to be asked for
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)  # of the answer that is being written
+
+
+class _Asked:
+    """Turns conversations into prompts, one turn at a time, and answers into finished records."""
+
+    def __init__(
+        self, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int, rejects: Rejects
+    ):
+        self.rejected = 0  # conversations of which nothing could be asked
+        self._fresh = iter(conversations)
+        self._continued: deque[_Progress] = deque()  # their next prompt is ready
+        self._open: dict[str, _Progress] = {}  # an answer is being written
+        self._tokenizer, self._max_length, self._rejects = tokenizer, max_length, rejects
+
+    def prompts(self) -> Iterator[Prompt | None]:
+        """Next turns of open conversations first, so that few are open at a time; None while all depend on answers."""
+        while True:
+            progress = self._continued.popleft() if self._continued else self._next_fresh()
+            if progress is not None:
+                self._open[progress.conversation.id] = progress
+                yield (progress.conversation.id, len(progress.turns)), progress.prompt_ids
+            elif self._open:
+                yield None
+            else:
+                return
+
+    def take(self, answer: Answer) -> dict[str, Any] | None:
+        """Adds an answer to its conversation: the conversation's record if that was its last turn, else None."""
+        (conversation_id, _), output_ids, finish_reason = answer
+        progress = self._open.pop(conversation_id)
+        content = self._tokenizer.decode(output_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        progress.messages.append({"role": "assistant", "content": content})
+        progress.turns.append(
+            {
+                "prompt_token_ids": progress.prompt_ids,
+                "output_token_ids": output_ids,
+                "finish_reason": finish_reason,
+            }
+        )
+        unasked, reason = len(progress.pending), "the answer before was cut"
+        if unasked and finish_reason == "stop":
+            reason = self._prepare(progress)
+            if reason is None:
+                self._continued.append(progress)
+                return None
+        record: dict[str, Any] = {"id": conversation_id, "messages": progress.messages, "turns": progress.turns}
+        if unasked:
+            record |= {"unasked_turns": unasked, "unasked_reason": reason}
+        return record | {"meta": progress.conversation.meta}
+
+    def _next_fresh(self) -> _Progress | None:
+        """The next conversation whose first turn can be asked; those before it are rejected."""
+        for conversation in self._fresh:
+            progress = _Progress(conversation, deque(questions(conversation.messages)))
+            problem = _not_text(conversation) or (self._prepare(progress) if progress.pending else "no user turn")
+            if problem is None:
+                return progress
+            record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
+            self._rejects.add("data.prompts", None, problem, record)
+            self.rejected += 1
+        return None
+
+    def _prepare(self, progress: _Progress) -> str | None:
+        """Renders the prompt of the next answer; what is wrong with it, or None. Then nothing has changed."""
+        messages = [*progress.messages, *progress.pending[0]]
+        try:
+            ids = render_prompt(self._tokenizer, messages, progress.conversation.meta.get("tools"))
+        except RenderError as error:
+            return str(error)
+        if len(ids) >= self._max_length:
+            return f"longer than data.max_length: a prompt of {len(ids)} tokens, the limit is {self._max_length}"
+        progress.messages, progress.prompt_ids = messages, ids
+        progress.pending.popleft()
+        return None
+
+
+def _not_text(conversation: Conversation) -> str | None:
+    """What a text model cannot be asked."""
+    parts = [part for m in conversation.messages if isinstance(m.get("content"), list) for part in m["content"]]
+    kinds = {part["type"] for part in parts} - {"text"}
+    if conversation.images or kinds:
+        return f"not text only: {', '.join(sorted(kinds)) or 'images'}"
+    return None
+
+
+def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """What stands before each answer: a user turn, system messages before it, tool calls and results behind it."""
+    pending: list[dict[str, Any]] = []
+    for message in messages:
+        role = message["role"]
+        if role == "assistant" and not message.get("tool_calls"):
+            continue
+        asked = any(earlier["role"] == "user" for earlier in pending)
+        if asked and role not in ("assistant", "tool"):
+            yield pending
+            pending = []
+        pending.append(message)
+    if any(message["role"] == "user" for message in pending):
+        yield pending
+
+
+def generation_settings(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig
+) -> GenerationSettings:
+    """The recipe's wishes, completed by the target's generation config and limited by its context."""
+    section, asked = recipe.target, recipe.data.generator
+    config = load_config(section.model, section.revision, section.trust_remote_code).get_text_config()
+    temperature, top_p, top_k = resolve_sampling(asked.temperature, asked.top_p, asked.top_k, generation_config)
+    return GenerationSettings(
+        max_new_tokens=asked.max_new_tokens,
+        max_length=min(recipe.data.max_length, getattr(config, "max_position_embeddings", recipe.data.max_length)),
+        stop_ids=stop_ids(tokenizer, generation_config),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=asked.seed,
+        batch_size=asked.batch_size,
+    )
+
+
+def generator_identity(
+    recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What made a file's answers: every line carries it, and a run goes on only with the same."""
+    section = recipe.target
+    dtype = section.dtype
+    if dtype == "auto":
+        config = load_config(section.model, section.revision, section.trust_remote_code)
+        dtype = str(config.dtype or "float32").removeprefix("torch.")
+    return {
+        "target": section.model,
+        "revision": section.revision,
+        "dtype": dtype,
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "seed": settings.seed,
+        "max_new_tokens": settings.max_new_tokens,
+        "max_length": settings.max_length,
+        "stop_ids": list(settings.stop_ids),
+    }
+
+
+def print_plan(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: GenerationSettings,
+    conversations: list[Conversation],
+    log: LogContent,
+    rejects: Rejects,
+) -> None:
+    """What a run would do, from the tokenizer, a sample of the prompts and what is written already."""
+    todo = [conversation for conversation in conversations if conversation.id not in log.done]
+    sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
+    sampling += f", top_p {settings.top_p:g}" * (settings.top_p < 1) + f", top_k {settings.top_k}" * (
+        settings.top_k > 0
+    )
+    asked = sum(len(list(questions(conversation.messages))) for conversation in todo)
+    prompt_tokens = []
+    for conversation in todo[:: max(1, len(todo) // 200)]:
+        try:
+            first = next(questions(conversation.messages), [])
+            prompt_tokens.append(len(render_prompt(tokenizer, first, conversation.meta.get("tools"))))
+        except RenderError:
+            continue
+    prompt_mean = sum(prompt_tokens) / max(1, len(prompt_tokens))
+    print(f"target         {recipe.target.model}, {sampling}, {settings.batch_size} conversations side by side")
+    print(f"conversations  {len(conversations):,} of {recipe.data.prompts}; {len(log.done):,} done in {log.path}")
+    print(
+        f"to do          {len(todo):,} conversations, {asked:,} answers; prompts of {prompt_mean:.0f} tokens on average"
+    )
+    if log.answers:
+        answer_mean = log.answer_tokens / log.answers
+        print(f"tokens         about {asked * answer_mean:,.0f} (answers have had {answer_mean:.0f} on average)")
+    else:
+        answer_mean = settings.max_new_tokens
+        print(f"tokens         at most {asked * answer_mean:,} (max_new_tokens {answer_mean} each)")
+    # A token id takes 5 to 7 bytes, its text 3 to 4 more; the prompt's ids are written once for each answer.
+    size = asked * (answer_mean * 10 + prompt_mean * 10) + len(todo) * 700
+    print(f"disk           {'about' if log.answers else 'at most'} {size / 1e6:,.1f} MB more in {log.path}")
+    print(f"rejected       {rejects.summary()}")
+
+
+def _name_ignored_sampling(generation_config: GenerationConfig) -> None:
+    for key, neutral in _OTHER_SAMPLING.items():
+        value = getattr(generation_config, key, None)
+        if value is not None and value != neutral:
+            print(f"note: the target's generation_config asks for {key} {value}; it is not applied")
+
+
+if __name__ == "__main__":
+    run(main)
