@@ -39,7 +39,7 @@ from draftsmith.models.checkpoint import tensor_digest
 from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts import Conversation, Rejects, read_conversations
+from draftsmith.recipes.prompts import Conversation, Rejects, questions, read_conversations
 from draftsmith.recipes.schema import Recipe
 
 # What generation configs may ask for beyond temperature, top_p and top_k; speculative decoding does not know it either.
@@ -206,22 +206,6 @@ def _not_text(conversation: Conversation) -> str | None:
     if conversation.images or kinds:
         return f"not text only: {', '.join(sorted(kinds)) or 'images'}"
     return None
-
-
-def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """What stands before each answer: a user turn, system messages before it, tool calls and results behind it."""
-    pending: list[dict[str, Any]] = []
-    for message in messages:
-        role = message["role"]
-        if role == "assistant" and not message.get("tool_calls"):
-            continue
-        asked = any(earlier["role"] == "user" for earlier in pending)
-        if asked and role not in ("assistant", "tool"):
-            yield pending
-            pending = []
-        pending.append(message)
-    if any(message["role"] == "user" for message in pending):
-        yield pending
 
 
 def generation_settings(

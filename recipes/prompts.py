@@ -113,6 +113,25 @@ def read_conversations(
     return islice(_read(names, rejects), limit)
 
 
+def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """What stands before each answer: a user turn, system messages before it, tool calls and results behind it.
+
+    Answers are left out; an assistant turn that calls tools is kept, with the results that follow it.
+    """
+    pending: list[dict[str, Any]] = []
+    for message in messages:
+        role = message["role"]
+        if role == "assistant" and not message.get("tool_calls"):
+            continue
+        asked = any(earlier["role"] == "user" for earlier in pending)
+        if asked and role not in ("assistant", "tool"):
+            yield pending
+            pending = []
+        pending.append(message)
+    if any(message["role"] == "user" for message in pending):
+        yield pending
+
+
 def check_source(name: str) -> str | None:
     """What is wrong with a source before any record is read, or None. Hub datasets are not looked up."""
     if name.startswith("stdlib:"):

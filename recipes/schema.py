@@ -148,7 +148,14 @@ class ContenderSection(Section):
     name: str
     """Its row in the table."""
     proposer: Literal["drafter", "prompt_lookup"] = "drafter"
+    """Who drafts: the trained drafter, or a copy of what followed the last words earlier in the text."""
     tree: TreeSection = TreeSection()
+
+    @model_validator(mode="after")
+    def _drafts_what_it_can(self) -> "ContenderSection":
+        if self.proposer == "prompt_lookup" and self.tree.policy != "chain":
+            raise ValueError("prompt lookup drafts chains: say tree: {policy: chain, nodes: 11}")
+        return self
 
 
 class EvalSection(Section):
