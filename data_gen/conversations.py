@@ -229,7 +229,11 @@ def _turn_by_tags(
         raise ValueError(
             f"mask and turns differ: the template marks {len(spans)} stretches in {number} assistant turns"
         )
-    return ids, *spans[-1]
+    start, end = spans[-1]
+    before = render(tokenizer, messages[:-1], tools) if len(messages) > 1 else []
+    if start < _common(before, ids):
+        raise ValueError(f"mask and turns differ: the template marks what stands before assistant turn {number}, too")
+    return ids, start, end
 
 
 def _turn_by_prefix(
@@ -237,13 +241,18 @@ def _turn_by_prefix(
 ) -> tuple[list[int], int, int]:
     """(all tokens, start, end) of the last message, assistant turn `number`: what follows its prompt."""
     prompt, ids = render_prompt(tokenizer, messages[:-1], tools), render(tokenizer, messages, tools)
-    if ids[: len(prompt)] != prompt:
-        at = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), min(len(prompt), len(ids)))
+    at = _common(prompt, ids)
+    if at < len(prompt):
         raise ValueError(
             f"prompt is no prefix: assistant turn {number} rendered with its answer differs from its prompt at token "
             f"{at}: {tokenizer.decode(ids[at : at + 4])!r} instead of {tokenizer.decode(prompt[at : at + 4])!r}"
         )
     return ids, len(prompt), len(ids)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> int:

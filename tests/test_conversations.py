@@ -1,0 +1,324 @@
+"""Conversations to token ids and loss masks: against templates of every habit, and against text marked by hand."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import AddedToken, processors
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.data_gen import conversations
+from draftsmith.data_gen.conversations import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
+from draftsmith.models.chat import RenderError, load_tokenizer, render_prompt, tokenizer_fingerprint
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import Rejects
+from tests.conftest import CHAT_TEMPLATE, make_tokenizer
+
+END = 4
+TAGS = ("{% generation %}", "{% endgeneration %}")
+# As ChatML does it: a line break behind every end token.
+LINES = CHAT_TEMPLATE.replace("<|end|>", "<|end|>{{ '\\n' }}")
+# As Qwen3 and R1 do it: thoughts are shown in the last answer only.
+THOUGHTS = CHAT_TEMPLATE.replace(
+    "{{ message['content'] }}<|end|>{% endgeneration %}",
+    "{{ message['content'] if loop.last else message['content'].split('</think>')[-1] }}<|end|>{% endgeneration %}",
+)
+
+
+def tokenizer_with(template: str = CHAT_TEMPLATE, tags: bool = True) -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer()
+    for tag in () if tags else TAGS:
+        template = template.replace(tag, "")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def talk(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
+    """Messages from contents: user and assistant in turn."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return [{"role": "system", "content": system}, *messages] if system is not None else messages
+
+
+def rows(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]]) -> list[TrainingRow]:
+    return list(rows_of("c", turns_of_messages(tokenizer, messages)))
+
+
+def texts(tokenizer: PreTrainedTokenizerFast, row: TrainingRow) -> list[str]:
+    return [str(tokenizer.decode(row.input_ids[start:end])) for start, end in row.spans]
+
+
+TWO_TURNS = talk("the cat", "sat\non  the mat", "and the dog?", "ran after the rain", system="in the rain")
+
+
+# Masks by the template.
+
+
+@pytest.mark.parametrize("tags", [True, False])
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHAT_TEMPLATE, "<|end|>"),
+        (LINES, "<|end|>"),
+        (CHAT_TEMPLATE.replace("<|end|>{% end", "{% end"), ""),  # a template that writes no end token
+    ],
+)
+def test_one_row_with_a_span_per_turn(template: str, end: str, tags: bool) -> None:
+    tokenizer = tokenizer_with(template, tags)
+    (row,) = rows(tokenizer, TWO_TURNS)
+    assert texts(tokenizer, row) == [f"sat\non  the mat{end}", f"ran after the rain{end}"]
+    assert spans_of(row.loss_mask) == row.spans
+    rendered = str(tokenizer.apply_chat_template(TWO_TURNS, tokenize=False))
+    assert tokenizer.decode(row.input_ids) == rendered.rstrip("\n")  # what stands behind the last turn is not needed
+
+
+@pytest.mark.parametrize("messages", [TWO_TURNS, talk("a", "b"), talk("a", ""), talk("a", " b \n", "c", "\n")])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, LINES, THOUGHTS])
+def test_generation_tags_and_prefix_comparison_agree(template: str, messages: list[dict[str, Any]]) -> None:
+    assert rows(tokenizer_with(template), messages) == rows(tokenizer_with(template, tags=False), messages)
+
+
+def test_the_end_token_belongs_to_the_turn_where_the_tags_leave_it_out() -> None:
+    template = CHAT_TEMPLATE.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>{{ '\\n' }}")
+    tokenizer = tokenizer_with(template)
+    (row,) = rows(tokenizer, TWO_TURNS)
+    assert texts(tokenizer, row) == ["sat\non  the mat<|end|>", "ran after the rain<|end|>"]
+
+
+@pytest.mark.parametrize("tags", [True, False])
+def test_thought_stripping_template_gives_one_row_per_turn(tags: bool) -> None:
+    tokenizer = tokenizer_with(THOUGHTS, tags)
+    messages = talk("q1", "why</think>a1", "q2", "because</think>a2")
+    first, second = rows(tokenizer, messages)
+    assert texts(tokenizer, first) == ["why</think>a1<|end|>"]
+    assert texts(tokenizer, second) == ["because</think>a2<|end|>"]
+    assert "why" not in tokenizer.decode(second.input_ids) and "a1" in tokenizer.decode(second.input_ids)
+    assert (first.id, second.id) == ("c", "c")
+    # Without thoughts there is nothing to strip.
+    assert len(rows(tokenizer, TWO_TURNS)) == 1
+
+
+def test_assistant_turn_that_calls_tools_is_a_turn() -> None:
+    tokenizer = tokenizer_with()
+    messages = talk("q", "call", "x", "a")
+    messages[2]["role"] = "tool"
+    (row,) = rows(tokenizer, messages)
+    assert texts(tokenizer, row) == ["call<|end|>", "a<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "reason"),
+    [
+        (
+            "{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}",
+            TWO_TURNS,
+            "empty mask",
+        ),
+        (
+            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
+            TWO_TURNS,
+            "mask and turns differ",
+        ),
+        (
+            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
+            talk("the cat", "sat"),
+            "mask and turns differ",
+        ),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", TWO_TURNS, "prompt is no prefix"),
+        ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", TWO_TURNS, "empty mask"),
+        (CHAT_TEMPLATE, talk("q"), "no assistant turn"),
+        (CHAT_TEMPLATE, talk("q", "a<|end|>b"), "stop token inside"),
+    ],
+)
+def test_what_the_template_does_not_tell_is_refused(template: str, messages: list[dict[str, Any]], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^{reason}: "):
+        turns_of_messages(tokenizer_with(template), messages)
+
+
+def test_tokens_that_join_over_the_border_are_refused() -> None:
+    """The prompt is a prefix of the conversation as text, but not in tokens."""
+    tokenizer = tokenizer_with("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ValueError, match=r"prompt is no prefix: .* differs from its prompt at token"):
+        turns_of_messages(tokenizer, talk("th", "e cat"))
+
+
+def test_template_that_raises_is_a_render_error() -> None:
+    tokenizer = tokenizer_with("{{ raise_exception('only one turn') if messages | length > 2 }}" + CHAT_TEMPLATE)
+    assert render_prompt(tokenizer, talk("q"))
+    with pytest.raises(RenderError, match="only one turn"):
+        render_prompt(tokenizer, TWO_TURNS)
+
+
+def test_no_second_bos() -> None:
+    tokenizer = tokenizer_with("<|system|>" + CHAT_TEMPLATE)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single="<|system|> $A", special_tokens=[("<|system|>", 1)]
+    )
+    assert tokenizer("x")["input_ids"].count(1) == 1  # what plain tokenising adds
+    assert render_prompt(tokenizer, talk("q")).count(1) == 1
+
+
+def test_spans_of() -> None:
+    assert spans_of([]) == [] and spans_of([False]) == []
+    assert spans_of([True, True, False, True]) == [(0, 2), (3, 4)]
+
+
+# Token ids of regenerated conversations.
+
+
+def regenerated(*turns: tuple[list[int], list[int]], tokenizer: Any = None, name: str = "r") -> dict[str, Any]:
+    return {
+        "id": name,
+        "messages": talk(*["text that no one tokenises"] * 2 * len(turns)),
+        "turns": [{"prompt_token_ids": p, "output_token_ids": o, "finish_reason": "stop"} for p, o in turns],
+        "generator": {"tokenizer_fingerprint": tokenizer_fingerprint(tokenizer or make_tokenizer())},
+    }
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def read(path: Path, max_length: int = 100, tokenizer: Any = None) -> tuple[list[TrainingRow], Rejects]:
+    rejects = Rejects()
+    return list(training_rows(path, tokenizer or make_tokenizer(), max_length, rejects)), rejects
+
+
+def test_generated_tokens_are_used_as_they_are(tmp_path: Path) -> None:
+    # 76, 77 would be tokenised otherwise; the second prompt continues the first turn, the third does not.
+    history = [2, 9, END, 3, 76, 77, END]
+    record = regenerated(([2, 9, END, 3], [76, 77, END]), ([*history, 2, 8, END, 3], [7, 7]), ([2, 5, 3], [6, END]))
+    found, rejects = read(write(tmp_path / "c.jsonl", record))
+    assert [row.spans for row in found] == [[(4, 7), (11, 13)], [(3, 5)]]
+    assert found[0].input_ids == [*history, 2, 8, END, 3, 7, 7]
+    assert found[1].input_ids == [2, 5, 3, 6, END]
+    assert [i for i, on in enumerate(found[0].loss_mask) if on] == [4, 5, 6, 11, 12]
+    assert found[0].input_ids[12] != END  # cut by length: no stop token is made up
+    assert rejects.total == 0
+
+
+def test_conversations_with_and_without_token_ids_stand_in_one_file(tmp_path: Path) -> None:
+    plain = {"id": "p", "messages": TWO_TURNS}
+    found, _ = read(write(tmp_path / "c.jsonl", regenerated(([2, 3], [9, END])), plain, {"prompt": "no answer"}, plain))
+    assert [row.id for row in found] == ["r", "p", "p"]
+    assert found[1].spans == rows(tokenizer_with(), TWO_TURNS)[0].spans
+
+
+def test_conversations_of_other_formats(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps([{"id": "a", "messages": TWO_TURNS}, {"id": "b", "messages": talk("q")}]))
+    found, rejects = read(path)
+    assert [row.id for row in found] == ["a"]
+    assert rejects.counts == {"no assistant turn": 1}
+
+
+def test_long_rows_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", *[regenerated(([2] * n, [9] * 5 + [END]), name=f"r{n}") for n in (1, 4, 5, 30)])
+    found, rejects = read(path, max_length=10)
+    assert [len(row.input_ids) for row in found] == [7, 10]
+    assert rejects.counts == {"longer than data.max_length": 2}
+
+
+def test_bad_lines_are_counted_and_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    good = json.dumps(regenerated(([2, 3], [9, END]))).encode()
+    lines = [
+        b'{"id": "w", "messages": [{"role": "user", "content": "caf\xe9"}]}',  # Windows-1252
+        b"\x00\xff\xfe",
+        b'{"id": "torn", "messages": [{"role": "us',
+        b"[]",
+        b'{"id": "x", "turns": [{"prompt_token_ids": [1], "output_token_ids": []}], "messages": []}',
+        b'{"id": "y", "turns": [{"prompt_token_ids": [1], "output_token_ids": ["a"]}], "messages": []}',
+        b'{"id": "z", "turns": [{"output_token_ids": [1]}], "messages": []}',
+        b'{"id": "u", "messages": [{"role": "user", "content": "no answer"}]}',
+        b"",
+        good,
+    ]
+    path.write_bytes(b"\n".join(lines))
+    found, rejects = read(path)
+    assert [row.id for row in found] == ["r"]
+    assert rejects.counts == {"not UTF-8": 2, "malformed JSON": 1, "wrong type": 4, "no assistant turn": 1}
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\n\n", '{"id": "torn', '{"id": "u", "messages": [{"role": "user", "content": "q"}]}']
+)
+def test_nothing_usable_is_an_error(tmp_path: Path, content: str) -> None:
+    with pytest.raises(UserError, match=r"c\.jsonl gives no training row; "):
+        read(write(tmp_path / "c.jsonl", content))
+
+
+def test_empty_mask_rejects_one_and_stops_for_all(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if 'x' in m.content %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tokenizer = tokenizer_with(template)
+    marked, empty = {"id": "m", "messages": talk("q", "x")}, {"id": "e", "messages": talk("q", "y")}
+    found, rejects = read(write(tmp_path / "c.jsonl", marked, empty), tokenizer=tokenizer)
+    assert [row.id for row in found] == ["m"] and rejects.counts == {"empty mask": 1}
+    with pytest.raises(UserError, match=r"gives no training row; 2 records rejected \(2 empty mask"):
+        read(write(tmp_path / "c.jsonl", empty, empty), tokenizer=tokenizer)
+
+
+def test_missing_file_and_other_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"does not exist; data_gen/regenerate\.py writes it"):
+        read(tmp_path / "none.jsonl")
+    other = make_tokenizer()
+    other.add_tokens([AddedToken("<tool>")])
+    path = write(tmp_path / "c.jsonl", regenerated(([2, 3], [9, END]), tokenizer=other))
+    with pytest.raises(
+        UserError,
+        match=rf"c\.jsonl:1: .*{tokenizer_fingerprint(other)[:16]}.*{tokenizer_fingerprint(make_tokenizer())[:16]}",
+    ):
+        read(path)
+
+
+def test_fingerprint_tells_vocabulary_and_template_apart(tmp_path: Path) -> None:
+    first = make_tokenizer()
+    same = tokenizer_fingerprint(first)
+    first(["a", "the cat sat"], padding=True, truncation=True, max_length=4)  # leaves its mark in the backend
+    first.save_pretrained(tmp_path)
+    assert tokenizer_fingerprint(first) == same == tokenizer_fingerprint(load_tokenizer(str(tmp_path)))
+    assert tokenizer_fingerprint(tokenizer_with(LINES)) != same
+    first.add_tokens([AddedToken("<tool>")])
+    assert tokenizer_fingerprint(first) != same
+
+
+def test_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
+    bare = make_tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "bare")
+    with pytest.raises(UserError, match="no chat template"):
+        load_tokenizer(str(tmp_path / "bare"))
+    with pytest.raises(UserError, match="cannot load a tokenizer"):
+        load_tokenizer(str(tmp_path / "nothing"))
+
+
+# The script.
+
+
+def test_show_marks_what_is_supervised(
+    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    write(
+        tmp_path / "conversations.jsonl",
+        {"id": "a", "messages": TWO_TURNS},
+        {"id": "b", "messages": talk("q", "a")},
+        "{",
+    )
+    recipe = {"output_dir": str(tmp_path), "target": {"model": str(target_dir)}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.setattr(sys, "argv", ["conversations.py", str(tmp_path / "recipe.yaml"), "--show", "1"])
+    conversations.main()
+    printed = capsys.readouterr().out
+    assert "<|assistant|>[[sat\non  the mat<|end|>]]<|user|>" in printed
+    assert printed.count("[[") == 2  # one row shown
+    first, second = rows(make_tokenizer(), TWO_TURNS)[0], rows(make_tokenizer(), talk("q", "a"))[0]
+    tokens, supervised = len(first.input_ids + second.input_ids), sum(first.loss_mask + second.loss_mask)
+    assert f"2 rows of 2 conversations, {tokens} tokens, {supervised} supervised" in printed
+    assert "1 malformed JSON" in printed
+    assert "\x1b[32m" in conversations.marked(make_tokenizer(), first, colour=True)

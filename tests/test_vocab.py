@@ -1,0 +1,216 @@
+"""The draft vocabulary and the script that chooses it."""
+
+import json
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from transformers import GenerationConfig
+
+from draftsmith.data_gen import rank_vocab
+from draftsmith.models.chat import stop_ids
+from draftsmith.models.vocab import DraftVocab, load_metadata, rank
+from draftsmith.recipes.errors import UserError
+from tests.conftest import VOCAB_SIZE, make_tokenizer
+
+
+def some_vocab(size: int = 7, vocab_size: int = 20, seed: int = 0) -> DraftVocab:
+    ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:size]
+    return DraftVocab(ids.sort().values, vocab_size)
+
+
+# The mapping.
+
+
+@pytest.mark.parametrize("size", [1, 7, 19, 20])
+def test_round_trip(size: int) -> None:
+    vocab = some_vocab(size)
+    ids = vocab.target_ids.tolist()
+    assert [i + offset for i, offset in enumerate(vocab.d2t.tolist())] == ids
+    assert [i for i, inside in enumerate(vocab.t2d.tolist()) if inside] == ids
+    draft = torch.arange(size).view(1, -1)
+    assert torch.equal(vocab.to_draft(vocab.to_target(draft)), draft)
+    expected = [ids.index(token) if token in ids else -1 for token in range(20)]
+    assert vocab.to_draft(torch.arange(20)).tolist() == expected
+    assert vocab.is_full == (size == 20)
+    assert DraftVocab.from_d2t(vocab.d2t, vocab.t2d).same_as(vocab)
+
+
+def test_full_is_the_identity() -> None:
+    full = DraftVocab.full(5)
+    assert full.d2t.tolist() == [0] * 5 and full.t2d.all() and full.is_full
+    assert not full.same_as(DraftVocab.full(6))
+    assert not some_vocab(seed=0).same_as(some_vocab(seed=1))
+
+
+@pytest.mark.parametrize("ids", [[3, 3], [4, 2], [-1, 2], [2, 20], []])
+def test_wrong_ids_are_refused(ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="target_ids"):
+        DraftVocab(torch.tensor(ids, dtype=torch.int64), 20)
+
+
+def test_from_d2t_prints_both_sides() -> None:
+    vocab = DraftVocab(torch.tensor([5, 9, 10]), 12)
+    with pytest.raises(UserError, match=r"d2t has 2 draft tokens, t2d marks 3"):
+        DraftVocab.from_d2t(vocab.d2t[:2], vocab.t2d)
+    with pytest.raises(UserError, match=r"token 1 is target token 8 by d2t and 9 by t2d \(1 of 3 differ\)"):
+        DraftVocab.from_d2t(torch.tensor([5, 7, 8]), vocab.t2d)
+    # Ids in place of offsets: the mistake that other exporters make.
+    with pytest.raises(UserError, match=r"target ids 5 to 12, t2d covers 0 to 11; d2t holds offsets"):
+        DraftVocab.from_d2t(vocab.target_ids, vocab.t2d)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    path, vocab = tmp_path / "run" / "v.safetensors", some_vocab()
+    vocab.save(path, {"counted_tokens": "12"})
+    assert DraftVocab.load(path).same_as(vocab)
+    assert load_metadata(path) == {"counted_tokens": "12"}
+    assert [file.name for file in path.parent.iterdir()] == ["v.safetensors"]
+
+
+def test_load_refuses_what_is_no_draft_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "v.safetensors"
+    with pytest.raises(UserError, match=r"no such draft vocabulary; data_gen/rank_vocab\.py"):
+        DraftVocab.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        DraftVocab.load(path)
+    save_file({"d2t": torch.zeros(3, dtype=torch.int64)}, path)
+    with pytest.raises(UserError, match="no t2d in it"):
+        DraftVocab.load(path)
+
+
+# Ranking.
+
+
+def test_rank_equals_sorting_by_hand() -> None:
+    chance = random.Random(0)
+    for _ in range(50):
+        counts = [chance.choice([0, 0, 1, 2, 2, 5]) for _ in range(30)]
+        must_have = chance.sample(range(30), 3)
+        seen = sorted((i for i in range(30) if i not in must_have), key=lambda i: (-counts[i], i))
+        size = chance.randint(3, 3 + sum(counts[i] > 0 for i in seen))
+        expected = sorted(must_have + seen[: size - 3])
+        assert rank(torch.tensor(counts), size, must_have).target_ids.tolist() == expected
+
+
+def test_rank_refuses_more_than_was_seen() -> None:
+    counts = torch.tensor([0, 4, 0, 2, 0, 0])
+    assert rank(counts, 3, must_have=[5]).target_ids.tolist() == [1, 3, 5]
+    with pytest.raises(UserError, match=r"4 draft tokens asked for.* only 3 distinct tokens .*set it to 3 or less"):
+        rank(counts, 4, must_have=[5])
+    with pytest.raises(UserError, match="7 is more than the target's vocabulary of 6"):
+        rank(counts, 7)
+    with pytest.raises(UserError, match="no room for the 2 stop tokens"):
+        rank(counts, 1, must_have=[4, 5])
+    assert rank(counts, 6).is_full  # nothing to choose, however little was seen
+
+
+def test_stop_ids_of_config_and_tokenizer() -> None:
+    tokenizer = make_tokenizer()
+    assert stop_ids(tokenizer, GenerationConfig()) == (4,)
+    assert stop_ids(tokenizer, GenerationConfig(eos_token_id=9)) == (4, 9)
+    assert stop_ids(tokenizer, GenerationConfig(eos_token_id=[9, 4, 7])) == (4, 7, 9)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="names a stop token"):
+        stop_ids(tokenizer, GenerationConfig())
+
+
+# The script.
+
+
+@pytest.fixture
+def run_script(tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """Calls rank_vocab on hand-made conversations of 12 and 40 tokens; returns what it prints."""
+    chance = random.Random(1)
+    lines = []
+    for i in range(30):
+        output = [int(chance.paretovariate(0.6)) % 200 + 5 for _ in range(35 if i % 5 == 0 else 7)]
+        turn = {"prompt_token_ids": [2, 300 + i % 9, 4, 3], "output_token_ids": [*output, 9], "finish_reason": "stop"}
+        lines.append({"id": f"c{i}", "messages": [{"role": "user", "content": "x"}], "turns": [turn]})
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = {"output_dir": str(out), "target": {"model": str(target_dir)}, "data": {"max_length": 20}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+
+    def call(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["rank_vocab.py", str(tmp_path / "recipe.yaml"), *arguments])
+        rank_vocab.main()
+        return capsys.readouterr().out
+
+    call.out = out  # type: ignore[attr-defined]
+    call.lines = lines  # type: ignore[attr-defined]
+    return call
+
+
+def test_script_counts_what_training_reads(run_script) -> None:
+    printed = run_script("drafter.vocab_size=12")
+    kept = [
+        line["turns"][0]["output_token_ids"]
+        for line in run_script.lines
+        if len(line["turns"][0]["output_token_ids"]) < 17
+    ]
+    assert len(kept) == 24  # rows beyond max_length are not counted
+    counts = Counter(token for output in kept for token in output)
+    best = sorted(counts, key=lambda token: (-counts[token], token))
+    best.remove(9)
+    expected = sorted([4, *(best[:10]), 9])  # the tokenizer's stop token 4 was never seen; 9 is frequent
+    path = run_script.out / "draft_vocab.safetensors"
+    vocab = DraftVocab.load(path)
+    assert vocab.target_ids.tolist() == expected and vocab.target_vocab_size == VOCAB_SIZE
+    total, covered = counts.total(), sum(counts[token] for token in expected)
+    assert f"{total:,} supervised tokens, {len(counts):,} distinct ones seen" in printed
+    assert "6 longer than data.max_length" in printed
+    assert f"{covered / total:.2%} of the supervised ones covered" in printed
+    metadata = load_metadata(path)
+    assert metadata["counted_tokens"] == str(total)
+    assert float(metadata["covered_share"]) == pytest.approx(covered / total, abs=1e-6)
+    assert len(metadata["tokenizer_fingerprint"]) == 64
+
+
+def test_script_never_changes_a_mapping_under_a_drafter(run_script) -> None:
+    assert "written" in run_script("drafter.vocab_size=12")
+    assert "unchanged" in run_script("drafter.vocab_size=12")
+    assert "replaced" in run_script("drafter.vocab_size=14")
+    path = run_script.out / "draft_vocab.safetensors"
+    before = path.read_bytes()
+    checkpoint = run_script.out / "checkpoints" / "step_4"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"holds 14 draft tokens of 320, the counts now give 12 of 320, 12 of them .*checkpoints"
+    ):
+        run_script("drafter.vocab_size=12")
+    assert path.read_bytes() == before
+    assert "unchanged" in run_script("drafter.vocab_size=14")
+
+
+def test_script_without_a_size_takes_the_whole_vocabulary(run_script) -> None:
+    printed = run_script()
+    assert "whole vocabulary" in printed and "100.00% of the supervised ones covered" in printed
+    assert DraftVocab.load(run_script.out / "draft_vocab.safetensors").same_as(DraftVocab.full(VOCAB_SIZE))
+
+
+def test_script_refuses_sizes_that_cannot_be(run_script) -> None:
+    with pytest.raises(UserError, match="321 is more than the target's vocabulary of 320"):
+        run_script("drafter.vocab_size=321")
+    with pytest.raises(UserError, match="319 draft tokens asked for"):
+        run_script("drafter.vocab_size=319")
+    assert not (run_script.out / "draft_vocab.safetensors").exists()
+
+
+def test_script_plan_writes_nothing(run_script) -> None:
+    assert "writes 12 of 320 target tokens" in run_script("drafter.vocab_size=12", "--plan")
+    assert [file.name for file in run_script.out.iterdir()] == ["conversations.jsonl"]
+
+
+def test_script_refuses_tokens_beyond_the_vocabulary(run_script) -> None:
+    path = run_script.out / "conversations.jsonl"
+    path.write_text(path.read_text().replace('"output_token_ids": [', '"output_token_ids": [320, '))
+    with pytest.raises(UserError, match="token 320 is outside the target's vocabulary of 320"):
+        run_script("drafter.vocab_size=12")
