@@ -1,0 +1,429 @@
+"""Regeneration: the decoding pool against `generate`, and the file that no kill can hurt."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from draftsmith.data_gen import regenerate
+from draftsmith.data_gen.conversation_log import ConversationLog
+from draftsmith.data_gen.conversations import training_rows
+from draftsmith.data_gen.generators import GenerationSettings, _Pool, generate
+from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import Rejects
+from tests.conftest import make_target, make_tokenizer
+
+ROOT = Path(__file__).parent.parent
+# Many stop tokens, so that random-weight targets end most of their answers.
+STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)
+
+
+def some_prompts(count: int, seed: int = 0) -> list[tuple[tuple[str, int], list[int]]]:
+    chance = random.Random(seed)
+    lengths = [chance.choice([1, 2, 5, 17, 40]) for _ in range(count)]
+    return [((f"c{i}", 0), [chance.randrange(5, 320) for _ in range(length)]) for i, length in enumerate(lengths)]
+
+
+def answers(model: Any, prompts: Any, **settings: Any) -> dict[Any, tuple[list[int], str]]:
+    merged = {"max_new_tokens": 20, "max_length": 50, "stop_ids": STOPS, "batch_size": 4} | settings
+    found = list(generate(model, iter(prompts), GenerationSettings(**merged)))
+    assert len({key for key, _, _ in found}) == len(found)
+    return {key: (tokens, reason) for key, tokens, reason in found}
+
+
+# The generator.
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("mistral", {"sliding_window": 8}),
+        (
+            "gemma3_text",
+            {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        ),
+    ],
+)
+def test_greedy_answers_equal_generate_one_by_one(family: str, overrides: dict[str, Any]) -> None:
+    model = make_target(family, num_layers=3, **overrides)
+    prompts = some_prompts(15)
+    found = answers(model, prompts, temperature=0)
+    for key, prompt in prompts:
+        alone = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            do_sample=False,
+            max_new_tokens=min(20, 50 - len(prompt)),
+            eos_token_id=list(STOPS),
+        )[0, len(prompt) :].tolist()
+        assert found[key] == (alone, "stop" if alone[-1] in STOPS else "length")
+    assert Counter(reason for _, reason in found.values()).keys() == {"stop", "length"}
+
+
+def test_lengths_are_cut_at_both_limits() -> None:
+    model = make_target(num_layers=2)
+    prompts = [("long", [7] * 47), ("short", [7] * 3)]
+    found = answers(model, prompts, temperature=0, stop_ids=(319,))
+    assert [(len(found[key][0]), found[key][1]) for key in ("long", "short")] == [(3, "length"), (20, "length")]
+    with pytest.raises(ValueError, match="50 tokens leaves no room in 50"):
+        answers(model, [("full", [7] * 50)])
+
+
+def test_draws_do_not_depend_on_neighbours_or_order() -> None:
+    model, prompts = make_target(num_layers=3), some_prompts(12)
+    found = answers(model, prompts, temperature=1.0, top_p=0.9, seed=3)
+    assert answers(model, prompts, temperature=1.0, top_p=0.9, seed=3, batch_size=1) == found
+    assert answers(model, prompts[::-1], temperature=1.0, top_p=0.9, seed=3, batch_size=9) == found
+    assert answers(model, prompts[5:6], temperature=1.0, top_p=0.9, seed=3) == {prompts[5][0]: found[prompts[5][0]]}
+    assert answers(model, prompts, temperature=1.0, top_p=0.9, seed=4) != found
+    # The same prompt under another key, as in a next turn, has draws of its own.
+    twice = answers(model, [(("c", 0), [7, 8]), (("c", 1), [7, 8])], temperature=1.0)
+    assert twice["c", 0] != twice["c", 1]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.7, 0), (0.8, 0.9, 12)]
+)
+def test_first_tokens_follow_the_processed_law(temperature: float, top_p: float, top_k: int) -> None:
+    model, count = make_target(num_layers=2, initializer_range=0.1), 3000
+    found = answers(
+        model,
+        [(i, [7, 8]) for i in range(count)],
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_new_tokens=1,
+        batch_size=500,
+    )
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    warpers.append(TopPLogitsWarper(top_p))
+    with torch.no_grad():
+        logits = model(torch.tensor([[7, 8]])).logits[:, -1]
+    law = warpers(torch.tensor([[7, 8]]), logits).softmax(-1)[0]  # type: ignore[arg-type]
+    drawn = torch.bincount(torch.tensor([tokens[0] for tokens, _ in found.values()]), minlength=320) / count
+    assert (drawn[law == 0] == 0).all()
+    # Total variation of 3,000 draws from the law itself stays below this bound in all but a millionth of cases:
+    # mean at most sum(sqrt(p (1 - p) / (2 pi n))), plus sqrt(ln(1e6) / (2 n)).
+    mean = (law * (1 - law) / (2 * torch.pi * count)).sqrt().sum()
+    assert (drawn - law).abs().sum() / 2 < mean + (13.8 / (2 * count)) ** 0.5
+    uniform = torch.full_like(law, 1 / 320)
+    assert (uniform - law).abs().sum() / 2 > mean + (13.8 / (2 * count)) ** 0.5  # the bound can tell laws apart
+
+
+def test_no_row_is_decoded_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every position of every forward pass gives a token that is kept."""
+    sizes: list[int] = []
+    step = _Pool.step
+    monkeypatch.setattr(_Pool, "step", lambda pool, tokens, at: sizes.append(len(tokens)) or step(pool, tokens, at))
+    found = answers(make_target(num_layers=2), some_prompts(30), temperature=0, batch_size=6)
+    assert sum(sizes) == sum(len(tokens) for tokens, _ in found.values())
+    assert len({len(tokens) for tokens, _ in found.values()}) > 3  # answers of unequal length: rows were replaced
+    assert max(sizes) == 6 and len(sizes) < sum(sizes) / 2
+
+
+def test_prompts_may_wait_for_answers() -> None:
+    model, got = make_target(num_layers=2), []
+
+    def prompts() -> Any:
+        yield "first", [7]
+        while not got:
+            yield None
+        yield "second", [7, *got[0]]
+
+    for _, tokens, _ in generate(model, prompts(), GenerationSettings(5, 50, STOPS, temperature=0)):
+        got.append(tokens)
+    assert len(got) == 2
+
+
+def test_models_without_keys_and_values_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"MambaForCausalLM has linear_attention layers"):
+        answers(make_target("mamba", num_layers=2), some_prompts(1))
+
+
+# What is asked.
+
+
+def talk(*roles: str) -> list[dict[str, Any]]:
+    """Messages "u0", "a1", ... of the roles system, user, assistant, caller (an assistant that calls tools), tool."""
+    messages: list[dict[str, Any]] = []
+    for i, role in enumerate(roles):
+        message = {"role": "assistant" if role == "caller" else role, "content": f"{role[0]}{i}"}
+        messages.append(message | ({"tool_calls": [{"type": "function"}]} if role == "caller" else {}))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["user"], [["u0"]]),
+        (["system", "user", "assistant", "user", "assistant"], [["s0", "u1"], ["u3"]]),
+        (["user", "user"], [["u0"], ["u1"]]),
+        (["user", "assistant", "system", "user"], [["u0"], ["s2", "u3"]]),
+        (["user", "caller", "tool", "assistant", "user"], [["u0", "c1", "t2"], ["u4"]]),
+        (["system"], []),
+        ([], []),
+    ],
+)
+def test_questions(roles: list[str], expected: list[list[str]]) -> None:
+    asked = [[message["content"] for message in group] for group in regenerate.questions(talk(*roles))]
+    assert asked == expected
+
+
+# The script.
+
+
+class Workspace:
+    """A folder with a target that ends most answers, prompts, a recipe, and calls of the script in this process."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+        self.folder, self.out = folder, folder / "out"
+        self.path = self.out / "conversations.jsonl"
+        self._monkeypatch, self._capsys = monkeypatch, capsys
+        self.target, self.recipe, self.prompts = folder / "target", folder / "recipe.yaml", folder / "prompts.jsonl"
+        model = make_target(num_layers=3)
+        model.generation_config.eos_token_id = list(STOPS)
+        model.save_pretrained(self.target)
+        make_tokenizer().save_pretrained(self.target)
+        generator = {"batch_size": 4, "max_new_tokens": 20, "temperature": 0}
+        recipe = {
+            "output_dir": str(self.out),
+            "target": {"model": str(self.target), "dtype": "float32", "device": "cpu"},
+            "data": {"prompts": str(self.prompts), "max_length": 200, "generator": generator},
+        }
+        self.recipe.write_text(yaml.safe_dump(recipe))
+
+    def ask(self, count: int, *more: Any) -> None:
+        """Conversations of 1, 2 and 3 user turns, then `more` lines: bytes as they are, else JSON."""
+        questions = [
+            {
+                "id": f"q{i}",
+                "messages": [{"role": "user", "content": f"the cat {i} {n}"} for n in range(1 + i % 3)],
+                "meta": {"number": i},
+            }
+            for i in range(count)
+        ]
+        lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in [*questions, *more]]
+        self.prompts.write_bytes(b"".join(line + b"\n" for line in lines))
+
+    def run(self, *arguments: str) -> str:
+        self._monkeypatch.setattr(sys, "argv", ["regenerate.py", str(self.recipe), *arguments])
+        regenerate.main()
+        return self._capsys.readouterr().out
+
+    def records(self, path: Path | None = None) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (path or self.path).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Workspace:
+    return Workspace(tmp_path, monkeypatch, capsys)
+
+
+def test_records_hold_every_turn_and_who_wrote_it(place: Workspace) -> None:
+    place.ask(30)
+    printed = place.run()
+    records = place.records()
+    assert sorted(record["id"] for record in records) == sorted(f"q{i}" for i in range(30))
+    tokenizer = load_tokenizer(str(place.target))
+    complete = 0
+    for record in records:
+        number = record["meta"]["number"]
+        roles = [message["role"] for message in record["messages"]]
+        assert roles == ["user", "assistant"] * len(record["turns"])
+        assert len(record["turns"]) + record.get("unasked_turns", 0) == 1 + number % 3
+        complete += len(record["turns"]) == 3
+        for i, turn in enumerate(record["turns"]):
+            assert turn["prompt_token_ids"] == render_prompt(tokenizer, record["messages"][: 2 * i + 1])
+            answer = tokenizer.decode(turn["output_token_ids"], skip_special_tokens=True)
+            assert record["messages"][2 * i + 1]["content"] == answer
+            ends = turn["output_token_ids"][-1] in STOPS
+            assert turn["finish_reason"] == ("stop" if ends else "length")
+            assert ends or len(turn["output_token_ids"]) == 20
+            assert not set(turn["output_token_ids"][:-1]).intersection(STOPS)
+            assert ends or i == len(record["turns"]) - 1  # a cut answer ends its conversation
+        wanted = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0, "max_new_tokens": 20, "dtype": "float32"}
+        assert wanted.items() <= record["generator"].items()
+        assert record["generator"]["target"] == str(place.target)
+        assert len(record["generator"]["tokenizer_fingerprint"]) == 64
+    assert complete
+    assert [record for record in records if "unasked_turns" in record]
+    tokens = sum(len(turn["output_token_ids"]) for record in records for turn in record["turns"])
+    assert f"30 conversations written, {sum(len(r['turns']) for r in records)} answers, {tokens:,} tokens" in printed
+    spans = [s for row in training_rows(place.path, tokenizer, 200, Rejects()) for s in row.spans]
+    assert sum(end - start for start, end in spans) == tokens
+
+
+def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
+    long = {"id": "long", "messages": [{"role": "user", "content": "x" * 400}]}
+    place.ask(
+        3,
+        b'{"id": "windows", "messages": [{"role": "user", "content": "caf\xe9"}]}',
+        b"\xff\xfe\x00{",
+        b'{"id": "torn", "messages": [',
+        {"id": "mute", "messages": [{"role": "system", "content": "x"}]},
+        long,
+        {"id": "image", "messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+    )
+    printed = place.run()
+    assert {record["id"] for record in place.records()} == {"q0", "q1", "q2"}
+    rejected = place.records(place.out / "conversations.rejects.jsonl")
+    reasons = [record["reason"].split(":")[0] for record in rejected]
+    assert sorted(reasons) == sorted(
+        ["not UTF-8", "not UTF-8", "malformed JSON", "no user turn", "longer than data.max_length", "not text only"]
+    )
+    assert next(r for r in rejected if "longer" in r["reason"])["record"]["messages"] == long["messages"]
+    assert "6 records rejected" in printed
+    # Asked again: the same answer, and no reject twice.
+    assert "3 of 5 conversations are done" in place.run()
+    assert len(place.records(place.out / "conversations.rejects.jsonl")) == 6 and len(place.records()) == 3
+
+
+@pytest.mark.parametrize(
+    "lines", [[], [b"", b"  "], [b"{"], [{"id": "long", "messages": [{"role": "user", "content": "x" * 400}]}]]
+)
+def test_nothing_to_ask_is_an_error(place: Workspace, lines: list[Any]) -> None:
+    place.ask(0, *lines)
+    with pytest.raises(UserError, match=r"is empty|no usable conversation|not one of 1 conversations could be asked"):
+        place.run()
+    assert not place.path.exists()
+
+
+def test_missing_prompts(place: Workspace) -> None:
+    with pytest.raises(UserError, match=r"prompts\.jsonl"):
+        place.run()
+    place.ask(1)
+    with pytest.raises(UserError, match=r"data\.prompts: not given"):
+        place.run("data.prompts=null")
+
+
+def test_plan_loads_no_model_and_writes_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.ask(6)
+    monkeypatch.setattr(regenerate, "load_causal_lm", None)
+    printed = place.run("--plan")
+    assert "greedy" in printed and "6 conversations, 12 answers" in printed and "at most 240" in printed
+    assert not place.out.exists()
+
+
+def test_finished_file_is_left_alone(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.ask(5)
+    place.run()
+    before = place.path.read_bytes()
+    monkeypatch.setattr(regenerate, "load_causal_lm", None)  # not needed
+    assert "all 5 conversations are done" in place.run()
+    assert "holds 3 conversations that are not among these prompts" in place.run("data.max_prompts=2")
+    assert place.path.read_bytes() == before
+
+
+def test_torn_last_line_is_cut_off_and_made_anew(place: Workspace) -> None:
+    place.ask(8)
+    place.run()
+    whole = place.path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    expected = sorted(whole.splitlines())
+    for torn in (lines[5][:-1], lines[5][: len(lines[5]) // 2], b'{"id"', b"\0" * 50 + b"\n"):
+        place.path.write_bytes(b"".join(lines[:5]) + torn)
+        assert f"its last line was torn ({len(torn)} bytes)" in place.run()
+        assert sorted(place.path.read_bytes().splitlines()) == expected
+
+
+def test_files_of_other_origin_are_refused(place: Workspace) -> None:
+    place.ask(4)
+    place.run()
+    whole = place.path.read_bytes()
+    with pytest.raises(
+        UserError, match=r"jsonl:1: written with temperature 0\.0, this run has 0\.7(.|\n)*top_k 0, this run has 5"
+    ):
+        place.run("data.generator.temperature=0.7", "data.generator.top_k=5")
+    with pytest.raises(UserError, match=r"written with seed 0, this run has 1"):
+        place.run("data.generator.seed=1", "--plan")
+    # Other weights at the same place; the tokenizer is the same.
+    place.ask(5)
+    make_target(num_layers=3, seed=1, eos_token_id=list(STOPS)).save_pretrained(place.target)
+    with pytest.raises(UserError, match="the target was changed"):
+        place.run()
+    first, *rest = whole.splitlines(keepends=True)
+    place.path.write_bytes(first + b"not mine\n" + b"".join(rest))
+    with pytest.raises(UserError, match=r"conversations\.jsonl:2: not a line of regenerate's"):
+        place.run()
+    place.path.write_bytes(first + first + b"".join(rest))
+    with pytest.raises(UserError, match=r"conversations\.jsonl:2: conversation 'q\d' is there twice"):
+        place.run()
+
+
+def test_two_writers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    with ConversationLog(path, {"target": "t"}) as log:
+        log.append({"id": "a", "turns": []})
+        with pytest.raises(UserError, match="another process is writing it"):
+            ConversationLog(path, {"target": "t"})
+    with ConversationLog(path, {"target": "t"}) as log:
+        assert log.content.done == {"a"}
+
+
+@pytest.mark.parametrize(("temperature", "kills"), [("0", (1, 20, 40)), ("1.0", (30,))])
+def test_kill_9_at_any_moment_loses_and_repeats_nothing(
+    place: Workspace, temperature: str, kills: tuple[int, ...]
+) -> None:
+    """A real process, killed again and again while it writes; then the file equals that of an uninterrupted run.
+
+    `kills`: lines after which, at some moment, the kill comes.
+    """
+    place.ask(90)
+    arguments = [str(place.recipe), f"data.generator.temperature={temperature}", "data.generator.max_new_tokens=40"]
+    place.run(*arguments[1:])
+    expected = {record["id"]: record for record in place.records()}
+    assert len(expected) == 90
+    interrupted = place.folder / "interrupted"
+    path = interrupted / "conversations.jsonl"
+    arguments.append(f"output_dir={interrupted}")
+    chance, kept = random.Random(temperature), b""
+    for wanted in kills:
+        process = start(arguments)
+        deadline = time.monotonic() + 120
+        while count_lines(path) < wanted and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert process.returncode == -signal.SIGKILL, "it had ended before it was killed: nothing was tested"
+        content = path.read_bytes()
+        assert content.startswith(kept)  # no written line was touched
+        kept = content[: content.rfind(b"\n") + 1]
+        assert count_lines(path) >= wanted
+    last = start(arguments)
+    assert last.wait(timeout=240) == 0
+    records = place.records(path)
+    assert sorted(record["id"] for record in records) == sorted(expected)
+    assert path.read_bytes().startswith(kept)
+    assert {record["id"]: record for record in records} == expected
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "data_gen/regenerate.py", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
