@@ -1,15 +1,13 @@
 """Train the demo's target model: a small Llama that answers questions about Python code.
 
-    python recipes/make_demo_target.py --out runs/demo_target            # as shipped: hours on two CPU cores
+    python recipes/make_demo_target.py --out runs/demo_target            # as shipped: 80 minutes on two CPU cores
     python recipes/make_demo_target.py --out /tmp/try --steps 60         # a look at the loss
 
 Reads the standard library of the running interpreter (and its test suite, where it is installed), holds out whole
 modules (`stdlib_prompts.split_of`), trains a byte-level BPE tokenizer and the model from random weights, and writes a
 Hugging Face model directory in bfloat16 with `training.json`: what was trained on, how long, and what was measured.
 Answers of up to 600 characters first; while the learning rate decays, those of the demo's own length, so that the model
-learns to come to an end. A last phase takes back loops: where the model's own greedy answers repeat a 4-gram for the
-third time, that token is made less likely (sequence-level unlikelihood, arXiv 1908.04319), beside ordinary steps.
-A run that was stopped goes on from `--out`'s last checkpoint.
+learns to come to an end. A run that was stopped goes on from `--out`'s last checkpoint.
 """
 
 import argparse
@@ -41,7 +39,6 @@ from draftsmith.recipes.stdlib_prompts import (
 ROW_TOKENS = 512  # one packed training row
 DECAY_SHARE = 0.4  # of all steps: the learning rate falls, and answers have the demo's length
 LONG_ANSWER_CHARACTERS = 600  # before that
-LOOP_LEARNING_RATE_SHARE = 0.1  # of --learning-rate, at the start of the last phase
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'assistant' -%}"
@@ -117,11 +114,6 @@ def render(tokenizer: Any, conversations: list[dict]) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def render_question(tokenizer: Any, conversation: dict) -> list[int]:
-    text = tokenizer.apply_chat_template(conversation["messages"][:1], tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
 @torch.no_grad()
 def heldout_loss(model: LlamaForCausalLM, tokenizer: Any, conversations: list[dict]) -> float:
     """Mean nats per answer token (stop token included) over the held-out conversations, the library's answers."""
@@ -147,17 +139,11 @@ def is_looping(token_ids: list[int]) -> bool:
 
 
 @torch.no_grad()
-def greedy_answers(
-    model: Any,
-    tokenizer: Any,
-    conversations: list[dict],
-    max_new_tokens: int,
-    quiet: bool = False,
-) -> list[list[int]]:
+def greedy_answers(model: Any, tokenizer: Any, conversations: list[dict], max_new_tokens: int) -> list[list[int]]:
     """Greedy answers without their stop token; those that hit `max_new_tokens` have exactly that many tokens."""
     tokenizer.padding_side = "left"
     answers: list[list[int]] = []
-    for start in tqdm(range(0, len(conversations), 32), desc="greedy answers", unit="batch", disable=quiet):
+    for start in tqdm(range(0, len(conversations), 32), desc="greedy answers", unit="batch"):
         prompts = [c["messages"][:1] for c in conversations[start : start + 32]]
         texts: list[Any] = [
             tokenizer.apply_chat_template(p, tokenize=False, add_generation_prompt=True) for p in prompts
@@ -172,41 +158,6 @@ def greedy_answers(
         for row in out[:, batch["input_ids"].shape[1] :].tolist():
             answers.append(row[: row.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in row else row)
     return answers
-
-
-def repeated(token_ids: list[int]) -> list[bool]:
-    """Marks tokens that complete a 4-gram which has stood in the answer twice already."""
-    seen: dict[tuple[int, ...], int] = {}
-    marks = [False] * len(token_ids)
-    for i in range(3, len(token_ids)):
-        gram = tuple(token_ids[i - 3 : i + 1])
-        marks[i] = seen.get(gram, 0) >= 2
-        seen[gram] = seen.get(gram, 0) + 1
-    return marks
-
-
-def unlikelihood(
-    model: Any, tokenizer: Any, conversations: list[dict], max_new_tokens: int
-) -> tuple[torch.Tensor, float]:
-    """(-log(1 - p) averaged over the repeated tokens of the model's own greedy answers, share of looping answers)."""
-    model.eval()
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        answers = greedy_answers(model, tokenizer, conversations, max_new_tokens, quiet=True)
-    model.train()
-    total, count = torch.zeros(()), 0
-    for conversation, answer in zip(conversations, answers, strict=True):
-        marks = repeated(answer)
-        if not any(marks):
-            continue
-        prompt = render_question(tokenizer, conversation)
-        ids_BT = torch.tensor([prompt + answer])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits_TV = model(ids_BT).logits[0, len(prompt) - 1 : -1]
-        chosen = logits_TV.float().log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0]  # [T] log p
-        # log(1 - p), kept away from p = 1 where it has no bound
-        total = total - torch.log1p(-chosen.exp().clamp(max=0.999))[torch.tensor(marks)].sum()
-        count += sum(marks)
-    return total / max(1, count), sum(map(is_looping, answers)) / len(answers)
 
 
 def learning_rate_scale(step: int, steps: int) -> float:
@@ -233,7 +184,6 @@ class Corpus:
 
     def __init__(self, tokenizer: Any, library: list[dict], tests: list[dict], repeats: int):
         self.pad_id: int = tokenizer.convert_tokens_to_ids("<|pad|>")  # type: ignore[assignment]
-        self.library, self.tests, self.repeats = library, tests, repeats
         ids = {"library": render(tokenizer, library), "tests": render(tokenizer, tests)}
         self.long = ids["library"] * repeats + ids["tests"]
         short_library = [i for i, c in zip(ids["library"], library, strict=True) if is_short(c)]
@@ -285,8 +235,8 @@ def likelihood(model: Any, ids_BT: torch.Tensor, pad_id: int) -> torch.Tensor:
     )
 
 
-def learn_answers(model: Any, corpus: Corpus, optimizers: Optimizers, args: argparse.Namespace) -> float:
-    """The main phase, with checkpoints. Returns the seconds that it took, those before a restart included."""
+def learn(model: Any, corpus: Corpus, optimizers: Optimizers, args: argparse.Namespace) -> float:
+    """Trains, with checkpoints. Returns the seconds that it took, those before a restart included."""
     checkpoint_path, log_path = args.out / "checkpoint.pt", args.out / "training.log.jsonl"
     step, seconds = 0, 0.0
     if checkpoint_path.exists():
@@ -300,7 +250,7 @@ def learn_answers(model: Any, corpus: Corpus, optimizers: Optimizers, args: argp
     long = corpus.rows(corpus.long, args.rows_per_step, order)
     short = corpus.rows(corpus.short, args.rows_per_step, order)
     model.train()
-    progress = tqdm(total=args.steps, initial=step, desc="answers", unit="step", mininterval=10)
+    progress = tqdm(total=args.steps, initial=step, unit="step", mininterval=10)
     while step < args.steps:
         began = time.perf_counter()
         ids_BT = next(long if step < decay_begins else short)
@@ -323,24 +273,6 @@ def learn_answers(model: Any, corpus: Corpus, optimizers: Optimizers, args: argp
     return seconds
 
 
-def unlearn_loops(
-    model: Any, tokenizer: Any, corpus: Corpus, optimizers: Optimizers, args: argparse.Namespace
-) -> float:
-    """The last phase. Returns its seconds."""
-    asked = [c for c in corpus.library if is_short(c)]
-    order = random.Random(args.seed)
-    rows = corpus.rows(corpus.short, args.rows_per_step // 2, order)
-    began = time.perf_counter()
-    for step in (progress := tqdm(range(args.loop_steps), desc="loops", unit="step")):
-        loss = likelihood(model, next(rows), corpus.pad_id)
-        penalty, looping = unlikelihood(model, tokenizer, order.sample(asked, 32), max_new_tokens=192)
-        optimizers.step(loss + penalty, LOOP_LEARNING_RATE_SHARE * (1 - step / args.loop_steps))
-        progress.set_postfix(loss=f"{loss.item():.3f}", penalty=f"{penalty.item():.3f}", looping=f"{looping:.2f}")
-        line = {"loop_step": step + 1, "loss": round(loss.item(), 4), "penalty": round(penalty.item(), 4)}
-        append(args.out / "training.log.jsonl", line | {"looping_share": looping})
-    return time.perf_counter() - began
-
-
 def append(path: Path, line: dict) -> None:
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -350,7 +282,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model directory")
     parser.add_argument("--steps", type=int, default=1600, help="optimiser steps of --rows-per-step rows")
-    parser.add_argument("--loop-steps", type=int, default=80, help="steps of the last phase, against loops")
     parser.add_argument("--rows-per-step", type=int, default=16, help=f"rows of {ROW_TOKENS} tokens in one step")
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
@@ -401,8 +332,7 @@ def main() -> None:
         f"{parameters / 1e6:.2f} M parameters; {len(library_documents)} library and {len(test_documents)} test "
         f"documents, {pass_tokens / 1e6:.2f} M tokens a pass; {seen / 1e6:.1f} M to be seen"
     )
-    answers_seconds = learn_answers(model, corpus, optimizers, args)
-    loops_seconds = unlearn_loops(model, tokenizer, corpus, optimizers, args)
+    seconds = learn(model, corpus, optimizers, args)
 
     model.bfloat16()
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -417,7 +347,7 @@ def main() -> None:
         "test_documents": len(test_documents),
         "tokens_per_pass": pass_tokens,
         "tokens_seen": seen,
-        "minutes": {"answers": round(answers_seconds / 60, 1), "loops": round(loops_seconds / 60, 1)},
+        "training_minutes": round(seconds / 60, 1),
         **measure(model.float(), tokenizer, args.measure_prompts),
     }
     (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
