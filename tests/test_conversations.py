@@ -126,6 +126,11 @@ def test_assistant_turn_that_calls_tools_is_a_turn() -> None:
             talk("the cat", "sat"),
             "mask and turns differ",
         ),
+        (  # two marked stretches in one turn
+            CHAT_TEMPLATE.replace("{% generation %}", "{% generation %}a{% endgeneration %}b{% generation %}"),
+            talk("the cat", "sat"),
+            "mask and turns differ",
+        ),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", TWO_TURNS, "prompt is no prefix"),
         ("{% for m in messages %}{{ m.content if m.role == 'user' }}{% endfor %}", TWO_TURNS, "empty mask"),
         (CHAT_TEMPLATE, talk("q"), "no assistant turn"),

@@ -100,7 +100,7 @@ def test_draws_do_not_depend_on_neighbours_or_order() -> None:
     ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.7, 0), (0.8, 0.9, 12)]
 )
 def test_first_tokens_follow_the_processed_law(temperature: float, top_p: float, top_k: int) -> None:
-    model, count = make_target(num_layers=2, initializer_range=0.1), 3000
+    model, count = make_target(num_layers=2), 3000
     found = answers(
         model,
         [(i, [7, 8]) for i in range(count)],
@@ -121,10 +121,13 @@ def test_first_tokens_follow_the_processed_law(temperature: float, top_p: float,
     assert (drawn[law == 0] == 0).all()
     # Total variation of 3,000 draws from the law itself stays below this bound in all but a millionth of cases:
     # mean at most sum(sqrt(p (1 - p) / (2 pi n))), plus sqrt(ln(1e6) / (2 n)).
-    mean = (law * (1 - law) / (2 * torch.pi * count)).sqrt().sum()
-    assert (drawn - law).abs().sum() / 2 < mean + (13.8 / (2 * count)) ** 0.5
-    uniform = torch.full_like(law, 1 / 320)
-    assert (uniform - law).abs().sum() / 2 > mean + (13.8 / (2 * count)) ** 0.5  # the bound can tell laws apart
+    bound = (law * (1 - law) / (2 * torch.pi * count)).sqrt().sum() + (13.8 / (2 * count)) ** 0.5
+    assert (drawn - law).abs().sum() / 2 < bound
+    # The bound can tell this law from the unprocessed one, or, where nothing is processed, from a greedy choice.
+    other = logits.softmax(-1)[0]
+    if torch.allclose(law, other):
+        other = torch.nn.functional.one_hot(law.argmax(), 320)
+    assert (other - law).abs().sum() / 2 > bound
 
 
 def test_no_row_is_decoded_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
