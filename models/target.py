@@ -109,6 +109,11 @@ class Target:
         return self.head.weight.dtype  # type: ignore[return-value]
 
     @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, H]"""
+        return self.head.weight  # type: ignore[return-value]
+
+    @property
     def embedding_table(self) -> torch.Tensor:
         """[V, H] the input embeddings, which drafters share."""
         return self.embedding.weight  # type: ignore[return-value]

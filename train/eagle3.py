@@ -117,7 +117,7 @@ def read_rows(recipe: Recipe, tokenizer: Any) -> tuple[list[TrainingRow], list[T
 
 
 def build_drafter(recipe: Recipe, target: Target) -> Eagle3Drafter:
-    """A drafter with random weights over the draft vocabulary of this run."""
+    """A new drafter over the draft vocabulary of this run."""
     if not recipe.draft_vocab_path.exists():
         raise UserError(f"draft vocabulary: {recipe.draft_vocab_path} does not exist; data_gen/rank_vocab.py writes it")
     vocab = DraftVocab.load(recipe.draft_vocab_path)
@@ -134,7 +134,11 @@ def build_drafter(recipe: Recipe, target: Target) -> Eagle3Drafter:
         num_key_value_heads=section.num_key_value_heads,
         intermediate_size=section.intermediate_size,
     )
-    return Eagle3Drafter(config, vocab, target.embedding_table)
+    drafter = Eagle3Drafter(config, vocab, target.embedding_table)
+    if section.init_head == "target":
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(target.head_weight[vocab.target_ids.to(target.device)])
+    return drafter
 
 
 def run_identity(recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any], processes: int) -> dict[str, Any]:
