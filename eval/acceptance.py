@@ -76,7 +76,7 @@ def main() -> None:
 def contenders_of(recipe: Recipe) -> list[ContenderSection]:
     """The recipe's own tree first, then those under eval.also."""
     tree = recipe.eval.tree
-    shape = f"chain of {tree.nodes - 1}" if tree.policy == "chain" else f"{tree.policy} tree, {tree.nodes} nodes"
+    shape = f"chain of {tree.nodes - 1}" if tree.policy == "chain" else f"tree of {tree.nodes}"
     contenders = [ContenderSection(name=f"{recipe.drafter.kind}, {shape}", tree=tree), *recipe.eval.also]
     names = [PLAIN, *(contender.name for contender in contenders)]
     if repeated := sorted({name for name in names if names.count(name) > 1}):

@@ -72,7 +72,7 @@ class DrafterSection(Section):
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the drafter's MLP. None: the target's."""
     init_head: Literal["random", "target"] = "random"
-    """What the drafter's head starts from: random weights (EAGLE-3), or the target's own rows, which short runs like."""
+    """What the drafter's head starts from: random weights (EAGLE-3), or the target's rows (for short runs)."""
 
 
 class TrainSection(Section):

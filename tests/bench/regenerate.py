@@ -1,0 +1,74 @@
+"""Regeneration's decoding pool against transformers' `generate` and `generate_batch`, alternating in one run.
+
+    python tests/bench/regenerate.py                 # the demo's target and prompts, greedy, float32
+
+Prints new tokens per second of each round and each way. All three answer the same prompts with the same tokens.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from draftsmith.data_gen.generators import GenerationSettings, generate
+from draftsmith.models.chat import load_tokenizer, render_prompt, stop_ids
+from draftsmith.models.target import load_causal_lm
+from draftsmith.recipes.stdlib_prompts import stdlib_conversations
+
+TARGET = str(Path(__file__).parents[2] / "recipes/demo_target")
+
+
+def pool(model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]) -> Iterator[int]:
+    settings = GenerationSettings(args.max_new_tokens, 1024, stops, temperature=0, batch_size=args.batch_size)
+    for _, tokens, _ in generate(model, iter(list(enumerate(prompts))), settings):
+        yield len(tokens)
+
+
+def padded(model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]) -> Iterator[int]:
+    """`generate` over left-padded batches of prompts sorted by length."""
+    ordered = sorted(prompts, key=len)
+    for start in range(0, len(ordered), args.batch_size):
+        group = ordered[start : start + args.batch_size]
+        width = max(map(len, group))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in group])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in group])
+        out = model.generate(input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=args.max_new_tokens)
+        for row in out[:, width:].tolist():
+            yield next((i + 1 for i, token in enumerate(row) if token in stops), len(row))
+
+
+def continuous(model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]) -> Iterator[int]:
+    """transformers' continuous batching."""
+    config = GenerationConfig(
+        do_sample=False, max_new_tokens=args.max_new_tokens, eos_token_id=list(stops), pad_token_id=0
+    )
+    for output in model.generate_batch(prompts, generation_config=config).values():
+        yield len(output.generated_tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--continuous", action="store_true", help="measure generate_batch too: slow on CPUs")
+    args = parser.parse_args()
+    model, tokenizer = load_causal_lm(TARGET, dtype="float32"), load_tokenizer(TARGET)
+    stops = stop_ids(tokenizer, model.generation_config)
+    questions = list(stdlib_conversations("heldout"))[: args.prompts]
+    prompts = [render_prompt(tokenizer, question["messages"][:1]) for question in questions]
+    ways = [pool, padded] + [continuous] * args.continuous
+    for round_number in range(args.rounds):
+        for way in ways:
+            began = time.perf_counter()
+            tokens = sum(way(model, prompts, args, stops))
+            rate = tokens / (time.perf_counter() - began)
+            print(f"round {round_number}  {way.__name__:<12} {tokens} tokens, {rate:.0f} tokens/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
