@@ -1,7 +1,7 @@
 """One reader for every prompt format: files, the standard library's prompts and `datasets` names -> `Conversation`.
 
 Sources
-    path.jsonl, path.json     one JSON object per line, or one JSON array of objects
+    path.jsonl, path.json     one JSON object per line, or one JSON array of objects (.jsonl: nothing else in the file)
     path.parquet              one row per conversation
     stdlib:train, :heldout    questions about the interpreter's own library (`stdlib_prompts`)
     hf:org/name[:split]       a dataset of the `datasets` library; the split is `train` unless given
@@ -196,7 +196,7 @@ def _records(source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
         yield from enumerate(map(_without_nulls, _hub_rows(source)), start=1)
     elif Path(source).suffix.lower() == ".parquet":
         yield from enumerate(map(_without_nulls, _parquet_rows(source)), start=1)
-    elif _first_character(source) == b"[":
+    elif _is_array(source):
         yield from _json_array(source, rejects)
     else:
         yield from _json_lines(source, rejects)
@@ -209,6 +209,18 @@ def _first_character(path: str) -> bytes:
             if text:
                 return text[:1]
     return b""
+
+
+def _is_array(path: str) -> bool:
+    """A .json file is an array if it begins as one. A .jsonl file must be one to its end: a line may just be bad."""
+    if _first_character(path) != b"[":
+        return False
+    if Path(path).suffix.lower() == ".json":
+        return True
+    trial = Rejects()
+    for _ in _json_array(path, trial):
+        pass
+    return not trial.total
 
 
 def _json_lines(path: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:

@@ -124,6 +124,14 @@ def test_json_lines_in_a_json_file(tmp_path: Path):
     assert [c.id for c in read(write_lines(tmp_path / "p.json", GOOD, "", {"id": "b", "prompt": "x"}))] == ["good", "b"]
 
 
+@pytest.mark.parametrize("first", ['[{"messages": [broken', "[1, 2]", "[]", "[" * 100_000])
+def test_a_bad_first_line_does_not_make_an_array(tmp_path: Path, first: str):
+    good = [{"id": str(number), "prompt": "x"} for number in range(4)]
+    rejects = Rejects(tmp_path / "rejects.jsonl")
+    assert [c.id for c in read(write_lines(tmp_path / "p.jsonl", first, *good), rejects)] == ["0", "1", "2", "3"]
+    assert [entry["line"] for entry in kept(tmp_path / "rejects.jsonl")] == [1]
+
+
 def test_byte_order_mark_and_windows_line_ends(tmp_path: Path):
     path = tmp_path / "p.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b'\r\n{"prompt": "x"}\r\n')
