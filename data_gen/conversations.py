@@ -130,9 +130,9 @@ def _conversations(
             try:
                 turns = turns_of_messages(tokenizer, conversation.messages, conversation.meta.get("tools"))
             except (RenderError, ValueError) as error:
-                rejects.add(str(path), None, str(error), conversation.messages)
+                rejects.add(str(path), conversation.line, str(error), conversation.messages)
                 continue
-            yield None, conversation.id, turns, conversation.messages
+            yield conversation.line, conversation.id, turns, conversation.messages
         return
     fingerprint = tokenizer_fingerprint(tokenizer)
     for line, record in json_lines(path, rejects):
@@ -141,7 +141,7 @@ def _conversations(
                 _check_fingerprint(record, fingerprint, path, line)
                 conversation_id, turns = str(record["id"]), _turns_of_tokens(record["turns"])
             else:
-                conversation = to_conversation(record, default_id=f"{path.name}:{line}")
+                conversation = to_conversation(record, f"{path.name}:{line}", str(path), line)
                 conversation_id = conversation.id
                 turns = turns_of_messages(tokenizer, conversation.messages, conversation.meta.get("tools"))
         except (RenderError, ValueError) as error:

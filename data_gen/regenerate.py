@@ -180,8 +180,8 @@ class _Asked:
             problem = _not_text(conversation) or (self._prepare(progress) if progress.pending else "no user turn")
             if problem is None:
                 return progress
-            record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
-            self._rejects.add("data.prompts", None, problem, record)
+            record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
+            self._rejects.add(conversation.source, conversation.line, problem, record | {"meta": conversation.meta})
             self.rejected += 1
         return None
 

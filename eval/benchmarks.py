@@ -30,6 +30,8 @@ class Question:
     """One conversation to be answered."""
 
     id: str
+    source: str  # its place, for rejects
+    line: int | None
     turns: list[list[dict[str, Any]]]  # the messages that stand before each answer
     tools: list[Any] | None  # function schemas for the chat template
 
@@ -47,7 +49,13 @@ def load_questions(sources: str | list[str], rejects: Rejects, limit: int | None
 
 
 def _question(conversation: Conversation) -> Question:
-    return Question(conversation.id, list(questions(conversation.messages)), conversation.meta.get("tools"))
+    return Question(
+        conversation.id,
+        conversation.source,
+        conversation.line,
+        list(questions(conversation.messages)),
+        conversation.meta.get("tools"),
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +109,7 @@ class Bench:
                 try:
                     prompt = self.prompt(question, history)
                 except ValueError as error:
-                    rejects.add("eval.prompts", None, str(error), {"id": question.id, "turn": number})
+                    rejects.add(question.source, question.line, str(error), {"id": question.id, "turn": number})
                     break
                 if not results:  # the first forwards of a process are slow; they are nobody's
                     for proposer in everyone.values():
@@ -112,6 +120,7 @@ class Bench:
                     for name in names[first:] + names[:first]
                 }
                 for name in names:
+                    turn[name].conversation_id = question.id
                     results[name].append(turn[name])
                 file.write(json.dumps(_record(question, number, turn[shown])) + "\n")
                 file.flush()

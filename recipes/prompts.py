@@ -48,6 +48,9 @@ class Conversation:
     messages: list[dict[str, Any]]  # {"role": one of ROLES, "content": text or OpenAI content parts, ...}
     images: list[str] = field(default_factory=list)  # paths, as written in the record
     meta: dict[str, Any] = field(default_factory=dict)  # `tools` here are function schemas for the chat template
+    # Its place, for rejects; equal conversations may stand at different ones.
+    source: str = field(default="", compare=False)  # as named in the recipe
+    line: int | None = field(default=None, compare=False)  # from 1: line of a text file, row of a table
 
 
 class Rejects:
@@ -161,7 +164,7 @@ def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
         usable, rejected_before = 0, rejects.total
         for line, record in _records(name, rejects):
             try:
-                conversation = to_conversation(record, default_id=_default_id(name, line, places))
+                conversation = to_conversation(record, _default_id(name, line, places), name, line)
                 if conversation.id in places:
                     raise ValueError(f"duplicate id: '{conversation.id}' is also at {places[conversation.id]}")
             except ValueError as error:
@@ -340,8 +343,8 @@ def _without_nulls(row: Any) -> Any:
 # Records.
 
 
-def to_conversation(record: Any, default_id: str) -> Conversation:
-    """Recognise and check one record. Raises ValueError, "kind: detail", where it cannot be used."""
+def to_conversation(record: Any, default_id: str, source: str, line: int) -> Conversation:
+    """Recognise and check the record at `line` of `source`. Raises ValueError, "kind: detail", if it cannot be used."""
     if not isinstance(record, dict):
         raise ValueError(f"wrong type: a record must be a JSON object, this is {_json_type(record)}")
     column = next((name for name in COLUMNS if record.get(name) is not None), None)
@@ -356,7 +359,7 @@ def to_conversation(record: Any, default_id: str) -> Conversation:
     if not isinstance(meta, dict):
         raise ValueError(f"wrong type: `meta` must be an object, this is {_json_type(meta)}")
     meta = meta | {key: record[key] for key in ("category", "tools") if record.get(key) is not None}
-    return Conversation(_id_of(record, default_id), messages, images, meta)
+    return Conversation(_id_of(record, default_id), messages, images, meta, source, line)
 
 
 def _id_of(record: dict[str, Any], default_id: str) -> str:

@@ -214,10 +214,11 @@ def test_conversations_with_and_without_token_ids_stand_in_one_file(tmp_path: Pa
 
 def test_conversations_of_other_formats(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
-    path.write_text(json.dumps([{"id": "a", "messages": TWO_TURNS}, {"id": "b", "messages": talk("q")}]))
+    path.write_text("[" + json.dumps({"id": "a", "messages": TWO_TURNS}) + ",\n" + json.dumps({"prompt": "q"}) + "]")
     found, rejects = read(path)
     assert [row.id for row in found] == ["a"]
     assert rejects.counts == {"no assistant turn": 1}
+    assert f"the first at {path}:2: no assistant turn" in rejects.summary()
 
 
 def test_long_rows_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -214,6 +214,13 @@ def test_duplicate_id_is_rejected_with_both_places(tmp_path: Path):
     assert entry["reason"] == f"duplicate id: 'good' is also at {first}:1"
 
 
+def test_conversations_know_their_place(tmp_path: Path):
+    path = write_lines(tmp_path / "p.jsonl", "{bad", GOOD, "", {"prompt": "x"})
+    (tmp_path / "p.json").write_text(json.dumps([{"prompt": "x"}, {"prompt": "y"}], indent=0))
+    places = [(c.source, c.line) for c in read([path, str(tmp_path / "p.json")])]
+    assert places == [(path, 2), (path, 4), (str(tmp_path / "p.json"), 2), (str(tmp_path / "p.json"), 5)]
+
+
 def test_limit_and_laziness(tmp_path: Path):
     path = write_lines(tmp_path / "p.jsonl", GOOD, "{bad", {"prompt": "x"}, "{worse")
     rejects = Rejects()

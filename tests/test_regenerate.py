@@ -292,6 +292,8 @@ def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
         ["not UTF-8", "not UTF-8", "malformed JSON", "no user turn", "longer than data.max_length", "not text only"]
     )
     assert next(r for r in rejected if "longer" in r["reason"])["record"]["messages"] == long["messages"]
+    assert {r["source"] for r in rejected} == {str(place.prompts)}
+    assert sorted(r["line"] for r in rejected) == [4, 5, 6, 7, 8, 9]
     assert "6 records rejected" in printed
     # Asked again: the same answer, and no reject twice.
     assert "3 of 5 conversations are done" in place.run()
