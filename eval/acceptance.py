@@ -12,8 +12,8 @@ from draftsmith.eval.benchmarks import PLAIN, Bench, Question, load_questions
 from draftsmith.eval.metrics import summarise
 from draftsmith.eval.policies import PolicyProposer
 from draftsmith.eval.report import print_table, write_acceptance
-from draftsmith.models.chat import load_tokenizer, stop_ids, tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, read_config, target_identity
+from draftsmith.models.chat import load_config, load_tokenizer, stop_ids, tokenizer_fingerprint
+from draftsmith.models.checkpoint import check_identity, config_identity, load_drafter, read_config, target_identity
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.eagle3 import Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
@@ -30,18 +30,22 @@ def main() -> None:
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
     contenders = contenders_of(recipe)
-    # A missing drafter is told before the target is loaded, and its capture layers are the ones that count.
-    layers = read_config(recipe.eval_drafter_dir)["drafter"]["capture_layers"]
+    # Whatever is wrong with the drafter is told before the target is loaded.
+    shape, trained_for = read_config(recipe.eval_drafter_dir)
+    tokenizer = load_tokenizer(section.model, section.revision, section.trust_remote_code)
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    config = load_config(section.model, section.revision, section.trust_remote_code).get_text_config()
+    here = config_identity(config, section.model, section.revision, fingerprint)
+    check_identity(recipe.eval_drafter_dir, trained_for, here)
     rejects = Rejects(None if command.plan else recipe.eval_out / "prompts.rejects.jsonl")
     asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts)
     if command.plan:
         print_plan(recipe, asked, contenders)
         return
 
-    tokenizer = load_tokenizer(section.model, section.revision, section.trust_remote_code)
     model = load_causal_lm(section.model, section.revision, section.dtype, section.device, section.trust_remote_code)
-    target = Target(model, layers)
-    identity = target_identity(target, section.model, section.revision, tokenizer_fingerprint(tokenizer))
+    target = Target(model, shape.capture_layers)
+    identity = target_identity(target, section.model, section.revision, fingerprint)
     drafter = load_drafter(recipe.eval_drafter_dir, target, identity)
     proposers: dict[str, Proposer | None] = {}
     for contender in contenders:

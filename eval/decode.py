@@ -36,6 +36,7 @@ class Generation:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     decode_seconds: float = 0.0
+    conversation_id: str = ""  # whose turn this was; turns of one conversation are not independent
 
     @property
     def rounds(self) -> int:
@@ -54,7 +55,7 @@ def decode(
     The tokens are those of plain greedy decoding whatever the proposer drafts (exactly in float32; in lower precision
     as far as the target's forward over several tokens rounds like the one over a single token).
     """
-    session = target.session()
+    session = target.session(capture=proposer is not None and proposer.reads_features)
     clock = _Clock(target.device)
     logits, features = session.prefill(torch.tensor(prompt_token_ids, device=target.device))
     out = Generation(list(prompt_token_ids), [int(logits.argmax())], [], last_round_cut=False)
@@ -77,7 +78,7 @@ def decode(
 
         path, bonus = accept_greedy(tree, logits_NV)
         session.commit(path)
-        features = node_features[path]
+        features = None if node_features is None else node_features[path]
         new_tokens = torch.cat((tree.tokens[path[1:]], bonus[None])).tolist()
         committed.extend(new_tokens)
 

@@ -56,7 +56,7 @@ def summarise(
     """acceptance.json's numbers for one contender against plain decoding of the same prompts in the same run.
 
     Args:
-        generations, baseline: one each per prompt turn, in the same order.
+        generations, baseline: one each per turn, in the same order.
     """
     rounds = sum(g.rounds for g in generations)
     new_tokens = sum(len(g.token_ids) for g in generations)
@@ -66,17 +66,17 @@ def summarise(
     plain_total = sum(g.decode_seconds for g in baseline)
     plain_rounds = sum(g.rounds for g in baseline)
 
-    per_prompt = np.array(
-        [
-            (len(g.token_ids) - 1, g.rounds, g.decode_seconds, len(b.token_ids) - 1, b.decode_seconds)
-            for g, b in zip(generations, baseline, strict=True)
-        ],
-        dtype=float,
-    )  # [prompts, 5]
+    sums: dict[str, np.ndarray] = {}  # per conversation: its turns rise and fall together
+    for i, (g, b) in enumerate(zip(generations, baseline, strict=True)):
+        row = (len(g.token_ids) - 1, g.rounds, g.decode_seconds, len(b.token_ids) - 1, b.decode_seconds)
+        name = g.conversation_id or f"#{i}"
+        sums[name] = sums.get(name, np.zeros(5)) + np.array(row, dtype=float)
+    per_prompt = np.stack(list(sums.values()))  # [conversations, 5]
     interval = bootstrap(per_prompt, bootstrap_samples, seed)
     rate, plain_rate = _ratio(new_tokens - len(generations), total), _ratio(per_prompt[:, 3].sum(), plain_total)
     return {
-        "prompts": len(generations),
+        "prompts": len(per_prompt),
+        "turns": len(generations),
         "rounds": rounds,
         "new_tokens": new_tokens,
         "tau": _rounded(tau(generations)),

@@ -70,6 +70,8 @@ def grow_eagle2(drafting: Drafting, root: int, nodes: int, draft_calls: int, top
 class PolicyProposer:
     """A drafter and a policy together: a `models.draft_tree.Proposer`."""
 
+    reads_features = True
+
     def __init__(self, drafting: Drafting, policy: str, nodes: int, draft_calls: int, top_k: int):
         self.drafting = drafting
         self.policy, self.nodes, self.draft_calls, self.top_k = policy, nodes, draft_calls, top_k
@@ -77,7 +79,8 @@ class PolicyProposer:
     def reset(self) -> None:
         self.drafting.reset()
 
-    def observe(self, tokens: Sequence[int], features: torch.Tensor) -> None:
+    def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
+        assert features is not None
         self.drafting.observe(tokens, features)
 
     def propose(self, root: int) -> tuple[DraftTree, int]:

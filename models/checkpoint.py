@@ -29,21 +29,27 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 
 
-def target_identity(target: Target, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:
-    """What a drafter must find again in the target it is used with.
+def config_identity(config: Any, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:
+    """What can be said of a target before it is loaded.
 
     Args:
-        fingerprint: `chat.tokenizer_fingerprint` of the target's tokenizer.
+        config: its text config.
+        fingerprint: `chat.tokenizer_fingerprint` of its tokenizer.
     """
     return {
         "model": model,
         "revision": revision,
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
-        "num_layers": target.num_layers,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_hidden_layers,
         "tokenizer_fingerprint": fingerprint,
-        "embedding_digest": tensor_digest(target.embedding_table),
     }
+
+
+def target_identity(target: Target, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:
+    """What a drafter must find again in the target it is used with: the config's words and the embeddings."""
+    words = config_identity(target.config, model, revision, fingerprint)
+    return words | {"embedding_digest": tensor_digest(target.embedding_table)}
 
 
 def tensor_digest(tensor: torch.Tensor, rows: int = 4096) -> str:
@@ -99,8 +105,12 @@ def save_drafter(
         os.replace(partial, directory)
 
 
-def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a drafter. Raises UserError where there is none or it is not a drafter's."""
+def read_config(directory: Path) -> tuple[Eagle3Config, dict[str, Any]]:
+    """(shape, identity of its target) from a drafter's config.json.
+
+    Raises:
+        UserError: there is none, or it is not a drafter's.
+    """
     try:
         config = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:
@@ -109,7 +119,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{directory / 'config.json'}: not JSON: {error}") from None
     if not isinstance(config, dict) or config.get("kind") != "eagle3" or not {"drafter", "target"} <= config.keys():
         raise UserError(f"{directory / 'config.json'}: not a drafter of a kind known here (eagle3)")
-    return config
+    try:
+        return Eagle3Config.from_dict(config["drafter"]), dict(config["target"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(f"{directory / 'config.json'}: damaged: {error}") from error
 
 
 def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str, Any]) -> None:
@@ -132,17 +145,16 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
 def load_drafter(directory: Path, target: Target, identity: dict[str, Any]) -> Eagle3Drafter:
     """The drafter in `directory`, in evaluation mode on the target's device.
 
-    `target` must capture the layers that the drafter was trained on (`read_config(directory)["drafter"]`).
+    `target` must capture the layers that the drafter was trained on (`read_config`).
 
     Raises:
         UserError: no checkpoint, one for another target or vocabulary, or tensors that do not fit its config.
     """
-    config = read_config(directory)
-    check_identity(directory, config["target"], identity)
+    shape, trained_for = read_config(directory)
+    check_identity(directory, trained_for, identity)
     try:
         tensors = load_file(directory / "model.safetensors")
-        shape = Eagle3Config.from_dict(config["drafter"])
-    except (FileNotFoundError, SafetensorError, TypeError, KeyError) as error:
+    except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{directory}: damaged drafter checkpoint: {error}") from error
     if shape.capture_layers != target.capture_layers:
         raise UserError(

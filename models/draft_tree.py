@@ -57,10 +57,12 @@ class DraftTree:
 class Proposer(Protocol):
     """What the decoding loop needs. It is told of every committed token, also of rounds it did not draft."""
 
+    reads_features: bool  # whether `observe` needs the target's states; where not, nobody pays for them
+
     def reset(self) -> None:
         """Forgets everything: a new conversation begins."""
 
-    def observe(self, tokens: Sequence[int], features: torch.Tensor) -> None:
+    def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
         """`tokens` are all committed tokens so far, the unread root last; `features` [n, F] the target's captured
         states of those positions that were verified since the last call (all but the root have one by now)."""
 

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import functional
 
 from draftsmith.models.layers import Attention, GatedMLP, rotary
-from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -43,17 +43,29 @@ class Eagle3Config:
     hidden_act: str = "silu"
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
 
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"drafter.num_attention_heads: {self.num_attention_heads} query heads cannot share "
+                f"{self.num_key_value_heads} key/value heads evenly; change one of the two"
+            )
+
     @classmethod
     def for_target(
         cls,
-        target: Target,
+        config: Any,
+        vocab_size: int,
+        capture_layers: tuple[int, ...],
         draft_vocab_size: int,
         num_attention_heads: int | None = None,
         num_key_value_heads: int | None = None,
         intermediate_size: int | None = None,
     ) -> "Eagle3Config":
-        """The shape that fits a target; what is None is taken from it."""
-        config = target.config
+        """The shape that fits a target; what is None is taken from it.
+
+        Args:
+            config: the target's text config; vocab_size: rows of its head.
+        """
         heads = num_attention_heads or config.num_attention_heads
         rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
         if "rope_type" not in rope:  # one set per attention type: the drafter's attention is full
@@ -64,9 +76,9 @@ class Eagle3Config:
             num_attention_heads=heads,
             num_key_value_heads=num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            vocab_size=target.vocab_size,
+            vocab_size=vocab_size,
             draft_vocab_size=draft_vocab_size,
-            capture_layers=target.capture_layers,
+            capture_layers=capture_layers,
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=dict(rope),

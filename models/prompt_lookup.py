@@ -19,6 +19,8 @@ class PromptLookup:
         max_ngram: longest n-gram looked for; shorter ones follow down to 1.
     """
 
+    reads_features = False
+
     def __init__(self, draft_tokens: int, device: torch.device, max_ngram: int = 3):
         self.draft_tokens, self.device, self.max_ngram = draft_tokens, device, max_ngram
         self.reset()
@@ -29,7 +31,7 @@ class PromptLookup:
         # occurrence has nothing behind it.
         self.ends: dict[tuple[int, ...], tuple[int, int | None]] = {}
 
-    def observe(self, tokens: Sequence[int], features: torch.Tensor) -> None:
+    def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
         for end in range(len(self.tokens) + 1, len(tokens) + 1):
             self.tokens.append(tokens[end - 1])
             for n in range(1, min(self.max_ngram, end) + 1):

@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, N tree nodes, P cached tokens, H hidden size, F = capt
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,22 @@ def load_causal_lm(
     return loaded.to(device).eval().requires_grad_(False)
 
 
+def checked_capture_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+    """`layers`, or the default ones where None.
+
+    Raises:
+        UserError: not ascending and distinct, or outside 0 to L-1 (state L has passed the final norm).
+    """
+    if layers is None:
+        return default_capture_layers(num_layers)
+    if list(layers) != sorted(set(layers)) or not layers or layers[0] < 0 or layers[-1] >= num_layers:
+        raise UserError(
+            f"drafter.capture_layers: {list(layers)} must be ascending and distinct, "
+            f"between 0 and {num_layers - 1} for this target of {num_layers} layers"
+        )
+    return tuple(layers)
+
+
 def default_capture_layers(num_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's (2, L//2, L-3), in `hidden_states` numbering: state i is the input of layer i, state 0 the embedding.
 
@@ -79,8 +95,7 @@ class Target:
 
     Args:
         model: what `load_causal_lm` returned.
-        capture_layers: ascending, distinct indices into `hidden_states`, 0 to L-1 (state L has passed the final norm
-            and is not a residual stream). None: `default_capture_layers`.
+        capture_layers: see `checked_capture_layers`.
     """
 
     def __init__(self, model: Any, capture_layers: Sequence[int] | None = None):
@@ -96,7 +111,7 @@ class Target:
         self.embedding: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.head.weight.shape[0]  # type: ignore[union-attr]
-        self.capture_layers = self._checked(capture_layers)
+        self.capture_layers = checked_capture_layers(capture_layers, self.num_layers)
         self._refuse_recurrent_layers()
         self._check_head()
 
@@ -138,9 +153,9 @@ class Target:
             last = self.decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
         return TargetStates(torch.cat(captured, dim=-1), last)
 
-    def session(self) -> "TargetSession":
-        """A fresh conversation with an empty cache."""
-        return TargetSession(self)
+    def session(self, capture: bool = True) -> "TargetSession":
+        """A fresh conversation with an empty cache; without `capture` no states are kept (nor paid for)."""
+        return TargetSession(self, capture)
 
     @contextmanager
     def _capturing(self) -> Iterator[list[torch.Tensor]]:
@@ -159,16 +174,6 @@ class Target:
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _checked(self, layers: Sequence[int] | None) -> tuple[int, ...]:
-        if layers is None:
-            return default_capture_layers(self.num_layers)
-        if list(layers) != sorted(set(layers)) or not layers or layers[0] < 0 or layers[-1] >= self.num_layers:
-            raise UserError(
-                f"drafter.capture_layers: {list(layers)} must be ascending and distinct, "
-                f"between 0 and {self.num_layers - 1} for this target of {self.num_layers} layers"
-            )
-        return tuple(layers)
 
     def _refuse_recurrent_layers(self) -> None:
         recurrent = _RECURRENT_LAYER_TYPES.intersection(getattr(self.config, "layer_types", None) or ())
@@ -197,24 +202,24 @@ class TargetSession:
     A round is `verify` (writes the tree's nodes behind the cache) then `commit` (keeps one path, drops the rest).
     """
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, capture: bool):
         self.target = target
+        self.capture = capture
         self.cache = DynamicCache()
         self.length = 0  # committed tokens
         self._window = _smallest_sliding_window(target.config)
 
     @torch.no_grad()
-    def prefill(self, prompt_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads the prompt: (logits [V] after its last token, captured states [T, F] of all its tokens)."""
+    def prefill(self, prompt_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Reads the prompt: (logits [V] after its last token, captured states [T, F] of all its tokens or None)."""
         self._refuse_beyond_window(len(prompt_ids_T))
-        with self.target._capturing() as captured:
-            output = self.target.decoder(input_ids=prompt_ids_T[None], past_key_values=self.cache, use_cache=True)
+        last, captured = self._forward(input_ids=prompt_ids_T[None])
         self.length = len(prompt_ids_T)
-        return self.target.logits(output.last_hidden_state[0, -1]), torch.cat(captured, dim=-1)[0]
+        return self.target.logits(last[-1]), captured
 
     @torch.no_grad()
-    def verify(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward over all nodes: (logits [N, V], captured states [N, F]).
+    def verify(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One forward over all nodes: (logits [N, V], captured states [N, F] or None).
 
         Node i stands at position P + depth(i) and sees the P committed tokens, its ancestors and itself:
 
@@ -231,15 +236,10 @@ class TargetSession:
             blocked_NN = ~tree.ancestors
             mask = torch.zeros(1, 1, nodes, self.length + nodes, dtype=self.target.dtype, device=self.target.device)
             mask[0, 0, :, self.length :].masked_fill_(blocked_NN, torch.finfo(self.target.dtype).min)
-        with self.target._capturing() as captured:
-            output = self.target.decoder(
-                input_ids=tree.tokens[None],
-                attention_mask=mask,
-                position_ids=(self.length + tree.depths)[None],
-                past_key_values=self.cache,
-                use_cache=True,
-            )
-        return self.target.logits(output.last_hidden_state[0]), torch.cat(captured, dim=-1)[0]
+        last, captured = self._forward(
+            input_ids=tree.tokens[None], attention_mask=mask, position_ids=(self.length + tree.depths)[None]
+        )
+        return self.target.logits(last), captured
 
     def commit(self, path: torch.Tensor) -> None:
         """Keeps the nodes of `path` (ascending node indices, root first) and forgets the others.
@@ -255,6 +255,12 @@ class TargetSession:
                     states[:, :, first : first + kept] = states[:, :, rows]
                     setattr(layer, name, states[:, :, : first + kept])
         self.length += kept
+
+    def _forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(final states [n, H], captured states [n, F] or None) of one row behind the cache."""
+        with self.target._capturing() if self.capture else nullcontext([]) as captured:
+            output = self.target.decoder(**inputs, past_key_values=self.cache, use_cache=True)
+        return output.last_hidden_state[0], torch.cat(captured, dim=-1)[0] if self.capture else None
 
     def _refuse_beyond_window(self, length: int) -> None:
         if self._window is not None and length > self._window:

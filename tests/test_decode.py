@@ -30,7 +30,11 @@ def make_pair(family: str, draft_tokens: int | None = None, **overrides) -> tupl
         vocab = DraftVocab.full(target.vocab_size)
     else:
         vocab = DraftVocab(torch.randperm(target.vocab_size)[:draft_tokens].sort().values, target.vocab_size)
-    return target, Eagle3Drafter(Eagle3Config.for_target(target, vocab.size), vocab, target.embedding_table)
+    return target, Eagle3Drafter(
+        Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size),
+        vocab,
+        target.embedding_table,
+    )
 
 
 def generate(target: Target, prompt: list[int], max_new_tokens: int, stop: int = STOP) -> list[int]:
@@ -49,6 +53,8 @@ def generate(target: Target, prompt: list[int], max_new_tokens: int, stop: int =
 class Oracle:
     """Drafts what it was told the target will say, spoiled by `spoil` (an adversary's hand)."""
 
+    reads_features = True
+
     def __init__(self, answer: list[int], prompt_length: int, nodes: int, spoil) -> None:
         self.answer, self.prompt_length, self.nodes, self.spoil = answer, prompt_length, nodes, spoil
         self.features: list[torch.Tensor] = []
@@ -56,7 +62,8 @@ class Oracle:
     def reset(self) -> None:
         self.features, self.seen = [], 0
 
-    def observe(self, tokens: Sequence[int], features: torch.Tensor) -> None:
+    def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
+        assert features is not None
         self.seen = len(tokens) - self.prompt_length
         self.features.append(features)
         assert sum(map(len, self.features)) == len(tokens) - 1  # every committed position, once, but for the root
@@ -326,3 +333,19 @@ def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     lookup.reset()
     lookup.observe([5, 6, 7], torch.empty(0))
     assert len(lookup.propose(7)[0]) == 1  # nothing to copy: a round of plain decoding
+
+
+def test_intervals_resample_conversations_not_turns() -> None:
+    """A conversation asked four times over tells no more than once."""
+    plain = trace([0] * 8, False, 9)
+
+    def turns(accepted: list[int], name: str) -> Generation:
+        generation = trace(accepted, False, len(accepted) + sum(accepted) + 1)
+        generation.conversation_id = name
+        return generation
+
+    once = [turns([i, i % 3], f"c{i}") for i in range(8)]
+    four = [generation for generation in once for _ in range(4)]
+    single, repeated = (summarise(g, [plain] * len(g), 500, 0) for g in (once, four))
+    assert (single["prompts"], single["turns"], repeated["prompts"], repeated["turns"]) == (8, 8, 8, 32)
+    assert repeated["tau_interval"] == single["tau_interval"]

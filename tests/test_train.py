@@ -56,6 +56,7 @@ def recipe_path(tmp_path: Path, target_dir: Path) -> Path:
     recipe = {
         "output_dir": str(output),
         "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
+        "drafter": {"vocab_size": 160},
         "train": {
             "max_steps": 6,
             "batch_size": 4,
@@ -121,14 +122,16 @@ def test_training_learns(recipe_path: Path) -> None:
     assert lines[-1]["simulated_tau"] > 1.4
 
 
-def test_resumed_equals_uninterrupted_bit_for_bit(recipe_path: Path, tmp_path: Path) -> None:
-    whole = train(recipe_path)
+@pytest.mark.parametrize("log_every", [1, 2])  # 2 does not divide the checkpoint's step: half a window is resumed
+def test_resumed_equals_uninterrupted_bit_for_bit(recipe_path: Path, tmp_path: Path, log_every: int) -> None:
+    logging = f"train.log_every_steps={log_every}"
+    whole = train(recipe_path, logging, "train.validate_every_steps=6")
     resumed = tmp_path / "resumed"
     for name in ("conversations.jsonl", "draft_vocab.safetensors", "metrics.jsonl"):
         resumed.mkdir(exist_ok=True)
         shutil.copy(whole / name, resumed / name)
     shutil.copytree(whole / "checkpoints/step-00000003", resumed / "checkpoints/step-00000003")
-    train(recipe_path, f"output_dir={resumed}")
+    train(recipe_path, logging, "train.validate_every_steps=6", f"output_dir={resumed}")
     assert metrics(resumed) == metrics(whole)  # the lines behind the checkpoint were dropped and written again
     mine, expected = (load_file(d / "drafter/model.safetensors") for d in (resumed, whole))
     assert mine.keys() == expected.keys()
@@ -217,6 +220,47 @@ def test_changed_vocabulary_or_data_under_a_checkpoint_is_refused(recipe_path: P
         train(recipe_path)
 
 
+def test_changed_settings_under_a_checkpoint_are_refused(recipe_path: Path) -> None:
+    """Else the drafter's recipe.yaml would say what was not done."""
+    train(recipe_path)
+    with pytest.raises(UserError, match=r"train\.learning_rate: the checkpoint has 0\.003, this run has 0\.1"):
+        train(recipe_path, "train.learning_rate=0.1")
+    with pytest.raises(UserError, match=r"beyond the 2 steps of this recipe"):
+        train(recipe_path, "train.max_steps=2")
+    assert len(metrics(train(recipe_path, "train.max_steps=8"))) == 8  # a longer run goes on
+
+
+def test_weights_that_are_lost_are_never_saved(recipe_path: Path) -> None:
+    """The learning rate destroys the weights between two logged steps; what was saved stays finite."""
+    with pytest.raises(UserError, match="not a finite number"):
+        train(recipe_path, "train.learning_rate=1e30", "train.save_every_steps=2", "train.log_every_steps=5")
+    for saved in (recipe_path.parent / "run/checkpoints").glob("step-*/*.safetensors"):
+        assert all(torch.isfinite(tensor).all() for tensor in load_file(saved).values())
+
+
+def test_what_does_not_fit_is_told_before_the_target_is_loaded(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loaded(*_: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(eagle3, "load_causal_lm", loaded)
+    for override, message in {
+        "drafter.vocab_size=77": "holds 160 draft tokens, drafter.vocab_size asks for 77",
+        "drafter.capture_layers=[1,1,2]": "must be ascending and distinct",
+        "drafter.num_attention_heads=3": "3 query heads cannot share 2 key/value heads",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            train(recipe_path, override)
+    path = recipe_path.parent / "run/draft_vocab.safetensors"
+    DraftVocab(torch.arange(160), 352).save(path)
+    with pytest.raises(UserError, match="for a target of 352 tokens, this one has 320"):
+        train(recipe_path)
+    DraftVocab(torch.arange(160), 320).save(path, {"tokenizer_fingerprint": "another"})
+    with pytest.raises(UserError, match="its tokenizer has fingerprint another"):
+        train(recipe_path)
+
+
 def test_missing_inputs_are_named(recipe_path: Path) -> None:
     output = recipe_path.parent / "run"
     (output / "draft_vocab.safetensors").unlink()
@@ -247,6 +291,11 @@ def test_a_drafter_for_another_target_is_refused(recipe_path: Path, target_dir: 
         load_drafter(drafter, captured, identity)
     with pytest.raises(UserError, match="no drafter here"):
         load_drafter(tmp_path, target, identity)
+    config = json.loads((drafter / "config.json").read_text())
+    del config["drafter"]["capture_layers"]
+    (drafter / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"config\.json: damaged"):
+        load_drafter(drafter, target, identity)
 
 
 @pytest.mark.parametrize("layers", [[1, 1, 2], [3, 2, 1], [0, 7], [-1, 2], []])

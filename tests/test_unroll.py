@@ -27,7 +27,8 @@ def make_drafter(target: Target, draft_tokens: int | None = None, seed: int = 1)
         vocab = DraftVocab.full(target.vocab_size)
     else:
         vocab = DraftVocab(torch.randperm(target.vocab_size)[:draft_tokens].sort().values, target.vocab_size)
-    return Eagle3Drafter(Eagle3Config.for_target(target, vocab.size), vocab, target.embedding_table)
+    config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
+    return Eagle3Drafter(config, vocab, target.embedding_table)
 
 
 def make_rows(lengths: list[int], vocab_size: int, seed: int = 2) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,9 +19,10 @@ class Batch:
 
     ids: torch.Tensor  # [B, T]
     span: torch.Tensor  # [B, T]
+    tokens: int  # without padding
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.ids.to(device), self.span.to(device))
+        return Batch(self.ids.to(device), self.span.to(device), self.tokens)
 
 
 def collate(rows: Sequence[TrainingRow]) -> Batch:
@@ -33,7 +34,7 @@ def collate(rows: Sequence[TrainingRow]) -> Batch:
         ids[i, :length] = torch.tensor(row.input_ids[:length])
         for number, (start, end) in enumerate(row.spans, start=1):
             span[i, start:end] = number
-    return Batch(ids, span)
+    return Batch(ids, span, sum(lengths))
 
 
 class BatchOrder:

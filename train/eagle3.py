@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
 from draftsmith.data_gen.conversations import TrainingRow, training_rows
-from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import file_digest, provenance, save_drafter, target_identity
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import DraftVocab
+from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
+from draftsmith.models.vocab import DraftVocab, load_metadata
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
@@ -37,25 +37,34 @@ def main() -> None:
     recipe = command.recipe
     tokenizer = load_tokenizer(recipe.target.model, recipe.target.revision, recipe.target.trust_remote_code)
     rows, validation_rows = read_rows(recipe, tokenizer)
+    section = recipe.target
+    config = load_config(section.model, section.revision, section.trust_remote_code).get_text_config()
+    shape = drafter_shape(recipe, config)
+    vocab = read_vocab(recipe, config.vocab_size, tokenizer_fingerprint(tokenizer))
     if command.plan:
         print_plan(recipe, rows, validation_rows)
         return
 
     set_seed(recipe.train.seed)
     accelerator = Accelerator(
+        # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
         mixed_precision=precision(recipe.train),
         log_with=list(recipe.train.trackers) or None,
         project_dir=recipe.output_dir,
     )
     if recipe.train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
-    section = recipe.target
     model = load_causal_lm(
         section.model, section.revision, section.dtype, str(accelerator.device), section.trust_remote_code
     )
-    target = Target(model, recipe.drafter.capture_layers)
+    target = Target(model, shape.capture_layers)
     identity = target_identity(target, section.model, section.revision, tokenizer_fingerprint(tokenizer))
-    drafter = build_drafter(recipe, target).to(accelerator.device)
+    drafter = Eagle3Drafter(shape, vocab, target.embedding_table)
+    if recipe.drafter.init_head == "target":
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(target.head_weight[vocab.target_ids.to(target.device)])
+    drafter = drafter.to(accelerator.device)
     loop = Loop(
         accelerator,
         TrainingTimeTest(
@@ -116,46 +125,70 @@ def read_rows(recipe: Recipe, tokenizer: Any) -> tuple[list[TrainingRow], list[T
     return training, [row for row in usable if row.id in kept_out]
 
 
-def build_drafter(recipe: Recipe, target: Target) -> Eagle3Drafter:
-    """A new drafter over the draft vocabulary of this run."""
-    if not recipe.draft_vocab_path.exists():
-        raise UserError(f"draft vocabulary: {recipe.draft_vocab_path} does not exist; data_gen/rank_vocab.py writes it")
-    vocab = DraftVocab.load(recipe.draft_vocab_path)
-    if vocab.target_vocab_size > target.vocab_size:
-        raise UserError(
-            f"{recipe.draft_vocab_path}: made for a vocabulary of {vocab.target_vocab_size} tokens, the target "
-            f"{recipe.target.model} has {target.vocab_size}; run data_gen/rank_vocab.py for this target"
-        )
+def read_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> DraftVocab:
+    """The run's draft vocabulary, checked against the recipe and the target.
+
+    Raises:
+        UserError: none there, or one for another target, tokenizer or drafter.vocab_size.
+    """
+    path = recipe.draft_vocab_path
+    if not path.exists():
+        raise UserError(f"draft vocabulary: {path} does not exist; data_gen/rank_vocab.py writes it")
+    vocab = DraftVocab.load(path)
+    made_with = load_metadata(path).get("tokenizer_fingerprint", fingerprint)
+    wanted = recipe.drafter.vocab_size or target_vocab_size
+    problems = []
+    if vocab.target_vocab_size != target_vocab_size:
+        problems.append(f"it is for a target of {vocab.target_vocab_size} tokens, this one has {target_vocab_size}")
+    if made_with != fingerprint:
+        problems.append(f"its tokenizer has fingerprint {made_with[:16]}, the target's has {fingerprint[:16]}")
+    if vocab.size != wanted:
+        problems.append(f"it holds {vocab.size} draft tokens, drafter.vocab_size asks for {wanted}")
+    if problems:
+        raise UserError(f"{path}: {'; '.join(problems)}; run data_gen/rank_vocab.py with this recipe")
+    return vocab
+
+
+def drafter_shape(recipe: Recipe, config: Any) -> Eagle3Config:
+    """The drafter's shape for a target with this text config. Raises UserError where they do not fit."""
     section = recipe.drafter
-    config = Eagle3Config.for_target(
-        target,
-        vocab.size,
+    return Eagle3Config.for_target(
+        config,
+        config.vocab_size,
+        checked_capture_layers(section.capture_layers, config.num_hidden_layers),
+        section.vocab_size or config.vocab_size,
         num_attention_heads=section.num_attention_heads,
         num_key_value_heads=section.num_key_value_heads,
         intermediate_size=section.intermediate_size,
     )
-    drafter = Eagle3Drafter(config, vocab, target.embedding_table)
-    if section.init_head == "target":
-        with torch.no_grad():
-            drafter.lm_head.weight.copy_(target.head_weight[vocab.target_ids.to(target.device)])
-    return drafter
+
+
+# What may change between a run and the run that goes on with it: how long, how often it writes, and who is told.
+MAY_CHANGE = {
+    "max_steps",
+    "epochs",
+    "resume",
+    "save_every_steps",
+    "keep_checkpoints",
+    "log_every_steps",
+    "validate_every_steps",
+    "trackers",
+    "gradient_checkpointing",
+}
 
 
 def run_identity(recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any], processes: int) -> dict[str, Any]:
-    """What a resumed run must share with the run it goes on with: data, order, drafter, target."""
+    """What a resumed run must share with the run it goes on with: data, order, settings, drafter, target."""
+    settings = {f"train.{key}": value for key, value in recipe.train.model_dump().items() if key not in MAY_CHANGE}
     return {
         "target": {key: value for key, value in target.items() if key not in ("model", "revision")},
         "drafter": drafter.config.to_dict(),
+        "drafter.init_head": recipe.drafter.init_head,
         "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
         "conversations_sha256": file_digest(recipe.conversations_path),
         "data.max_length": recipe.data.max_length,
-        "train.validation_conversations": recipe.train.validation_conversations,
-        "train.batch_size": recipe.train.batch_size,
-        "train.gradient_accumulation_steps": recipe.train.gradient_accumulation_steps,
-        "train.ttt_steps": recipe.train.ttt_steps,
-        "train.seed": recipe.train.seed,
         "processes": processes,
-    }
+    } | settings
 
 
 def print_plan(recipe: Recipe, rows: Sequence[TrainingRow], validation_rows: Sequence[TrainingRow]) -> None:
@@ -164,12 +197,11 @@ def print_plan(recipe: Recipe, rows: Sequence[TrainingRow], validation_rows: Seq
     supervised = sum(end - start for row in rows for start, end in row.spans)
     steps = total_steps(recipe.train, len(rows), processes=1)
     per_step = recipe.train.batch_size * recipe.train.gradient_accumulation_steps
-    vocab = DraftVocab.load(recipe.draft_vocab_path).size if recipe.draft_vocab_path.exists() else None
     print(f"rows               {len(rows)} ({len(validation_rows)} more for validation)")
     print(f"tokens             {tokens}, supervised {supervised} ({supervised / tokens:.0%})")
     print(f"steps              {steps} of {per_step} rows per process, on one process")
     print(f"passes             {steps * per_step / len(rows):.2f}")
-    print(f"draft vocabulary   {vocab or f'not made yet: {recipe.draft_vocab_path}'}")
+    print(f"draft vocabulary   {recipe.draft_vocab_path}")
     print(f"writes             {recipe.checkpoints_dir}, {recipe.metrics_path}, {recipe.drafter_dir}")
 
 

@@ -56,11 +56,12 @@ class Tally:
     reached: torch.Tensor
     correct: torch.Tensor
     tokens: torch.Tensor
+    nonfinite: torch.Tensor  # optimiser steps whose gradient was infinite or not a number
 
     @classmethod
     def empty(cls, steps: int, device: torch.device) -> "Tally":
-        scalar, vector = torch.zeros((), device=device), torch.zeros(steps, device=device)
-        return cls(scalar.clone(), scalar.clone(), vector.clone(), vector.clone(), scalar.clone())
+        vectors = ("reached", "correct")
+        return cls(**{f.name: torch.zeros(steps if f.name in vectors else (), device=device) for f in fields(cls)})
 
     def add(self, sums: UnrollSums, tokens: int) -> None:
         self.loss += sums.loss.detach()
@@ -69,10 +70,18 @@ class Tally:
         self.correct += sums.correct
         self.tokens += tokens
 
+    def summed(self, accelerator: Accelerator) -> dict[str, Any]:
+        """The sums over all ranks, as numbers; `restore` takes them back exactly."""
+        sums: dict[str, Any] = {f.name: accelerator.reduce(getattr(self, f.name), "sum") for f in fields(self)}
+        return {name: value.tolist() for name, value in sums.items()}
+
+    def restore(self, sums: dict[str, Any]) -> None:
+        for name, value in sums.items():
+            getattr(self, name).copy_(torch.tensor(value))
+
     def over_ranks(self, accelerator: Accelerator) -> dict[str, Any]:
         """loss per counted column, accuracy per unroll step, simulated tau, tokens."""
-        sums = {f.name: accelerator.reduce(getattr(self, f.name), "sum") for f in fields(self)}
-        total: dict[str, Any] = {name: value.tolist() for name, value in sums.items()}  # type: ignore[union-attr]
+        total = self.summed(accelerator)
         accuracy = [c / r if r else 0.0 for c, r in zip(total["correct"], total["reached"], strict=True)]
         return {
             "loss": total["loss"] / max(1.0, total["columns"]),
@@ -116,29 +125,26 @@ class Loop:
             weight_decay=settings.weight_decay,
         )
         self.trainee, self.optimizer = accelerator.prepare(trainee, optimizer)
+        self.window = Tally.empty(self.unroll_steps, accelerator.device)  # since the last logged step
 
     def run(self) -> None:
         """Trains from the last checkpoint (or from the start) to the last step."""
         first = self._resume()
-        window, window_began = Tally.empty(self.unroll_steps, self.accelerator.device), time.perf_counter()
+        logged_at, tokens_before = time.perf_counter(), int(self.window.tokens)
         main = self.accelerator.is_main_process
         progress = tqdm(
             total=self.total_steps, initial=first, unit="step", desc="train", disable=not main, smoothing=0.1
         )
         for step in range(first, self.total_steps):
-            grad_norm, lr = self._step(step, window)
+            grad_norm, lr = self._step(step)
             done = step + 1
             progress.update()
             last = done == self.total_steps
             validate = bool(self.validation_rows) and (done % self.settings.validate_every_steps == 0 or last)
             if done % self.settings.log_every_steps == 0 or validate or last:
-                line = window.over_ranks(self.accelerator)
-                if not math.isfinite(line["loss"]):
-                    raise UserError(
-                        f"the loss is {line['loss']} at step {done}: lower train.learning_rate or lengthen "
-                        f"train.warmup_steps; {self.checkpoints} holds the last good state"
-                    )
-                rate = line.pop("tokens") / (time.perf_counter() - window_began)
+                self._refuse_nonfinite(done)
+                line = self.window.over_ranks(self.accelerator)
+                rate = (line.pop("tokens") - tokens_before) / (time.perf_counter() - logged_at)
                 line = {"step": done, **line, "grad_norm": grad_norm.item(), "lr": lr, "tokens_per_second": round(rate)}
                 progress.set_postfix(
                     loss=f"{line['loss']:.3f}", tau=f"{line['simulated_tau']:.2f}", tok_s=f"{rate:.0f}"
@@ -146,12 +152,13 @@ class Loop:
                 if validate:
                     line |= {f"validation_{k}": v for k, v in self.validate().items() if k != "tokens"}
                 self._log(line)
-                window, window_began = Tally.empty(self.unroll_steps, self.accelerator.device), time.perf_counter()
+                self.window = Tally.empty(self.unroll_steps, self.accelerator.device)
+                logged_at, tokens_before = time.perf_counter(), 0
             if done % self.settings.save_every_steps == 0 or last:
                 self._save(done)
         progress.close()
 
-    def _step(self, step: int, window: Tally) -> tuple[torch.Tensor, float]:
+    def _step(self, step: int) -> tuple[torch.Tensor, float]:
         """One optimiser step: (gradient norm before clipping, learning rate)."""
         accelerator, count = self.accelerator, self.settings.gradient_accumulation_steps
         begin = (step * accelerator.num_processes + accelerator.process_index) * count
@@ -161,34 +168,44 @@ class Loop:
         counted = accelerator.reduce(counted, "sum").clamp(min=1)  # type: ignore[union-attr]
         for i, (batch, batch_columns) in enumerate(zip(batches, columns, strict=True)):
             with accelerator.no_sync(self.trainee) if i + 1 < count else nullcontext():
-                sums = self._forward(batch, batch_columns)
+                sums = self._forward(self.trainee, batch, batch_columns)
                 # Wrappers average gradients over ranks; the sum is wanted.
                 accelerator.backward(sums.loss * (accelerator.num_processes / counted))
-            window.add(sums, int((batch.ids > 0).sum()))
-        grad_norm = accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+            self.window.add(sums, batch.tokens)
+        grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
+        self.window.nonfinite += ~torch.isfinite(grad_norm)
         lr = learning_rate(step, self.total_steps, self.settings)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return torch.as_tensor(grad_norm), lr
+        return grad_norm, lr
 
-    def _forward(self, batch: Batch, columns: Columns) -> UnrollSums:
+    def _forward(self, trainee: torch.nn.Module, batch: Batch, columns: Columns) -> UnrollSums:
         with self.accelerator.autocast():  # the head stays in the target's own precision: it is the teacher
             states = self.target.states(batch.ids)
         teacher = teacher_of(self.target, states.last, batch.ids, columns, self.vocab)
-        return self.trainee(states.captured, batch.ids, columns, teacher)
+        return trainee(states.captured, batch.ids, columns, teacher)
+
+    def _refuse_nonfinite(self, step: int) -> None:
+        """Before anything is logged or saved: weights that such a gradient has touched are lost."""
+        if float(self.window.nonfinite) or not bool(torch.isfinite(self.window.loss)):
+            raise UserError(
+                f"a loss or gradient is not a finite number, at step {step} or shortly before: lower "
+                f"train.learning_rate or lengthen train.warmup_steps; {self.checkpoints} holds the last good state"
+            )
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
         """Loss, accuracy per step and simulated tau on the validation rows, shared among the ranks."""
-        self.trainee.eval()
+        trainee = self.accelerator.unwrap_model(self.trainee)  # ranks may have unequal shares: no collectives inside
+        trainee.eval()
         tally = Tally.empty(self.unroll_steps, self.accelerator.device)
         size, ranks = self.settings.batch_size, self.accelerator.num_processes
         for start in range(self.accelerator.process_index * size, len(self.validation_rows), size * ranks):
             batch = self._batch(self.validation_rows, range(start, min(start + size, len(self.validation_rows))))
-            tally.add(self._forward(batch, columns_of(batch.span, self.unroll_steps)), 0)
-        self.trainee.train()
+            tally.add(self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps)), 0)
+        trainee.train()
         return tally.over_ranks(self.accelerator)
 
     def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> Batch:
@@ -207,15 +224,17 @@ class Loop:
 
     def _save(self, step: int) -> None:
         """A checkpoint folder, whole or not there; older ones beyond keep_checkpoints go."""
+        self._refuse_nonfinite(step)
         final = self.checkpoints / f"step-{step:08d}"
         partial = final.with_suffix(".partial")
         if self.accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(partial))
+        window = self.window.summed(self.accelerator)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            state = {"step": step, "identity": self.identity}
+            state = {"step": step, "identity": self.identity, "window": window}
             (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
             shutil.rmtree(final, ignore_errors=True)
             os.replace(partial, final)
@@ -245,7 +264,14 @@ class Loop:
                 f"{existing[-1]} belongs to another run ({'; '.join(different)}); restore these values, or choose "
                 "another output_dir to start anew"
             )
+        if state["step"] > self.total_steps:
+            raise UserError(
+                f"{existing[-1]} is beyond the {self.total_steps} steps of this recipe (train.max_steps, "
+                "train.epochs); ask for as many or more, or choose another output_dir"
+            )
         self.accelerator.load_state(str(existing[-1]))
+        if self.accelerator.is_main_process:
+            self.window.restore(state["window"])
         self._drop_metrics_after(state["step"])
         self.accelerator.print(f"resumed from {existing[-1]}")
         return state["step"]
@@ -257,7 +283,9 @@ class Loop:
         self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
         lines = self.metrics_path.read_text().splitlines() if self.metrics_path.exists() else []
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-        self.metrics_path.write_text("".join(f"{line}\n" for line in kept))
+        partial = self.metrics_path.with_suffix(".partial")
+        partial.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(partial, self.metrics_path)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
