@@ -2,18 +2,32 @@
 
 A line is handed to the operating system in one write, so a killed process leaves whole lines and at most one torn last
 one, which the next start cuts off. The disk is made to follow once a second, for the case of a power cut.
+
+Every line carries a digest of what was asked: an id alone, often a file's name and a line, does not say that this very
+conversation is done.
 """
 
+import hashlib
 import json
 import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import Conversation, questions
 
 SECONDS_BETWEEN_SYNCS = 1.0
+# Conversations that a refusal names; there may be thousands.
+NAMED_AT_MOST = 5
+
+
+class Done(NamedTuple):
+    """A conversation that is written."""
+
+    line: int  # from 1
+    asked_digest: str
 
 
 @dataclass
@@ -21,7 +35,7 @@ class LogContent:
     """What a conversations file holds."""
 
     path: Path
-    done: set[str] = field(default_factory=set)  # ids
+    done: dict[str, Done] = field(default_factory=dict)  # by id
     answers: int = 0
     answer_tokens: int = 0
     whole_bytes: int = 0  # length of the file without a torn last line
@@ -45,26 +59,64 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
             if torn_at:
-                raise UserError(f"{path}:{torn_at}: not a line of regenerate's; move the file away, or name another")
+                raise _not_ours(path, torn_at)
             try:
                 if not raw.endswith(b"\n"):
                     raise ValueError("no end of line")
                 record = json.loads(raw)
-                conversation_id, turns, written_by = record["id"], record["turns"], record["generator"]
-                tokens = sum(len(turn["output_token_ids"]) for turn in turns)
-            except (ValueError, KeyError, TypeError):
+            except ValueError:
                 torn_at, content.torn_bytes = number, len(raw)  # allowed in the last line only
                 continue
+            try:
+                conversation_id, turns, written_by = record["id"], record["turns"], record["generator"]
+                done = Done(number, record["asked_digest"])
+                tokens = sum(len(turn["output_token_ids"]) for turn in turns)
+            except (KeyError, TypeError):
+                raise _not_ours(path, number) from None
             _check_generator(path, number, written_by, generator)
             if conversation_id in content.done:
                 raise UserError(f"{path}:{number}: conversation {conversation_id!r} is there twice")
-            content.done.add(conversation_id)
+            content.done[conversation_id] = done
             content.answers += len(turns)
             content.answer_tokens += tokens
             content.whole_bytes += len(raw)
             if "embedding_digest" in written_by:
                 content.embedding_digests.add(written_by["embedding_digest"])
     return content
+
+
+def _not_ours(path: Path, line: int) -> UserError:
+    return UserError(f"{path}:{line}: not a line of regenerate's; move the file away, or use another output_dir")
+
+
+def asked_digest(conversation: Conversation) -> str:
+    """sha256 of what the target is asked: the messages without their answers, and the tools."""
+    asked = [list(questions(conversation.messages)), conversation.meta.get("tools")]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def not_done(conversations: list[Conversation], content: LogContent) -> list[Conversation]:
+    """The conversations that are still to be asked.
+
+    Raises:
+        UserError: a conversation of the same id is done that was asked something else; both places are named.
+    """
+    todo, others = [], []
+    for conversation in conversations:
+        done = content.done.get(conversation.id)
+        if done is None:
+            todo.append(conversation)
+        elif (digest := asked_digest(conversation)) != done.asked_digest:
+            others.append(
+                f"{content.path}:{done.line}: conversation {conversation.id!r} was asked something else there "
+                f"(asked_digest {done.asked_digest[:16]}) than {conversation.source}:{conversation.line} asks now "
+                f"({digest[:16]})"
+            )
+    if others:
+        more = [f"and {len(others) - NAMED_AT_MOST:,} more"] if len(others) > NAMED_AT_MOST else []
+        advice = "these prompts have the ids of others that are done: use another output_dir, or give them other ids"
+        raise UserError([*others[:NAMED_AT_MOST], *more, advice])
+    return todo
 
 
 def _check_generator(path: Path, line: int, written_by: dict[str, Any], generator: dict[str, Any]) -> None:

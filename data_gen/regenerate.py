@@ -6,7 +6,8 @@
 
 Reads data.prompts, writes <output_dir>/conversations.jsonl, one line per conversation, with the token ids of every
 answer, so that nothing is tokenised again. Stopped at any moment and started again, it goes on where it was: the file
-itself says what is done. Prompts that cannot be asked go to conversations.rejects.jsonl beside it, with the reason.
+itself says what is done, and what was asked, so that other prompts of the same ids are refused. Prompts that cannot be
+asked go to conversations.rejects.jsonl beside it, with the reason.
 
 - Every user turn gets one answer. The answers that the source holds are dropped; an assistant turn that calls tools is
   kept, with the results that follow it, and the answer is asked for behind them.
@@ -24,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, read_log
+from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, asked_digest, not_done, read_log
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
 from draftsmith.models.chat import (
     RenderError,
@@ -64,7 +65,7 @@ def main() -> None:
         return
     _name_ignored_sampling(generation_config)
     with ConversationLog(path, generator) as log:
-        todo = [conversation for conversation in conversations if conversation.id not in log.content.done]
+        todo = not_done(conversations, log.content)
         done, strangers = len(conversations) - len(todo), len(log.content.done) - (len(conversations) - len(todo))
         if strangers:
             print(f"{path}: holds {strangers:,} conversations that are not among these prompts; they stay")
@@ -169,6 +170,7 @@ class _Asked:
                 self._continued.append(progress)
                 return None
         record: dict[str, Any] = {"id": conversation_id, "messages": progress.messages, "turns": progress.turns}
+        record["asked_digest"] = asked_digest(progress.conversation)
         if unasked:
             record |= {"unasked_turns": unasked, "unasked_reason": reason}
         return record | {"meta": progress.conversation.meta}
@@ -260,7 +262,7 @@ def print_plan(
     rejects: Rejects,
 ) -> None:
     """What a run would do, from the tokenizer, a sample of the prompts and what is written already."""
-    todo = [conversation for conversation in conversations if conversation.id not in log.done]
+    todo = not_done(conversations, log)
     sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
     sampling += f", top_p {settings.top_p:g}" * (settings.top_p < 1) + f", top_k {settings.top_k}" * (
         settings.top_k > 0

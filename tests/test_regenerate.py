@@ -372,14 +372,51 @@ def test_files_of_other_origin_are_refused(place: Workspace) -> None:
         place.run()
 
 
+def test_other_prompts_of_the_same_ids_are_refused(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are often a file's name and a line: answers to another file's questions must not count as done."""
+    lookup = {"name": "look_up"}
+    record: dict[str, Any] = {"id": "a", "messages": talk("user", "assistant", "user"), "tools": [lookup]}
+    place.ask(2, record)
+    place.run()
+    whole = place.path.read_bytes()
+    monkeypatch.setattr(regenerate, "load_causal_lm", None)  # not needed
+    reworded = {**record, "messages": [{"role": "user", "content": "u9"}, *record["messages"][1:]]}
+    for other in (reworded, {**record, "tools": [{"name": "look_down"}]}, {"id": "a", "messages": record["messages"]}):
+        place.ask(2, other)
+        for arguments in ([], ["--plan"]):
+            with pytest.raises(
+                UserError, match=rf"{place.path}:\d: .*'a'.* {place.prompts}:3 (.|\n)*another output_dir"
+            ):
+                place.run(*arguments)
+    # The same question: other answers in the source, other metadata, keys in another order, another line.
+    answered = talk("user", "assistant", "user", "assistant")
+    answered[1]["content"] = "an answer that is not asked for"
+    place.ask(1, {"tools": [lookup], "messages": [dict(reversed(m.items())) for m in answered], "id": "a", "meta": {}})
+    assert "all 2 conversations are done" in place.run()
+    # Each is named.
+    place.ask(0, *({"id": f"q{i}", "prompt": "x"} for i in range(2)))
+    with pytest.raises(UserError, match=r"'q0'(.|\n)*'q1'"):
+        place.run()
+    assert place.path.read_bytes() == whole
+
+
 def test_two_writers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     with ConversationLog(path, {"target": "t"}) as log:
-        log.append({"id": "a", "turns": []})
+        log.append({"id": "a", "asked_digest": "d", "turns": []})
         with pytest.raises(UserError, match="another process is writing it"):
             ConversationLog(path, {"target": "t"})
     with ConversationLog(path, {"target": "t"}) as log:
-        assert log.content.done == {"a"}
+        assert log.content.done == {"a": (1, "d")}
+
+
+def test_a_whole_line_of_another_kind_is_never_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    for line in ('{"id": "a", "messages": []}\n', "[]\n", "3\n"):
+        path.write_text(line)
+        with pytest.raises(UserError, match=r"c\.jsonl:1: not a line of regenerate's"):
+            ConversationLog(path, {"target": "t"})
+        assert path.read_text() == line
 
 
 @pytest.mark.parametrize(("temperature", "kills"), [("0", (1, 20, 40)), ("1.0", (30,))])
