@@ -34,6 +34,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.chat import (
     RenderError,
+    as_text,
     has_generation_tags,
     load_tokenizer,
     render,
@@ -43,7 +44,7 @@ from draftsmith.models.chat import (
 )
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts import Rejects, read_conversations, to_conversation
+from draftsmith.recipes.prompts import Conversation, Rejects, read_conversations, to_conversation
 
 Turn = tuple[list[int], list[int]]  # prompt tokens, output tokens
 Span = tuple[int, int]  # half-open
@@ -128,7 +129,7 @@ def _conversations(
     if path.suffix != ".jsonl":
         for conversation in read_conversations(str(path), rejects):
             try:
-                turns = turns_of_messages(tokenizer, conversation.messages, conversation.meta.get("tools"))
+                turns = _turns_of_conversation(tokenizer, conversation)
             except (RenderError, ValueError) as error:
                 rejects.add(str(path), conversation.line, str(error), conversation.messages)
                 continue
@@ -143,7 +144,7 @@ def _conversations(
             else:
                 conversation = to_conversation(record, f"{path.name}:{line}", str(path), line)
                 conversation_id = conversation.id
-                turns = turns_of_messages(tokenizer, conversation.messages, conversation.meta.get("tools"))
+                turns = _turns_of_conversation(tokenizer, conversation)
         except (RenderError, ValueError) as error:
             rejects.add(str(path), line, str(error), record)
             continue
@@ -189,6 +190,11 @@ def _turns_of_tokens(turns: list[Any]) -> list[Turn]:
                 raise ValueError(f"wrong type: turn {number} must have non-empty lists of prompt and output token ids")
         pairs.append((pair[0], pair[1]))
     return pairs
+
+
+def _turns_of_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[Turn]:
+    messages = as_text(conversation.messages, conversation.images)
+    return turns_of_messages(tokenizer, messages, conversation.meta.get("tools"))
 
 
 def turns_of_messages(

@@ -29,6 +29,7 @@ from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, as
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
 from draftsmith.models.chat import (
     RenderError,
+    as_text,
     load_config,
     load_generation_config,
     load_tokenizer,
@@ -179,7 +180,11 @@ class _Asked:
         """The next conversation whose first turn can be asked; those before it are rejected."""
         for conversation in self._fresh:
             progress = _Progress(conversation, deque(questions(conversation.messages)))
-            problem = _not_text(conversation) or (self._prepare(progress) if progress.pending else "no user turn")
+            try:
+                as_text(conversation.messages, conversation.images)  # also what comes in later turns
+                problem = self._prepare(progress) if progress.pending else "no user turn"
+            except RenderError as error:
+                problem = str(error)
             if problem is None:
                 return progress
             record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
@@ -199,15 +204,6 @@ class _Asked:
         progress.messages, progress.prompt_ids = messages, ids
         progress.pending.popleft()
         return None
-
-
-def _not_text(conversation: Conversation) -> str | None:
-    """What a text model cannot be asked."""
-    parts = [part for m in conversation.messages if isinstance(m.get("content"), list) for part in m["content"]]
-    kinds = {part["type"] for part in parts} - {"text"}
-    if conversation.images or kinds:
-        return f"not text only: {', '.join(sorted(kinds)) or 'images'}"
-    return None
 
 
 def generation_settings(

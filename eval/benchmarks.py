@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.metrics import tau
-from draftsmith.models.chat import RenderError, render_prompt
+from draftsmith.models.chat import RenderError, as_text, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
@@ -37,12 +37,20 @@ class Question:
 
 
 def load_questions(sources: str | list[str], rejects: Rejects, limit: int | None) -> list[Question]:
-    """The first `limit` conversations of `sources`.
+    """The first `limit` conversations of `sources`, but for those that are not text only: they go to `rejects`.
 
     Raises:
         UserError: nothing usable.
     """
-    found = [_question(conversation) for conversation in read_conversations(sources, rejects, limit)]
+    found = []
+    for conversation in read_conversations(sources, rejects, limit):
+        try:
+            as_text(conversation.messages, conversation.images)
+        except RenderError as error:
+            record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
+            rejects.add(conversation.source, conversation.line, str(error), record)
+        else:
+            found.append(_question(conversation))
     if not found:
         raise UserError(f"eval.prompts: nothing usable in {sources}; {rejects.summary()}")
     return found

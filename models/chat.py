@@ -15,7 +15,7 @@ Message = dict[str, Any]
 
 
 class RenderError(Exception):
-    """One conversation that the chat template does not take; the message says why."""
+    """One conversation that the chat template does not take; the message says why, "kind: detail"."""
 
 
 def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -66,7 +66,7 @@ def render_prompt(
         tools: function schemas, for templates that list them in the system turn.
 
     Raises:
-        RenderError: the template refuses these messages.
+        RenderError: the template refuses these messages, or they are not text only.
     """
     return _apply(tokenizer, messages, tools, add_generation_prompt=True)["input_ids"]
 
@@ -91,11 +91,32 @@ def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
 
 
+def as_text(messages: Sequence[Message], images: Sequence[str] = ()) -> list[Message]:
+    """The messages as templates of text models take them: content parts joined to one text, nothing put between.
+
+    Args:
+        images: what the conversation shows beside its messages.
+
+    Raises:
+        RenderError: "not text only: ..." where there is an image or a part that is not text.
+    """
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    kinds = {part["type"] for part in parts} - {"text"}
+    if images or kinds:
+        raise RenderError(f"not text only: {', '.join(sorted(kinds)) or 'images'}")
+    return [
+        message | {"content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
+        for message, content in zip(messages, contents, strict=True)
+    ]
+
+
 def _apply(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None, **settings: Any
 ) -> Any:
+    messages = as_text(messages)
     try:
-        return tokenizer.apply_chat_template(list(messages), tools, tokenize=True, return_dict=True, **settings)
+        return tokenizer.apply_chat_template(messages, tools, tokenize=True, return_dict=True, **settings)
     except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
         reason = str(error) or type(error).__name__
         raise RenderError(f"the chat template refuses it: {reason}") from error

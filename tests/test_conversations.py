@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data_gen import conversations
 from draftsmith.data_gen.conversations import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
+from draftsmith.eval import benchmarks
 from draftsmith.models.chat import RenderError, load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Rejects
@@ -168,6 +169,58 @@ def test_no_second_bos() -> None:
 def test_spans_of() -> None:
     assert spans_of([]) == [] and spans_of([False]) == []
     assert spans_of([True, True, False, True]) == [(0, 2), (3, 4)]
+
+
+# Content parts.
+
+PARTS = [{"type": "text", "text": "the cat"}, {"type": "text", "text": " sat"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "u"}}
+
+
+@pytest.mark.parametrize("tags", [True, False])
+def test_text_parts_are_rendered_as_their_text(tags: bool) -> None:
+    tokenizer = tokenizer_with(tags=tags)
+    plain, in_parts = talk("the cat sat", "on"), [{"role": "user", "content": PARTS}, *talk("", "on")[1:]]
+    before = json.dumps(in_parts)
+    assert render_prompt(tokenizer, in_parts[:1]) == render_prompt(tokenizer, plain[:1])
+    assert tokenizer.decode(render_prompt(tokenizer, in_parts[:1])) == "<|user|>the cat sat<|end|><|assistant|>"
+    assert rows(tokenizer, in_parts) == rows(tokenizer, plain)
+    assert json.dumps(in_parts) == before
+
+
+def test_other_parts_are_refused(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": [*PARTS, IMAGE, {"type": "input_audio"}]}, *talk("", "on")[1:]]
+    with pytest.raises(RenderError, match=r"^not text only: image_url, input_audio$"):
+        render_prompt(tokenizer_with(), messages[:1])
+    lines = [{"id": "i", "messages": messages}, {"messages": talk("q", "a"), "images": ["x.png"]}]
+    good = {"id": "g", "messages": [{"role": "user", "content": PARTS}, *talk("", "on")[1:]]}
+    array = tmp_path / "c.json"
+    array.write_text(json.dumps([*lines, good]))
+    for path in (write(tmp_path / "c.jsonl", *lines, good), array):
+        found, rejects = read(path)
+        assert [row.id for row in found] == ["g"]
+        assert rejects.counts == {"not text only": 2}
+
+
+def test_evaluation_asks_text_and_rejects_the_rest(tmp_path: Path) -> None:
+    tokenizer: Any = tokenizer_with()
+    prompts = write(
+        tmp_path / "p.jsonl",
+        {"messages": [{"role": "user", "content": PARTS}]},
+        {"prompt": "what is this?", "images": ["x.png"]},
+        {"messages": [*talk("the cat"), {"role": "user", "content": [IMAGE]}]},
+    )
+    rejects = Rejects(tmp_path / "rejects.jsonl")
+    (question,) = benchmarks.load_questions(str(prompts), rejects, None)
+    bench = benchmarks.Bench(None, tokenizer, (END,), max_new_tokens=20, max_length=30)  # type: ignore[arg-type]
+    assert tokenizer.decode(bench.prompt(question, question.turns[0])) == "<|user|>the cat sat<|end|><|assistant|>"
+    entries = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
+    found = [(entry["source"], entry["line"], entry["reason"]) for entry in entries]
+    assert found == [(str(prompts), 2, "not text only: images"), (str(prompts), 3, "not text only: image_url")]
+    with pytest.raises(UserError, match=r"nothing usable in .*2 not text only"):
+        benchmarks.load_questions(
+            str(write(prompts, *({"prompt": "x", "images": ["i"]} for _ in "ab"))), Rejects(), None
+        )
 
 
 # Token ids of regenerated conversations.

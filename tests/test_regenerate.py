@@ -282,22 +282,24 @@ def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
         b'{"id": "torn", "messages": [',
         {"id": "mute", "messages": [{"role": "system", "content": "x"}]},
         long,
-        {"id": "image", "messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+        {"id": "image", "messages": [*talk("user"), {"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+        {"id": "picture", "prompt": "What is this?", "images": ["x.png"]},
     )
     printed = place.run()
     assert {record["id"] for record in place.records()} == {"q0", "q1", "q2"}
     rejected = place.records(place.out / "conversations.rejects.jsonl")
     reasons = [record["reason"].split(":")[0] for record in rejected]
     assert sorted(reasons) == sorted(
-        ["not UTF-8", "not UTF-8", "malformed JSON", "no user turn", "longer than data.max_length", "not text only"]
+        ["not UTF-8", "not UTF-8", "malformed JSON", "no user turn", "longer than data.max_length"]
+        + ["not text only"] * 2
     )
     assert next(r for r in rejected if "longer" in r["reason"])["record"]["messages"] == long["messages"]
     assert {r["source"] for r in rejected} == {str(place.prompts)}
-    assert sorted(r["line"] for r in rejected) == [4, 5, 6, 7, 8, 9]
-    assert "6 records rejected" in printed
+    assert sorted(r["line"] for r in rejected) == [4, 5, 6, 7, 8, 9, 10]
+    assert "7 records rejected" in printed
     # Asked again: the same answer, and no reject twice.
-    assert "3 of 5 conversations are done" in place.run()
-    assert len(place.records(place.out / "conversations.rejects.jsonl")) == 6 and len(place.records()) == 3
+    assert "3 of 6 conversations are done" in place.run()
+    assert len(place.records(place.out / "conversations.rejects.jsonl")) == 7 and len(place.records()) == 3
 
 
 @pytest.mark.parametrize(
