@@ -30,6 +30,7 @@ from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, g
 from draftsmith.models.chat import (
     RenderError,
     as_text,
+    decode_answer,
     load_config,
     load_generation_config,
     load_tokenizer,
@@ -155,8 +156,7 @@ class _Asked:
         """Adds an answer to its conversation: the conversation's record if that was its last turn, else None."""
         (conversation_id, _), output_ids, finish_reason = answer
         progress = self._open.pop(conversation_id)
-        content = self._tokenizer.decode(output_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        progress.messages.append({"role": "assistant", "content": content})
+        progress.messages.append({"role": "assistant", "content": decode_answer(self._tokenizer, output_ids)})
         progress.turns.append(
             {
                 "prompt_token_ids": progress.prompt_ids,

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.metrics import tau
-from draftsmith.models.chat import RenderError, as_text, render_prompt
+from draftsmith.models.chat import RenderError, as_text, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
@@ -132,7 +132,7 @@ class Bench:
                     results[name].append(turn[name])
                 file.write(json.dumps(_record(question, number, turn[shown])) + "\n")
                 file.flush()
-                answer = self.tokenizer.decode(turn[PLAIN].token_ids, skip_special_tokens=True)
+                answer = decode_answer(self.tokenizer, turn[PLAIN].token_ids)
                 history.append({"role": "assistant", "content": answer})
             if (value := tau(results[shown])) is not None:
                 progress.set_postfix(tau=f"{value:.2f}")

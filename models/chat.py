@@ -91,6 +91,11 @@ def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
 
 
+def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """An answer's text as the next prompt holds it: without special tokens, blanks as they were generated."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
 def as_text(messages: Sequence[Message], images: Sequence[str] = ()) -> list[Message]:
     """The messages as templates of text models take them: content parts joined to one text, nothing put between.
 

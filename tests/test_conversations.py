@@ -13,7 +13,14 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.data_gen import conversations
 from draftsmith.data_gen.conversations import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
 from draftsmith.eval import benchmarks
-from draftsmith.models.chat import RenderError, load_tokenizer, render_prompt, tokenizer_fingerprint
+from draftsmith.eval.decode import Generation
+from draftsmith.models.chat import (
+    RenderError,
+    decode_answer,
+    load_tokenizer,
+    render_prompt,
+    tokenizer_fingerprint,
+)
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Rejects
 from tests.conftest import CHAT_TEMPLATE, make_tokenizer
@@ -221,6 +228,29 @@ def test_evaluation_asks_text_and_rejects_the_rest(tmp_path: Path) -> None:
         benchmarks.load_questions(
             str(write(prompts, *({"prompt": "x", "images": ["i"]} for _ in "ab"))), Rejects(), None
         )
+
+
+def test_the_answer_in_the_next_prompt_reads_as_regeneration_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some tokenizers join " ." to "." when they decode; an answer must come back as it was written."""
+    tokenizer: Any = tokenizer_with()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    assert tokenizer.decode(tokenizer("cat .")["input_ids"]) == "cat."
+    ids = [*tokenizer("the cat . don 't")["input_ids"], END]
+    assert decode_answer(tokenizer, ids) == "the cat . don 't"
+    monkeypatch.setattr(
+        benchmarks, "decode", lambda target, proposer, prompt, *_: Generation(prompt, ids, [], last_round_cut=False)
+    )
+    bench = benchmarks.Bench(None, tokenizer, (END,), max_new_tokens=20, max_length=90)  # type: ignore[arg-type]
+    prompts = write(tmp_path / "p.jsonl", {"turns": ["a", "b"]})
+    asked = benchmarks.load_questions(str(prompts), Rejects(), None)
+    with (tmp_path / "generations.jsonl").open("w") as file:
+        _, second = bench.run(asked, {"other": None}, "other", file, Rejects())["other"]
+    assert tokenizer.decode(second.prompt_token_ids, clean_up_tokenization_spaces=False) == (
+        "<|user|>a<|end|><|assistant|>the cat . don 't<|end|><|user|>b<|end|><|assistant|>"
+    )
 
 
 # Token ids of regenerated conversations.
