@@ -5,8 +5,8 @@
     python data_gen/rank_vocab.py recipes/demo.yaml --plan                    # what it would do
 
 Reads the conversations that training reads, with the same rows left out, and writes draft_vocab.safetensors (EAGLE-3's
-d2t and t2d) into <output_dir>. A mapping never changes under a trained drafter: where checkpoints exist, another one is
-refused.
+d2t and t2d) into <output_dir>; what was left out stands in conversations.training_rejects.jsonl there. A mapping never
+changes under a trained drafter: where checkpoints exist, another one is refused.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ def main() -> None:
         return
     tokenizer = load_tokenizer(*where)
     stops = stop_ids(tokenizer, load_generation_config(*where))
-    rejects = Rejects()
+    rejects = Rejects(recipe.training_rejects_path)
     rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects)
     counts = count_supervised(tqdm(rows, desc="counting", unit="row", disable=None), vocab_size)
     vocab = rank(counts, size, stops)

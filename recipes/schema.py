@@ -197,6 +197,11 @@ class Recipe(Section):
         return Path(self.data.conversations or Path(self.output_dir) / "conversations.jsonl")
 
     @property
+    def training_rejects_path(self) -> Path:
+        """Conversations that give no training row, with the reason: rank_vocab and training leave out the same."""
+        return Path(self.output_dir) / "conversations.training_rejects.jsonl"
+
+    @property
     def draft_vocab_path(self) -> Path:
         return Path(self.output_dir) / "draft_vocab.safetensors"
 

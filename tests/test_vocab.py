@@ -167,6 +167,13 @@ def test_script_counts_what_training_reads(run_script) -> None:
     total, covered = counts.total(), sum(counts[token] for token in expected)
     assert f"{total:,} supervised tokens, {len(counts):,} distinct ones seen" in printed
     assert "6 longer than data.max_length" in printed
+    rejects = run_script.out / "conversations.training_rejects.jsonl"
+    assert str(rejects) in printed
+    entries = [json.loads(line) for line in rejects.read_text().splitlines()]
+    long = [(number, line) for number, line in enumerate(run_script.lines, start=1) if (number - 1) % 5 == 0]
+    assert [(entry["line"], entry["record"]) for entry in entries] == long
+    run_script("drafter.vocab_size=12")
+    assert len(rejects.read_text().splitlines()) == 6  # none twice
     assert f"{covered / total:.2%} of the supervised ones covered" in printed
     metadata = load_metadata(path)
     assert metadata["counted_tokens"] == str(total)
