@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tokenizers import AddedToken, processors
-from transformers import PreTrainedTokenizerFast
+from tokenizers import processors
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.data_gen import conversations
 from draftsmith.data_gen.conversations import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
