@@ -10,6 +10,7 @@ the last checkpoint.
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,11 @@ def main() -> None:
     command = parse_command(__doc__)
     recipe = command.recipe
     tokenizer = load_tokenizer(recipe.target.model, recipe.target.revision, recipe.target.trust_remote_code)
-    rows, validation_rows = read_rows(recipe, tokenizer)
+    speaks = os.environ.get("RANK", "0") == "0"  # all ranks read the same rows; one writes and prints
+    rejects = Rejects(recipe.training_rejects_path if speaks and not command.plan else None)
+    rows, validation_rows = read_rows(recipe, tokenizer, rejects)
+    if rejects.total and speaks:
+        print(rejects.summary())
     section = recipe.target
     config = load_config(section.model, section.revision, section.trust_remote_code).get_text_config()
     shape = drafter_shape(recipe, config)
@@ -104,15 +109,12 @@ def precision(settings: TrainSection) -> str:
     return "bf16" if native else "no"
 
 
-def read_rows(recipe: Recipe, tokenizer: Any) -> tuple[list[TrainingRow], list[TrainingRow]]:
+def read_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> tuple[list[TrainingRow], list[TrainingRow]]:
     """(training rows, validation rows). A conversation's rows stay on one side, chosen by a hash of its id."""
     path = recipe.conversations_path
     if not path.exists():
         raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
-    rejects = Rejects()
     rows = list(training_rows(path, tokenizer, recipe.data.max_length, rejects))
-    if rejects.total:
-        print(rejects.summary())
     usable = [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
     wanted = min(recipe.train.validation_conversations, len({row.id for row in usable}) // 5)
     ids = sorted({row.id for row in usable}, key=lambda i: hashlib.sha256(f"validation/{i}".encode()).digest())
