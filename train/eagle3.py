@@ -47,7 +47,7 @@ def main() -> None:
     shape = drafter_shape(recipe, config)
     vocab = read_vocab(recipe, config.vocab_size, tokenizer_fingerprint(tokenizer))
     if command.plan:
-        print_plan(recipe, rows, validation_rows)
+        print_plan(recipe, shape, vocab, rows, validation_rows)
         return
 
     set_seed(recipe.train.seed)
@@ -193,8 +193,18 @@ def run_identity(recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any],
     } | settings
 
 
-def print_plan(recipe: Recipe, rows: Sequence[TrainingRow], validation_rows: Sequence[TrainingRow]) -> None:
-    """Steps, tokens and disk, from the files alone; time is known after the first steps (the progress bar tells it)."""
+def print_plan(
+    recipe: Recipe,
+    shape: Eagle3Config,
+    vocab: DraftVocab,
+    rows: Sequence[TrainingRow],
+    validation_rows: Sequence[TrainingRow],
+) -> None:
+    """Steps, tokens, memory and disk, from the files alone; the progress bar tells the time after the first steps."""
+    with torch.device("meta"):
+        drafter = Eagle3Drafter(shape, vocab, torch.empty(shape.vocab_size, shape.hidden_size))
+    parameters = sum(p.numel() for p in drafter.parameters())
+    states = parameters * 12 / 1e6  # MB: weights and AdamW's two moments, float32
     tokens = sum(len(row.input_ids) for row in rows)
     supervised = sum(end - start for row in rows for start, end in row.spans)
     steps = total_steps(recipe.train, len(rows), processes=1)
@@ -203,7 +213,10 @@ def print_plan(recipe: Recipe, rows: Sequence[TrainingRow], validation_rows: Seq
     print(f"tokens             {tokens}, supervised {supervised} ({supervised / tokens:.0%})")
     print(f"steps              {steps} of {per_step} rows per process, on one process")
     print(f"passes             {steps * per_step / len(rows):.2f}")
-    print(f"draft vocabulary   {recipe.draft_vocab_path}")
+    print(f"drafter            {parameters / 1e6:.2f} M parameters, draft vocabulary of {vocab.size}")
+    print(f"memory             {states + parameters * 4 / 1e6:,.0f} MB for weights, gradients and AdamW, besides the")
+    print("                   target and the activations")
+    print(f"disk               {states * recipe.train.keep_checkpoints + parameters * 4 / 1e6:,.0f} MB")
     print(f"writes             {recipe.checkpoints_dir}, {recipe.metrics_path}, {recipe.drafter_dir}")
 
 
