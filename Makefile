@@ -7,9 +7,10 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# One process, nothing asked: without these accelerate warns about each default it takes. `--quiet` keeps its own
-# traceback away when a script ends with an error; the script's message still shows.
-ACCELERATE := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no --quiet
+# One process on all cores (accelerate's default is one thread), nothing asked: without these it warns about each default
+# it takes. `--quiet` keeps its own traceback away when a script ends with an error; the script's message still shows.
+ACCELERATE := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+	--num_cpu_threads_per_process $(shell nproc) --quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help install test test-slow lint types wheel-check ci demo demo-target clean

@@ -58,6 +58,9 @@ def main() -> None:
         log_with=list(recipe.train.trackers) or None,
         project_dir=recipe.output_dir,
     )
+    cores = os.cpu_count() or 1
+    if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
+        print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses them all")
     if recipe.train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
     model = load_causal_lm(
