@@ -60,7 +60,7 @@ def main() -> None:
     )
     cores = os.cpu_count() or 1
     if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
-        print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses them all")
+        print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
     if recipe.train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
     model = load_causal_lm(
