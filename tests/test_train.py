@@ -328,10 +328,17 @@ def test_two_processes_follow_the_trajectory_of_one(recipe_path: Path, tmp_path:
     for name, processes, accumulation in (("one", 1, 2), ("two", 2, 1)):
         output = tmp_path / name
         shutil.copytree(recipe_path.parent / "run", output)
-        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes), "--num_machines", "1"]
-        launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         overrides = [f"train.gradient_accumulation_steps={accumulation}", f"output_dir={output}"]
-        subprocess.run([sys.executable, *launch, "train/eagle3.py", str(recipe_path), *overrides], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, *launch, "train/eagle3.py", str(recipe_path), *overrides],
+            cwd=ROOT,
+            env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+            check=True,
+            timeout=240,
+        )
+        state = json.loads((output / "checkpoints/step-00000006/trainer_state.json").read_text())
+        assert state["identity"]["processes"] == processes
         lines[name] = metrics(output)
     for two, one in zip(lines["two"], lines["one"], strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
