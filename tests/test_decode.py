@@ -152,6 +152,24 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_answer_there() -> None:
     assert out.last_round_cut
 
 
+def test_the_proposer_sees_the_target_s_own_states_of_what_was_committed() -> None:
+    """Whatever stood beside the accepted path in the tree: never a drafted or a rejected node's state."""
+    target = Target(make_target())
+    prompt = [11, 12, 13]
+    future = generate(target, prompt, 40, stop=-1)
+
+    def right_path_behind_wrong_ones(root: int, rest: list[int]) -> DraftTree:
+        tokens = [root, (rest[0] + 1) % 320, (rest[0] + 2) % 320, rest[0], 9, rest[1] if len(rest) > 1 else 8]
+        return DraftTree(torch.tensor(tokens), torch.tensor([-1, 0, 0, 0, 1, 3]))
+
+    oracle = Oracle(future, len(prompt), 6, right_path_behind_wrong_ones)
+    out = decode(target, oracle, prompt, {-1}, 25)
+    assert 2 in out.accepted_per_round
+    seen = torch.cat(oracle.features)
+    expected = target.states(torch.tensor([prompt + future])).captured[0, : len(seen)]
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("tokens", "budget", "kept"),
     [([1, 2, 3], 9, 3), ([1, 9, 3], 9, 2), ([9], 5, 1), ([1, 2, 3], 2, 2), ([1, 2, 9], 2, 2), ([1, 9, 9], 3, 2)],
@@ -236,14 +254,14 @@ def test_a_certain_child_does_not_lose_its_parent() -> None:
     class Certain(Scripted):
         def _draw(self, path: tuple[int, ...]) -> torch.Tensor:
             values = torch.full((self.size,), -math.inf)
-            values[0] = 0.0
-            values[1] = -20.0
+            values[len(path)] = 0.0  # another token at every depth
+            values[7] = -20.0
             self.values[path] = values
             return values
 
-    tree = grow_eagle2(Certain(4, 0, ties=False), 3, nodes=5, draft_calls=6, top_k=2)
+    tree = grow_eagle2(Certain(8, 0, ties=False), 0, nodes=5, draft_calls=6, top_k=2)
     assert tree.parents.tolist() == [-1, 0, 1, 2, 3]
-    assert tree.tokens.tolist() == [3, 1, 1, 1, 1]
+    assert tree.tokens.tolist() == [0, 1, 3, 5, 7]
 
 
 def test_chain_follows_the_likeliest_token() -> None:
@@ -303,6 +321,7 @@ def test_tau_on_hand_written_traces() -> None:
     assert acceptance_by_position([whole]) == pytest.approx([2 / 3, 1.0, 0.5], abs=1e-4)
     # A cut round says nothing about the position where it was cut: 4 of 4 and 4 of 4, then position 3 fails once.
     assert acceptance_by_position([stopped]) == [1.0, 1.0]
+    assert acceptance_by_position([whole, stopped]) == pytest.approx([4 / 5, 1.0, 1 / 3], abs=1e-4)
 
 
 def test_summary_of_traces() -> None:
