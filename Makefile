@@ -54,7 +54,7 @@ demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptan
 	$(ACCELERATE) train/eagle3.py recipes/demo.yaml
 	$(BIN)/python eval/acceptance.py recipes/demo.yaml
 
-demo-target: install  ## train the demo's target model again: hours
+demo-target: install  ## train the demo's target model again: 80 minutes
 	$(BIN)/python recipes/make_demo_target.py --out runs/demo_target
 
 clean:  ## remove what builds and tools leave; .venv and runs stay

@@ -6,7 +6,6 @@ everyone in turn, in an order that rotates from prompt to prompt: a machine that
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import IO, Any
@@ -108,7 +107,7 @@ class Bench:
         """
         everyone: dict[str, Proposer | None] = {PLAIN: None} | proposers
         names = list(everyone)
-        results: dict[str, list[Generation]] = defaultdict(list)
+        results: dict[str, list[Generation]] = {name: [] for name in names}
         progress = tqdm(asked, desc="decode", unit="prompt")
         for question in progress:
             history: list[dict[str, Any]] = []
@@ -119,7 +118,7 @@ class Bench:
                 except ValueError as error:
                     rejects.add(question.source, question.line, str(error), {"id": question.id, "turn": number})
                     break
-                if not results:  # the first forwards of a process are slow; they are nobody's
+                if not results[PLAIN]:  # the first forwards of a process are slow; they are nobody's
                     for proposer in everyone.values():
                         decode(self.target, proposer, prompt, self.stop_ids, min(16, self.max_new_tokens))
                 first = len(results[PLAIN]) % len(names)

@@ -133,11 +133,6 @@ class Target:
         """[V, H] the input embeddings, which drafters share."""
         return self.embedding.weight  # type: ignore[return-value]
 
-    @property
-    def feature_size(self) -> int:
-        """F: width of the captured states."""
-        return self.hidden_size * len(self.capture_layers)
-
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Head and soft-capping over final states [..., H]: float32 logits [..., V]."""
         logits = self.head(last)

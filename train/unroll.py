@@ -145,7 +145,6 @@ class UnrollSums:
     columns: torch.Tensor  # scalar: columns counted at step 0, the loss's denominator
     reached: torch.Tensor  # [K] columns that a chain can reach at step k
     correct: torch.Tensor  # [K] of those, where drafter and target agree on the likeliest token
-    step_loss: torch.Tensor  # [K] unweighted loss sums over trained columns
     trained: torch.Tensor  # [K] columns with a loss at step k
 
 
@@ -174,7 +173,7 @@ class TrainingTimeTest(nn.Module):
         width = columns.index.shape[1]
         reachable = torch.ones_like(teacher.label_drafted)
         loss = captured_BTF.new_zeros((), dtype=torch.float32)
-        reached, correct, step_losses, trained = [], [], [], []
+        reached, correct, trained = [], [], []
         for step, output_BCH in enumerate(outputs):
             inside = max(0, width - step)  # later columns would need a teacher beyond their row: none of them counts
             best = teacher.best[:, step:]
@@ -187,7 +186,6 @@ class TrainingTimeTest(nn.Module):
             loss = loss + self.step_weight**step * step_loss
             reached.append(reached_BC.sum())
             correct.append(((logits_BCV.argmax(-1) == best) & reached_BC).sum())
-            step_losses.append(step_loss.detach())
             trained.append(trained_BC.sum())
             drafted_next = torch.zeros_like(reachable)
             drafted_next[:, :inside] = teacher.label_drafted[:, step:]
@@ -197,7 +195,6 @@ class TrainingTimeTest(nn.Module):
             columns=columns.counted(0).sum(),
             reached=torch.stack(reached),
             correct=torch.stack(correct),
-            step_loss=torch.stack(step_losses),
             trained=torch.stack(trained),
         )
 
