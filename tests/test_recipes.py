@@ -231,8 +231,10 @@ def test_output_dir_that_is_a_file(write, tmp_path: Path):
         ("../x", True),
     ],
 )
-def test_only_what_cannot_be_a_hub_id_is_looked_for_on_disk(write, model, is_path):
+def test_only_what_cannot_be_a_hub_id_is_looked_for_on_disk(write, model, is_path, tmp_path: Path, monkeypatch):
     path = write(SMALLEST)
+    (tmp_path / "empty" / "folder").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "empty" / "folder")  # whatever lies beside the checkout, `../x` is not here
     if is_path:
         assert "no such directory" in problems_of(path, f"target.model={model}")[0]
     else:
