@@ -280,7 +280,7 @@ def main() -> None:
     if command.plan:
         print(f"reads {path}, prints {command.show} rows and a summary, writes nothing")
         return
-    tokenizer = load_tokenizer(recipe.target.model, recipe.target.revision, recipe.target.trust_remote_code)
+    tokenizer = load_tokenizer(recipe.target)
     rejects = Rejects()
     ids, rows, tokens, supervised = set(), 0, 0, 0
     for row in tqdm(

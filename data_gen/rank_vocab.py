@@ -36,8 +36,7 @@ COUNTED_AT_ONCE = 1 << 20
 def main() -> None:
     command = parse_command(__doc__)
     recipe, section = command.recipe, command.recipe.target
-    where = (section.model, section.revision, section.trust_remote_code)
-    vocab_size = load_config(*where).get_text_config().vocab_size
+    vocab_size = load_config(section).get_text_config().vocab_size
     size = recipe.drafter.vocab_size or vocab_size
     if size > vocab_size:
         raise UserError(f"drafter.vocab_size: {size} is more than the target's vocabulary of {vocab_size} tokens")
@@ -45,8 +44,8 @@ def main() -> None:
         print(f"counts the supervised tokens of {recipe.conversations_path}")
         print(f"writes {size:,} of {vocab_size:,} target tokens to {recipe.draft_vocab_path}")
         return
-    tokenizer = load_tokenizer(*where)
-    stops = stop_ids(tokenizer, load_generation_config(*where))
+    tokenizer = load_tokenizer(section)
+    stops = stop_ids(tokenizer, load_generation_config(section))
     rejects = Rejects(recipe.training_rejects_path)
     rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects)
     counts = count_supervised(tqdm(rows, desc="counting", unit="row", disable=None), vocab_size)

@@ -54,9 +54,8 @@ def main() -> None:
     recipe, section = command.recipe, command.recipe.target
     if recipe.data.prompts is None:
         raise UserError("data.prompts: not given; name a file, `stdlib:train` or `hf:org/name`")
-    where = (section.model, section.revision, section.trust_remote_code)
-    tokenizer = load_tokenizer(*where)
-    generation_config = load_generation_config(*where)
+    tokenizer = load_tokenizer(section)
+    generation_config = load_generation_config(section)
     settings = generation_settings(recipe, tokenizer, generation_config)
     generator = generator_identity(recipe, settings, tokenizer)
     path = recipe.conversations_path
@@ -76,9 +75,7 @@ def main() -> None:
             return
         if done:
             print(f"{path}: {done:,} of {len(conversations):,} conversations are done, going on")
-        model = load_causal_lm(
-            section.model, section.revision, section.dtype, section.device, section.trust_remote_code
-        )
+        model = load_causal_lm(section)
         log.identify(tensor_digest(model.get_input_embeddings().weight))
         regenerate(model, tokenizer, todo, settings, log, rejects)
 
@@ -211,7 +208,7 @@ def generation_settings(
 ) -> GenerationSettings:
     """The recipe's wishes, completed by the target's generation config and limited by its context."""
     section, asked = recipe.target, recipe.data.generator
-    config = load_config(section.model, section.revision, section.trust_remote_code).get_text_config()
+    config = load_config(section).get_text_config()
     temperature, top_p, top_k = resolve_sampling(asked.temperature, asked.top_p, asked.top_k, generation_config)
     return GenerationSettings(
         max_new_tokens=asked.max_new_tokens,
@@ -232,7 +229,7 @@ def generator_identity(
     section = recipe.target
     dtype = section.dtype
     if dtype == "auto":
-        config = load_config(section.model, section.revision, section.trust_remote_code)
+        config = load_config(section)
         dtype = str(config.dtype or "float32").removeprefix("torch.")
     return {
         "target": section.model,

@@ -32,9 +32,9 @@ def main() -> None:
     contenders = contenders_of(recipe)
     # Whatever is wrong with the drafter is told before the target is loaded.
     shape, trained_for = read_config(recipe.eval_drafter_dir)
-    tokenizer = load_tokenizer(section.model, section.revision, section.trust_remote_code)
+    tokenizer = load_tokenizer(section)
     fingerprint = tokenizer_fingerprint(tokenizer)
-    config = load_config(section.model, section.revision, section.trust_remote_code).get_text_config()
+    config = load_config(section).get_text_config()
     here = config_identity(config, section.model, section.revision, fingerprint)
     check_identity(recipe.eval_drafter_dir, trained_for, here)
     rejects = Rejects(None if command.plan else recipe.eval_out / "prompts.rejects.jsonl")
@@ -43,7 +43,7 @@ def main() -> None:
         print_plan(recipe, asked, contenders)
         return
 
-    model = load_causal_lm(section.model, section.revision, section.dtype, section.device, section.trust_remote_code)
+    model = load_causal_lm(section)
     target = Target(model, shape.capture_layers)
     identity = target_identity(target, section.model, section.revision, fingerprint)
     drafter = load_drafter(recipe.eval_drafter_dir, target, identity)

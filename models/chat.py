@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
 
 Message = dict[str, Any]
 
@@ -18,41 +19,43 @@ class RenderError(Exception):
     """One conversation that the chat template does not take; the message says why, "kind: detail"."""
 
 
-def load_tokenizer(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer at `model`, a hub id or a directory.
+def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of the target.
 
     Raises:
         UserError: there is none, or it has no chat template.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"target.model: cannot load a tokenizer from {model!r}: {reason}") from error
+        raise UserError(f"target.model: cannot load a tokenizer from {target.model!r}: {reason}") from error
     if not tokenizer.chat_template:
         raise UserError(
-            f"target.model: the tokenizer of {model!r} has no chat template, so conversations cannot be written as its "
-            "tokens; save the template it was tuned with as chat_template.jinja beside it"
+            f"target.model: the tokenizer of {target.model!r} has no chat template, so conversations cannot be written "
+            "as its tokens; name a file with the template it was tuned with in target.chat_template"
         )
     return tokenizer
 
 
-def load_generation_config(
-    model: str, revision: str | None = None, trust_remote_code: bool = False
-) -> GenerationConfig:
+def load_generation_config(target: TargetSection) -> GenerationConfig:
     """The generation config that loading the model would give it, without loading the model."""
     try:
-        return GenerationConfig.from_pretrained(model, revision=revision or "main")
+        return GenerationConfig.from_pretrained(target.model, revision=target.revision or "main")
     except OSError:  # models without generation_config.json: made from the model's config
-        return GenerationConfig.from_model_config(load_config(model, revision, trust_remote_code))
+        return GenerationConfig.from_model_config(load_config(target))
 
 
-def load_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_config(target: TargetSection) -> Any:
     """The model's config. Raises UserError where there is none."""
     try:
-        return AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(
+            target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
+        )
     except (OSError, ValueError) as error:
-        raise UserError(f"target.model: no config at {model!r}: {str(error).splitlines()[0]}") from error
+        raise UserError(f"target.model: no config at {target.model!r}: {str(error).splitlines()[0]}") from error
 
 
 def render_prompt(

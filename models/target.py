@@ -20,35 +20,33 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
 
 # Layers that keep a running state instead of keys and values cannot forget rejected tokens.
 _RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "recurrent", "conv", "short_conv", "rwkv"}
 
 
-def load_causal_lm(
-    model: str,
-    revision: str | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
-) -> Any:
-    """The model in evaluation mode on its device, all parameters frozen.
+def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
+    """The model in evaluation mode, all parameters frozen, on `device` (None: where the section says).
 
     Raises:
-        UserError: nothing loadable at `model`, or only pickled weights (safetensors are the one format read).
+        UserError: nothing loadable there, or only pickled weights (safetensors are the one format read).
     """
+    device = device or section.device
     if device == "auto":
         device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model,
-            revision=revision,
-            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-            trust_remote_code=trust_remote_code,
+            section.model,
+            revision=section.revision,
+            dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
+            trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
         )
     except (OSError, ValueError) as error:
-        raise UserError(f"target.model: cannot load {model!r} as a causal LM: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"target.model: cannot load {section.model!r} as a causal LM: {str(error).splitlines()[0]}"
+        ) from error
     return loaded.to(device).eval().requires_grad_(False)
 
 

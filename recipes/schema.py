@@ -28,13 +28,34 @@ class TargetSection(Section):
     """`auto` is the accelerator where there is one, else the CPU."""
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Off unless you have read that code."""
+    chat_template: str | None = None
+    """A file with a Jinja chat template: for a base model that has none, or in place of the tokenizer's own."""
+    thinking: bool | None = None
+    """The thinking switch of chat templates that have one (Qwen3's `enable_thinking`, DeepSeek-V3.1's `thinking`), the
+    same in regeneration, training and evaluation. None: the template's default."""
+    template_args: dict[str, str | int | float | bool] = {}
+    """Further variables of the chat template, for example {reasoning_effort: low} for gpt-oss."""
 
 
 class GeneratorSection(Section):
-    kind: Literal["transformers"] = "transformers"
-    """Who writes the answers: the target in this process."""
+    kind: Literal["transformers", "openai"] = "transformers"
+    """Who writes the answers: the target in this process, or OpenAI-compatible servers that serve it."""
     batch_size: int = Field(default=32, ge=1)
-    """Conversations decoded side by side."""
+    """Conversations decoded side by side in this process."""
+    base_urls: list[str] = []
+    """Servers of kind openai, each up to `/v1`: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
+    served_model: str | None = None
+    """The name under which the servers serve the target. None: what `/v1/models` lists, where that is one."""
+    concurrency: int = Field(default=64, ge=1)
+    """Requests under way at a time, over all servers."""
+    stream: bool = False
+    """Receive answers token by token: progress moves while they are written, and a dead server is noticed sooner."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest silence of a server before a request is tried again (with `stream`, between two tokens)."""
+    max_retries: int = Field(default=8, ge=0)
+    """Further tries of one request, with growing pauses, before its conversation is given up for this run."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the servers' API key. The key itself is never written anywhere."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Tokens of one assistant turn, its stop token included; a turn cut here is kept with finish_reason `length`."""
     temperature: float | None = Field(default=None, ge=0)
@@ -56,6 +77,8 @@ class DataSection(Section):
     """What regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
     max_length: int = Field(default=2048, ge=8)
     """Tokens of one training row; longer conversations are left out and counted, never cut."""
+    contamination: Literal["list", "remove", "off"] = "list"
+    """Training conversations that ask what eval.prompts ask: list and count them, leave them out, or do not look."""
     generator: GeneratorSection = GeneratorSection()
 
 
@@ -124,6 +147,9 @@ class TreeSection(Section):
     """Calls of the drafter in a round: the greatest depth of the tree. Default: 8 for eagle2, nodes - 1 for a chain."""
     top_k: int = Field(default=10, ge=1)
     """Children proposed per node and beam width of eagle2."""
+    draw: Literal["likeliest", "sampled"] = "likeliest"
+    """How a chain's tokens are chosen when eval.temperature is above 0: the drafter's likeliest ones, or drawn from its
+    own distribution. Both are lossless."""
 
     @model_validator(mode="after")
     def _possible(self) -> "TreeSection":
@@ -133,6 +159,8 @@ class TreeSection(Section):
                 f"not {self.draft_calls}: leave draft_calls out"
             )
         if self.policy == "eagle2":
+            if self.draw == "sampled":
+                raise ValueError("eagle2 ranks nodes by their probability; draw: sampled is for chains")
             most = 1 + self.top_k + (self.calls - 1) * self.top_k**2
             if self.nodes > most:
                 raise ValueError(
@@ -164,11 +192,19 @@ class EvalSection(Section):
     drafter: str | None = None
     """Directory of the drafter. Default: <output_dir>/drafter."""
     prompts: str | list[str] | None = None
-    """Conversations whose assistant turns are decoded: the same formats as data.prompts, `stdlib:heldout` too."""
+    """Conversations whose assistant turns are decoded: the same formats as data.prompts, and benchmarks by name
+    (mt_bench, humaneval, gsm8k, spec_bench; `mt_bench:path.jsonl` reads your copy)."""
     max_prompts: int | None = Field(default=None, ge=1)
+    """Conversations of each source."""
+    turns: Literal["all", "first"] = "all"
+    """Answer every user turn of a conversation, or the first alone."""
     max_new_tokens: int = Field(default=512, ge=1)
-    temperature: float = Field(default=0.0, ge=0, le=0)
-    """0, greedy, is what this version decodes with."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy. Above it answers are drawn from the target's distribution, losslessly."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """1 switches it off."""
+    top_k: int = Field(default=0, ge=0)
+    """0 switches it off."""
     mode: Literal["decode"] = "decode"
     tree: TreeSection = TreeSection()
     also: list[ContenderSection] = []
@@ -176,8 +212,13 @@ class EvalSection(Section):
     bootstrap_samples: int = Field(default=2000, ge=100)
     """Resamplings of the prompts behind every 95 % interval."""
     seed: int = 0
+    """Of the bootstrap, and of the draws where temperature is above 0."""
+    report_answers: int = Field(default=12, ge=0)
+    """Answers shown token by token in report.html."""
+    png: bool = False
+    """Write the report's plots as PNG files too."""
     out: str | None = None
-    """Folder for acceptance.json and generations.jsonl. Default: <output_dir>/eval."""
+    """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval."""
 
 
 class Recipe(Section):
@@ -226,5 +267,5 @@ class Recipe(Section):
 
     @property
     def eval_out(self) -> Path:
-        """Folder of acceptance.json and generations.jsonl."""
+        """Folder of acceptance.json, generations.jsonl and report.html."""
         return Path(self.eval.out or Path(self.output_dir) / "eval")

@@ -23,6 +23,7 @@ from draftsmith.models.chat import (
 )
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.schema import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 
 END = 4
@@ -371,7 +372,11 @@ def test_fingerprint_tells_vocabulary_and_template_apart(tmp_path: Path) -> None
     same = tokenizer_fingerprint(first)
     first(["a", "the cat sat"], padding=True, truncation=True, max_length=4)  # leaves its mark in the backend
     first.save_pretrained(tmp_path)
-    assert tokenizer_fingerprint(first) == same == tokenizer_fingerprint(load_tokenizer(str(tmp_path)))
+    assert (
+        tokenizer_fingerprint(first)
+        == same
+        == tokenizer_fingerprint(load_tokenizer(TargetSection(model=str(tmp_path))))
+    )
     assert tokenizer_fingerprint(tokenizer_with(LINES)) != same
     first.add_tokens([AddedToken("<tool>")])
     assert tokenizer_fingerprint(first) != same
@@ -382,9 +387,9 @@ def test_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
     bare.chat_template = None
     bare.save_pretrained(tmp_path / "bare")
     with pytest.raises(UserError, match="no chat template"):
-        load_tokenizer(str(tmp_path / "bare"))
+        load_tokenizer(TargetSection(model=str(tmp_path / "bare")))
     with pytest.raises(UserError, match="cannot load a tokenizer"):
-        load_tokenizer(str(tmp_path / "nothing"))
+        load_tokenizer(TargetSection(model=str(tmp_path / "nothing")))
 
 
 # The script.

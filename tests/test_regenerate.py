@@ -23,6 +23,7 @@ from draftsmith.data_gen.generators import GenerationSettings, _Pool, generate
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -244,7 +245,7 @@ def test_records_hold_every_turn_and_who_wrote_it(place: Workspace) -> None:
     printed = place.run()
     records = place.records()
     assert sorted(record["id"] for record in records) == sorted(f"q{i}" for i in range(30))
-    tokenizer = load_tokenizer(str(place.target))
+    tokenizer = load_tokenizer(TargetSection(model=str(place.target)))
     complete = 0
     for record in records:
         number = record["meta"]["number"]

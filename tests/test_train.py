@@ -23,6 +23,7 @@ from draftsmith.models.target import Target, default_capture_layers, load_causal
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import eagle3
 from draftsmith.train.batches import BatchOrder, collate
 from tests.conftest import make_target, make_tokenizer
@@ -274,7 +275,7 @@ def test_missing_inputs_are_named(recipe_path: Path) -> None:
 def test_a_drafter_for_another_target_is_refused(recipe_path: Path, target_dir: Path, tmp_path: Path) -> None:
     drafter = train(recipe_path, "train.max_steps=1") / "drafter"
     tokenizer = make_tokenizer()
-    target = Target(load_causal_lm(str(target_dir)))
+    target = Target(load_causal_lm(TargetSection(model=str(target_dir))))
     identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(tokenizer))
     assert load_drafter(drafter, target, identity).vocab.size == 160
 

@@ -9,6 +9,7 @@ from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.losses import soft_cross_entropy
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of, unroll
 from tests import reference
@@ -18,7 +19,7 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def target(target_dir: Path) -> Target:
-    return Target(load_causal_lm(str(target_dir)))
+    return Target(load_causal_lm(TargetSection(model=str(target_dir))))
 
 
 def make_drafter(target: Target, draft_tokens: int | None = None, seed: int = 1) -> Eagle3Drafter:

@@ -36,14 +36,14 @@ from draftsmith.train.unroll import TrainingTimeTest
 def main() -> None:
     command = parse_command(__doc__)
     recipe = command.recipe
-    tokenizer = load_tokenizer(recipe.target.model, recipe.target.revision, recipe.target.trust_remote_code)
+    tokenizer = load_tokenizer(recipe.target)
     speaks = os.environ.get("RANK", "0") == "0"  # all ranks read the same rows; one writes and prints
     rejects = Rejects(recipe.training_rejects_path if speaks and not command.plan else None)
     rows, validation_rows = read_rows(recipe, tokenizer, rejects)
     if rejects.total and speaks:
         print(rejects.summary())
     section = recipe.target
-    config = load_config(section.model, section.revision, section.trust_remote_code).get_text_config()
+    config = load_config(section).get_text_config()
     shape = drafter_shape(recipe, config)
     vocab = read_vocab(recipe, config.vocab_size, tokenizer_fingerprint(tokenizer))
     if command.plan:
@@ -63,10 +63,7 @@ def main() -> None:
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
     if recipe.train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
-    model = load_causal_lm(
-        section.model, section.revision, section.dtype, str(accelerator.device), section.trust_remote_code
-    )
-    target = Target(model, shape.capture_layers)
+    target = Target(load_causal_lm(section, str(accelerator.device)), shape.capture_layers)
     identity = target_identity(target, section.model, section.revision, tokenizer_fingerprint(tokenizer))
     drafter = Eagle3Drafter(shape, vocab, target.embedding_table)
     if recipe.drafter.init_head == "target":

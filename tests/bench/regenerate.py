@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 from draftsmith.data_gen.generators import GenerationSettings, generate
 from draftsmith.models.chat import load_tokenizer, render_prompt, stop_ids
 from draftsmith.models.target import load_causal_lm
+from draftsmith.recipes.schema import TargetSection
 from draftsmith.recipes.stdlib_prompts import stdlib_conversations
 
 TARGET = str(Path(__file__).parents[2] / "recipes/demo_target")
@@ -57,7 +58,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--continuous", action="store_true", help="measure generate_batch too: slow on CPUs")
     args = parser.parse_args()
-    model, tokenizer = load_causal_lm(TARGET, dtype="float32"), load_tokenizer(TARGET)
+    section = TargetSection(model=TARGET, dtype="float32")
+    model, tokenizer = load_causal_lm(section), load_tokenizer(section)
     stops = stop_ids(tokenizer, model.generation_config)
     questions = list(stdlib_conversations("heldout"))[: args.prompts]
     prompts = [render_prompt(tokenizer, question["messages"][:1]) for question in questions]
