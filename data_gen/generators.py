@@ -15,22 +15,15 @@ the answer of a prompt does not depend on its neighbours, up to the rounding of 
 Why not transformers' own loops: tests/bench/regenerate.py measures all three.
 """
 
-import hashlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from draftsmith.models.sampling import Sampling, SeededDraws, pick
 from draftsmith.recipes.errors import UserError
 
 # Prompt tokens, padding included, that one prefill reads: bounds its activations, and the padding of unequal prompts.
@@ -89,7 +82,7 @@ def generate(model: Any, prompts: Iterator[Prompt | None], settings: GenerationS
     """
     rows: list[_Row] = []  # rows[i] lives in row i of the pool
     pool = _Pool(model, settings.batch_size)
-    pick = _picker(settings)
+    sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
     device = pool.device
     exhausted = False
     while True:
@@ -109,8 +102,12 @@ def generate(model: Any, prompts: Iterator[Prompt | None], settings: GenerationS
                 raise RuntimeError("the prompts wait for an answer, but none is being written")
             return
         logits_NV = pool.step([row.tokens[-1] for row in rows], [len(row.tokens) - 1 for row in rows])
-        uniforms_N = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
-        for row, token in zip(rows, pick(logits_NV, uniforms_N).tolist(), strict=True):
+        if sampling.greedy:
+            tokens_N = logits_NV.argmax(-1)
+        else:
+            uniforms_N = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
+            tokens_N = pick(sampling.probabilities(logits_NV), uniforms_N)
+        for row, token in zip(rows, tokens_N.tolist(), strict=True):
             row.append(token, settings.stop_ids)
         ended = [row for row in rows if row.finish_reason is not None]
         if ended:
@@ -152,10 +149,10 @@ class _Row:
         self.finish_reason: str | None = None
         self._uniforms: list[float] = []  # none for greedy decoding
         if settings.temperature > 0:
-            self._uniforms = _uniforms(settings.seed, key, self.limit - self.prompt_length)
+            self._uniforms = SeededDraws(settings.seed, key).uniforms(self.limit - self.prompt_length).tolist()
 
     def next_uniform(self) -> float:
-        return self._uniforms[len(self.tokens) - self.prompt_length] if self._uniforms else 0.0
+        return self._uniforms[len(self.tokens) - self.prompt_length]
 
     def append(self, token: int, stop_ids: tuple[int, ...]) -> None:
         self.tokens.append(token)
@@ -163,37 +160,6 @@ class _Row:
             self.finish_reason = "stop"
         elif len(self.tokens) == self.limit:
             self.finish_reason = "length"
-
-
-def _uniforms(seed: int, key: Hashable, count: int) -> list[float]:
-    """The draws of one answer: they hang on the seed and the key alone, never on neighbours, order or device."""
-    digest = hashlib.sha256(repr((seed, key)).encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
-
-
-def _picker(settings: GenerationSettings) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(logits [N, V], uniforms [N]) -> token ids [N]."""
-    if settings.temperature == 0:
-        return lambda logits_NV, uniforms_N: logits_NV.argmax(-1)
-    warpers = LogitsProcessorList()
-    if settings.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(settings.temperature))
-    if settings.top_k > 0:
-        warpers.append(TopKLogitsWarper(settings.top_k))
-    if settings.top_p < 1:
-        warpers.append(TopPLogitsWarper(settings.top_p))
-
-    def pick(logits_NV: torch.Tensor, uniforms_N: torch.Tensor) -> torch.Tensor:
-        scores_NV = warpers(None, logits_NV.float())  # type: ignore[arg-type]
-        # Inverse of the distribution function, in float64: a sum over 100,000 tokens keeps its tail.
-        mass_NV = scores_NV.softmax(-1).double().cumsum(-1)
-        total_N = mass_NV[:, -1]
-        # Below the total, so that rounding never picks a token of probability 0 behind the last possible one.
-        at_N = torch.minimum(uniforms_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
-        return torch.searchsorted(mass_NV, at_N[:, None], right=True)[:, 0]
-
-    return pick
 
 
 class _PoolLayer(DynamicLayer):

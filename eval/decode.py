@@ -4,7 +4,7 @@
     round:  observe     target states of what was committed go to the proposer
             propose     a tree below the last token, the root
             verify      one target forward over all nodes
-            accept      the longest right path + one bonus token of the target
+            accept      the longest right path + one bonus token of the target (`eval.accept`)
             commit      the path stays in the cache, the bonus becomes the next root
 
 Plain decoding is the same loop with a root alone. Accepted positions always reach the drafter with the target's own
@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from draftsmith.eval.accept import accept_greedy
+from draftsmith.eval.accept import accept_greedy, accept_sampled
 from draftsmith.models.draft_tree import DraftTree, Proposer
+from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.target import Target
 
 
@@ -49,19 +50,28 @@ def decode(
     prompt_token_ids: Sequence[int],
     stop_ids: Collection[int],
     max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    draws: Draws | None = None,
 ) -> Generation:
-    """Greedy decoding, with `proposer` drafting or plain where it is None.
+    """One answer, with `proposer` drafting or plain where it is None.
 
-    The tokens are those of plain greedy decoding whatever the proposer drafts (exactly in float32; in lower precision
-    as far as the target's forward over several tokens rounds like the one over a single token).
+    Greedy tokens are those of plain greedy decoding whatever the proposer drafts (exactly in float32; in lower
+    precision as far as the target's forward over several tokens rounds like the one over a single token). Sampled
+    tokens have the law of plain sampling; which ones they are hangs on `draws` and on what was drafted.
+
+    Args:
+        draws: the random numbers of this answer; needed unless `sampling` is greedy.
     """
+    if draws is None and not sampling.greedy:
+        raise ValueError("sampling needs draws: models.sampling.SeededDraws(seed, key)")
     session = target.session(capture=proposer is not None and proposer.reads_features)
     clock = _Clock(target.device)
     logits, features = session.prefill(torch.tensor(prompt_token_ids, device=target.device))
-    out = Generation(list(prompt_token_ids), [int(logits.argmax())], [], last_round_cut=False)
+    first = logits.argmax() if draws is None or sampling.greedy else draws.token(sampling.probabilities(logits))
+    out = Generation(list(prompt_token_ids), [int(first)], [], last_round_cut=False)
     out.prefill_seconds = clock.lap()
     if proposer is not None:
-        proposer.reset()
+        proposer.reset(draws)
     committed = [*prompt_token_ids, out.token_ids[0]]
     began = time.perf_counter()
     while out.token_ids[-1] not in stop_ids and len(out.token_ids) < max_new_tokens:
@@ -76,7 +86,10 @@ def decode(
         logits_NV, node_features = session.verify(tree)
         out.verify_seconds += clock.lap()
 
-        path, bonus = accept_greedy(tree, logits_NV)
+        if draws is None or sampling.greedy:
+            path, bonus = accept_greedy(tree, logits_NV)
+        else:
+            path, bonus = accept_sampled(tree, logits_NV, sampling, draws)
         session.commit(path)
         features = None if node_features is None else node_features[path]
         new_tokens = torch.cat((tree.tokens[path[1:]], bonus[None])).tolist()

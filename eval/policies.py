@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.models.draft_tree import Drafting, DraftTree
+from draftsmith.models.sampling import GREEDY, Draws, Sampling
 
 
 def grow_chain(drafting: Drafting, root: int, nodes: int) -> DraftTree:
@@ -22,6 +23,25 @@ def grow_chain(drafting: Drafting, root: int, nodes: int) -> DraftTree:
             log_probs = drafting.expand(parent, tokens[-1], depth)[0]
     parents = torch.arange(-1, nodes - 1, device=log_probs.device)
     return DraftTree(torch.cat(tokens), parents)
+
+
+def grow_sampled_chain(drafting: Drafting, root: int, nodes: int, sampling: Sampling, draws: Draws) -> DraftTree:
+    """Each token drawn from the drafter's distribution after the one before it: `nodes` - 1 draft calls.
+
+    The drafter's log-probabilities pass through the same temperature, top-k and top-p as the target's logits, which
+    brings the two closest; any distribution would be lossless.
+    """
+    log_probs = drafting.root_log_probs()
+    tokens = [torch.tensor([root], device=log_probs.device)]
+    q_NV = log_probs.new_zeros(nodes, drafting.vocab.target_vocab_size)
+    for depth in range(1, nodes):
+        q_V = sampling.probabilities(log_probs)  # over the draft vocabulary
+        q_NV[depth - 1, drafting.vocab.target_ids] = q_V
+        tokens.append(drafting.vocab.to_target(draws.token(q_V)[None]))
+        if depth + 1 < nodes:
+            parent = torch.tensor([depth - 1], device=log_probs.device)
+            log_probs = drafting.expand(parent, tokens[-1], depth)[0]
+    return DraftTree(torch.cat(tokens), torch.arange(-1, nodes - 1, device=log_probs.device), q_NV)
 
 
 def grow_eagle2(drafting: Drafting, root: int, nodes: int, draft_calls: int, top_k: int) -> DraftTree:
@@ -68,22 +88,40 @@ def grow_eagle2(drafting: Drafting, root: int, nodes: int, draft_calls: int, top
 
 
 class PolicyProposer:
-    """A drafter and a policy together: a `models.draft_tree.Proposer`."""
+    """A drafter and a policy together: a `models.draft_tree.Proposer`.
+
+    Args:
+        sampling: draws the tokens of a chain from the drafter by this; greedy takes the likeliest ones.
+    """
 
     reads_features = True
 
-    def __init__(self, drafting: Drafting, policy: str, nodes: int, draft_calls: int, top_k: int):
+    def __init__(
+        self,
+        drafting: Drafting,
+        policy: str,
+        nodes: int,
+        draft_calls: int,
+        top_k: int,
+        sampling: Sampling = GREEDY,
+    ):
         self.drafting = drafting
         self.policy, self.nodes, self.draft_calls, self.top_k = policy, nodes, draft_calls, top_k
+        self.sampling = sampling
+        self.draws: Draws | None = None
 
-    def reset(self) -> None:
+    def reset(self, draws: Draws | None = None) -> None:
         self.drafting.reset()
+        self.draws = draws
 
     def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
         assert features is not None
         self.drafting.observe(tokens, features)
 
     def propose(self, root: int) -> tuple[DraftTree, int]:
+        if self.policy == "chain" and not self.sampling.greedy:
+            assert self.draws is not None
+            return grow_sampled_chain(self.drafting, root, self.nodes, self.sampling, self.draws), self.draft_calls
         if self.policy == "chain":
             return grow_chain(self.drafting, root, self.nodes), self.draft_calls
         return grow_eagle2(self.drafting, root, self.nodes, self.draft_calls, self.top_k), self.draft_calls

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from draftsmith.models.sampling import Draws
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -24,11 +25,14 @@ class DraftTree:
     Args:
         tokens: [N] target token ids, the root first.
         parents: [N] index of each node's parent, -1 for the root; a parent stands before its children.
+        drawn_from: [N, V] the distribution that the child of each node was drawn from, for chains that were drawn and
+            not chosen; the last row, which has no child, is zero. None: all nodes were chosen by rank.
     """
 
-    def __init__(self, tokens: torch.Tensor, parents: torch.Tensor):
+    def __init__(self, tokens: torch.Tensor, parents: torch.Tensor, drawn_from: torch.Tensor | None = None):
         self.tokens = tokens
         self.parents = parents
+        self.drawn_from = drawn_from
         # [N, N] row i marks i and its ancestors. One hop a level, for all nodes at once: as many steps as the tree is
         # deep.
         self.ancestors = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
@@ -59,8 +63,8 @@ class Proposer(Protocol):
 
     reads_features: bool  # whether `observe` needs the target's states; where not, nobody pays for them
 
-    def reset(self) -> None:
-        """Forgets everything: a new conversation begins."""
+    def reset(self, draws: Draws | None = None) -> None:
+        """Forgets everything: a new conversation begins. `draws` are its random numbers, for proposers that sample."""
 
     def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
         """`tokens` are all committed tokens so far, the unread root last; `features` [n, F] the target's captured

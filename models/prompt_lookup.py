@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.sampling import Draws
 
 
 class PromptLookup:
@@ -25,7 +26,7 @@ class PromptLookup:
         self.draft_tokens, self.device, self.max_ngram = draft_tokens, device, max_ngram
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self, draws: Draws | None = None) -> None:
         self.tokens: list[int] = []
         # The latest end (index of the following token) of every n-gram, and the one before that: the last n-gram's own
         # occurrence has nothing behind it.

@@ -59,7 +59,7 @@ class Oracle:
         self.answer, self.prompt_length, self.nodes, self.spoil = answer, prompt_length, nodes, spoil
         self.features: list[torch.Tensor] = []
 
-    def reset(self) -> None:
+    def reset(self, draws: object = None) -> None:
         self.features, self.seen = [], 0
 
     def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:

@@ -1,0 +1,92 @@
+"""Sampling: from logits to the one distribution that everything uses, and the random numbers to draw from it.
+
+    logits --temperature--> --top_k--> --top_p--> softmax --> p
+
+`p` is made once per position and used alike for drawing, for accepting drafted tokens, for the residual after a
+rejection and for the bonus token (`eval.accept`). Where one of these used other probabilities than the rest, the output
+would no longer have the target's law.
+
+Shapes: N rows, V tokens; `...` any number of axes.
+"""
+
+import hashlib
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; transformers' meaning and order of the three."""
+
+    temperature: float = 0.0  # 0 is greedy: the others then mean nothing
+    top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """p [..., V] in float32 of logits (or log-probabilities) [..., V]; all mass on the first best one if greedy."""
+        if self.greedy:
+            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        warpers = LogitsProcessorList()
+        if self.temperature != 1:
+            warpers.append(TemperatureLogitsWarper(self.temperature))
+        if self.top_k > 0:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        scores_NV = warpers(None, logits.float().flatten(0, -2))  # type: ignore[arg-type]
+        return scores_NV.softmax(-1).view(logits.shape)
+
+
+GREEDY = Sampling()
+
+
+def pick(weights_NV: torch.Tensor, uniforms_N: torch.Tensor) -> torch.Tensor:
+    """[N] tokens: the inverse of each row's distribution function at its uniform number.
+
+    Args:
+        weights_NV: not negative; rows need not sum to 1.
+        uniforms_N: in [0, 1), float64.
+    """
+    mass_NV = weights_NV.double().cumsum(-1)  # float64: a sum over 100,000 tokens keeps its tail
+    total_N = mass_NV[:, -1]
+    # Below the total, so that rounding never picks a token of weight 0 behind the last possible one.
+    at_N = torch.minimum(uniforms_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
+    return torch.searchsorted(mass_NV, at_N[:, None], right=True)[:, 0]
+
+
+class Draws(Protocol):
+    """Where a decoded answer's randomness comes from; the tests put an exhaustive enumeration in its place."""
+
+    def events(self, chances_N: torch.Tensor) -> torch.Tensor:
+        """[N] bool: independent events of these probabilities."""
+        ...
+
+    def token(self, weights_V: torch.Tensor) -> torch.Tensor:
+        """A token (scalar) drawn in proportion to `weights_V`."""
+        ...
+
+
+class SeededDraws:
+    """The draws of one answer: they hang on the seed and the key alone, never on other answers, order or device."""
+
+    def __init__(self, seed: int, key: Hashable):
+        digest = hashlib.sha256(repr((seed, key)).encode()).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+    def uniforms(self, count: int) -> torch.Tensor:
+        """[count] in [0, 1), float64, on the CPU."""
+        return torch.rand(count, generator=self._generator, dtype=torch.float64)
+
+    def events(self, chances_N: torch.Tensor) -> torch.Tensor:
+        return self.uniforms(len(chances_N)).to(chances_N.device) < chances_N
+
+    def token(self, weights_V: torch.Tensor) -> torch.Tensor:
+        return pick(weights_V[None], self.uniforms(1).to(weights_V.device))[0]
