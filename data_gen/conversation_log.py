@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.lines import append_line
 from draftsmith.recipes.prompts import Conversation, questions
 
 SECONDS_BETWEEN_SYNCS = 1.0
@@ -172,8 +173,7 @@ class ConversationLog:
     def append(self, record: dict[str, Any]) -> None:
         """Writes one line. It is safe from a kill when this returns, from a power cut within about a second."""
         line = (json.dumps(record | {"generator": self._generator}, ensure_ascii=False) + "\n").encode()
-        while line:  # one write, but for a full disk or an interrupting signal
-            line = line[self._file.write(line) :]
+        append_line(self._file, self.path, line)
         if time.monotonic() - self._synced > SECONDS_BETWEEN_SYNCS:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()

@@ -5,7 +5,9 @@
     recipe.yaml          the resolved recipe
     provenance.json      versions, commit, command line, digests of the data
 
-A directory is written beside its place and renamed into it, so that it is whole or not there.
+A directory is written beside its place, as <name>.partial, and renamed into it, so that it is whole or not there. One
+that stands there is renamed to <name>.old first. A kill between the two renames leaves no <name>, and the new one whole
+in <name>.partial: readers find it there, and the next writer puts it into its place.
 """
 
 import hashlib
@@ -68,6 +70,18 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def sync_to_disk(path: Path, inside: bool = True) -> None:
+    """Makes a file, or a folder with all inside, outlast a power cut; to be called before a rename makes it count."""
+    for each in (*(path.rglob("*") if inside else ()), path):
+        if each.is_dir() and os.name == "nt":
+            continue  # Windows opens no folders
+        handle = os.open(each, os.O_RDONLY if each.is_dir() else os.O_RDWR)  # and syncs no file opened for reading
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def provenance(data: dict[str, Path]) -> dict[str, Any]:
     """Versions, source commit, command line and data digests, for provenance.json."""
     packages = ("draftsmith", "torch", "transformers", "accelerate", "datasets")
@@ -86,8 +100,11 @@ def save_drafter(
     directory: Path, drafter: Eagle3Drafter, identity: dict[str, Any], recipe_yaml: str, made_by: dict[str, Any]
 ) -> None:
     """Writes the checkpoint; an older one of the same name is replaced at the very end."""
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial, retired = _beside(directory)
+    if (left := _written(directory)) != directory:
+        os.replace(left, directory)  # before `partial` is touched: `_written` must not find half of it
+    for leftover in (partial, retired):
+        shutil.rmtree(leftover, ignore_errors=True)
     partial.mkdir(parents=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
@@ -95,14 +112,23 @@ def save_drafter(
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (partial / "recipe.yaml").write_text(recipe_yaml)
     (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
+    sync_to_disk(partial)
     if directory.exists():
-        retired = directory.with_name(directory.name + ".old")
-        shutil.rmtree(retired, ignore_errors=True)
         os.replace(directory, retired)
-        os.replace(partial, directory)
-        shutil.rmtree(retired)
-    else:
-        os.replace(partial, directory)
+    os.replace(partial, directory)
+    sync_to_disk(directory.parent, inside=False)
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _beside(directory: Path) -> tuple[Path, Path]:
+    """Where a new checkpoint is written, and where the one that it replaces goes."""
+    return directory.with_name(directory.name + ".partial"), directory.with_name(directory.name + ".old")
+
+
+def _written(directory: Path) -> Path:
+    """Where the checkpoint lies: in `directory`, but after a kill between the two renames of `save_drafter`."""
+    partial, retired = _beside(directory)
+    return partial if not directory.exists() and retired.exists() and partial.exists() else directory
 
 
 def read_config(directory: Path) -> tuple[Eagle3Config, dict[str, Any]]:
@@ -111,6 +137,7 @@ def read_config(directory: Path) -> tuple[Eagle3Config, dict[str, Any]]:
     Raises:
         UserError: there is none, or it is not a drafter's.
     """
+    directory = _written(directory)
     try:
         config = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:
@@ -153,7 +180,7 @@ def load_drafter(directory: Path, target: Target, identity: dict[str, Any]) -> E
     shape, trained_for = read_config(directory)
     check_identity(directory, trained_for, identity)
     try:
-        tensors = load_file(directory / "model.safetensors")
+        tensors = load_file(_written(directory) / "model.safetensors")
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{directory}: damaged drafter checkpoint: {error}") from error
     if shape.capture_layers != target.capture_layers:

@@ -23,9 +23,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.lines import append_line, cut_torn_line
 from draftsmith.recipes.stdlib_prompts import SPLITS, stdlib_conversations
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -64,8 +65,8 @@ class Rejects:
         self.path = Path(path) if path is not None else None
         self.counts: Counter[str] = Counter()
         self._first = ""  # place and reason of the first one, for a summary without a file
-        self._written: set[str] = set()
-        self._file: TextIO | None = None
+        self._written: set[bytes] = set()
+        self._file: IO[bytes] | None = None
 
     @property
     def total(self) -> int:
@@ -79,16 +80,15 @@ class Rejects:
             return
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                self._written.update(self.path.read_text(encoding="utf-8").splitlines())
-            self._file = self.path.open("a", encoding="utf-8")
+            self._file = self.path.open("ab", buffering=0)
+            self._written.update(cut_torn_line(self._file, self.path))
         entry = {"source": source, "line": line, "reason": reason, "record": record}
         text = json.dumps(entry, ensure_ascii=False, default=str)
         if not _is_unicode(text):
             text = json.dumps(entry, default=str)  # lone surrogates as \\ud800: the file stays readable
-        if text not in self._written:
-            self._file.write(text + "\n")
-            self._file.flush()
+        kept = text.encode()
+        if kept not in self._written:
+            append_line(self._file, self.path, kept + b"\n")
 
     def summary(self) -> str:
         """One line for the end of a run."""

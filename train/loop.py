@@ -8,7 +8,7 @@ step number); a run resumed from a checkpoint goes on bit for bit on one process
 import json
 import math
 import os
-import shutil
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,10 +22,13 @@ from tqdm import tqdm
 
 from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
+from draftsmith.models.checkpoint import sync_to_disk
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.lines import append_line
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.batches import Batch, BatchOrder, collate
+from draftsmith.train.checkpoints import checkpoint_path, list_checkpoints, publish, remove, settle
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
 
 
@@ -126,10 +129,32 @@ class Loop:
         )
         self.trainee, self.optimizer = accelerator.prepare(trainee, optimizer)
         self.window = Tally.empty(self.unroll_steps, accelerator.device)  # since the last logged step
+        self.stopping = False  # SIGTERM came
 
-    def run(self) -> None:
-        """Trains from the last checkpoint (or from the start) to the last step."""
+    def run(self) -> bool:
+        """Trains from the last checkpoint (or from the start) to the last step.
+
+        False: SIGTERM ended it before, with the step under way finished and saved. A second SIGTERM ends it at once.
+        """
         first = self._resume()
+        default = signal.signal(signal.SIGTERM, self._stop_soon)
+        try:
+            return self._run(first)
+        finally:
+            signal.signal(signal.SIGTERM, default)
+
+    def _stop_soon(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.stopping = True
+
+    def _agree_to_stop(self, logged: bool) -> bool:
+        """Whether any rank got SIGTERM. Several ranks ask each other at logged steps, where they meet anyway."""
+        if self.accelerator.num_processes == 1:
+            return self.stopping
+        asked = torch.tensor(float(self.stopping), device=self.accelerator.device)
+        return logged and bool(self.accelerator.reduce(asked, "sum"))
+
+    def _run(self, first: int) -> bool:
         logged_at, tokens_before = time.perf_counter(), int(self.window.tokens)
         main = self.accelerator.is_main_process
         progress = tqdm(
@@ -141,7 +166,8 @@ class Loop:
             progress.update()
             last = done == self.total_steps
             validate = bool(self.validation_rows) and (done % self.settings.validate_every_steps == 0 or last)
-            if done % self.settings.log_every_steps == 0 or validate or last:
+            log = done % self.settings.log_every_steps == 0 or validate or last
+            if log:
                 self._refuse_nonfinite(done)
                 line = self.window.over_ranks(self.accelerator)
                 rate = (line.pop("tokens") - tokens_before) / (time.perf_counter() - logged_at)
@@ -154,9 +180,15 @@ class Loop:
                 self._log(line)
                 self.window = Tally.empty(self.unroll_steps, self.accelerator.device)
                 logged_at, tokens_before = time.perf_counter(), 0
-            if done % self.settings.save_every_steps == 0 or last:
+            stop = self._agree_to_stop(log) and not last
+            if done % self.settings.save_every_steps == 0 or last or stop:
                 self._save(done)
+            if stop:
+                progress.close()
+                self.accelerator.print(f"SIGTERM: stopped after step {done}, which is saved; start again to go on")
+                return False
         progress.close()
+        return True
 
     def _step(self, step: int) -> tuple[torch.Tensor, float]:
         """One optimiser step: (gradient norm before clipping, learning rate)."""
@@ -219,40 +251,42 @@ class Loop:
         }
         self.accelerator.log(flat, step=line["step"])
         if self.accelerator.is_main_process:
-            with self.metrics_path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            with self.metrics_path.open("ab", buffering=0) as file:
+                append_line(file, self.metrics_path, (json.dumps(line) + "\n").encode())
 
     def _save(self, step: int) -> None:
         """A checkpoint folder, whole or not there; older ones beyond keep_checkpoints go."""
         self._refuse_nonfinite(step)
-        final = self.checkpoints / f"step-{step:08d}"
+        final = checkpoint_path(self.checkpoints, step)
         partial = final.with_suffix(".partial")
-        if self.accelerator.is_main_process:
-            shutil.rmtree(partial, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
         self.accelerator.save_state(str(partial))
         window = self.window.summed(self.accelerator)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             state = {"step": step, "identity": self.identity, "window": window}
             (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(partial, final)
+            sync_to_disk(self.metrics_path)  # what was logged before a checkpoint is not written again
+            publish(partial, final)
             for old in list_checkpoints(self.checkpoints)[: -self.settings.keep_checkpoints]:
-                shutil.rmtree(old)
+                remove(old)
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> int:
-        """Loads the last checkpoint, if any, and returns the number of steps done."""
+        """Loads the last whole checkpoint, if any, and returns the number of steps done."""
         existing = list_checkpoints(self.checkpoints)
-        if not existing:
-            self._drop_metrics_after(0)
-            return 0
-        if self.settings.resume == "never":
+        if existing and self.settings.resume == "never":
             raise UserError(
                 f"train.resume is never, but {existing[-1]} exists: set train.resume=auto to go on from it, or choose "
                 "another output_dir"
             )
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            settle(self.checkpoints)
+        self.accelerator.wait_for_everyone()
+        existing = list_checkpoints(self.checkpoints)
+        if not existing:
+            self._drop_metrics_after(0)
+            return 0
         state = json.loads((existing[-1] / "trainer_state.json").read_text())
         different = [
             f"{key}: the checkpoint has {state['identity'].get(key)!r}, this run has {value!r}"
@@ -285,9 +319,5 @@ class Loop:
         kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
         partial = self.metrics_path.with_suffix(".partial")
         partial.write_text("".join(f"{line}\n" for line in kept))
+        sync_to_disk(partial)
         os.replace(partial, self.metrics_path)
-
-
-def list_checkpoints(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in directory.glob("step-*") if (path / "trainer_state.json").exists())

@@ -1,0 +1,105 @@
+"""Checkpoint folders of a run: each is whole or not there, and checked again when it is read.
+
+    step-00000030            accelerate's files, trainer_state.json, manifest.json (size and sha256 of all others)
+    step-00000030.partial    is being written; a kill leaves it, the next start removes it
+    step-00000030.old        is being removed; likewise
+    step-00000030.damaged    was found damaged and set aside; nothing reads it
+
+Files reach the disk before the rename that makes a folder count: no power cut leaves a name without its content.
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+from draftsmith.models.checkpoint import file_digest, sync_to_disk
+from draftsmith.recipes.errors import UserError
+
+MANIFEST = "manifest.json"
+_COMPLETE = re.compile(r"step-\d+")
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Those that were completed, oldest first."""
+    complete = (path for path in directory.glob("step-*") if _COMPLETE.fullmatch(path.name))
+    return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Seals a folder that holds all its files and gives it its name."""
+    paths = sorted(path for path in partial.rglob("*") if path.is_file())
+    files = {
+        path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+        for path in paths
+    }
+    (partial / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
+    sync_to_disk(partial)
+    if final.exists():
+        remove(final)
+    os.replace(partial, final)
+    sync_to_disk(final.parent, inside=False)
+
+
+def remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint; killed midway, no half of it counts as one."""
+    retired = checkpoint.with_suffix(".old")
+    shutil.rmtree(retired, ignore_errors=True)
+    os.replace(checkpoint, retired)
+    shutil.rmtree(retired)
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with its files, or None."""
+    try:
+        promised = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        sealed = {name: (entry["bytes"], entry["sha256"]) for name, entry in promised.items()}
+    except OSError as error:
+        return f"{MANIFEST} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is not what was written"
+    for name, (size, digest) in sealed.items():
+        path = checkpoint / name
+        try:
+            if (has := path.stat().st_size) != size:
+                return f"{name} has {has:,} bytes instead of {size:,}"
+            if file_digest(path) != digest:
+                return f"{name} is not what was written (its sha256 differs)"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return None
+
+
+def settle(directory: Path) -> None:
+    """Before a run goes on: what kills left is removed, damaged checkpoints newer than a whole one are set aside.
+
+    Raises:
+        UserError: there are checkpoints, and not one is whole. Nothing was renamed then.
+    """
+    for leftover in (*directory.glob("step-*.partial"), *directory.glob("step-*.old")):
+        shutil.rmtree(leftover)
+    damaged: list[tuple[Path, str]] = []
+    for checkpoint in reversed(list_checkpoints(directory)):
+        problem = damage(checkpoint)
+        if problem is None:
+            break
+        damaged.append((checkpoint, problem))
+    else:
+        if damaged:
+            raise UserError(
+                [
+                    *(f"{checkpoint}: damaged: {problem}" for checkpoint, problem in damaged),
+                    f"no checkpoint in {directory} can be gone on from: delete the folder to start anew, or choose "
+                    "another output_dir",
+                ]
+            )
+    for checkpoint, problem in damaged:
+        aside = checkpoint.with_suffix(".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(checkpoint, aside)
+        print(f"{checkpoint}: damaged: {problem}; set aside as {aside.name}, going on from the one before")
