@@ -23,6 +23,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from draftsmith.models.families import attention_kinds
 from draftsmith.models.sampling import Sampling, SeededDraws, pick
 from draftsmith.recipes.errors import UserError
 
@@ -186,7 +187,7 @@ class _Pool:
     def __init__(self, model: Any, size: int):
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
-        self.layer_types, self.window = _attention_kinds(model, self.config)
+        self.kinds = attention_kinds(model.config)
         self.device = model.get_input_embeddings().weight.device
         self.size = size
         self.active = 0
@@ -254,20 +255,8 @@ class _Pool:
     def _masks(self) -> Any:
         """Additive mask [N, 1, 1, width], or one per kind of layer where only some of them see a window."""
         columns = torch.arange(self.width, device=self.device)
-        past = columns[None] <= self.positions_N[:, None]  # [N, width]
-        seen = {"full_attention": past}
-        if self.window is not None:
-            seen["sliding_attention"] = past & (columns[None] > self.positions_N[:, None] - self.window)
-        dtype = self.model.dtype
-        masks = {
-            kind: torch.zeros(allowed.shape, dtype=dtype, device=self.device)
-            .masked_fill_(~allowed, torch.finfo(dtype).min)
-            .view(len(allowed), 1, 1, self.width)
-            for kind, allowed in seen.items()
-        }
-        if self.window is None:
-            return masks["full_attention"]
-        return masks["sliding_attention"] if self.layer_types is None else masks
+        distance = self.positions_N[:, None, None, None] - columns
+        return self.kinds.masks(distance >= 0, distance, self.model.dtype)
 
     def _reserve(self, columns: int) -> None:
         """Room for `columns` columns in every row."""
@@ -276,18 +265,3 @@ class _Pool:
             more = -(-columns // CACHE_COLUMNS) * CACHE_COLUMNS - have
             self.keys = [torch.nn.functional.pad(keys, (0, 0, 0, more)) for keys in self.keys]
             self.values = [torch.nn.functional.pad(values, (0, 0, 0, more)) for values in self.values]
-
-
-def _attention_kinds(model: Any, config: Any) -> tuple[list[str] | None, int | None]:
-    """(kinds of the layers where the config names them, window in tokens where any layer has one)."""
-    kinds = getattr(config, "layer_types", None)
-    unknown = set(kinds or ()) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UserError(
-            f"target.model: {type(model).__name__} has {', '.join(sorted(unknown))} layers; regeneration in process "
-            "knows full and sliding-window attention"
-        )
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False or (kinds and "sliding_attention" not in kinds):
-        window = None
-    return kinds, window

@@ -4,11 +4,13 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from draftsmith.models.families import attention_kinds
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 
@@ -49,13 +51,31 @@ def load_generation_config(target: TargetSection) -> GenerationConfig:
 
 
 def load_config(target: TargetSection) -> Any:
-    """The model's config. Raises UserError where there is none."""
+    """The model's config.
+
+    Raises:
+        UserError: there is none, or it is one of a family that cannot be drafted for (`families.attention_kinds`).
+    """
+    adapter = Path(target.model) / "adapter_config.json"
+    if adapter.exists():
+        raise UserError(
+            f"target.model: {target.model!r} holds an adapter ({adapter.name}), not a whole model; merge it into its "
+            "base first (peft: PeftModel.from_pretrained(base, adapter).merge_and_unload()), save that, tokenizer and "
+            "all, and name its directory"
+        )
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"target.model: no config at {target.model!r}: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"target.model: no config at {target.model!r}: {first_line(error)}") from error
+    attention_kinds(config)
+    return config
+
+
+def first_line(error: Exception) -> str:
+    """What other libraries say, without the pages that follow."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def render_prompt(

@@ -42,6 +42,7 @@ class Eagle3Config:
     max_position_embeddings: int
     hidden_act: str = "silu"
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    embedding_scale: float = 1.0  # the target's (`Target.embedding_scale`): rows of its table are multiplied with it
 
     def __post_init__(self) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -151,8 +152,9 @@ class Eagle3Drafter(nn.Module):
         return self.fc(captured.to(self.fc.weight.dtype)).to(self.norm.weight.dtype)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Target token ids [...] to embeddings [..., H]."""
-        return functional.embedding(tokens, self.embed_tokens).to(self.norm.weight.dtype)  # type: ignore[arg-type]
+        """Target token ids [...] to embeddings [..., H], scaled as the target scales them."""
+        rows = functional.embedding(tokens, self.embed_tokens).to(self.norm.weight.dtype)  # type: ignore[arg-type]
+        return rows if self.config.embedding_scale == 1 else rows * self.config.embedding_scale
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Layer outputs [..., H] to float32 logits over the draft vocabulary [..., Vd]."""

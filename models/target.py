@@ -12,42 +12,62 @@ Shapes: B rows, T tokens, N tree nodes, P cached tokens, H hidden size, F = capt
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.families import attention_kinds, scaled_logits
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
-
-# Layers that keep a running state instead of keys and values cannot forget rejected tokens.
-_RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "recurrent", "conv", "short_conv", "rwkv"}
 
 
 def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
     """The model in evaluation mode, all parameters frozen, on `device` (None: where the section says).
 
     Raises:
-        UserError: nothing loadable there, or only pickled weights (safetensors are the one format read).
+        UserError: nothing loadable there, a family that cannot be drafted for (`families.attention_kinds`), weights
+            that the checkpoint lacks, or only pickled weights (safetensors are the one format read).
     """
+    load_config(section)  # refuses what its config alone rules out, before any weight is read
     device = device or section.device
     if device == "auto":
         device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded, report = AutoModelForCausalLM.from_pretrained(
             section.model,
             revision=section.revision,
             dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
             trust_remote_code=section.trust_remote_code,
             use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        raise UserError(_why_not_loaded(section, error)) from error
+    if missing := sorted(report["missing_keys"]):
         raise UserError(
-            f"target.model: cannot load {section.model!r} as a causal LM: {str(error).splitlines()[0]}"
-        ) from error
+            f"target.model: {section.model!r} lacks {len(missing)} of its tensors ({', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}), which would start as random numbers; is it a causal LM's "
+            "checkpoint, whole and with its head?"
+        )
     return loaded.to(device).eval().requires_grad_(False)
+
+
+def _why_not_loaded(section: TargetSection, error: Exception) -> str:
+    pickled = sorted(path.name for path in Path(section.model).glob("pytorch_model*.bin"))
+    if pickled:
+        return (
+            f"target.model: {section.model!r} holds pickled weights only ({pickled[0]}); reading those can run code, "
+            "so safetensors are the one format read here. If you trust the file, load it with transformers once and "
+            "write it anew with save_pretrained"
+        )
+    return f"target.model: cannot load {section.model!r} as a causal LM: {first_line(error)}"
 
 
 def checked_capture_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
@@ -91,6 +111,9 @@ class TargetStates:
 class Target:
     """A loaded causal LM with its capture hooks.
 
+    What its family does around the decoder layers is tried out once, on a few tokens, and refused where it is not what
+    this file computes: embeddings, the head, draft trees.
+
     Args:
         model: what `load_causal_lm` returned.
         capture_layers: see `checked_capture_layers`.
@@ -98,20 +121,22 @@ class Target:
 
     def __init__(self, model: Any, capture_layers: Sequence[int] | None = None):
         self.model = model
-        self.config = model.config.get_text_config()
+        self.name = type(model).__name__
+        self.config = model.config.get_text_config(decoder=True)
+        self.kinds = attention_kinds(model.config)
         self.decoder = model.get_decoder()
-        if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
-            raise UserError(
-                f"target.model: {type(model).__name__} has no list of decoder layers to capture states from"
-            )
-        self.num_layers = len(self.decoder.layers)
+        self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers, self.name)
+        self.num_layers = len(self.layers)
         self.head: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
+        if self.head is None or self.embedding_table.shape[1] != self.hidden_size:
+            raise UserError(f"target.model: {self.name} has no head, or embeddings of another width than its layers")
         self.vocab_size: int = self.head.weight.shape[0]  # type: ignore[union-attr]
         self.capture_layers = checked_capture_layers(capture_layers, self.num_layers)
-        self._refuse_recurrent_layers()
-        self._check_head()
+        # What the decoder multiplies rows of `embedding_table` with before its first layer; 1 where it does more.
+        self.embedding_scale = self._try_embedding_and_head()
+        self._try_tree()
 
     @property
     def device(self) -> torch.device:
@@ -132,17 +157,13 @@ class Target:
         return self.embedding.weight  # type: ignore[return-value]
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
-        """Head and soft-capping over final states [..., H]: float32 logits [..., V]."""
-        logits = self.head(last)
-        cap = getattr(self.config, "final_logit_softcapping", None)
-        if cap is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits.float()
+        """Head, scaling and soft-capping over final states [..., H]: float32 logits [..., V]."""
+        return scaled_logits(self.config, self.head(last)).float()
 
     @torch.no_grad()
     def states(self, input_ids_BT: torch.Tensor) -> TargetStates:
         """One causal pass over right-padded rows. Padding comes last, so no counted position ever sees it."""
-        with self._capturing() as captured:
+        with self._capturing(self.capture_layers) as captured:
             last = self.decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
         return TargetStates(torch.cat(captured, dim=-1), last)
 
@@ -151,42 +172,89 @@ class Target:
         return TargetSession(self, capture)
 
     @contextmanager
-    def _capturing(self) -> Iterator[list[torch.Tensor]]:
-        """Collects the inputs of the captured layers during one forward; keeps nothing else alive."""
+    def _capturing(self, layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """Collects the inputs of `layers` during one forward; keeps nothing else alive."""
         captured: list[torch.Tensor] = []
 
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
             captured.append(args[0] if args else kwargs["hidden_states"])
 
-        handles = [
-            self.decoder.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
-            for layer in self.capture_layers
-        ]
+        handles = [self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
         try:
             yield captured
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _refuse_recurrent_layers(self) -> None:
-        recurrent = _RECURRENT_LAYER_TYPES.intersection(getattr(self.config, "layer_types", None) or ())
-        if recurrent:
-            raise UserError(
-                f"target.model: {type(self.model).__name__} has {', '.join(sorted(recurrent))} layers, whose state "
-                "cannot be rolled back when a drafted token is rejected; it cannot be verified with draft trees"
-            )
-
     @torch.no_grad()
-    def _check_head(self) -> None:
-        """Some families scale logits in their own forward: refuse what `logits` does not reproduce."""
-        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+    def _try_embedding_and_head(self) -> float:
+        """Refuses states and logits that are not what `states` and `logits` give; returns the embeddings' scale."""
+        ids = torch.arange(8, device=self.device)[None] % self.vocab_size
         whole = self.model(input_ids=ids, use_cache=False).logits.float()
-        ours = self.logits(self.decoder(input_ids=ids, use_cache=False).last_hidden_state)
+        with self._capturing(range(self.num_layers)) as captured:
+            last = self.decoder(input_ids=ids, use_cache=False).last_hidden_state
+        shapes = {tuple(states.shape) for states in captured}
+        if len(captured) != self.num_layers or shapes != {(1, ids.shape[1], self.hidden_size)}:
+            raise UserError(
+                f"target.model: {self.name} gives its {self.num_layers} layers states of shapes {sorted(shapes)}, not "
+                f"one of width {self.hidden_size} for each token; such states cannot be captured"
+            )
+        ours = self.logits(last)
         if not torch.allclose(whole, ours, rtol=1e-2, atol=1e-2):
             raise UserError(
-                f"target.model: {type(self.model).__name__} changes its logits after the head in a way that is not "
+                f"target.model: {self.name} changes its logits after the head in a way that is not "
                 f"known here (largest difference {(whole - ours).abs().max().item():.3g})"
             )
+        return _constant_ratio(captured[0][0], self.embedding_table[ids[0]])
+
+    @torch.no_grad()
+    def _try_tree(self) -> None:
+        """Refuses decoders that do not go by the mask and the positions that a draft tree gives them.
+
+        A node's logits must not hang on its siblings, nor on its place among them; rounding may stir them a little, so
+        what siblings do is compared with what another root does.
+        """
+        device, vocab, siblings = self.device, self.vocab_size, list(range(20, 50))
+        parents = torch.tensor([-1] + [0] * (len(siblings) + 1), device=device)
+
+        def logits_of(node: int, tokens: list[int]) -> torch.Tensor:
+            session = self.session(capture=False)
+            session.prefill(torch.tensor([1, 2, 3], device=device) % vocab)
+            logits_NV, _ = session.verify(DraftTree(torch.tensor(tokens, device=device) % vocab, parents))
+            held = {layer.keys.shape[2] for layer in session.cache.layers if layer.keys is not None}
+            if held != {3 + len(tokens)}:
+                raise ValueError(f"its cache holds keys of {sorted(held)} tokens after {3 + len(tokens)}")
+            return logits_NV[node]
+
+        try:
+            wanted = logits_of(1, [4, 7, *siblings])
+            stirred = (logits_of(len(siblings) + 1, [4, *siblings, 7]) - wanted).abs().max()
+            moved = (logits_of(1, [10, 7, *siblings]) - wanted).abs().max()
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+            raise UserError(
+                f"target.model: {self.name} cannot verify draft trees: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        if not stirred < 0.1 * moved:
+            raise UserError(
+                f"target.model: {self.name} does not follow the mask or the positions of a draft tree: other siblings "
+                f"change a node's logits by {stirred.item():.3g}, another root by {moved.item():.3g}"
+            )
+
+
+def _decoder_layers(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:
+    """The decoder's list of `count` layers, whatever it is called (layers, h, blocks)."""
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
+    if len(lists) != 1:
+        raise UserError(f"target.model: {name} has no list of its {count} decoder layers to capture states from")
+    return lists[0]
+
+
+def _constant_ratio(scaled: torch.Tensor, rows: torch.Tensor) -> float:
+    """The number s with scaled = s * rows, both [n, H], to six digits; 1 where there is none."""
+    x, y = scaled.double(), rows.double()
+    scale = ((x * y).sum() / (y * y).sum()).item()
+    # bfloat16 rounds single elements by up to 2^-9 of their size.
+    return float(f"{scale:.6g}") if (x - scale * y).norm() < 1e-2 * x.norm() else 1.0
 
 
 class TargetSession:
@@ -200,12 +268,10 @@ class TargetSession:
         self.capture = capture
         self.cache = DynamicCache()
         self.length = 0  # committed tokens
-        self._window = _smallest_sliding_window(target.config)
 
     @torch.no_grad()
     def prefill(self, prompt_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Reads the prompt: (logits [V] after its last token, captured states [T, F] of all its tokens or None)."""
-        self._refuse_beyond_window(len(prompt_ids_T))
         last, captured = self._forward(input_ids=prompt_ids_T[None])
         self.length = len(prompt_ids_T)
         return self.target.logits(last[-1]), captured
@@ -221,17 +287,18 @@ class TargetSession:
             1 1 1 1 1 1   a   1 1 0 0
             1 1 1 1 1 1   b   1 0 1 0
             1 1 1 1 1 1   c   1 1 0 1
+
+        In layers with a sliding window, those of them that stand less than the window before it: the cache holds every
+        token, so that windows roll back, too.
         """
-        nodes = len(tree)
-        self._refuse_beyond_window(self.length + nodes)
-        mask = None
-        if nodes > 1:
-            blocked_NN = ~tree.ancestors
-            mask = torch.zeros(1, 1, nodes, self.length + nodes, dtype=self.target.dtype, device=self.target.device)
-            mask[0, 0, :, self.length :].masked_fill_(blocked_NN, torch.finfo(self.target.dtype).min)
-        last, captured = self._forward(
-            input_ids=tree.tokens[None], attention_mask=mask, position_ids=(self.length + tree.depths)[None]
-        )
+        position_N = self.length + tree.depths
+        mask = None  # of a single token transformers makes the same one, windows included
+        if len(tree) > 1:
+            past = torch.arange(self.length, device=self.target.device)
+            seen = functional.pad(tree.ancestors, (self.length, 0), value=True)  # [N, P + N]
+            distance = position_N[:, None] - torch.cat((past, position_N))
+            mask = self.target.kinds.masks(seen[None, None], distance, self.target.dtype)
+        last, captured = self._forward(input_ids=tree.tokens[None], attention_mask=mask, position_ids=position_N[None])
         return self.target.logits(last), captured
 
     def commit(self, path: torch.Tensor) -> None:
@@ -243,30 +310,14 @@ class TargetSession:
         rows = first + path
         for layer in self.cache.layers:
             for name in ("keys", "values"):
-                states = getattr(layer, name)  # [1, heads, P + N, head_dim]
-                if states.shape[2] != first + kept:
+                states = getattr(layer, name)  # [1, heads, P + N, head_dim]; None where another layer's are read
+                if states is not None and states.shape[2] != first + kept:
                     states[:, :, first : first + kept] = states[:, :, rows]
                     setattr(layer, name, states[:, :, : first + kept])
         self.length += kept
 
     def _forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(final states [n, H], captured states [n, F] or None) of one row behind the cache."""
-        with self.target._capturing() if self.capture else nullcontext([]) as captured:
+        with self.target._capturing(self.target.capture_layers) if self.capture else nullcontext([]) as captured:
             output = self.target.decoder(**inputs, past_key_values=self.cache, use_cache=True)
         return output.last_hidden_state[0], torch.cat(captured, dim=-1)[0] if self.capture else None
-
-    def _refuse_beyond_window(self, length: int) -> None:
-        if self._window is not None and length > self._window:
-            raise UserError(
-                f"target.model: {length} tokens exceed the sliding window of {self._window} tokens, beyond which a "
-                "draft tree cannot be verified or rolled back; shorten the prompts or eval.max_new_tokens"
-            )
-
-
-def _smallest_sliding_window(config: Any) -> int | None:
-    """Tokens of the window where any layer slides, else None."""
-    window = getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
-        return None
-    types = getattr(config, "layer_types", None)
-    return window if types is None or "sliding_attention" in types else None

@@ -157,7 +157,7 @@ def test_prompts_may_wait_for_answers() -> None:
 
 
 def test_models_without_keys_and_values_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"MambaForCausalLM has linear_attention layers"):
+    with pytest.raises(UserError, match=r"mamba has linear_attention layers"):
         answers(make_target("mamba", num_layers=2), some_prompts(1))
 
 
