@@ -21,10 +21,9 @@ Where the pairs come from:
 The stop token belongs to its turn. What a template writes behind it (a line break) does not.
 """
 
-import json
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,13 @@ from draftsmith.models.chat import (
 )
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts import Conversation, Rejects, read_conversations, to_conversation
+from draftsmith.recipes.prompt_records import Conversation, to_conversation
+from draftsmith.recipes.prompt_sources import check_source, records
+from draftsmith.recipes.rejects import Rejects
 
 Turn = tuple[list[int], list[int]]  # prompt tokens, output tokens
 Span = tuple[int, int]  # half-open
+MAX_TOKEN = 1 << 31  # no token id reaches it
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,31 @@ class TrainingRow:
     spans: list[Span]  # one per assistant turn, its stop token included
 
 
+# Why a conversation is to be left out, or None; called with its id, its messages and its line.
+LeaveOut = Callable[[str, list[Any], int], str | None]
+
+
 def training_rows(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase, max_length: int, rejects: Rejects
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    rejects: Rejects,
+    leave_out: LeaveOut | None = None,
 ) -> Iterator[TrainingRow]:
     """The rows of a conversations file, in its order.
 
     Args:
-        path: what regenerate wrote (JSON lines), or conversations with their own answers in any file format that
-            `recipes.prompts` reads.
+        path: what regenerate wrote, or conversations with their own answers, in any file format that `recipes.prompts`
+            reads; lines of both kinds may stand in one file.
         max_length: longer rows are left out.
         rejects: receives what is left out, with the reason.
+        leave_out: for example `data_gen.contamination`'s check; sees every conversation that can be read.
 
     Raises:
         UserError: no such file; regenerated with another tokenizer; not one usable row.
     """
     usable = 0
-    for line, conversation_id, turns, record in _conversations(Path(path), tokenizer, rejects):
+    for line, conversation_id, turns, record in _conversations(Path(path), tokenizer, rejects, leave_out):
         for row in rows_of(conversation_id, turns):
             if len(row.input_ids) > max_length:
                 reason = f"longer than data.max_length: {len(row.input_ids)} tokens, the limit is {max_length}"
@@ -121,48 +132,30 @@ def spans_of(mask: Sequence[bool]) -> list[Span]:
 
 
 def _conversations(
-    path: Path, tokenizer: PreTrainedTokenizerBase, rejects: Rejects
-) -> Iterator[tuple[int | None, str, list[Turn], Any]]:
+    path: Path, tokenizer: PreTrainedTokenizerBase, rejects: Rejects, leave_out: LeaveOut | None
+) -> Iterator[tuple[int, str, list[Turn], Any]]:
     """(line, id, turns, record) of every usable conversation."""
     if not path.exists():
         raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
-    if path.suffix != ".jsonl":
-        for conversation in read_conversations(str(path), rejects):
-            try:
-                turns = _turns_of_conversation(tokenizer, conversation)
-            except (RenderError, ValueError) as error:
-                rejects.add(str(path), conversation.line, str(error), conversation.messages)
-                continue
-            yield conversation.line, conversation.id, turns, conversation.messages
-        return
+    if problem := check_source(str(path)):
+        raise UserError(f"data.conversations: {problem}")
     fingerprint = tokenizer_fingerprint(tokenizer)
-    for line, record in json_lines(path, rejects):
+    for line, record in records(str(path), rejects):
         try:
             if is_regenerated(record):
                 _check_fingerprint(record, fingerprint, path, line)
-                conversation_id, turns = str(record["id"]), _turns_of_tokens(record["turns"])
+                conversation_id, messages = _id_and_messages(record)
+                turns = _turns_of_tokens(record["turns"])
             else:
                 conversation = to_conversation(record, f"{path.name}:{line}", str(path), line)
-                conversation_id = conversation.id
+                conversation_id, messages = conversation.id, conversation.messages
                 turns = _turns_of_conversation(tokenizer, conversation)
+            if leave_out and (reason := leave_out(conversation_id, messages, line)):
+                raise ValueError(reason)
         except (RenderError, ValueError) as error:
             rejects.add(str(path), line, str(error), record)
             continue
         yield line, conversation_id, turns, record
-
-
-def json_lines(path: Path, rejects: Rejects) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, record) of a JSON-lines file; lines that are none go to `rejects`."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            try:
-                yield number, json.loads(raw.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                rejects.add(str(path), number, f"not UTF-8: byte {error.start + 1}", raw.decode("utf-8", "replace"))
-            except (ValueError, RecursionError) as error:
-                rejects.add(str(path), number, f"malformed JSON: {error}", raw.decode("utf-8", "replace").rstrip())
 
 
 def is_regenerated(record: Any) -> bool:
@@ -172,13 +165,23 @@ def is_regenerated(record: Any) -> bool:
 
 
 def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, line: int) -> None:
-    written = record.get("generator", {}).get("tokenizer_fingerprint", fingerprint)
+    generator = record.get("generator", {})
+    written = generator.get("tokenizer_fingerprint", fingerprint) if isinstance(generator, dict) else None
+    if not isinstance(written, str):
+        raise ValueError("wrong type: `generator` must be an object with a tokenizer_fingerprint")
     if written != fingerprint:
         raise UserError(
             f"{path}:{line}: its tokens were made by another tokenizer (fingerprint {written[:16]}, target "
-            f"{record['generator'].get('target')}) than the recipe's target has ({fingerprint[:16]}); regenerate for "
+            f"{generator.get('target')}) than the recipe's target has ({fingerprint[:16]}); regenerate for "
             "this target, or name the one it was made for"
         )
+
+
+def _id_and_messages(record: dict[str, Any]) -> tuple[str, list[Any]]:
+    conversation_id, messages = record.get("id"), record.get("messages")
+    if not isinstance(conversation_id, str) or not isinstance(messages, list):
+        raise ValueError("wrong type: a regenerated conversation has an `id`, text, and `messages`, a list")
+    return conversation_id, messages
 
 
 def _turns_of_tokens(turns: list[Any]) -> list[Turn]:
@@ -188,6 +191,8 @@ def _turns_of_tokens(turns: list[Any]) -> list[Turn]:
         for tokens in pair:
             if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
                 raise ValueError(f"wrong type: turn {number} must have non-empty lists of prompt and output token ids")
+            if min(tokens) < 0 or max(tokens) >= MAX_TOKEN:
+                raise ValueError(f"wrong type: turn {number} has token ids below 0 or beyond every vocabulary")
         pairs.append((pair[0], pair[1]))
     return pairs
 

@@ -334,10 +334,16 @@ def test_bad_lines_are_counted_and_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", ["", "\n\n", '{"id": "torn', '{"id": "u", "messages": [{"role": "user", "content": "q"}]}']
+    ("content", "reason"),
+    [
+        ("", "the file is empty"),
+        ("\n\n", "the file is empty"),
+        ('{"id": "torn', "gives no training row; "),
+        ('{"id": "u", "messages": [{"role": "user", "content": "q"}]}', "gives no training row; "),
+    ],
 )
-def test_nothing_usable_is_an_error(tmp_path: Path, content: str) -> None:
-    with pytest.raises(UserError, match=r"c\.jsonl gives no training row; "):
+def test_nothing_usable_is_an_error(tmp_path: Path, content: str, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"c\.jsonl:? {reason}"):
         read(write(tmp_path / "c.jsonl", content))
 
 

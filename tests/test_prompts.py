@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts import Conversation, Rejects, _json_array, read_conversations
+from draftsmith.recipes.prompt_records import Conversation
+from draftsmith.recipes.prompt_sources import json_array
+from draftsmith.recipes.prompts import read_conversations
+from draftsmith.recipes.rejects import Rejects
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -33,9 +36,10 @@ def kept(path: Path) -> list[dict[str, Any]]:
 
 
 def test_our_own_lines(tmp_path: Path):
-    record = {"id": "a", "messages": [USER, ASSISTANT], "images": ["x.png"], "meta": {"k": 1}, "tools": [{"name": "f"}]}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    record = {"id": "a", "messages": [USER, ASSISTANT], "images": ["x.png"], "meta": {"k": 1}, "tools": tools}
     (conversation,) = read(write_lines(tmp_path / "p.jsonl", record))
-    assert conversation == Conversation("a", [USER, ASSISTANT], ["x.png"], {"k": 1, "tools": [{"name": "f"}]})
+    assert conversation == Conversation("a", [USER, ASSISTANT], ["x.png"], {"benchmark": "p", "k": 1, "tools": tools})
 
 
 def test_messages_pass_untouched(tmp_path: Path):
@@ -48,7 +52,7 @@ def test_messages_pass_untouched(tmp_path: Path):
         {
             "role": "assistant",
             "content": None,
-            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": None}}}],
         },
         {"role": "tool", "tool_call_id": "1", "content": "3"},
         {"role": "assistant", "reasoning_content": "Hm.", "content": "Three é."},
@@ -83,7 +87,7 @@ def test_mt_bench_turns_are_user_turns(tmp_path: Path):
     assert conversation == Conversation(
         "81",
         [{"role": "user", "content": "Write."}, {"role": "user", "content": "Rewrite."}],
-        meta={"category": "writing"},
+        meta={"benchmark": "p", "category": "writing"},
     )
 
 
@@ -114,7 +118,7 @@ def test_json_array_is_the_same_in_any_pieces(tmp_path: Path, chunk: int):
     for indent in (None, 1):
         text = json.dumps(values, indent=indent, ensure_ascii=False)
         (tmp_path / "a.json").write_text("\ufeff " + text, encoding="utf-8")
-        found = list(_json_array(str(tmp_path / "a.json"), Rejects(), chunk_characters=chunk))
+        found = list(json_array(str(tmp_path / "a.json"), "a", Rejects(), chunk_characters=chunk))
         assert [value for _, value in found] == values
         starts = [2, 3, 11, 12, 13, 14, 15, 16] if indent else [1] * 8
         assert [line for line, _ in found] == starts
@@ -142,7 +146,8 @@ def test_parquet_drops_the_cells_that_arrow_adds(tmp_path: Path):
     import pyarrow
     import pyarrow.parquet
 
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    function = {"name": "f", "arguments": {"x": 1}}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
     rows = [{"id": "a", "messages": [USER, call]}, {"messages": [USER], "tools": None}, {"id": "c", "messages": None}]
     path = str(tmp_path / "p.parquet")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
@@ -171,20 +176,26 @@ def test_standard_library_splits(tmp_path: Path, monkeypatch):
     assert len(train) > len(heldout) > 0
 
 
-def test_datasets_name(monkeypatch):
+def test_datasets_name(monkeypatch: pytest.MonkeyPatch):
     import datasets
 
     calls = []
 
-    def load_dataset(name: str, split: str, streaming: bool):
-        calls.append((name, split, streaming))
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool):
+        calls.append((name, config, split, streaming))
         return iter([{"messages": [{**USER, "name": None}]}, {"messages": None, "prompt": "x"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    found = read(["hf:org/name:test_sft", "hf:org/other"])
-    assert calls == [("org/name", "test_sft", True), ("org/other", "train", True)]
+    found = read(["hf:org/name:test_sft", "hf:org/other", "hf:org/third:main:train", "hf:org/fourth:main:"])
+    assert calls == [
+        ("org/name", None, "test_sft", True),
+        ("org/other", None, "train", True),
+        ("org/third", "main", "train", True),
+        ("org/fourth", "main", "train", True),
+    ]
     assert [c.id for c in found][:2] == ["hf:org/name:test_sft:1", "hf:org/name:test_sft:2"]
     assert found[0].messages == [USER]
+    assert [c.meta["benchmark"] for c in found[::2]] == ["org/name", "org/other", "org/third", "org/fourth"]
 
     def fail(*args: Any, **kwargs: Any):
         raise ConnectionError("no route\nmore")
@@ -192,6 +203,27 @@ def test_datasets_name(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(UserError, match=r"hf:org/name: datasets cannot load it: ConnectionError: no route$"):
         read("hf:org/name")
+
+
+def test_a_streamed_dataset_is_read_no_further_than_asked(monkeypatch: pytest.MonkeyPatch):
+    import datasets
+
+    rows = []
+
+    def endless():
+        for number in range(10**9):
+            rows.append(number)
+            yield {"prompt": f"question {number}"}
+
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: endless())
+    assert len(read("hf:org/large", limit=3)) == 3
+    assert rows == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf::train", "hf:a:b:c:d", "hf:org/name:train[:100]"])
+def test_dataset_names_that_cannot_be(name: str):
+    with pytest.raises(UserError, match=r"write hf:org/name|data\.max_prompts"):
+        read_conversations(name, Rejects())
 
 
 # Ids, limits, order.
@@ -241,7 +273,28 @@ BAD_RECORDS = [
     (3, "wrong type: a record must be a JSON object, this is a number"),
     ([USER], "wrong type: a record must be a JSON object, this is a list"),
     ({}, "unknown columns: none of messages, conversations"),
-    ({"question": "x"}, "unknown columns: "),
+    ({"text": "x"}, "unknown columns: "),
+    ({"messages": "[1"}, "malformed JSON: "),
+    ({"prompt": "x", "question": "y"}, "ambiguous columns: `prompt` and `question` both ask something"),
+    ({"question": "x", "context": "y"}, "ambiguous columns: `context` beside `question`"),
+    ({"query": "x", "response": "y", "answer": "z"}, "ambiguous columns: `response` and `answer` hold different"),
+    ({"instruction": "x", "input": 3}, "wrong type: `input` must be text, this is a number"),
+    ({"instruction": "x", "history": [["q"]]}, "wrong type: `history[0]` must be"),
+    ({"instruction": "x", "history": [["q", None]]}, "wrong type: content of message 1"),
+    ({"prompt": "x", "system": ["s"]}, "wrong type: `system` must be text, this is a list"),
+    (
+        {"messages": [{"role": "system", "content": "a"}, USER], "system": "b"},
+        "ambiguous columns: `system` and the first message are two system messages",
+    ),
+    ({"prompt": "x", "tools": "search, calculator"}, "wrong type: `tools` hold text that is no JSON"),
+    ({"prompt": "x", "tools": [3]}, "wrong type: `tools` must be a list of objects, in it is a number"),
+    ({"messages": [USER, {"role": "assistant", "tool_calls": 3}]}, "wrong type: the tool calls of message 1 must be"),
+    ({"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "f(x)"}]}, "wrong type: "),
+    ({"conversations": [{"from": "human", "value": "x"}, {"from": "function_call"}]}, "wrong type: "),
+    ({"messages": [USER, {**ASSISTANT, "reasoning_content": ["x"]}]}, "wrong type: reasoning_content of message 1"),
+    ({"prompt": "x", "meta": {"\ud800": 1}}, "not Unicode: "),
+    ({"prompt": "x", "id": "\ud800"}, "not Unicode: "),
+    ('{"prompt": "x", "meta": {"a": ' + "[" * 100 + "]" * 100 + "}}", "nested too deeply: "),
     ({"messages": "x"}, "wrong type: `messages` must be a list, this is text"),
     ({"messages": []}, "no user turn"),
     ({"messages": [{"role": "system", "content": "x"}]}, "no user turn"),
@@ -269,7 +322,7 @@ BAD_RECORDS = [
     ({"turns": [1]}, "wrong type: content of message 0"),
     ({"turns": []}, "no user turn"),
     ({"prompt": ""}, "empty user turn"),
-    ({"prompt": 3}, "wrong type: `prompt` must be a list, this is a number"),
+    ({"prompt": 3}, "wrong type: `prompt` must be text, this is a number"),
     ({"prompt": "x", "id": 1.5}, "wrong type: `id` must be text or a whole number, not 1.5"),
     ({"prompt": "x", "id": True}, "wrong type: `id`"),
     ({"prompt": "x", "id": ""}, "wrong type: `id`"),
@@ -290,7 +343,7 @@ def test_every_bad_record_is_kept_and_none_stops_the_run(tmp_path: Path):
         assert (entry["source"], entry["line"], entry["record"]) == (path, number, record)
         assert entry["reason"].startswith(reason), entry
     assert rejects.total == len(BAD_RECORDS)
-    assert rejects.summary().startswith(f"{len(BAD_RECORDS)} records rejected (18 wrong type, ")
+    assert rejects.summary().startswith(f"{len(BAD_RECORDS)} records rejected (28 wrong type, ")
     assert rejects.summary().endswith(f"kept in {rejects.path}")
 
 

@@ -1,0 +1,113 @@
+"""The benchmarks that have a name in recipes: where they are fetched, and how their published rows are asked.
+
+    mt_bench      80 conversations of two turns in eight categories (Zheng et al. 2023, arXiv 2306.05685)
+    humaneval     164 Python functions to complete (Chen et al. 2021, arXiv 2107.03374)
+    gsm8k         1,319 school-maths questions, the test split (Cobbe et al. 2021, arXiv 2110.14168)
+    spec_bench    480 conversations of six tasks (Xia et al. 2024, arXiv 2401.07851)
+
+`mt_bench` alone is fetched by the `datasets` library, which keeps what it has fetched; `mt_bench:path/to/file` is your
+copy, JSON lines or parquet, in any published form:
+
+    question_id, category, turns, reference      MT-bench, Spec-Bench, and EAGLE's files for all of them
+    task_id, prompt, canonical_solution          HumanEval: the prompt is code, and HUMANEVAL_REQUEST is put before it
+    question, answer                             GSM8K: the question as it stands
+
+Conversations are called <benchmark>/<number of the question>, so that benchmarks stand side by side, and carry
+meta["benchmark"] and, where the rows have one, meta["category"]. Spec-Bench publishes its results for six tasks, one of
+which is MT-bench: there meta["category"] is `mt_bench` and MT-bench's own category is meta["subcategory"].
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.recipes.errors import UserError
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What `datasets.load_dataset` is asked for."""
+
+    hub_id: str
+    split: str
+    config: str | None = None
+    # Files of a hub repository that are read one by one, because their columns differ. Empty: what the hub id offers.
+    files: tuple[str, ...] = ()
+
+
+BENCHMARKS = {
+    "mt_bench": Benchmark("philschmid/mt-bench", "train"),
+    "humaneval": Benchmark("openai/openai_humaneval", "test"),
+    "gsm8k": Benchmark("openai/gsm8k", "test", config="main"),
+    # Spec-Bench's own repository is not on the hub; these six files are its question.jsonl, cut by task.
+    "spec_bench": Benchmark(
+        "RedHatAI/speculator_benchmarks",
+        "train",
+        files=tuple(
+            f"{task}.jsonl" for task in ("question", "translation", "summarization", "qa", "math_reasoning", "rag")
+        ),
+    ),
+}
+
+MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+
+# The rows are bare code, which a chat model may continue or explain. Files with `turns` bring their own request.
+HUMANEVAL_REQUEST = "Complete this Python function. Answer with the whole function and nothing else.\n\n"
+
+
+def benchmark_of(source: str) -> tuple[str, str | None] | None:
+    """(benchmark, file or None) of `mt_bench` or `mt_bench:file`; None where the source is something else."""
+    name, colon, path = source.partition(":")
+    if name not in BENCHMARKS:
+        return None
+    return name, path if colon else None
+
+
+def fetch(name: str) -> Iterator[Any]:
+    """The rows of a benchmark from the hub.
+
+    Raises:
+        UserError: it cannot be fetched; names the hub id, and how to give a file instead.
+    """
+    import datasets
+
+    benchmark = BENCHMARKS[name]
+    try:
+        parts = [
+            datasets.load_dataset(benchmark.hub_id, benchmark.config, split=benchmark.split, data_files=files)
+            for files in benchmark.files or (None,)
+        ]
+    except Exception as error:  # many kinds: no network, no such name, no access, a changed dataset
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"{name}: datasets cannot fetch {benchmark.hub_id}: {type(error).__name__}: {reason}; "
+            f"if you have the benchmark as a file, write {name}:path/to/file.jsonl (or .parquet)"
+        ) from None
+    for part in parts:
+        yield from part
+
+
+def known_forms(name: str, record: Any, line: int) -> Any:
+    """A row of benchmark `name` as a record that `recipes.prompt_records` reads; what is no row stays as it is.
+
+    Args:
+        line: of the file or table, the question's number where the row has none.
+    """
+    if not isinstance(record, dict):
+        return record
+    record = dict(record)
+    given = next((record[key] for key in ("question_id", "task_id", "id") if record.get(key) is not None), line)
+    if isinstance(given, str | int) and not isinstance(given, bool) and given != "":
+        number = str(given).removeprefix("HumanEval/").removeprefix(f"{name}/")
+        record["id"] = f"{name}/{number}"
+    prompt = record.get("prompt")
+    if name == "humaneval" and isinstance(prompt, str) and prompt.strip() and record.get("turns") is None:
+        record["prompt"] = HUMANEVAL_REQUEST + f"```python\n{prompt.strip()}\n```"
+    meta = record.get("meta")
+    if meta is None or isinstance(meta, dict):
+        record["meta"] = (meta or {}) | {"benchmark": name}
+        category = record.get("category")
+        if name == "spec_bench" and isinstance(category, str) and category in MT_BENCH_CATEGORIES:
+            record["meta"]["subcategory"] = category
+            record["category"] = "mt_bench"
+    return record

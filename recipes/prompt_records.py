@@ -1,0 +1,299 @@
+"""One record of any known form -> `Conversation`. `recipes.prompts` lists the columns by which a form is recognised.
+
+Messages pass as they are, other keys too, but for what real data sets write in many ways and chat templates read in
+one:
+
+    roles          ShareGPT's and OpenAI's older names become system, developer, user, assistant, tool
+    empty keys     a message's null keys are left out, `content` excepted: templates ask whether a key is there
+    tool calls     {"type": "function", "function": {"name", "arguments"}}, arguments as an object, not as its JSON text
+                   (transformers' convention; templates write them by `tojson`); also from `function_call` keys and
+                   ShareGPT's function_call turns, which join the assistant turn before them
+    tools          a list of {"type": "function", "function": schema}, also where the column is JSON text or the
+                   schemas stand bare
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftsmith.recipes.prompt_sources import parse_json
+from draftsmith.recipes.rejects import is_unicode
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+OTHER_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+}
+CALL_ROLES = ("function_call", "tool_call")
+
+LIST_COLUMNS = ("messages", "conversations", "conversation", "turns")
+# One question as text: its column, and those in which its answer may stand.
+TEXT_COLUMNS = {
+    "prompt": ("completion", "response"),
+    "instruction": ("output", "response"),
+    "question": ("answer", "response"),
+    "query": ("response", "answer"),
+    "problem": ("solution",),
+}
+COLUMNS = (*LIST_COLUMNS, *TEXT_COLUMNS)
+SYSTEM_COLUMNS = ("system", "system_prompt")
+# What Alpaca and Dolly put beside an instruction; beside another column their meaning is anyone's guess.
+BESIDE_INSTRUCTION = ("input", "context")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    id: str  # unique in one reading; `<file name>:<line>` where the record has none
+    messages: list[dict[str, Any]]  # {"role": one of ROLES, "content": text or OpenAI content parts, ...}
+    images: list[str] = field(default_factory=list)  # paths, as written in the record
+    # `benchmark`: the source's short name; `category`; `tools`: function schemas for the chat template; and the
+    # record's own.
+    meta: dict[str, Any] = field(default_factory=dict)
+    # Its place, for rejects; equal conversations may stand at different ones.
+    source: str = field(default="", compare=False)  # as named in the recipe
+    line: int | None = field(default=None, compare=False)  # from 1: line of a text file, row of a table
+
+
+def to_conversation(record: Any, default_id: str, source: str, line: int, benchmark: str = "") -> Conversation:
+    """Recognise and check the record at `line` of `source`. Raises ValueError, "kind: detail", if it cannot be used.
+
+    Args:
+        benchmark: for meta["benchmark"], where the record's own meta names none.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"wrong type: a record must be a JSON object, this is {json_type(record)}")
+    messages = _with_system(record, _messages_of(record))
+    _check_messages(messages)
+    images = record.get("images") or []
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise ValueError("wrong type: `images` must be a list of paths")
+    meta = record.get("meta") or {}
+    if not isinstance(meta, dict):
+        raise ValueError(f"wrong type: `meta` must be an object, this is {json_type(meta)}")
+    meta = ({"benchmark": benchmark} if benchmark else {}) | meta
+    if record.get("category") is not None:
+        meta["category"] = record["category"]
+    tools = _tools(record["tools"] if record.get("tools") is not None else meta.pop("tools", None))
+    if tools:
+        meta["tools"] = tools
+    conversation = Conversation(_id_of(record, default_id), messages, images, meta, source, line)
+    everything = [conversation.id, messages, images, meta]
+    if not is_unicode(json.dumps(everything, ensure_ascii=False, default=str)):
+        raise ValueError("not Unicode: a lone surrogate in the text")
+    return conversation
+
+
+def _id_of(record: dict[str, Any], default_id: str) -> str:
+    for key in ("id", "question_id"):
+        value = record.get(key)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise ValueError(
+                f"wrong type: `{key}` must be text or a whole number, not {json.dumps(value, default=str)}"
+            )
+        return str(value)
+    return default_id
+
+
+# Forms.
+
+
+def _messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
+    column = next((name for name in COLUMNS if record.get(name) is not None), None)
+    if column is None:
+        raise ValueError(f"unknown columns: none of {', '.join(COLUMNS)} among {', '.join(map(str, record)) or 'none'}")
+    value = record[column]
+    if column in LIST_COLUMNS and isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json(value)  # tables without a type for messages
+    if column in TEXT_COLUMNS and not (column == "prompt" and isinstance(value, list)):
+        return _question_and_answer(column, record)
+    if not isinstance(value, list):
+        raise ValueError(f"wrong type: `{column}` must be a list, this is {json_type(value)}")
+    if column == "turns" or (column == "prompt" and value and all(isinstance(turn, str) for turn in value)):
+        return [{"role": "user", "content": turn} for turn in value]
+    return _messages(column, value)
+
+
+def _question_and_answer(column: str, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """[earlier turns, question, answer], the answer where its column holds text."""
+    asked = {name: record[name] for name in TEXT_COLUMNS if record.get(name) not in (None, "")}
+    if len(asked) > 1 and any(text != record[column] for text in asked.values()):
+        raise ValueError(f"ambiguous columns: {' and '.join(f'`{name}`' for name in asked)} both ask something")
+    beside = [name for name in BESIDE_INSTRUCTION if record.get(name) not in (None, "")]
+    if beside and column != "instruction":
+        raise ValueError(
+            f"ambiguous columns: `{beside[0]}` beside `{column}`; write them as one `prompt`, as they are to be asked"
+        )
+    texts = []
+    for name in (column, *beside):
+        if not isinstance(record[name], str):
+            raise ValueError(f"wrong type: `{name}` must be text, this is {json_type(record[name])}")
+        texts.append(record[name])
+    answers = [record[name] for name in TEXT_COLUMNS[column] if isinstance(record.get(name), str)]
+    if any(answer != answers[0] for answer in answers):
+        names = " and ".join(f"`{name}`" for name in TEXT_COLUMNS[column])
+        raise ValueError(f"ambiguous columns: {names} hold different answers")
+    messages = _history(record.get("history")) if column == "instruction" else []
+    messages.append({"role": "user", "content": "\n\n".join(text for text in texts if text.strip()) or texts[0]})
+    return [*messages, *({"role": "assistant", "content": answer} for answer in answers[:1])]
+
+
+def _history(pairs: Any) -> list[dict[str, Any]]:
+    """Alpaca's earlier turns: [[question, answer], ...]."""
+    messages = []
+    for index, pair in enumerate(pairs if isinstance(pairs, list) else [] if pairs is None else [pairs]):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError(f"wrong type: `history[{index}]` must be a list of a question and its answer")
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return messages
+
+
+def _with_system(record: dict[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, a `system` column's text before them."""
+    for column in SYSTEM_COLUMNS:
+        text = record.get(column)
+        if text is None or text == "":
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"wrong type: `{column}` must be text, this is {json_type(text)}")
+        if not messages or messages[0].get("role") != "system":
+            messages = [{"role": "system", "content": text}, *messages]
+        elif messages[0].get("content") != text:
+            raise ValueError(f"ambiguous columns: `{column}` and the first message are two system messages")
+    return messages
+
+
+def _messages(column: str, items: list[Any]) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise ValueError(f"wrong type: `{column}[{index}]` must be an object, this is {json_type(item)}")
+        message = {key: value for key, value in item.items() if value is not None or key == "content"}
+        if "from" in message and "role" not in message:
+            role, content = message.pop("from"), message.pop("value", None)
+            message = {"role": role, "content": content, **{k: v for k, v in message.items() if k != "content"}}
+        role = message.get("role")
+        if role in CALL_ROLES:
+            message = {"role": "assistant", "content": None, "tool_calls": message.get("content")}
+            if messages and messages[-1].get("role") == "assistant":  # what it said before it called
+                before = messages.pop()
+                earlier = before.get("tool_calls", [])
+                messages.append(before | {"tool_calls": [*earlier, *_tool_calls(message["tool_calls"], index)]})
+                continue
+        elif isinstance(role, str) and role in OTHER_ROLES:
+            message["role"] = OTHER_ROLES[role]
+        if message.get("function_call") and not message.get("tool_calls"):
+            message["tool_calls"] = [message.pop("function_call")]
+        if "tool_calls" in message:
+            calls = _tool_calls(message.pop("tool_calls"), index)
+            message |= {"tool_calls": calls} if calls else {}
+        messages.append(message)
+    return messages
+
+
+# Tools.
+
+
+def _tool_calls(value: Any, index: int) -> list[dict[str, Any]]:
+    """The calls of message `index` in OpenAI's form, arguments as objects."""
+    calls = _listed(value, f"the tool calls of message {index}")
+    found = []
+    for call in calls:
+        if "function" not in call and "name" in call:
+            rest = {key: entry for key, entry in call.items() if key not in ("name", "arguments", "parameters", "type")}
+            arguments = call.get("arguments", call.get("parameters", {}))
+            call = {"type": "function", **rest, "function": {"name": call["name"], "arguments": arguments}}
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = parse_json(function["arguments"])
+            except ValueError:
+                arguments = None  # cut or made up: stays the text that it is
+            if isinstance(arguments, dict):
+                call = call | {"function": function | {"arguments": arguments}}
+        found.append(call)
+    return found
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Function schemas in OpenAI's form."""
+    found = []
+    for tool in [] if value is None else _listed(value, "`tools`"):
+        if "name" in tool and "function" not in tool:
+            tool = {"type": "function", "function": {key: entry for key, entry in tool.items() if key != "type"}}
+        found.append(tool)
+    return found
+
+
+def _listed(value: Any, what: str) -> list[dict[str, Any]]:
+    """Objects from a list of them or of their JSON text, from one of them, or from the whole as JSON text."""
+    if isinstance(value, str):
+        value = parse_part(value, what) if value.strip() else []
+    items = value if isinstance(value, list) else [value]
+    items = [parse_part(item, what) if isinstance(item, str) else item for item in items]
+    for item in items:
+        if not isinstance(item, dict):
+            raise ValueError(f"wrong type: {what} must be a list of objects, in it is {json_type(item)}")
+    return items
+
+
+def parse_part(text: str, what: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise ValueError(f"wrong type: {what} hold text that is no JSON ({error})") from None
+
+
+# Checks.
+
+
+def _check_messages(messages: list[dict[str, Any]]) -> None:
+    """Roles, contents and order, as every chat template can be given them."""
+    previous = None
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise ValueError(
+                f"unknown role: {json.dumps(role, default=str)} of message {index}, known are {', '.join(ROLES)}"
+            )
+        # An assistant that only calls tools, or only thinks, has no content.
+        silent = role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content"))
+        if not (content is None and silent):
+            _check_content(content, index)
+        if not isinstance(message.get("reasoning_content", ""), str):
+            raise ValueError(f"wrong type: reasoning_content of message {index} must be text")
+        if role == "user" and (content == [] or (isinstance(content, str) and not content.strip())):
+            raise ValueError(f"empty user turn: message {index}")
+        if role == "assistant" and previous == "assistant":
+            raise ValueError(f"two assistant turns in a row: messages {index - 1} and {index}")
+        if role == "assistant" and all(earlier["role"] != "user" for earlier in messages[:index]):
+            raise ValueError(f"no user turn before the first assistant turn: message {index}")
+        previous = role
+    if all(message["role"] != "user" for message in messages):
+        raise ValueError("no user turn")
+
+
+def _check_content(content: Any, index: int) -> None:
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise ValueError(f"wrong type: content of message {index} must be text or parts, this is {json_type(content)}")
+    for part in content:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise ValueError(f'wrong type: a content part of message {index} must be an object with a "type"')
+        if part["type"] == "text" and not isinstance(part.get("text"), str):
+            raise ValueError(f"wrong type: a text part of message {index} has no text")
+
+
+def json_type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)

@@ -1,0 +1,288 @@
+"""Where records come from: JSON lines, JSON arrays, parquet, the standard library, the hub, benchmarks by name.
+
+`recipes.prompts` says how sources are written. Here each is checked by its name and read record by record, as
+(line or row number from 1, record); what cannot be parsed goes to the rejects with its text.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.recipes.benchmark_prompts import BENCHMARKS, benchmark_of, fetch, known_forms
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.stdlib_prompts import SPLITS, stdlib_conversations
+
+FILE_TYPES = (".jsonl", ".json", ".parquet")
+HUB_FORMS = "hf:org/name, hf:org/name:split or hf:org/name:config:split"
+# Nobody's conversation is nested as deeply; writing and rendering values is recursive and must not run out of stack.
+MAX_DEPTH = 100
+
+
+def check_source(name: str) -> str | None:
+    """What is wrong with a source before any record is read, or None. Hub datasets are not looked up."""
+    if name.startswith("stdlib:"):
+        split = name.removeprefix("stdlib:")
+        return None if split in SPLITS else f"{name}: write {' or '.join(f'stdlib:{split}' for split in SPLITS)}"
+    if name.startswith("hf:"):
+        if "[" in name:
+            return f"{name}: parts of a split cannot be asked for; the first N are data.max_prompts or eval.max_prompts"
+        return None if _hub_parts(name) else f"{name}: write {HUB_FORMS}"
+    named = benchmark_of(name)
+    if named is not None and named[1] is None:
+        return None
+    given = name if named is None else named[1] or ""
+    path = Path(given)
+    if not given or not path.exists():
+        hint = f"a hub dataset is written hf:org/name, a benchmark by its name: {', '.join(BENCHMARKS)}"
+        return f"no such file: {given or name} ({hint})"
+    if path.suffix.lower() not in FILE_TYPES or path.is_dir():
+        return f"{name}: prompts are read from {', '.join(FILE_TYPES)} files"
+    try:
+        with path.open("rb") as file:
+            if path.suffix.lower() != ".parquet" and not any(line.strip() for line in file):
+                return f"{name}: the file is empty"
+    except OSError as error:
+        return f"{name}: cannot be read: {error.strerror}"
+    return None
+
+
+def short_names(sources: Sequence[str]) -> dict[str, str]:
+    """By source, the name under which its conversations are reported; the whole source where short ones are equal."""
+    names = {source: _short_name(source) for source in sources}
+    held = list(names.values())
+    return {source: name if held.count(name) == 1 else source for source, name in names.items()}
+
+
+def _short_name(source: str) -> str:
+    named = benchmark_of(source)
+    if named is not None:
+        return named[0]
+    if source.startswith("hf:"):
+        return source.removeprefix("hf:").split(":")[0]
+    return source if source.startswith("stdlib:") else Path(source).stem
+
+
+def records(source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
+    """(line or row number from 1, record) of everything in `source` that could be parsed.
+
+    Raises:
+        UserError: parquet that is none; a hub dataset or benchmark that cannot be fetched.
+    """
+    named = benchmark_of(source)
+    if named is not None:
+        name, path = named
+        found = enumerate(map(_plain, fetch(name)), start=1) if path is None else _file_records(path, source, rejects)
+        for line, record in found:
+            yield line, known_forms(name, record, line)
+    elif source.startswith("stdlib:"):
+        yield from enumerate(stdlib_conversations(source.removeprefix("stdlib:")), start=1)
+    elif source.startswith("hf:"):
+        yield from enumerate(map(_plain, _hub_rows(source)), start=1)
+    else:
+        yield from _file_records(source, source, rejects)
+
+
+def _file_records(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
+    if Path(path).suffix.lower() == ".parquet":
+        yield from _parquet_rows(path, source, rejects)
+    elif _is_array(path):
+        yield from json_array(path, source, rejects)
+    else:
+        yield from json_lines(path, source, rejects)
+
+
+def _first_character(path: str) -> bytes:
+    with open(path, "rb") as file:
+        for line in file:
+            text = line.removeprefix(b"\xef\xbb\xbf").strip()
+            if text:
+                return text[:1]
+    return b""
+
+
+def _is_array(path: str) -> bool:
+    """A .json file is an array if it begins as one. A .jsonl file must be one to its end: a line may just be bad."""
+    if _first_character(path) != b"[":
+        return False
+    if Path(path).suffix.lower() == ".json":
+        return True
+    trial = Rejects()
+    for _ in json_array(path, path, trial):
+        pass
+    return not trial.total
+
+
+def parse_json(text: str) -> Any:
+    """The value that `text` holds. Raises ValueError, "kind: detail", for everything that cannot be used."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"malformed JSON: {error}") from None
+    _check_depth(value, text.count("[") + text.count("{"))
+    return value
+
+
+def _check_depth(value: Any, brackets: int) -> None:
+    """Raises ValueError beyond MAX_DEPTH; `brackets` in its text, if no more, say at once that it is not."""
+    level, depth = [value], 0
+    while level and brackets > MAX_DEPTH:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested too deeply: lists and objects more than {MAX_DEPTH} deep")
+        inner: list[Any] = []
+        for container in level:
+            if isinstance(container, dict):
+                inner += container.values()
+            elif isinstance(container, list):
+                inner += container
+        level = [entry for entry in inner if isinstance(entry, dict | list)]
+
+
+def json_lines(path: str | Path, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
+    """(line number from 1, value) of a JSON-lines file. A byte-order mark may open any line: files get joined."""
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.removeprefix(b"\xef\xbb\xbf").strip():
+                continue
+            try:
+                value = parse_json(raw.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                reason = f"not UTF-8: byte {error.start + 1}"
+                rejects.add(source, number, reason, raw.decode("utf-8", "replace").rstrip())
+            except ValueError as error:
+                rejects.add(source, number, str(error), raw.decode("utf-8").rstrip())
+            else:
+                yield number, value
+
+
+def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int = 1 << 20) -> Iterator[tuple[int, Any]]:
+    """Elements of a JSON array, read piece by piece: ShareGPT's files are larger than some memories.
+
+    After malformed JSON the rest of the array cannot be told apart; it is rejected as one record.
+    """
+    decoder = json.JSONDecoder()
+    with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+        text, position, line, ended = "", 0, 1, False
+
+        def refill() -> bool:
+            """Drop what was used, read on; False at the end of the file."""
+            nonlocal text, position, ended
+            piece = file.read(max(chunk_characters, len(text) - position))  # doubling: a huge element stays linear
+            ended = not piece
+            text, position = text[position:] + piece, 0
+            return not ended
+
+        def skip(characters: str) -> str:
+            """Move past blanks and `characters`; the next character, "" at the end."""
+            nonlocal position, line
+            while True:
+                while position < len(text) and text[position] in characters:
+                    line += text[position] == "\n"
+                    position += 1
+                if position < len(text):
+                    return text[position]
+                if not refill():
+                    return ""
+
+        blanks = " \t\r\n"
+        skip(blanks)
+        position += 1  # the opening bracket, which _first_character saw
+        while True:
+            following = skip(blanks)
+            if following == "]":
+                position += 1
+                rest = skip(blanks)
+                if rest:
+                    rejects.add(source, line, "malformed JSON: text after the array", text[position:])
+                return
+            try:
+                record, end = decoder.raw_decode(text, position)
+                if text[end : end + 1] not in (*blanks, ",", "]") and not ended and refill():
+                    continue  # a number may go on in the next piece: 1 | .5
+            except (ValueError, RecursionError) as error:
+                if not isinstance(error, RecursionError) and not ended and refill():
+                    continue
+                reason = f"malformed JSON: {error}; the rest of the array is lost"
+                rejects.add(source, line, reason, text[position:])
+                return
+            try:
+                _check_depth(record, text.count("[", position, end) + text.count("{", position, end))
+            except ValueError as error:
+                rejects.add(source, line, str(error), text[position:end])
+            else:
+                yield line, record
+            line += text.count("\n", position, end)
+            position = end
+            if skip(blanks) == ",":
+                position += 1
+            elif text[position : position + 1] != "]":
+                rejects.add(source, line, "malformed JSON: expected `,` or `]` after an element", text[position:])
+                return
+
+
+def _parquet_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for row in _rows(batch):
+                    number += 1
+                    if isinstance(row, Exception):
+                        rejects.add(source, number, f"malformed cell: {row}", None)
+                    else:
+                        yield number, _plain(row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{path}: cannot be read as parquet: {error}") from None
+
+
+def _rows(batch: Any) -> list[Any]:
+    """The rows of a record batch; in the place of one that Python cannot hold stands the error."""
+    unusable = (ValueError, OverflowError)  # text that is no UTF-8, a date before the year 1
+    try:
+        return batch.to_pylist()
+    except unusable as error:
+        if batch.num_rows == 1:
+            return [error]
+        return [row for number in range(batch.num_rows) for row in _rows(batch.slice(number, 1))]
+
+
+def _hub_parts(source: str) -> tuple[str, str | None, str] | None:
+    """(name, config, split) of hf:name[:config][:split]; None where it is not of this form."""
+    parts = source.removeprefix("hf:").split(":")
+    if len(parts) > 3 or not parts[0]:
+        return None
+    return parts[0], parts[1] or None if len(parts) == 3 else None, (parts[-1] if len(parts) > 1 else "") or "train"
+
+
+def _hub_rows(source: str) -> Iterator[Any]:
+    """Streamed: what is not asked for is not downloaded."""
+    import datasets
+
+    parts = _hub_parts(source)
+    if parts is None:
+        raise UserError(f"{source}: write {HUB_FORMS}")
+    name, config, split = parts
+    try:
+        yield from datasets.load_dataset(name, config, split=split, streaming=True)
+    except Exception as error:  # many kinds: no such name, no access, no network, no such split, a script dataset
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"{source}: datasets cannot load it: {type(error).__name__}: {reason}") from None
+
+
+def _plain(row: Any) -> Any:
+    """A table's row as JSON would hold it: without the empty cells that Arrow adds, with dates and the like as text.
+
+    Arrow gives every object of a column the keys of all: one tool call gives each message `tool_calls`, one tool's
+    parameter each tool. A null that an author wrote cannot be told from these; messages keep theirs in `content`.
+    """
+    if isinstance(row, dict):
+        kept = {key: value for key, value in row.items() if value is not None or key in ("content", "value")}
+        return {str(key): _plain(value) for key, value in kept.items()}
+    if isinstance(row, list | tuple):
+        return [_plain(value) for value in row]
+    return row if row is None or isinstance(row, str | int | float | bool) else str(row)
