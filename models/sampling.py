@@ -41,7 +41,7 @@ class Sampling:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
             warpers.append(TopPLogitsWarper(self.top_p))
-        scores_NV = warpers(None, logits.float().flatten(0, -2))  # type: ignore[arg-type]
+        scores_NV = warpers(None, logits.float().reshape(-1, logits.shape[-1]))  # type: ignore[arg-type]
         return scores_NV.softmax(-1).view(logits.shape)
 
 

@@ -46,7 +46,8 @@ class SlowEagle3:
         self.w, self.embedding, self.c = weights, embedding, config
 
     def attention_input(self, feature: torch.Tensor, token: int) -> torch.Tensor:
-        e = rms_norm(self.embedding[token], self.w["midlayer.input_layernorm.weight"], self.c.rms_norm_eps)
+        row = self.embedding[token] * self.c.embedding_scale
+        e = rms_norm(row, self.w["midlayer.input_layernorm.weight"], self.c.rms_norm_eps)
         h = rms_norm(feature, self.w["midlayer.hidden_norm.weight"], self.c.rms_norm_eps)
         return torch.cat([e, h])
 
@@ -115,3 +116,53 @@ def greedy_path(tokens: list[int], parents: list[int], best: list[int]) -> tuple
         if child is None:
             return path, wanted
         path.append(child)
+
+
+def processed(logits: list[float], temperature: float, top_p: float, top_k: int) -> list[float]:
+    """Temperature, then the k likeliest, then the fewest likeliest whose mass reaches top_p; token by token."""
+    if temperature == 0:
+        best = max(range(len(logits)), key=lambda i: (logits[i], -i))
+        return [float(i == best) for i in range(len(logits))]
+    exponentials = [math.exp((z - max(logits)) / temperature) for z in logits]
+    order = sorted(range(len(logits)), key=lambda i: -exponentials[i])
+    kept = order[:top_k] if top_k else order
+    total = sum(exponentials[i] for i in kept)
+    nucleus, mass = [], 0.0
+    for i in kept:
+        if mass >= top_p:
+            break
+        nucleus.append(i)
+        mass += exponentials[i] / total
+    total = sum(exponentials[i] for i in nucleus)
+    return [exponentials[i] / total if i in nucleus else 0.0 for i in range(len(logits))]
+
+
+def sampled_walk(
+    tokens: list[int], parents: list[int], p: list[list[float]], drawn_from: list[list[float]] | None
+) -> dict[tuple[tuple[int, ...], int], float]:
+    """The law of (path, bonus), walked from the root child by child, the residual written out after each rejection.
+
+    `p`: the target's distribution after each node. `drawn_from`: what each node's child was drawn from; None where a
+    node's proposal is certain (q is 1 on its token).
+    """
+    law: dict[tuple[tuple[int, ...], int], float] = {}
+
+    def walk(path: tuple[int, ...], weight: float) -> None:
+        node, left = path[-1], list(p[path[-1]])
+        for child in [i for i, parent in enumerate(parents) if parent == node]:
+            q = drawn_from[node] if drawn_from else [float(v == tokens[child]) for v in range(len(left))]
+            x = tokens[child]
+            accept = min(1.0, left[x] / q[x])
+            if accept > 0:
+                walk((*path, child), weight * accept)
+            weight *= 1 - accept
+            if weight <= 1e-15:
+                return
+            rest = [max(a - b, 0.0) for a, b in zip(left, q, strict=True)]
+            left = [value / sum(rest) for value in rest]
+        for token, share in enumerate(left):
+            if share > 0:
+                law[path, token] = law.get((path, token), 0.0) + weight * share
+
+    walk((0,), 1.0)
+    return law

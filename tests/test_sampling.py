@@ -1,0 +1,303 @@
+"""Sampling is lossless: what the decoding loop draws has exactly the target's law.
+
+Laws are enumerated, not estimated: `enumerate_law` runs the product's code once for every outcome of its random draws
+and adds up the probabilities. What remains is float32 rounding of the target's forwards, far below TOLERANCE; every
+defect named here moves a law by more than 0.01.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.eval.accept import accept_sampled
+from draftsmith.eval.decode import Generation, decode
+from draftsmith.eval.policies import PolicyProposer
+from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.prompt_lookup import PromptLookup
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws, pick
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+from tests import reference
+from tests.conftest import make_target
+
+TOLERANCE = 2e-5
+CPU = torch.device("cpu")
+STOP = 4
+VOCAB = 5
+SAMPLINGS = {
+    "T=1": Sampling(1.0),
+    "T=0.5": Sampling(0.5),
+    "top-p": Sampling(1.0, top_p=0.8),
+    "T=0.5, top-k, top-p": Sampling(0.5, top_p=0.9, top_k=3),
+}
+Law = dict[Hashable, float]
+
+
+class EnumeratedDraws:
+    """Takes the outcomes that `script` names; behind its end the first possible ones, noting the others."""
+
+    def __init__(self, script: list[int]):
+        self.script, self.taken, self.weight = script, [], 1.0
+        self.others: list[list[int]] = []  # scripts still to be run
+
+    def _choose(self, weights: list[float]) -> int:
+        possible = [i for i, weight in enumerate(weights) if weight > 0]
+        if len(self.taken) < len(self.script):
+            choice = self.script[len(self.taken)]
+        else:
+            choice = possible[0]
+            self.others += [[*self.taken, other] for other in possible[1:]]
+        self.taken.append(choice)
+        self.weight *= weights[choice]
+        return choice
+
+    def events(self, chances_N: torch.Tensor) -> torch.Tensor:
+        assert ((chances_N[1:] >= 0) & (chances_N[1:] <= 1 + 1e-6)).all(), chances_N
+        rest = [bool(self._choose([1 - min(chance, 1.0), min(chance, 1.0)])) for chance in chances_N[1:].tolist()]
+        return torch.tensor([False, *rest])  # the root's event means nothing
+
+    def token(self, weights_V: torch.Tensor) -> torch.Tensor:
+        weights = weights_V.double() / weights_V.double().sum()
+        return torch.tensor(self._choose(weights.tolist()))
+
+
+def enumerate_law(run: Callable[[EnumeratedDraws], Hashable]) -> Law:
+    """The law of what `run` returns, over all outcomes of its draws."""
+    law: Law = defaultdict(float)
+    scripts: list[list[int]] = [[]]
+    while scripts:
+        draws = EnumeratedDraws(scripts.pop())
+        law[run(draws)] += draws.weight
+        scripts += draws.others
+    assert abs(sum(law.values()) - 1) < 1e-6
+    return law
+
+
+def assert_same_law(law: Law, expected: Law) -> None:
+    for outcome in law.keys() | expected.keys():
+        got, wanted = law.get(outcome, 0.0), expected.get(outcome, 0.0)
+        assert abs(got - wanted) < TOLERANCE, f"{outcome}: {got:.6f} instead of {wanted:.6f}"
+
+
+# The distribution itself.
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_processed_probabilities_equal_their_slow_twin(sampling: Sampling) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 7, 11) * 3
+    ours = sampling.probabilities(logits)
+    assert ours.shape == logits.shape
+    for row, got in zip(logits.flatten(0, 1), ours.flatten(0, 1), strict=True):
+        wanted = reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k)
+        torch.testing.assert_close(got, torch.tensor(wanted), atol=1e-6, rtol=1e-5)
+
+
+def test_greedy_is_all_mass_on_the_first_best_token() -> None:
+    assert GREEDY.probabilities(torch.tensor([[1.0, 3.0, 3.0]])).tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_pick_is_the_inverse_of_the_distribution_function() -> None:
+    weights = torch.tensor([[0.0, 0.5, 0.0, 0.25, 0.25, 0.0]]).expand(5, -1)
+    uniforms = torch.tensor([0.0, 0.4999, 0.5, 0.75, 1 - 1e-17], dtype=torch.float64)
+    assert pick(weights, uniforms).tolist() == [1, 1, 3, 4, 4]
+
+
+def test_draws_hang_on_seed_and_key_alone() -> None:
+    def drawn(seed: int, key: Hashable) -> list[Any]:
+        draws = SeededDraws(seed, key)
+        return [*draws.events(torch.full((20,), 0.5)).tolist(), int(draws.token(torch.ones(1000)))]
+
+    assert drawn(1, ("a", 0)) == drawn(1, ("a", 0))
+    assert len({tuple(drawn(seed, key)) for seed in (0, 1) for key in ("a", ("a", 0), ("a", 1))}) == 6
+
+
+def test_seeded_draws_have_the_probabilities_they_are_given() -> None:
+    draws = SeededDraws(0, "law")
+    chances = torch.tensor([0.0, 0.1, 0.5, 1.0])
+    share = torch.stack([draws.events(chances) for _ in range(4000)]).double().mean(0)
+    assert share[0] == 0
+    assert share[3] == 1
+    assert (share - chances).abs().max() < 0.035  # four standard deviations of 4,000 fair coins
+    tokens = torch.bincount(torch.stack([draws.token(torch.tensor([1.0, 0.0, 3.0])) for _ in range(4000)]), minlength=3)
+    assert tokens[1] == 0
+    assert abs(float(tokens[2]) / 4000 - 0.75) < 0.03
+
+
+# One round: the acceptance rule against a walk node by node, and against the law it must have.
+
+
+def random_tree(chance: torch.Generator, nodes: int, tokens: int) -> DraftTree:
+    """Any shape, siblings may repeat a token."""
+    parents = [-1] + [int(torch.randint(i, (1,), generator=chance)) for i in range(1, nodes)]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    order = sorted(range(nodes), key=lambda i: depths[i])
+    place = {old: new for new, old in enumerate(order)}
+    return DraftTree(
+        torch.randint(tokens, (nodes,), generator=chance),
+        torch.tensor([-1 if parents[old] < 0 else place[parents[old]] for old in order]),
+    )
+
+
+def outcome(tree: DraftTree, path: torch.Tensor, bonus: torch.Tensor) -> tuple[int, ...]:
+    """The tokens that a round adds."""
+    return (*tree.tokens[path[1:]].tolist(), int(bonus))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_round_on_a_ranked_tree_equals_the_walk(seed: int, sampling: Sampling) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    tree = random_tree(chance, 6, VOCAB)
+    logits = torch.randn(len(tree), VOCAB, generator=chance) * 2
+
+    def round_of(draws: EnumeratedDraws) -> Hashable:
+        path, bonus = accept_sampled(tree, logits, sampling, draws)
+        return (*path.tolist(), "bonus", int(bonus))
+
+    p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
+    walk = reference.sampled_walk(tree.tokens.tolist(), tree.parents.tolist(), p, None)
+    assert_same_law(enumerate_law(round_of), {(*path, "bonus", bonus): w for (path, bonus), w in walk.items()})
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("draftable", [range(VOCAB), (0, 2, 3)], ids=["full", "cut"])
+def test_a_round_on_a_drawn_chain_equals_the_walk_and_has_the_target_s_law(sampling: Sampling, draftable) -> None:
+    """The chain is drawn too: over all draws, the first token has the law of the target alone."""
+    chance = torch.Generator().manual_seed(1)
+    logits = torch.randn(3, VOCAB, generator=chance) * 2
+    q = torch.zeros(3, VOCAB)
+    for row in range(2):
+        q[row, list(draftable)] = torch.rand(len(draftable), generator=chance).softmax(-1)
+    p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
+    first: Law = defaultdict(float)
+    for a, b in itertools.product(range(VOCAB), repeat=2):
+        weight = float(q[0, a] * q[1, b])
+        if weight == 0:
+            continue
+        tree = DraftTree(torch.tensor([0, a, b]), torch.tensor([-1, 0, 1]), q)
+
+        def round_of(draws: EnumeratedDraws, tree: DraftTree = tree) -> tuple[int, ...]:
+            return outcome(tree, *accept_sampled(tree, logits, sampling, draws))
+
+        law = enumerate_law(round_of)
+        walk = reference.sampled_walk([0, a, b], [-1, 0, 1], p, q.tolist())
+        expected: Law = defaultdict(float)
+        for (path, bonus), w in walk.items():
+            expected[(*[[0, a, b][i] for i in path[1:]], bonus)] += w
+        assert_same_law(law, expected)
+        for tokens, w in law.items():
+            first[tokens[0]] += weight * w  # type: ignore[index]
+    assert_same_law(first, dict(enumerate(p[0])))
+
+
+def test_the_bonus_behind_a_path_that_is_wholly_accepted_is_processed_too() -> None:
+    """PosS draws it from the plain softmax, whatever the temperature (0.187 off at T = 0.5)."""
+    logits = torch.tensor([[0.0, 60.0, 0.0, 0.0, 0.0], [2.0, 1.0, 0.5, 0.0, -1.0]])
+    tree = DraftTree.chain([0, 1], CPU)
+    for sampling in SAMPLINGS.values():
+        law = enumerate_law(lambda draws, s=sampling: outcome(tree, *accept_sampled(tree, logits, s, draws)))
+        p = reference.processed(logits[1].tolist(), sampling.temperature, sampling.top_p, sampling.top_k)
+        assert_same_law(law, {(1, token): weight for token, weight in enumerate(p)})
+        assert max(abs(a - b) for a, b in zip(p, logits[1].softmax(-1).tolist(), strict=True)) > 0.01 or sampling == (
+            Sampling(1.0)
+        )
+
+
+def test_a_rejected_token_never_comes_back_as_the_bonus_of_a_ranked_tree() -> None:
+    tree = DraftTree(torch.tensor([0, 1, 2, 1]), torch.tensor([-1, 0, 0, 0]))
+    logits = torch.zeros(4, VOCAB)
+    law = enumerate_law(lambda draws: outcome(tree, *accept_sampled(tree, logits, Sampling(1.0), draws)))
+    assert {tokens for tokens in law if len(tokens) == 1} == {(0,), (3,), (4,)}
+    # One in five each: two as drafted, three as the residual.
+    assert sum(w for tokens, w in law.items() if tokens[0] == 1) == pytest.approx(0.2, abs=1e-6)
+    assert all(law[token,] == pytest.approx(0.2, abs=1e-6) for token in (0, 3, 4))
+
+
+def test_a_temperature_near_zero_keeps_what_greedy_decoding_keeps() -> None:
+    """litgpt accepts at temperature 0 by a coin weighted with the untempered probabilities; a token that is not the
+    likeliest must then never be accepted, nor drawn."""
+    logits = torch.tensor([[1.0, 0.9, 0.0, 0.0, 0.0]]).expand(3, -1)
+    tree = DraftTree.chain([0, 1, 0], CPU)
+    for sampling in (Sampling(1e-4), GREEDY):
+        law = enumerate_law(lambda draws, s=sampling: outcome(tree, *accept_sampled(tree, logits, s, draws)))
+        assert_same_law(law, {(0,): 1.0})
+
+
+# The whole loop: the law of the first tokens of an answer.
+
+
+def small_pair(draft_ids: list[int] | None) -> tuple[Target, Eagle3Drafter]:
+    """A target of VOCAB tokens and two layers with an untrained drafter."""
+    model = make_target(
+        num_layers=2, vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.6, seed=2,
+    )  # fmt: skip
+    target = Target(model, [0, 1])
+    vocab = DraftVocab.full(VOCAB) if draft_ids is None else DraftVocab(torch.tensor(draft_ids), VOCAB)
+    torch.manual_seed(4)
+    config = Eagle3Config.for_target(target.config, VOCAB, target.capture_layers, vocab.size)
+    return target, Eagle3Drafter(config, vocab, target.embedding_table)
+
+
+@torch.no_grad()
+def answers_of(target: Target, prompt: list[int], length: int, sampling: Sampling) -> Law:
+    """The law of the first `length` tokens by the target alone: one forward of transformers for every prefix."""
+    law: Law = defaultdict(float)
+    open_answers: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while open_answers:
+        answer, weight = open_answers.pop()
+        if len(answer) == length or STOP in answer:
+            law[answer] += weight
+            continue
+        row = target.model(torch.tensor([[*prompt, *answer]])).logits[0, -1].tolist()
+        p = reference.processed(row, sampling.temperature, sampling.top_p, sampling.top_k)
+        open_answers += [((*answer, token), weight * p[token]) for token in range(VOCAB) if p[token] > 0]
+    return law
+
+
+PROPOSERS: dict[str, Callable[[Eagle3Drafter, Sampling], Any]] = {
+    "plain": lambda drafter, sampling: None,
+    "chain": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), "chain", 3, 2, 1),
+    "drawn chain": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), "chain", 3, 2, 1, sampling),
+    "tree": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), "eagle2", 4, 2, 2),
+    "prompt lookup": lambda drafter, sampling: PromptLookup(2, CPU),
+}
+
+
+@pytest.mark.parametrize("draft_ids", [None, [0, 2, 3]], ids=["full", "cut"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_decoded_answers_have_the_target_s_law(proposer: str, sampling: Sampling, draft_ids: list[int] | None) -> None:
+    target, drafter = small_pair(draft_ids)
+    prompt = [1, 3, 0, 1, 3]
+    # Drawn chains have so many outcomes that three tokens are enumerated only where top-p leaves few of them.
+    length = 2 if proposer == "drawn chain" and sampling.top_p == 1 else 3
+
+    def answer(draws: EnumeratedDraws) -> Hashable:
+        drafting = PROPOSERS[proposer](drafter, sampling)
+        return tuple(decode(target, drafting, prompt, {STOP}, length, sampling, draws).token_ids)
+
+    assert_same_law(enumerate_law(answer), answers_of(target, prompt, length, sampling))
+
+
+def test_the_same_seed_gives_the_same_answer_and_sampling_without_draws_is_refused() -> None:
+    target, drafter = small_pair(None)
+    sampling = Sampling(1.0)
+
+    def answer(seed: int) -> Generation:
+        proposer = PolicyProposer(Eagle3Drafting(drafter), "chain", 3, 2, 1, sampling)
+        return decode(target, proposer, [1, 3, 0], set(), 30, sampling, SeededDraws(seed, ("id", 0)))
+
+    assert answer(0).token_ids == answer(0).token_ids
+    assert answer(0).accepted_per_round == answer(0).accepted_per_round
+    assert answer(0).token_ids != answer(1).token_ids
+    with pytest.raises(ValueError, match="needs draws"):
+        decode(target, None, [1, 3, 0], set(), 30, sampling)
