@@ -11,7 +11,8 @@ the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at o
 
 import hashlib
 import os
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from draftsmith.data_gen.conversations import TrainingRow, training_rows
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import file_digest, provenance, save_drafter, target_identity
+from draftsmith.models.costs import device_here, target_size
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, load_metadata
@@ -29,14 +31,18 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import Recipe, TrainSection
-from draftsmith.train.loop import Loop, total_steps
+from draftsmith.train.loop import Loop
+from draftsmith.train.plan import counted_data, expected_data, training_plan
 from draftsmith.train.unroll import TrainingTimeTest
 
 
 def main() -> None:
-    command = parse_command(__doc__)
+    command = parse_command(__doc__, extra=_options)
     recipe = command.recipe
     tokenizer = load_tokenizer(recipe.target)
+    if command.plan:
+        print_plan(recipe, tokenizer, command.flops)
+        return
     speaks = os.environ.get("RANK", "0") == "0"  # all ranks read the same rows; one writes and prints
     rejects = Rejects(recipe.training_rejects_path if speaks and not command.plan else None)
     rows, validation_rows = read_rows(recipe, tokenizer, rejects)
@@ -46,9 +52,6 @@ def main() -> None:
     config = load_config(section).get_text_config()
     shape = drafter_shape(recipe, config)
     vocab = read_vocab(recipe, config.vocab_size, tokenizer_fingerprint(tokenizer))
-    if command.plan:
-        print_plan(recipe, shape, vocab, rows, validation_rows)
-        return
 
     set_seed(recipe.train.seed)
     accelerator = Accelerator(
@@ -64,6 +67,7 @@ def main() -> None:
     if recipe.train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
     target = Target(load_causal_lm(section, str(accelerator.device)), shape.capture_layers)
+    shape = replace(shape, embedding_scale=target.embedding_scale)
     identity = target_identity(target, section.model, section.revision, tokenizer_fingerprint(tokenizer))
     drafter = Eagle3Drafter(shape, vocab, target.embedding_table)
     if recipe.drafter.init_head == "target":
@@ -192,31 +196,48 @@ def run_identity(recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any],
     } | settings
 
 
-def print_plan(
-    recipe: Recipe,
-    shape: Eagle3Config,
-    vocab: DraftVocab,
-    rows: Sequence[TrainingRow],
-    validation_rows: Sequence[TrainingRow],
-) -> None:
-    """Steps, tokens, memory and disk, from the files alone; the progress bar tells the time after the first steps."""
-    with torch.device("meta"):
-        drafter = Eagle3Drafter(shape, vocab, torch.empty(shape.vocab_size, shape.hidden_size))
-    parameters = sum(p.numel() for p in drafter.parameters())
-    states = parameters * 12 / 1e6  # MB: weights and AdamW's two moments, float32
-    tokens = sum(len(row.input_ids) for row in rows)
-    supervised = sum(end - start for row in rows for start, end in row.spans)
-    steps = total_steps(recipe.train, len(rows), processes=1)
-    per_step = recipe.train.batch_size * recipe.train.gradient_accumulation_steps
-    print(f"rows               {len(rows)} ({len(validation_rows)} more for validation)")
-    print(f"tokens             {tokens}, supervised {supervised} ({supervised / tokens:.0%})")
-    print(f"steps              {steps} of {per_step} rows per process, on one process")
-    print(f"passes             {steps * per_step / len(rows):.2f}")
-    print(f"drafter            {parameters / 1e6:.2f} M parameters, draft vocabulary of {vocab.size}")
-    print(f"memory             {states + parameters * 4 / 1e6:,.0f} MB for weights, gradients and AdamW, besides the")
-    print("                   target and the activations")
-    print(f"disk               {states * recipe.train.keep_checkpoints + parameters * 4 / 1e6:,.0f} MB")
-    print(f"writes             {recipe.checkpoints_dir}, {recipe.metrics_path}, {recipe.drafter_dir}")
+def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | None) -> None:
+    """What training would take, from what is there: conversations and vocabulary, or else the prompts.
+
+    Raises:
+        UserError: what is there does not fit the recipe; or there is nothing to plan from.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    section = recipe.target
+    config = load_config(section)
+    text_config = config.get_text_config()
+    shape = drafter_shape(recipe, text_config)
+    vocab_is_there = recipe.draft_vocab_path.exists()
+    if vocab_is_there:
+        read_vocab(recipe, text_config.vocab_size, tokenizer_fingerprint(tokenizer))
+    if recipe.conversations_path.exists() or recipe.data.prompts is None:
+        rejects = Rejects()
+        data = counted_data(*read_rows(recipe, tokenizer, rejects), recipe.train)
+        if rejects.total:
+            print(rejects.summary())
+    else:
+        data = expected_data(recipe, tokenizer)
+    lines = training_plan(
+        recipe,
+        shape,
+        text_config,
+        target_size(config, section.dtype, section.trust_remote_code),
+        data,
+        vocab_is_there,
+        precision(recipe.train) == "bf16",
+        device_here(section.device),
+        int(os.environ.get("WORLD_SIZE", "1")),
+        tera_flops_per_second and tera_flops_per_second * 1e12,
+    )
+    for text in lines:
+        print(text)
+
+
+def _options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--flops", type=float, metavar="TFLOPS", help="what one device reaches, in TFLOP/s, for the time in --plan"
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,301 @@
+"""What a run needs, as arithmetic: parameters, bytes and floating-point operations, from configs alone.
+
+Nothing here loads a weight: models are built on torch's meta device, and `MemoryMeter` counts bytes of tensors that may
+be fake. Units stand in the names; GB are 10**9 bytes. Docstrings say what is exact and what is assumed.
+"""
+
+import copy
+import importlib.util
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+# Dense bf16 matrix products by the vendors' data sheets, and memory bandwidth.
+PEAK_FLOPS_PER_SECOND = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+PEAK_BYTES_PER_SECOND = {
+    "B200": 8.0e12,
+    "H200": 4.8e12,
+    "H100": 3.35e12,
+    "A100": 2.0e12,
+    "L40S": 0.86e12,
+    "RTX 5090": 1.79e12,
+    "RTX 4090": 1.0e12,
+    "RTX 3090": 0.94e12,
+}
+# Bits of one weight where a quantised checkpoint stays quantised, its scales included.
+BITS_BY_METHOD = {"mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0, "gptq": 4.25, "awq": 4.25, "bitsandbytes": 4.5}
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """A target by its config: nothing is loaded, so a checkpoint that differs from its config is not noticed."""
+
+    parameters: int  # shared ones (tied embeddings) once
+    expert_parameters: int
+    active_parameters: int  # read for one token: of the experts, those that are chosen; embeddings not
+    head_parameters: int  # V * H
+    weight_bytes: float
+    weight_basis: str  # how weight_bytes was found, in words
+    dtype: torch.dtype  # of activations
+    eager_attention: bool  # scores of [heads, T, T] are materialised
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of one activation."""
+        return self.dtype.itemsize
+
+
+def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = False) -> TargetSize:
+    """The target's size, from its config.
+
+    Args:
+        config: what AutoConfig gives (of a multimodal model the whole one).
+        dtype: `target.dtype` of the recipe.
+
+    Parameters are exact. Bytes are exact for plain checkpoints; for quantised ones the bits per weight are assumed.
+    """
+    plain = copy.deepcopy(config)
+    quantization = getattr(plain, "quantization_config", None)
+    if quantization is not None:
+        del plain.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plain, trust_remote_code=trust_remote_code)
+    text = config.get_text_config()
+    named = dict(model.named_parameters())
+    parameters = sum(p.numel() for p in named.values())
+    experts = sum(p.numel() for name, p in named.items() if ".experts." in name)
+    embedding: Any = model.get_input_embeddings().weight  # type: ignore[union-attr]
+    head: Any = model.get_output_embeddings().weight  # type: ignore[union-attr]
+    chosen = getattr(text, "num_experts_per_tok", None) or 0
+    number = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0
+    shared = embedding.numel() if embedding is head else embedding.numel() + head.numel()
+    share = chosen / number if experts and number else 0.0
+    active = parameters - shared - experts + int(experts * share)
+    kept = torch_dtype(config, dtype)
+    weight_bytes, basis = _weight_bytes(parameters, parameters - shared, kept, quantization)
+    return TargetSize(
+        parameters=parameters,
+        expert_parameters=experts,
+        active_parameters=active,
+        head_parameters=head.numel(),
+        weight_bytes=weight_bytes,
+        weight_basis=basis,
+        dtype=kept,
+        eager_attention=model.config._attn_implementation == "eager",
+    )
+
+
+def torch_dtype(config: Any, dtype: str) -> torch.dtype:
+    """The precision in which the weights are loaded: as asked, else the config's, else float32."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    return getattr(torch, named) if isinstance(named, str) else named
+
+
+def _weight_bytes(parameters: int, in_layers: int, dtype: torch.dtype, quantization: Any) -> tuple[float, str]:
+    plain = parameters * dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    if quantization is None:
+        return plain, f"{name}, exact"
+    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    method = str(settings.get("quant_method", "unknown"))
+    bits = settings.get("bits") or (8 if settings.get("load_in_8bit") else None) or BITS_BY_METHOD.get(method)
+    if bits is None:
+        return plain, f"{method} checkpoint, assumed to be dequantised to {name}"
+    packed = in_layers * bits / 8 + (parameters - in_layers) * dtype.itemsize
+    if method == "mxfp4" and not (torch.cuda.is_available() and importlib.util.find_spec("kernels")):
+        return plain, f"MXFP4 dequantised to {name}: its kernels are not here (with them {gigabytes(packed)})"
+    return packed, f"{method}, {bits:g} bits a weight in the layers assumed, {name} elsewhere"
+
+
+def target_forward_bytes(config: Any, size: TargetSize, rows: int, tokens: int, captured_layers: int) -> float:
+    """Peak of a pass over [rows, tokens] without gradients, weights not counted: captured states, one layer's work.
+
+    Assumed: the widest moment is a layer's attention or MLP, every intermediate of it alive at once.
+    """
+    places, unit = rows * tokens, size.activation_bytes
+    hidden = config.hidden_size
+    heads, groups, head_dim = attention_shape(config)
+    attention = (4 * heads + 4 * groups) * head_dim * unit * places
+    if size.eager_attention:
+        attention += rows * heads * tokens**2 * (3 * unit + 4)  # scores, masked, softmax in float32, cast back
+    chosen = (getattr(config, "num_experts_per_tok", None) or 1) if size.expert_parameters else 1
+    width = getattr(config, "moe_intermediate_size", None) if size.expert_parameters else None
+    mlp = (3 * (width or config.intermediate_size) + (hidden if size.expert_parameters else 0)) * chosen * unit * places
+    residual = 4 * hidden * unit * places
+    return 2 * captured_layers * hidden * unit * places + residual + max(attention, mlp)
+
+
+def attention_shape(config: Any) -> tuple[int, int, int]:
+    """(query heads, key/value heads, head dimension) of a text config."""
+    heads = config.num_attention_heads
+    return (
+        heads,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def target_forward_flops(config: Any, size: TargetSize, rows: int, tokens: int, head_columns: int) -> float:
+    """Floating-point operations of one pass over [rows, tokens], and of the head over `head_columns` positions.
+
+    Two per parameter and token; attention over half the square (causal). Norms and activations are left out.
+    """
+    heads, _, head_dim = attention_shape(config)
+    attention = 2 * heads * head_dim * tokens**2 * rows * config.num_hidden_layers
+    return 2.0 * size.active_parameters * rows * tokens + attention + 2.0 * size.head_parameters * head_columns
+
+
+def cache_bytes_per_token(config: Any, size: TargetSize) -> int:
+    """Keys and values of one token in all layers. Sliding layers are counted in full: the pool allocates them so."""
+    _, groups, head_dim = attention_shape(config)
+    return 2 * config.num_hidden_layers * groups * head_dim * size.activation_bytes
+
+
+@dataclass(frozen=True)
+class TrainingStates:
+    """What training keeps between steps for P trained parameters in float32, in bytes."""
+
+    weights: int
+    adamw_moments: int
+    gradients: int  # gone between steps, there from the first backward pass to the update
+
+    @classmethod
+    def of(cls, parameters: int) -> "TrainingStates":
+        return cls(weights=4 * parameters, adamw_moments=8 * parameters, gradients=4 * parameters)
+
+
+def drafter_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> int:
+    """The drafter on disk: its parameters in float32, d2t (int64) and t2d (one byte), a header not counted."""
+    return 4 * parameters + 8 * draft_vocab_size + vocab_size
+
+
+def checkpoint_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> int:
+    """A training checkpoint: the drafter and AdamW's two moments; some 50 kB of state and headers not counted."""
+    return drafter_bytes(parameters, draft_vocab_size, vocab_size) + TrainingStates.of(parameters).adamw_moments
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Bytes of all tensors that come to life inside, until their storage dies: now, at the peak, and by kind.
+
+    Works on real and on fake tensors. What was alive before is not counted, nor what a kernel takes and gives back.
+
+    Args:
+        kind: names a new tensor by its shape and dtype, for `peak_by_kind`.
+    """
+
+    def __init__(self, kind: Callable[[torch.Tensor], str]):
+        super().__init__()
+        self.kind = kind
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.peak_by_kind: Counter[str] = Counter()
+        self._live: Counter[str] = Counter()
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self._meet(tensor, 0)  # unknown still: it is from outside
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._meet(tensor, tensor.untyped_storage().nbytes())
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_by_kind = self.live_bytes, self._live.copy()
+        return out
+
+    def _meet(self, tensor: torch.Tensor, size_bytes: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        kind = self.kind(tensor)
+        self.live_bytes += size_bytes
+        self._live[kind] += size_bytes
+        weakref.finalize(storage, self._lose, key, kind, size_bytes)
+
+    def _lose(self, key: int, kind: str, size_bytes: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= size_bytes
+        self._live[kind] -= size_bytes
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that a run on this machine would use."""
+
+    name: str
+    memory_bytes: int
+    is_cpu: bool
+
+    def peak(self, table: dict[str, float]) -> float | None:
+        """This device's entry in one of the tables above."""
+        return next((value for name, value in table.items() if name in self.name), None)
+
+
+def device_here(wanted: str = "auto") -> Device:
+    """What `target.device` leads to on this machine, and how much memory it has."""
+    device = torch.device(wanted if wanted != "auto" else _accelerator() or "cpu")
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return Device(properties.name, properties.total_memory, is_cpu=False)
+    return Device(f"CPU, {torch.get_num_threads()} threads", host_memory_bytes(), is_cpu=True)
+
+
+def _accelerator() -> str | None:
+    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else None
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, or of the container where that is smaller."""
+    whole = psutil.virtual_memory().total
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(whole, int(text)) if text.isdecimal() else whole
+
+
+def matmul_flops_per_second(rows: int, width: int, dtype: torch.dtype, seconds: float = 0.3) -> float:
+    """Measured here and now on the CPU: products [rows, width] x [width, width]."""
+    left, right = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+    done, began = 0, time.perf_counter()
+    while (passed := time.perf_counter() - began) < seconds or done < 2:
+        left @ right
+        done += 1
+    return 2.0 * rows * width * width * done / passed
+
+
+def gigabytes(count: float) -> str:
+    """Bytes in the unit that suits: 12 MB, 1.3 GB, 142 GB."""
+    if count < 1e9:
+        return f"{count / 1e6:,.0f} MB" if count >= 10e6 else f"{count / 1e6:,.1f} MB"
+    return f"{count / 1e9:,.0f} GB" if count >= 100e9 else f"{count / 1e9:,.1f} GB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits."""
+    for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:,.0f} seconds"

@@ -1,0 +1,506 @@
+"""What a training run would take, said before anything large is loaded: `--plan` of the training scripts.
+
+Every line ends with where its number comes from: exact (arithmetic over the recipe and the config), counted (in the
+files), measured (on this machine, now or by this run so far), assumed (the assumption named). "at most" is a bound.
+
+The unroll is not described by formulas that could grow stale: the real one is run on fake tensors (no memory, no
+arithmetic) in the largest batch that the data allows, forward and backward, while a meter counts the bytes alive and
+the operations asked for. What no dry run can show is left to arithmetic in `models.costs`: the target's own pass, the
+optimiser, and what the process itself takes.
+
+Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocabulary.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.models.alignment import Columns
+from draftsmith.models.chat import RenderError, render_prompt
+from draftsmith.models.costs import (
+    PEAK_FLOPS_PER_SECOND,
+    Device,
+    MemoryMeter,
+    TargetSize,
+    TrainingStates,
+    checkpoint_bytes,
+    drafter_bytes,
+    duration,
+    gigabytes,
+    matmul_flops_per_second,
+    target_forward_bytes,
+    target_forward_flops,
+)
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.prompts import Rejects, questions, read_conversations
+from draftsmith.recipes.schema import Recipe, TrainSection
+from draftsmith.train.batches import BatchOrder
+from draftsmith.train.loop import total_steps
+from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+
+# Share of a device's matrix-product rate that training reaches; what is missing goes to memory and launches.
+GPU_UTILISATION = 0.3
+CPU_UTILISATION = 0.5
+# What CUDA itself takes on a device.
+CUDA_CONTEXT_BYTES = 500_000_000
+# Freed memory that an allocator keeps beside what is alive, as a share of a micro-batch's tensors. Batches differ in
+# length, and glibc's malloc keeps the pieces: 2.2 on the demo, by docs/recipes.md.
+CPU_RESERVE = 2.5
+GPU_RESERVE = 0.15
+
+SCORES = "attention scores of the unroll steps, [columns, tokens]"
+TARGET_LOGITS = "the teacher's logits over the target's vocabulary"
+DRAFT_LOGITS = "logits over the draft vocabulary of the unroll steps"
+WEIGHT_SHAPED = "gradients and casts of the drafter's weights"
+LAYER = "states, and the drafter's layer in the unroll steps"
+TARGET_WEIGHTS = "the target's weights"
+TARGET_PASS = "the target's pass"
+UPDATE = "the optimiser's update"
+KEPT = "the drafter's weights and AdamW's moments"
+RESERVE = "freed memory that the allocator keeps"
+PROCESS = "Python and libraries, or CUDA"
+
+HOW_TO_LOWER = {
+    SCORES: "train.batch_size (and accumulate), data.max_length, train.gradient_checkpointing=true, train.ttt_steps",
+    TARGET_LOGITS: "train.batch_size (and accumulate), data.max_length",
+    DRAFT_LOGITS: "train.batch_size (and accumulate), data.max_length, drafter.vocab_size, train.ttt_steps",
+    WEIGHT_SHAPED: "drafter.intermediate_size, drafter.vocab_size",
+    LAYER: "train.gradient_checkpointing=true, train.batch_size (and accumulate), data.max_length",
+    TARGET_WEIGHTS: "target.dtype=bfloat16, or a quantised checkpoint; every process holds the whole target",
+    TARGET_PASS: "train.batch_size (and accumulate), data.max_length",
+    UPDATE: "drafter.intermediate_size, drafter.vocab_size",
+    KEPT: "drafter.intermediate_size, drafter.vocab_size",
+}
+
+
+# The data of a run: counted in its file, or bounded by its prompts.
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """Sizes of the training data. `basis` says how they were found; unless counted they are upper bounds."""
+
+    rows: int | None  # None: not known
+    validation_rows: int
+    tokens: int | None
+    supervised: int | None
+    longest_tokens: int  # of one row, up to its last supervised token
+    longest_columns: int  # counted columns of one row
+    mean_padded_tokens: float  # of a row in its micro-batch
+    mean_columns: float
+    basis: str
+    counted: bool
+    distinct_supervised: int | None = None
+
+    @property
+    def bound(self) -> str:
+        return "" if self.counted else "at most "
+
+
+def counted_data(
+    rows: Sequence[TrainingRow], validation_rows: Sequence[TrainingRow], settings: TrainSection
+) -> DataSize:
+    """What is in the rows."""
+    lengths = [max(end for _, end in row.spans) for row in rows]
+    columns = [sum(max(0, end - start - 1) for start, end in row.spans) for row in rows]
+    order = BatchOrder([len(row.input_ids) for row in rows], settings.batch_size, settings.seed)
+    batches = [order.rows(number) for number in range(min(order.batches_per_epoch, 500))]
+    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    return DataSize(
+        rows=len(rows),
+        validation_rows=len(validation_rows),
+        tokens=sum(len(row.input_ids) for row in rows),
+        supervised=sum(end - start for row in rows for start, end in row.spans),
+        longest_tokens=max(lengths),
+        longest_columns=max(columns),
+        mean_padded_tokens=padded / sum(map(len, batches)),
+        mean_columns=sum(columns) / len(rows),
+        basis="counted",
+        counted=True,
+        distinct_supervised=len(
+            {t for row in [*rows, *validation_rows] for start, end in row.spans for t in row.input_ids[start:end]}
+        ),
+    )
+
+
+def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
+    """Upper bounds from the prompts, where regenerate has not run yet.
+
+    Files are read, and a sample of their prompts is rendered. Hub datasets are not: of them only data.max_prompts is
+    known, and every row is taken to be as long as data.max_length allows.
+    """
+    names = [recipe.data.prompts] if isinstance(recipe.data.prompts, str) else list(recipe.data.prompts or [])
+    limit, longest = recipe.data.max_prompts, recipe.data.max_length
+    if any(name.startswith("hf:") for name in names):
+        tokens = None if limit is None else limit * longest
+        return DataSize(
+            rows=limit,
+            validation_rows=min(recipe.train.validation_conversations, (limit or 0) // 5),
+            tokens=tokens,
+            supervised=tokens,
+            longest_tokens=longest,
+            longest_columns=longest,
+            mean_padded_tokens=longest,
+            mean_columns=longest,
+            basis="assumed: data.max_prompts rows of data.max_length tokens, all supervised",
+            counted=False,
+        )
+    conversations = list(read_conversations(names, Rejects(), limit))
+    turns = [max(1, len(list(questions(conversation.messages)))) for conversation in conversations]
+    prompts = []
+    for conversation in conversations[:: max(1, len(conversations) // 200)]:
+        try:
+            first = next(questions(conversation.messages), conversation.messages)
+            prompts.append(len(render_prompt(tokenizer, first, conversation.meta.get("tools"))))
+        except RenderError:
+            continue
+    prompt = sum(prompts) / max(1, len(prompts))
+    answer = recipe.data.generator.max_new_tokens
+    rows = [min(longest, int(count * (prompt + answer))) for count in turns]
+    columns = [min(longest, count * answer) for count in turns]
+    largest = min(longest, max(turns) * (max(prompts, default=0) + answer))
+    kept_out = min(recipe.train.validation_conversations, len(rows) // 5)
+    share = (len(rows) - kept_out) / len(rows)
+    return DataSize(
+        rows=len(rows) - kept_out,
+        validation_rows=kept_out,
+        tokens=int(sum(rows) * share),
+        supervised=int(sum(columns) * share),
+        longest_tokens=largest,
+        longest_columns=max(columns),
+        mean_padded_tokens=sum(rows) / len(rows),
+        mean_columns=sum(columns) / len(columns),
+        basis=f"assumed: {len(rows):,} prompts, {prompt:.0f} tokens each (sampled), answers of max_new_tokens {answer}",
+        counted=False,
+    )
+
+
+# The unroll, run dry.
+
+
+@dataclass(frozen=True)
+class UnrollCost:
+    """One micro-batch, teacher and backward pass included; the drafter's weights and the target's are not counted."""
+
+    peak_bytes: int
+    peak_by_kind: dict[str, int]
+    flops: int  # of matrix products
+
+
+def unroll_cost(
+    shape: Eagle3Config,
+    target_config: Any,
+    target_dtype: torch.dtype,
+    settings: TrainSection,
+    bf16: bool,
+    rows: int,
+    tokens: int,
+    columns: int,
+) -> UnrollCost:
+    """Runs teacher, unroll, loss and backward on fake tensors of these sizes. Takes a second or two, whatever the size.
+
+    Args:
+        bf16: mixed precision, as the run would use it.
+    """
+    columns = max(1, min(columns, tokens))
+    vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
+    # Some kinds of rotary scaling look at positions, which fake tensors do not have; none needs more memory.
+    shape = replace(shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        embedding = torch.empty(shape.vocab_size, shape.hidden_size, dtype=target_dtype)
+        drafter = Eagle3Drafter(shape, vocab, embedding)
+        trainee = TrainingTimeTest(drafter, settings.ttt_steps, settings.step_weight, settings.gradient_checkpointing)
+        head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=target_dtype)
+        target: Any = SimpleNamespace(head=head, config=target_config)
+        target.logits = partial(Target.logits, target)
+        ids = torch.zeros(rows, tokens, dtype=torch.long)
+        index = torch.arange(columns).expand(rows, columns).contiguous()
+        counted = Columns(index, torch.full((rows, columns), settings.ttt_steps))
+        weights = {tuple(p.shape) for p in trainee.parameters()} | {tuple(p.shape[::-1]) for p in trainee.parameters()}
+
+        def kind(tensor: torch.Tensor) -> str:
+            sizes = tuple(tensor.shape)
+            if sizes in weights:
+                return WEIGHT_SHAPED
+            if len(sizes) > 3 and tokens <= sizes[-1] <= tokens + settings.ttt_steps and sizes[-2] == columns:
+                return SCORES
+            if sizes[-1:] == (shape.draft_vocab_size,):
+                return DRAFT_LOGITS
+            return TARGET_LOGITS if sizes[-1:] == (shape.vocab_size,) else LAYER
+
+        def micro_batch() -> torch.Tensor:
+            """As `Loop._forward`: what the target leaves dies when the unroll no longer needs it."""
+            captured = torch.empty(rows, tokens, shape.hidden_size * len(shape.capture_layers), dtype=target_dtype)
+            last = torch.empty(rows, tokens, shape.hidden_size, dtype=target_dtype)
+            teacher = teacher_of(target, last, ids, counted, vocab)
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                return trainee(captured, ids, counted, teacher).loss
+
+        with MemoryMeter(kind) as meter, FlopCounterMode(display=False) as counter:
+            micro_batch().backward()
+    return UnrollCost(meter.peak_bytes, dict(meter.peak_by_kind), counter.get_total_flops())
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of one process on its device, in bytes, by part. Parts are alive at the same moment."""
+
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def largest(self) -> str:
+        return max((name for name in self.parts if name in HOW_TO_LOWER), key=self.parts.__getitem__)
+
+
+def memory_of(
+    size: TargetSize,
+    parameters: int,
+    unroll: UnrollCost,
+    target_pass_bytes: float,
+    accumulates: bool,
+    processes: int,
+    on_cpu: bool,
+) -> Memory:
+    """Peak memory: what is always there, and the widest of three moments.
+
+    Gradients of earlier micro-batches, and DDP's copy of them, are alive beside each moment. On a GPU AdamW works on
+    all parameters at once and needs one more copy.
+    """
+    states = TrainingStates.of(parameters)
+    always: dict[str, float] = {TARGET_WEIGHTS: size.weight_bytes, KEPT: states.weights + states.adamw_moments}
+    kept = states.gradients * (accumulates + (processes > 1))
+    update = states.gradients + (0 if on_cpu else 4 * parameters)
+    moments: list[dict[str, float]] = [
+        {TARGET_PASS: target_pass_bytes, WEIGHT_SHAPED: kept},
+        unroll.peak_by_kind | {WEIGHT_SHAPED: unroll.peak_by_kind.get(WEIGHT_SHAPED, 0) + kept},
+        {UPDATE: update, WEIGHT_SHAPED: states.gradients * (processes > 1)},
+    ]
+    widest = max(moments, key=lambda moment: sum(moment.values()))
+    process, reserve = (resident_bytes(), CPU_RESERVE) if on_cpu else (CUDA_CONTEXT_BYTES, GPU_RESERVE)
+    own = {PROCESS: process, RESERVE: reserve * sum(widest.values())}
+    return Memory(always | {name: count for name, count in widest.items() if count} | own)
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now."""
+    return psutil.Process().memory_info().rss
+
+
+# The plan.
+
+
+def training_plan(
+    recipe: Recipe,
+    shape: Eagle3Config,
+    target_config: Any,
+    size: TargetSize,
+    data: DataSize,
+    vocab_is_there: bool,
+    bf16: bool,
+    device: Device,
+    processes: int = 1,
+    flops_per_second: float | None = None,
+) -> Iterator[str]:
+    """The lines of the plan, the things that cannot work last.
+
+    Args:
+        target_config: the target's text config.
+        flops_per_second: what one device reaches, where the user says so.
+    """
+    settings, problems = recipe.train, []
+    parameters = trainable_parameters(shape)
+    head = shape.hidden_size * shape.draft_vocab_size
+    per_step = settings.batch_size * settings.gradient_accumulation_steps * processes
+
+    yield line("conversations", f"{recipe.conversations_path}", "there" if data.counted else "regenerate writes it")
+    if data.rows is None:
+        yield line("rows", "not known: hub datasets are not read for a plan; set data.max_prompts", "")
+    else:
+        yield line("rows", f"{data.bound}{data.rows:,}, {data.validation_rows:,} more for validation", data.basis)
+        share = f", {data.bound}{data.supervised:,} supervised" + (
+            f" ({data.supervised / data.tokens:.0%})" if data.counted and data.tokens and data.supervised else ""
+        )
+        yield line("tokens", f"{data.bound}{data.tokens:,}{share}", data.basis.split(":")[0])
+    steps = None
+    if data.rows is not None or settings.max_steps is not None:
+        steps = total_steps(settings, data.rows or 1, processes)
+        exact = "exact" if data.counted or settings.max_steps else "assumed rows"
+        passes = f", {steps * per_step / data.rows:.2f} passes" if data.rows else ""
+        yield line("steps", f"{steps:,} of {per_step:,} rows on {plural(processes, 'process', 'es')}{passes}", exact)
+        yield line(
+            "warm-up", f"{settings.warmup_steps:,} steps, {settings.warmup_steps / steps:.1%} of the run", "exact"
+        )
+        if settings.warmup_steps >= steps:
+            problems.append(
+                f"train.warmup_steps {settings.warmup_steps:,} is not shorter than the run of {steps:,} steps: the "
+                "learning rate never reaches train.learning_rate"
+            )
+    yield line(
+        "parameters",
+        f"{millions(parameters)} trained (head of {shape.draft_vocab_size:,} tokens: {millions(head)}), "
+        f"{millions(size.parameters)} frozen in the target",
+        "exact",
+    )
+    if size.expert_parameters:
+        yield line("", f"of the target {millions(size.active_parameters)} are read for a token", "exact")
+    problems += _vocab_problems(recipe, shape, data, vocab_is_there)
+
+    memory, unroll = _memory(recipe, shape, target_config, size, data, parameters, bf16, device, processes)
+    yield line("memory", f"{gigabytes(memory.total)} at most, on each device, largest batch", "dry run")
+    for name, count in sorted(memory.parts.items(), key=lambda item: -item[1]):
+        basis = {TARGET_WEIGHTS: size.weight_basis, KEPT: "exact", RESERVE: "assumed"}
+        basis |= {PROCESS: "measured now" if device.is_cpu else "assumed", TARGET_PASS: "assumed"}
+        yield line("", f"{gigabytes(count):>8}  {name}", basis.get(name, "dry run"))
+    yield line("", f"to lower the largest part: {HOW_TO_LOWER[memory.largest]}", "")
+    if not device.is_cpu:
+        yield line("host memory", f"{gigabytes(size.weight_bytes)} per process while the target is loaded", "exact")
+    yield line("device here", f"{device.name}, {gigabytes(device.memory_bytes)}", "measured")
+    if memory.total > device.memory_bytes:
+        there = f"{gigabytes(device.memory_bytes)} of the device here ({device.name})"
+        problems.append(f"{gigabytes(memory.total)} do not fit the {there}")
+
+    one = checkpoint_bytes(parameters, shape.draft_vocab_size, shape.vocab_size)
+    drafter = drafter_bytes(parameters, shape.draft_vocab_size, shape.vocab_size)
+    disk = (settings.keep_checkpoints + 1) * one + drafter
+    kept = f"{plural(settings.keep_checkpoints, 'checkpoint')} of {gigabytes(one)} and one being written"
+    yield line("disk", f"{gigabytes(disk)}: {kept}, drafter {gigabytes(drafter)}", "exact")
+    free = shutil.disk_usage(existing_parent(Path(recipe.output_dir))).free
+    if disk > free:
+        problems.append(f"{gigabytes(disk)} do not fit the {gigabytes(free)} that are free for {recipe.output_dir}")
+    if steps is not None:
+        yield from _time(
+            recipe, target_config, size, data, unroll, steps, per_step, processes, device, flops_per_second, bf16
+        )
+    yield line("writes", f"{recipe.checkpoints_dir}, {recipe.metrics_path}, {recipe.drafter_dir}", "")
+    for problem in problems:
+        yield f"CANNOT WORK: {problem}"
+
+
+def _vocab_problems(recipe: Recipe, shape: Eagle3Config, data: DataSize, vocab_is_there: bool) -> Iterator[str]:
+    distinct, size = data.distinct_supervised, shape.draft_vocab_size
+    if not vocab_is_there and distinct is not None and size < shape.vocab_size and distinct < size:
+        yield (
+            f"drafter.vocab_size {size:,} is more than the {distinct:,} distinct tokens that the rows supervise: "
+            "rank_vocab will refuse it"
+        )
+
+
+def _memory(
+    recipe: Recipe,
+    shape: Eagle3Config,
+    target_config: Any,
+    size: TargetSize,
+    data: DataSize,
+    parameters: int,
+    bf16: bool,
+    device: Device,
+    processes: int,
+) -> tuple[Memory, UnrollCost]:
+    rows = min(recipe.train.batch_size, data.rows or recipe.train.batch_size)
+    unroll = unroll_cost(
+        shape, target_config, size.dtype, recipe.train, bf16, rows, data.longest_tokens, data.longest_columns
+    )
+    target_pass = target_forward_bytes(target_config, size, rows, data.longest_tokens, len(shape.capture_layers))
+    accumulates = recipe.train.gradient_accumulation_steps > 1
+    return memory_of(size, parameters, unroll, target_pass, accumulates, processes, device.is_cpu), unroll
+
+
+def _time(
+    recipe: Recipe,
+    target_config: Any,
+    size: TargetSize,
+    data: DataSize,
+    largest: UnrollCost,
+    steps: int,
+    per_step: int,
+    processes: int,
+    device: Device,
+    flops_per_second: float | None,
+    bf16: bool,
+) -> Iterator[str]:
+    """From this run's own speed where it has begun, else from operations and an assumed rate."""
+    done, rate = last_logged(recipe.metrics_path)
+    if rate and data.counted and data.tokens and data.rows:
+        seconds = (steps - done) * per_step * data.tokens / data.rows / rate
+        yield line(
+            "time", f"{duration(max(0.0, seconds))} for {steps - done:,} steps", f"measured: {rate:,.0f} tokens/s"
+        )
+        return
+    rows = recipe.train.batch_size
+    tokens, columns = round(data.mean_padded_tokens), round(data.mean_columns)
+    # Operations grow nearly in proportion to counted columns; the dry run was of the largest batch.
+    unroll_flops = largest.flops * columns / max(1, min(data.longest_columns, data.longest_tokens))
+    target_flops = target_forward_flops(target_config, size, rows, tokens, rows * columns)
+    flops = (unroll_flops + target_flops) * recipe.train.gradient_accumulation_steps * steps
+    if flops_per_second is not None:
+        reached, basis = flops_per_second, f"assumed: --flops {flops_per_second / 1e12:g}"
+    elif device.is_cpu:
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        measured = matmul_flops_per_second(min(2048, rows * columns), min(4096, target_config.hidden_size), dtype)
+        reached = measured * CPU_UTILISATION
+        basis = f"assumed: {CPU_UTILISATION:.0%} of the {measured / 1e9:,.0f} GFLOP/s measured here"
+    elif (peak := device.peak(PEAK_FLOPS_PER_SECOND)) is not None:
+        reached = peak * GPU_UTILISATION
+        basis = f"assumed: {GPU_UTILISATION:.0%} of {peak / 1e12:,.0f} TFLOP/s"
+    else:
+        yield line("time", f"{flops:.2e} operations per device; --flops says how many a second it reaches", "dry run")
+        return
+    yield line("time", f"{data.bound}{duration(flops / reached)}, {flops:.1e} operations per device", basis)
+
+
+def trainable_parameters(shape: Eagle3Config) -> int:
+    """Parameters that are trained: exact, from the module itself on the meta device."""
+    vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
+    with torch.device("meta"):
+        drafter = Eagle3Drafter(shape, vocab, torch.empty(shape.vocab_size, shape.hidden_size))
+    return sum(p.numel() for p in drafter.parameters())
+
+
+def last_logged(metrics: Path) -> tuple[int, float | None]:
+    """(steps done, tokens a second) by the last line of metrics.jsonl; (0, None) where there is none."""
+    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    for text in reversed(lines):
+        try:
+            record = json.loads(text)
+            return int(record["step"]), float(record["tokens_per_second"])
+        except (ValueError, KeyError, TypeError):
+            continue  # a line torn by a kill
+    return 0, None
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder on the way to `path` that is there."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def line(label: str, text: str, basis: str) -> str:
+    return f"{label:<14} {text}" + (f"  [{basis}]" if basis else "")
+
+
+def plural(count: int, noun: str, ending: str = "s") -> str:
+    return f"{count:,} {noun}{ending if count != 1 else ''}"
+
+
+def millions(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
