@@ -32,6 +32,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.chat import (
+    FINGERPRINT_COVERS,
     RenderError,
     as_text,
     has_generation_tags,
@@ -172,8 +173,8 @@ def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, lin
     if written != fingerprint:
         raise UserError(
             f"{path}:{line}: its tokens were made by another tokenizer (fingerprint {written[:16]}, target "
-            f"{generator.get('target')}) than the recipe's target has ({fingerprint[:16]}); regenerate for "
-            "this target, or name the one it was made for"
+            f"{generator.get('target')}) than the recipe's target has ({fingerprint[:16]}): a fingerprint covers "
+            f"{FINGERPRINT_COVERS}. Regenerate for this target, or say of it what was said when they were made"
         )
 
 

@@ -29,13 +29,14 @@ from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, as
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
 from draftsmith.models.chat import (
     RenderError,
+    answer_message,
     as_text,
-    decode_answer,
     load_config,
     load_generation_config,
     load_tokenizer,
     render_prompt,
     stop_ids,
+    template_variables,
     tokenizer_fingerprint,
 )
 from draftsmith.models.checkpoint import tensor_digest
@@ -153,7 +154,7 @@ class _Asked:
         """Adds an answer to its conversation: the conversation's record if that was its last turn, else None."""
         (conversation_id, _), output_ids, finish_reason = answer
         progress = self._open.pop(conversation_id)
-        progress.messages.append({"role": "assistant", "content": decode_answer(self._tokenizer, output_ids)})
+        progress.messages.append(answer_message(self._tokenizer, output_ids))
         progress.turns.append(
             {
                 "prompt_token_ids": progress.prompt_ids,
@@ -236,6 +237,7 @@ def generator_identity(
         "revision": section.revision,
         "dtype": dtype,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        **({"template_args": template_variables(section)} if template_variables(section) else {}),
         "temperature": settings.temperature,
         "top_p": settings.top_p,
         "top_k": settings.top_k,

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.metrics import tau
-from draftsmith.models.chat import RenderError, as_text, decode_answer, render_prompt
+from draftsmith.models.chat import RenderError, answer_message, as_text, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
@@ -131,8 +131,7 @@ class Bench:
                     results[name].append(turn[name])
                 file.write(json.dumps(_record(question, number, turn[shown])) + "\n")
                 file.flush()
-                answer = decode_answer(self.tokenizer, turn[PLAIN].token_ids)
-                history.append({"role": "assistant", "content": answer})
+                history.append(answer_message(self.tokenizer, turn[PLAIN].token_ids))
             if (value := tau(results[shown])) is not None:
                 progress.set_postfix(tau=f"{value:.2f}")
         if not results[PLAIN]:

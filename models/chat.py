@@ -1,4 +1,9 @@
-"""The target's tokenizer: prompts by its chat template, stop tokens, and a fingerprint that tells tokenizers apart."""
+"""The target's tokenizer: prompts by its chat template, answers as messages, stop tokens, and a fingerprint that tells
+tokenizers apart.
+
+What a recipe says about the template (target.chat_template, thinking, template_args) is written into the tokenizer's
+template once, when it is loaded. So every rendering, mask and fingerprint follows it, and nobody has to pass it on.
+"""
 
 import hashlib
 import json
@@ -7,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.models.families import attention_kinds
@@ -16,30 +21,100 @@ from draftsmith.recipes.schema import TargetSection
 
 Message = dict[str, Any]
 
+FINGERPRINT_COVERS = "the vocabulary, the chat template, target.thinking and target.template_args"
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+# Variables of a template that the rendering itself sets.
+_SET_BY_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+
 
 class RenderError(Exception):
     """One conversation that the chat template does not take; the message says why, "kind: detail"."""
 
 
 def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of the target.
+    """The tokenizer of the target, with the chat template and its variables as the recipe wishes.
 
     Raises:
-        UserError: there is none, or it has no chat template.
+        UserError: there is none; it has no chat template, or one that is none; a variable that the template never
+            reads; ordinary tokens that the model has no embedding for.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"target.model: cannot load a tokenizer from {target.model!r}: {reason}") from error
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UserError(f"target.model: cannot load a tokenizer from {target.model!r}: {first_line(error)}") from error
+    if target.chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(target.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"target.chat_template: cannot read {target.chat_template}: {first_line(error)}") from error
     if not tokenizer.chat_template:
         raise UserError(
             f"target.model: the tokenizer of {target.model!r} has no chat template, so conversations cannot be written "
             "as its tokens; name a file with the template it was tuned with in target.chat_template"
         )
+    tokenizer.chat_template = _with_variables(tokenizer.chat_template, target)
+    _check_vocabulary(tokenizer, load_config(target))
     return tokenizer
+
+
+def template_variables(target: TargetSection) -> dict[str, str | int | float | bool]:
+    """The template's variables that the recipe sets, thinking switches included, in the order of their names."""
+    switches = {} if target.thinking is None else dict.fromkeys(THINKING_SWITCHES, target.thinking)
+    if both := sorted(switches.keys() & target.template_args.keys()):
+        raise UserError(f"target.template_args: {both[0]} is what target.thinking sets; give one of the two")
+    return dict(sorted((target.template_args | switches).items()))
+
+
+def _with_variables(template: str | dict[str, str], target: TargetSection) -> str | dict[str, str]:
+    """The template (or each of several named ones) with the recipe's variables set before its first character.
+
+    Each stands in a line of its own: transformers compiles templates so that a line which holds one tag alone leaves
+    nothing behind.
+    """
+    where = "target.chat_template" if target.chat_template is not None else "target.model"
+    named = template if isinstance(template, dict) else {"default": template}
+    if "default" not in named:
+        raise UserError(
+            f"target.model: the tokenizer's chat templates are named {', '.join(sorted(named))}, none of them default; "
+            "write the one that is meant into a file and name it in target.chat_template"
+        )
+    read_by = {name: _variables_read(text, where) for name, text in named.items()}
+    read = set().union(*read_by.values())
+    wanted = template_variables(target)
+    if target.thinking is not None and not read.intersection(THINKING_SWITCHES):
+        raise UserError(
+            "target.thinking: the chat template has no switch for it (it reads neither "
+            f"{' nor '.join(THINKING_SWITCHES)}); leave target.thinking out"
+        )
+    for name in target.template_args:
+        if name not in read - _SET_BY_RENDERING:
+            others = ", ".join(sorted(read - _SET_BY_RENDERING)) or "none"
+            raise UserError(f"target.template_args: the chat template does not read {name!r}; what it reads: {others}")
+    changed = {
+        name: "".join(f"{{% set {key} = {_literal(wanted[key])} %}}\n" for key in wanted if key in read_by[name]) + text
+        for name, text in named.items()
+    }
+    return changed if isinstance(template, dict) else changed["default"]
+
+
+def _variables_read(template: str, where: str) -> set[str]:
+    """Names that a template takes from outside. Raises UserError where it is no Jinja template."""
+    try:
+        # Blocks that transformers and no other Jinja knows; they read nothing.
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", template))
+        return meta.find_undeclared_variables(tree)
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"{where}: the chat template is no Jinja template: line {error.lineno}: {error.message}"
+        ) from error
+
+
+def _literal(value: str | int | float | bool) -> str:
+    """A value as Jinja writes it."""
+    return str(value).lower() if isinstance(value, bool) else ascii(value)
 
 
 def load_generation_config(target: TargetSection) -> GenerationConfig:
@@ -56,12 +131,11 @@ def load_config(target: TargetSection) -> Any:
     Raises:
         UserError: there is none, or it is one of a family that cannot be drafted for (`families.attention_kinds`).
     """
-    adapter = Path(target.model) / "adapter_config.json"
-    if adapter.exists():
+    if (Path(target.model) / "adapter_config.json").exists():
         raise UserError(
-            f"target.model: {target.model!r} holds an adapter ({adapter.name}), not a whole model; merge it into its "
-            "base first (peft: PeftModel.from_pretrained(base, adapter).merge_and_unload()), save that, tokenizer and "
-            "all, and name its directory"
+            f"target.model: {target.model!r} holds an adapter (adapter_config.json), not a whole model; merge it into "
+            "its base first (peft: PeftModel.from_pretrained(base, adapter).merge_and_unload()), save that with its "
+            "tokenizer, and name the directory"
         )
     try:
         config = AutoConfig.from_pretrained(
@@ -115,8 +189,48 @@ def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """An answer's text as the next prompt holds it: without special tokens, blanks as they were generated."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    """An answer's text as the next prompt holds it: without special tokens, blanks as they were generated.
+
+    Special tokens that enclose thoughts stay where the template mentions them: it drops what stands between.
+    """
+    template = tokenizer.get_chat_template()
+    special: set[int] = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.update(tokenizer.all_special_ids)
+    names = {i: str(tokenizer.convert_ids_to_tokens(i)) for i in special.intersection(ids)}
+    thoughts = {i for i, name in names.items() if "think" in name.lower() and name in template}
+    kept = [i for i in ids if i not in special or i in thoughts]
+    return str(tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def answer_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Message:
+    """An answer as the message that the next prompt holds.
+
+    Templates of models that think in text (Qwen3, R1) find earlier thoughts in the content and drop them, so content is
+    the whole text. Models that speak Harmony (gpt-oss) answer in several channels, told apart by special tokens; their
+    template takes the analysis as `thinking` and what the user is to read as `content`:
+
+        <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>
+    """
+    marks = {name: tokenizer.get_added_vocab().get(name) for name in _HARMONY}
+    if None in marks.values():
+        return {"role": "assistant", "content": decode_answer(tokenizer, ids)}
+    texts: dict[str, list[int]] = {"analysis": [], "final": []}
+    channel, header, in_header = "final", [], False
+    for i in ids:
+        if i in (marks["<|start|>"], marks["<|channel|>"]):
+            header, in_header = [], True
+        elif i == marks["<|message|>"]:
+            words = str(tokenizer.decode(header)).split()
+            # Comments beside calls of tools are for the user, too.
+            channel, in_header = "analysis" if words[:1] == ["analysis"] else "final", False
+        else:
+            (header if in_header else texts[channel]).append(i)
+    message = {"role": "assistant", "content": decode_answer(tokenizer, texts["final"])}
+    thoughts = decode_answer(tokenizer, texts["analysis"])
+    return message | {"thinking": thoughts} if thoughts else message
+
+
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
 def as_text(messages: Sequence[Message], images: Sequence[str] = ()) -> list[Message]:
@@ -139,15 +253,38 @@ def as_text(messages: Sequence[Message], images: Sequence[str] = ()) -> list[Mes
     ]
 
 
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
+    """Compares the tokenizer with the embedding of the model that this config describes.
+
+    An embedding padded beyond the tokenizer is ordinary. So are single special tokens beyond the embedding (an image
+    token that the text models of a family share): texts that hold one are refused when they are rendered.
+    """
+    rows = config.get_text_config(decoder=True).vocab_size
+    beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
+    added = tokenizer.added_tokens_decoder
+    if any(i not in added or not added[i].special for i in beyond):
+        raise UserError(
+            f"target.model: its tokenizer knows tokens up to {max(beyond)} ({beyond[max(beyond)]!r}), its embedding "
+            f"has {rows} rows: one of the two is not this model's"
+        )
+    setattr(tokenizer, _BEYOND, frozenset(beyond))
+
+
+_BEYOND = "tokens_beyond_the_embedding"
+
+
 def _apply(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None, **settings: Any
 ) -> Any:
     messages = as_text(messages)
     try:
-        return tokenizer.apply_chat_template(messages, tools, tokenize=True, return_dict=True, **settings)
+        out: Any = tokenizer.apply_chat_template(messages, tools, tokenize=True, return_dict=True, **settings)
     except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
         reason = str(error) or type(error).__name__
         raise RenderError(f"the chat template refuses it: {reason}") from error
+    if beyond := getattr(tokenizer, _BEYOND, frozenset()).intersection(out["input_ids"]):
+        raise RenderError(f"a token the target lacks: {tokenizer.convert_ids_to_tokens(min(beyond))!r}")
+    return out
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> tuple[int, ...]:
@@ -171,6 +308,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationCo
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over vocabulary, merges, normalisation and chat template: equal in every process for equal tokenizers.
 
+    The template of `load_tokenizer` holds target.thinking and target.template_args: runs that mix them differ here.
     Truncation and padding are left out: calls set them, and they say nothing about the tokens' meaning.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -25,6 +25,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -166,6 +167,7 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
         raise UserError(
             f"{directory}: a drafter for another target ({trained_for.get('model')}, not {here['model']}): "
             + "; ".join(different)
+            + f" (a fingerprint covers {FINGERPRINT_COVERS})" * ("tokenizer_fingerprint: " in "".join(different))
         )
 
 

@@ -347,6 +347,10 @@ def _missing_files(source: _Source) -> list[str]:
     if isinstance(model, str) and not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model) and not Path(model).exists():
         where = source.place(("target", "model"))
         problems.append(f"{where}: `target.model`: no such directory: {model} (a hub model is written org/name)")
+    template = _raw(source, ("target", "chat_template"))
+    if isinstance(template, str) and not Path(template).is_file():
+        where = source.place(("target", "chat_template"))
+        problems.append(f"{where}: `target.chat_template`: no such file: {template}")
     for key in ("data", "eval"):
         given = _raw(source, (key, "prompts"))
         for index, name in enumerate(given if isinstance(given, list) else [given]):

@@ -24,7 +24,7 @@ from draftsmith.models.chat import (
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import TargetSection
-from tests.conftest import CHAT_TEMPLATE, make_tokenizer
+from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 
 END = 4
 TAGS = ("{% generation %}", "{% endgeneration %}")
@@ -378,6 +378,7 @@ def test_fingerprint_tells_vocabulary_and_template_apart(tmp_path: Path) -> None
     same = tokenizer_fingerprint(first)
     first(["a", "the cat sat"], padding=True, truncation=True, max_length=4)  # leaves its mark in the backend
     first.save_pretrained(tmp_path)
+    make_target(num_layers=1).config.save_pretrained(tmp_path)
     assert (
         tokenizer_fingerprint(first)
         == same

@@ -1,0 +1,355 @@
+"""Chat templates as the recipe wishes them, answers as messages, and the tokenizer's place beside its model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.data_gen import regenerate
+from draftsmith.data_gen.conversations import training_rows
+from draftsmith.data_gen.generators import GenerationSettings
+from draftsmith.data_gen.rank_vocab import count_supervised
+from draftsmith.models.chat import (
+    RenderError,
+    answer_message,
+    load_tokenizer,
+    render_prompt,
+    template_variables,
+    tokenizer_fingerprint,
+)
+from draftsmith.models.checkpoint import check_identity
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import rank
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.schema import TargetSection
+from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
+
+USER = [{"role": "user", "content": "the cat"}]
+# How templates ask for their switch: in a macro, for a namespace, by `is defined`, with a default.
+THINKING = """\
+{%- macro header() %}
+    {%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}
+{%- endmacro %}
+{%- set ns = namespace(mode='on' if enable_thinking is not defined or enable_thinking else 'off') %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{ message.content.split('</think>')[-1] }}<|end|>{% endgeneration %}
+    {%- else %}
+        {{- '<|user|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|>{{ ns.mode }}{{ header() }}{% endif %}"""
+# R1 writes the opening of the thought itself, in the prompt.
+R1 = """\
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- set content = message.content %}
+        {%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
+        {{- '<|assistant|>' + content + '<|end|>' }}
+    {%- else %}
+        {{- '<|user|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|assistant|><think>{% endif %}"""
+# gpt-oss: earlier analysis is dropped, channels inside a content are refused.
+HARMONY = """\
+{%- if effort is not defined %}{% set effort = 'medium' %}{% endif %}
+{{- '<|start|>system<|message|>' + effort + '<|end|>' }}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if '<|channel|>' in message.content %}{{ raise_exception('channels in the content') }}{% endif %}
+        {%- if message.thinking and loop.last and not add_generation_prompt %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+        {%- endif %}
+        {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+HARMONY_TOKENS = ["<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<|call|>"]
+
+
+def section(directory: Path, **wishes: Any) -> TargetSection:
+    return TargetSection(model=str(directory), **wishes)
+
+
+def make_dir(
+    directory: Path, template: str | dict[str, str] | None, special: list[str] | None = None, vocab_size: int = 340
+) -> Path:
+    """A tokenizer with `special` tokens more, and the config of a model with `vocab_size` embeddings."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in special or []])
+    tokenizer.chat_template = template  # type: ignore[assignment]
+    tokenizer.save_pretrained(directory)
+    make_target(num_layers=1, vocab_size=vocab_size).config.save_pretrained(directory)
+    return directory
+
+
+def prompt_of(directory: Path, messages: Any = USER, tools: Any = None, **wishes: Any) -> str:
+    tokenizer = load_tokenizer(section(directory, **wishes))
+    return str(tokenizer.decode(render_prompt(tokenizer, messages, tools)))
+
+
+# Templates.
+
+
+def test_thinking_reaches_macros_namespaces_and_tests_of_definedness(tmp_path: Path) -> None:
+    make_dir(tmp_path, THINKING)
+    assert prompt_of(tmp_path).endswith("<|assistant|>on")
+    assert prompt_of(tmp_path, thinking=True).endswith("<|assistant|>on")
+    assert prompt_of(tmp_path, thinking=False).endswith("<|assistant|>off<think></think>")
+    assert len({tokenizer_fingerprint(load_tokenizer(section(tmp_path, thinking=t))) for t in (None, True, False)}) == 3
+
+
+def test_both_names_of_the_switch_are_set(tmp_path: Path) -> None:
+    template = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ 'T' if thinking else 'F' }}"
+    make_dir(tmp_path, template)
+    assert (prompt_of(tmp_path), prompt_of(tmp_path, thinking=True)) == ("F", "T")
+    with pytest.raises(UserError, match=r"target\.thinking: the chat template has no switch"):
+        load_tokenizer(section(make_dir(tmp_path / "plain", CHAT_TEMPLATE), thinking=False))
+    # An attribute of a message, or a variable that the template sets itself, is no switch.
+    own = "{% set enable_thinking = true %}{{ messages[0].thinking }}{{ enable_thinking }}"
+    with pytest.raises(UserError, match=r"target\.thinking: the chat template has no switch"):
+        load_tokenizer(section(make_dir(tmp_path / "own", own), thinking=False))
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["low", 'it\'s "so"\n{{ 1 }} %} \\ é 😀', 3, -1, 0.5, 1e-07, True, False],
+    ids=lambda value: repr(value)[:9],
+)
+def test_template_args_keep_their_values(tmp_path: Path, value: Any) -> None:
+    make_dir(tmp_path, "{{ effort is defined and effort | tojson }}")
+    rendered = prompt_of(tmp_path, template_args={"effort": value})
+    assert json.loads(rendered) == value and type(json.loads(rendered)) is type(value)
+    assert template_variables(section(tmp_path, template_args={"effort": value}, thinking=True)) == {
+        "effort": value,
+        "enable_thinking": True,
+        "thinking": True,
+    }
+
+
+@pytest.mark.parametrize(
+    "template", ["\n\n  x{{ a }}", "  {% if a %}x{% endif %}\n", "{{ a }}\n", "\n{%- if a %}x{% endif %}"]
+)
+def test_setting_variables_adds_and_removes_nothing(tmp_path: Path, template: str) -> None:
+    make_dir(tmp_path, template)
+    tokenizer = load_tokenizer(section(tmp_path))
+    given = str(tokenizer.apply_chat_template(USER, tokenize=False, a="v"))
+    wished = load_tokenizer(section(tmp_path, template_args={"a": "v"}))
+    assert wished.apply_chat_template(USER, tokenize=False) == given
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"efort": "low"}, "does not read 'efort'; what it reads: effort"),
+        ({"messages": "x"}, "does not read 'messages'"),
+        ({"a b": 1}, "does not read 'a b'"),
+    ],
+)
+def test_variables_that_nobody_reads_are_refused(tmp_path: Path, args: dict[str, Any], message: str) -> None:
+    make_dir(tmp_path, "{{ effort }}{{ messages[0].content }}")
+    with pytest.raises(UserError, match=f"target.template_args: the chat template {message}"):
+        load_tokenizer(section(tmp_path, template_args=args))
+
+
+def test_thinking_is_said_once(tmp_path: Path) -> None:
+    make_dir(tmp_path, THINKING)
+    with pytest.raises(UserError, match=r"enable_thinking is what target\.thinking sets"):
+        load_tokenizer(section(tmp_path, thinking=True, template_args={"enable_thinking": False}))
+
+
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    make_dir(tmp_path / "base", None)
+    with pytest.raises(UserError, match=r"no chat template.*target\.chat_template"):
+        load_tokenizer(section(tmp_path / "base"))
+    file = tmp_path / "chat.jinja"
+    file.write_text(CHAT_TEMPLATE)
+    wished = section(tmp_path / "base", chat_template=str(file))
+    assert tokenizer_fingerprint(load_tokenizer(wished)) == tokenizer_fingerprint(
+        load_tokenizer(section(make_dir(tmp_path / "tuned", CHAT_TEMPLATE)))
+    )
+    file.write_text("line one\n{% if messages %}\n{% endfor %}")
+    with pytest.raises(UserError, match=r"target\.chat_template: the chat template is no Jinja template: line 3: "):
+        load_tokenizer(wished)
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"target\.chat_template: cannot read .*chat\.jinja"):
+        load_tokenizer(wished)
+
+
+def test_a_missing_template_file_is_named_with_its_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"output_dir: {tmp_path}\ntarget:\n  model: org/name\n  chat_template: {tmp_path}/none.jinja\n")
+    with pytest.raises(UserError, match=r"r\.yaml:4: `target\.chat_template`: no such file: .*none\.jinja"):
+        load_recipe(recipe)
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    named = {"default": "D{{ effort }}", "tool_use": "T{{ effort }}"}
+    make_dir(tmp_path / "both", named)
+    wishes: dict[str, Any] = {"template_args": {"effort": "low"}}
+    assert prompt_of(tmp_path / "both", **wishes) == "Dlow"
+    assert prompt_of(tmp_path / "both", tools=[{"type": "function", "function": {"name": "f"}}], **wishes) == "Tlow"
+    make_dir(tmp_path / "other", {"rag": "R", "tool_use": "T"})
+    with pytest.raises(UserError, match="named rag, tool_use, none of them default"):
+        load_tokenizer(section(tmp_path / "other"))
+
+
+def test_what_a_fingerprint_covers_is_said_where_it_differs(tmp_path: Path) -> None:
+    here = {"model": "a", "revision": None, "tokenizer_fingerprint": "x"}
+    with pytest.raises(UserError, match=r"covers the vocabulary, the chat template, target\.thinking and"):
+        check_identity(tmp_path, here | {"tokenizer_fingerprint": "y"}, here)
+
+
+# The tokenizer beside its model.
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
+    tokens = len(make_tokenizer())
+    load_tokenizer(section(make_dir(tmp_path / "equal", CHAT_TEMPLATE, vocab_size=tokens)))
+    with pytest.raises(UserError, match=rf"knows tokens up to {tokens - 1} .* has {tokens - 1} rows"):
+        load_tokenizer(section(make_dir(tmp_path / "less", CHAT_TEMPLATE, vocab_size=tokens - 1)))
+
+
+def test_a_special_token_without_embedding_refuses_only_what_holds_it(tmp_path: Path) -> None:
+    make_dir(tmp_path, CHAT_TEMPLATE, ["<image>"], vocab_size=len(make_tokenizer()))
+    tokenizer = load_tokenizer(section(tmp_path))
+    assert render_prompt(tokenizer, USER)
+    with pytest.raises(RenderError, match="a token the target lacks: '<image>'"):
+        render_prompt(tokenizer, [{"role": "user", "content": "an <image> here"}])
+
+
+def test_an_embedding_padded_beyond_the_tokenizer(tmp_path: Path) -> None:
+    """Ids without a token: the target may say them, the ranking counts them, a draft vocabulary may hold them."""
+    make_target(num_layers=7, vocab_size=384).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(section(tmp_path))
+    target = Target(load_causal_lm(section(tmp_path)))
+    assert target.vocab_size == 384
+    assert answer_message(tokenizer, [350, 383, 4])["content"] == ""
+    log = tmp_path / "c.jsonl"
+    turn = {"prompt_token_ids": [2, 3], "output_token_ids": [350, 383, 350, 4], "finish_reason": "stop"}
+    log.write_text(json.dumps({"id": "a", "messages": [], "turns": [turn]}) + "\n")
+    counts = count_supervised(training_rows(log, tokenizer, 100, Rejects()), 384)
+    vocab = rank(counts, 3, (4,))
+    assert vocab.target_ids.tolist() == [4, 350, 383]
+
+
+# Answers as messages.
+
+
+def with_tokens(template: str, special: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "<|channel|>analysis<|message|>the cat<|end|><|start|>assistant<|channel|>final<|message|>a dog<|return|>",
+            {"thinking": "the cat", "content": "a dog"},
+        ),
+        ("<|channel|>final<|message|>a dog<|return|>", {"content": "a dog"}),
+        ("<|channel|>analysis<|message|>the cat", {"thinking": "the cat", "content": ""}),  # cut
+        (
+            "<|channel|>analysis<|message|>x<|end|><|start|>assistant<|channel|>commentary<|message|>wait <|end|>"
+            "<|start|>assistant<|channel|>analysis<|message|>y<|end|><|start|>assistant<|channel|>final<|message|>z",
+            {"thinking": "xy", "content": "wait z"},
+        ),
+        ("a dog<|return|>", {"content": "a dog"}),  # no channel at all
+        ("<|channel|>analysis", {"content": ""}),  # cut in a header
+    ],
+)
+def test_harmony_answers(text: str, message: dict[str, str]) -> None:
+    tokenizer = with_tokens(HARMONY, HARMONY_TOKENS)
+    assert answer_message(tokenizer, ids_of(tokenizer, text)) == {"role": "assistant"} | message
+
+
+def test_thoughts_in_text_stay_in_the_content() -> None:
+    tokenizer = make_tokenizer()
+    assert answer_message(tokenizer, ids_of(tokenizer, "<think>the cat</think> a dog<|end|>")) == {
+        "role": "assistant",
+        "content": "<think>the cat</think> a dog",
+    }
+    # The same where the tags are special tokens: the template finds them, so they must not vanish.
+    tokenizer = with_tokens(R1, ["<think>", "</think>", "<tool>"])
+    ids = ids_of(tokenizer, "the cat</think> a <tool>dog<|end|>")
+    assert answer_message(tokenizer, ids)["content"] == "the cat</think> a dog"
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "answer"),
+    [
+        (THINKING, [], "<think>the rain</think>a dog<|end|>"),
+        (R1, [], "the rain</think>a dog<|end|>"),
+        (R1, ["<think>", "</think>"], "the rain</think>a dog<|end|>"),
+        (
+            HARMONY,
+            HARMONY_TOKENS,
+            "<|channel|>analysis<|message|>the rain<|end|><|start|>assistant<|channel|>final<|message|>a dog<|return|>",
+        ),
+    ],
+    ids=["qwen3", "r1", "r1 with special tags", "harmony"],
+)
+def test_two_turns_are_two_rows_and_the_second_prompt_holds_no_thoughts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, special: list[str], answer: str
+) -> None:
+    tokenizer = with_tokens(template, special)
+    conversation = {"id": "c", "messages": [{"role": "user", "content": text} for text in ("the mat", "a cat")]}
+    tokenizer.save_pretrained(tmp_path / "target")
+    make_target(num_layers=1, vocab_size=340).save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(conversation) + "\n")
+    recipe = {
+        "output_dir": str(tmp_path / "out"),
+        "target": {"model": str(tmp_path / "target")},
+        "data": {"prompts": str(tmp_path / "prompts.jsonl")},
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    output = ids_of(tokenizer, answer)
+
+    def answers(model: Any, prompts: Any, settings: GenerationSettings) -> Any:
+        for key, _ in prompts:
+            yield key, output, "stop"
+
+    monkeypatch.setattr(regenerate, "generate", answers)
+    monkeypatch.setattr("sys.argv", ["regenerate.py", str(tmp_path / "r.yaml")])
+    regenerate.main()
+    rows = list(training_rows(tmp_path / "out/conversations.jsonl", tokenizer, 1000, Rejects()))
+    assert [row.id for row in rows] == ["c", "c"]
+    first, second = (tokenizer.decode(row.input_ids[: row.spans[0][0]]) for row in rows)
+    assert all(row.input_ids[row.spans[0][0] :] == output and len(row.spans) == 1 for row in rows)
+    assert "the mat" in first and "the rain" not in first
+    assert "the mat" in second and "a dog" in second and "a cat" in second and "the rain" not in second
+
+
+def test_runs_that_mix_modes_are_refused(tmp_path: Path) -> None:
+    """Conversations made with thinking on are not read with thinking off."""
+    make_dir(tmp_path, THINKING)
+    on = load_tokenizer(section(tmp_path, thinking=True))
+    turn = {"prompt_token_ids": [2, 3], "output_token_ids": [9, 4], "finish_reason": "stop"}
+    record = {
+        "id": "a",
+        "messages": [],
+        "turns": [turn],
+        "generator": {"tokenizer_fingerprint": tokenizer_fingerprint(on)},
+    }
+    log = tmp_path / "c.jsonl"
+    log.write_text(json.dumps(record) + "\n")
+    assert len(list(training_rows(log, on, 100, Rejects()))) == 1
+    with pytest.raises(UserError, match=r"c\.jsonl:1: .*covers the vocabulary, the chat template, target\.thinking"):
+        list(training_rows(log, load_tokenizer(section(tmp_path, thinking=False)), 100, Rejects()))

@@ -1,0 +1,251 @@
+"""Targets of many families: their states, their trees far beyond sliding windows, what they say; and who is refused.
+
+Tiny random weights in float32. One forward over many tokens and forwards over fewer round differently: by 1e-5 of the
+largest logit at most in these families, so that 1e-4 leaves room for other machines. One key too many or too few in a
+window changes far more.
+"""
+
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.data_gen.generators import GenerationSettings
+from draftsmith.data_gen.generators import generate as generate_answers
+from draftsmith.eval.decode import decode
+from draftsmith.eval.policies import PolicyProposer
+from draftsmith.models.alignment import columns_of
+from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.prompt_lookup import PromptLookup
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+from tests import reference
+from tests.conftest import make_target
+
+STOP = 4
+WINDOW = 12
+MIXED = ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"]
+SLIDING = {"sliding_window": WINDOW, "layer_types": MIXED}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, all layers slide": ("mistral", {"sliding_window": WINDOW}),
+    "ministral, all layers slide": ("ministral", {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 7}),
+    "mixtral": ("mixtral", EXPERTS),
+    "qwen2": ("qwen2", {}),
+    "qwen2, some layers slide": ("qwen2", {"use_sliding_window": True} | SLIDING),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0} | SLIDING),
+    "gemma3": ("gemma3_text", SLIDING),
+    "gpt_oss": ("gpt_oss", EXPERTS | SLIDING),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi": ("phi", {}),
+    "glm4": ("glm4", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", SLIDING),
+    "granite": ("granite", {"embedding_multiplier": 3.0, "logits_scaling": 8.0, "residual_multiplier": 0.5}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "cohere2": ("cohere2", {"logit_scale": 0.25} | SLIDING),
+    "exaone4": ("exaone4", SLIDING),
+    "smollm3": ("smollm3", {}),
+    "seed_oss": ("seed_oss", {}),
+    "starcoder2": ("starcoder2", {}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            "head_dim": 4,
+            "num_key_value_heads": 4,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt2": ("gpt2", {}),
+}
+SCALES = {"gemma": 32**0.5, "gemma2": 32**0.5, "gemma3": 32**0.5, "granite": 3.0}
+everywhere = pytest.mark.parametrize("name", FAMILIES)
+
+
+@cache
+def target_of(name: str) -> Target:
+    family, overrides = FAMILIES[name]
+    return Target(make_target(family, **overrides))
+
+
+@cache
+def drafter_of(name: str) -> Eagle3Drafter:
+    target = target_of(name)
+    torch.manual_seed(3)
+    shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, 200)
+    shape = replace(shape, embedding_scale=target.embedding_scale)
+    vocab = DraftVocab(torch.randperm(320)[:200].sort().values, 320)
+    return Eagle3Drafter(shape, vocab, target.embedding_table)
+
+
+def some_tokens(count: int, seed: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(5, 320) for _ in range(count)]
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+@everywhere
+@torch.no_grad()
+def test_states_are_those_of_output_hidden_states(name: str) -> None:
+    target = target_of(name)
+    ids = torch.tensor([some_tokens(40, 1), some_tokens(25, 2) + [0] * 15])
+    states = target.states(ids)
+    theirs = target.model(ids, output_hidden_states=True, use_cache=False).hidden_states
+    assert len(theirs) == target.num_layers + 1
+    expected = torch.cat([theirs[layer] for layer in target.capture_layers], dim=-1)
+    torch.testing.assert_close(states.captured, expected, rtol=0, atol=0)
+    torch.testing.assert_close(states.last, theirs[-1], rtol=0, atol=0)
+    assert_close(target.logits(states.last), target.model(ids, use_cache=False).logits)
+
+
+@everywhere
+@torch.no_grad()
+def test_trees_equal_their_paths_read_alone_also_beyond_the_window(name: str) -> None:
+    """Three rounds: prompt within the window, its end inside a tree, far beyond it; each path is read from scratch."""
+    target = target_of(name)
+    committed = some_tokens(7, 3)
+    session = target.session()
+    logits, captured = session.prefill(torch.tensor(committed))
+    for seed in range(4):
+        whole = torch.tensor([committed])
+        assert_close(logits, target.model(whole, use_cache=False).logits[0, -1])
+        assert captured is not None
+        assert_close(captured, target.states(whole).captured[0, -len(captured) :])
+
+        chance = random.Random(seed)
+        parents = [-1, *sorted(chance.randrange(i) for i in range(1, 14))]
+        if seed == 2:
+            parents = list(range(-1, 13))  # a chain longer than the window
+        tree = DraftTree(torch.tensor(some_tokens(14, 10 + seed)), torch.tensor(parents))
+        logits_NV, captured_NF = session.verify(tree)
+        assert captured_NF is not None
+        deepest = int(tree.depths.argmax())
+        for node in {0, 1, 5, 9, 13, deepest}:
+            path = tree.ancestors[node].nonzero().flatten()
+            alone = torch.tensor([committed + tree.tokens[path].tolist()])
+            assert_close(logits_NV[node], target.model(alone, use_cache=False).logits[0, -1])
+            assert_close(captured_NF[node], target.states(alone).captured[0, -1])
+        path = tree.ancestors[deepest].nonzero().flatten()
+        session.commit(path)
+        committed += tree.tokens[path].tolist()
+        single = DraftTree.root_only(some_tokens(1, 20 + seed)[0], target.device)
+        logits_NV, captured = session.verify(single)
+        session.commit(torch.tensor([0]))
+        committed += single.tokens.tolist()
+        logits = logits_NV[0]
+    assert len(committed) > 2 * WINDOW
+    fresh, _ = target.session().prefill(torch.tensor(committed))
+    assert_close(logits, fresh)
+
+
+def generate(target: Target, prompt: list[int], count: int) -> list[int]:
+    """transformers' own greedy decoding, with the cache that it chooses."""
+    ids = torch.tensor([prompt])
+    out = target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=STOP
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@everywhere
+def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
+    target = target_of(name)
+    proposers = [
+        None,
+        PromptLookup(6, target.device),
+        PolicyProposer(Eagle3Drafting(drafter_of(name)), "eagle2", nodes=12, draft_calls=3, top_k=4),
+    ]
+    prompts = [some_tokens(5, 4), (some_tokens(9, 5) * 4)[:33]]
+    expected = [generate(target, prompt, 16) for prompt in prompts]
+    for prompt, answer in zip(prompts, expected, strict=True):
+        for proposer in proposers:
+            assert decode(target, proposer, prompt, {STOP}, 16).token_ids == answer
+    settings = GenerationSettings(16, 100, (STOP,), temperature=0)
+    written = {key: tokens for key, tokens, _ in generate_answers(target.model, iter(enumerate(prompts)), settings)}
+    assert [written[key] for key in range(len(prompts))] == expected
+
+
+@everywhere
+def test_one_training_step_reaches_every_parameter(name: str) -> None:
+    target, drafter = target_of(name), drafter_of(name)
+    ids = torch.tensor([some_tokens(30, 6), some_tokens(30, 7)])
+    span = torch.zeros_like(ids)
+    span[:, 8:] = 1
+    columns = columns_of(span, 3)
+    states = target.states(ids)
+    trainee = TrainingTimeTest(drafter, 3, 0.8)
+    sums = trainee(states.captured, ids, columns, teacher_of(target, states.last, ids, columns, drafter.vocab))
+    (sums.loss / sums.columns).backward()
+    gradients = {parameter_name: p.grad for parameter_name, p in drafter.named_parameters()}
+    drafter.zero_grad()
+    assert torch.isfinite(sums.loss)
+    for parameter_name, gradient in gradients.items():
+        assert gradient is not None and torch.isfinite(gradient).all() and gradient.abs().max() > 0, parameter_name
+
+
+@everywhere
+def test_the_drafter_reads_embeddings_as_the_target_does(name: str) -> None:
+    target, drafter = target_of(name), drafter_of(name)
+    assert target.embedding_scale == pytest.approx(SCALES.get(name, 1.0), rel=1e-5)
+    ids = torch.tensor([some_tokens(10, 8)])
+    with target._capturing([0]) as captured:
+        target.states(ids)
+    if name != "gpt2":  # learned positions are added to its embeddings
+        torch.testing.assert_close(drafter.embed(ids), captured[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_scaled_embedding_equals_the_slow_twin() -> None:
+    """With an epsilon that keeps the norm behind the embedding from hiding the scale."""
+    target = target_of("gemma")
+    torch.manual_seed(3)
+    shape = Eagle3Config.for_target(target.config, 320, target.capture_layers, 320)
+    shape = replace(shape, embedding_scale=target.embedding_scale, rms_norm_eps=0.5)
+    drafter = Eagle3Drafter(shape, DraftVocab.full(320), target.embedding_table)
+    ids, steps = some_tokens(9, 9), 3
+    captured = target.states(torch.tensor([ids])).captured
+
+    def outputs(drafter: Eagle3Drafter) -> list[torch.Tensor]:
+        drafting = Eagle3Drafting(drafter)
+        drafting.observe(ids[:7], captured[0, :6])  # column 5 drafts below root ids[6]
+        for step in range(1, steps):
+            drafting.expand(torch.tensor([step - 1]), torch.tensor(ids[6 + step : 7 + step]), step)
+        return list(drafting.outputs)
+
+    slow = reference.SlowEagle3(drafter.state_dict(), target.embedding_table, shape)
+    with torch.no_grad():
+        wanted = slow.chain(captured[0], ids, 5, steps)
+    for mine, twin in zip(outputs(drafter), wanted, strict=True):
+        torch.testing.assert_close(mine, twin, rtol=1e-4, atol=1e-4)
+    drafter.config = replace(shape, embedding_scale=1.0)
+    assert (outputs(drafter)[0] - wanted[0]).abs().max() > 1e-2
+
+
+def test_drafters_from_before_the_scale_still_load() -> None:
+    values = drafter_of("llama").config.to_dict()
+    del values["embedding_scale"]
+    assert Eagle3Config.from_dict(values) == drafter_of("llama").config
