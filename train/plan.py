@@ -11,6 +11,7 @@ optimiser, and what the process itself takes.
 Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocabulary.
 """
 
+import gc
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -250,8 +251,15 @@ def unroll_cost(
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 return trainee(captured, ids, counted, teacher).loss
 
-        with MemoryMeter(kind) as meter, FlopCounterMode(display=False) as counter:
-            micro_batch().backward()
+        # Checkpointing leaves cycles that hold tensors until they are collected, whenever that is: count them as held.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with MemoryMeter(kind) as meter, FlopCounterMode(display=False) as counter:
+                micro_batch().backward()
+        finally:
+            if collecting:
+                gc.enable()
     return UnrollCost(meter.peak_bytes, dict(meter.peak_by_kind), counter.get_total_flops())
 
 
