@@ -142,9 +142,18 @@ def load_config(target: TargetSection) -> Any:
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"target.model: no config at {target.model!r}: {first_line(error)}") from error
+        raise UserError(f"target.model: no model at {target.model!r}: {_why_no_config(target.model, error)}") from error
     attention_kinds(config)
     return config
+
+
+def _why_no_config(model: str, error: Exception) -> str:
+    if Path(model).is_dir():
+        return first_line(error) if (Path(model) / "config.json").exists() else "the directory has no config.json"
+    if not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model):
+        return "no such directory"
+    # What the hub holds under this name may be an adapter, too.
+    return f"{first_line(error)} (an adapter is no model: merge it into its base)"
 
 
 def first_line(error: Exception) -> str:

@@ -67,7 +67,10 @@ def _why_not_loaded(section: TargetSection, error: Exception) -> str:
             "so safetensors are the one format read here. If you trust the file, load it with transformers once and "
             "write it anew with save_pretrained"
         )
-    return f"target.model: cannot load {section.model!r} as a causal LM: {first_line(error)}"
+    reason = first_line(error)
+    if reason.startswith("Unrecognized configuration class"):
+        reason = f"transformers has no causal LM of family {load_config(section).model_type}"
+    return f"target.model: cannot load {section.model!r} as a causal LM: {reason}"
 
 
 def checked_capture_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:

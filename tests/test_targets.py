@@ -8,24 +8,29 @@ window changes far more.
 import random
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.data_gen.generators import GenerationSettings
 from draftsmith.data_gen.generators import generate as generate_answers
 from draftsmith.eval.decode import decode
 from draftsmith.eval.policies import PolicyProposer
 from draftsmith.models.alignment import columns_of
+from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 from tests import reference
-from tests.conftest import make_target
+from tests.conftest import make_target, make_tokenizer
 
 STOP = 4
 WINDOW = 12
@@ -249,3 +254,142 @@ def test_drafters_from_before_the_scale_still_load() -> None:
     values = drafter_of("llama").config.to_dict()
     del values["embedding_scale"]
     assert Eagle3Config.from_dict(values) == drafter_of("llama").config
+
+
+def test_a_scale_is_measured_in_every_precision() -> None:
+    """bfloat16 holds the square root of 32 as 5.65625."""
+    model = make_target("gemma").to(torch.bfloat16)
+    assert Target(model).embedding_scale == pytest.approx(5.65625, rel=1e-4)
+
+
+@torch.no_grad()
+def test_a_vision_language_model_is_a_text_target() -> None:
+    text = {"num_hidden_layers": 7, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 320, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512} | SLIDING
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gemma3",
+        text_config=text | {"initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 5, "eos_token_id": STOP},
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+    )
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
+    target, prompt = Target(model), some_tokens(20, 4)
+    answer = generate(target, prompt, 8)
+    assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 8).token_ids == answer
+    settings = GenerationSettings(8, 100, (STOP,), temperature=0)
+    assert next(generate_answers(model, iter([("a", prompt)]), settings))[1] == answer
+
+
+# Who is refused, and when.
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        ("mamba", {}, "mamba has linear_attention layers"),
+        ("qwen3_next", {}, "qwen3_next has linear_attention layers"),
+        ("falcon_h1", {}, "falcon_h1 has hybrid layers"),
+        ("recurrent_gemma", {}, "recurrent_gemma has linear_attention layers"),
+        ("jamba", {}, "jamba has linear_attention layers"),
+        ("lfm2", {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, "lfm2 has conv layers"),
+        ("rwkv", {}, "rwkv has recurrent layers"),
+        ("llama4_text", {}, "llama4_text has chunked_attention layers"),
+        ("deepseek_v32", {}, "deepseek_v32 has indexed_attention layers"),
+        ("mistral", {"per_layer_config": {0: {"sliding_window": 8}}}, r"mistral has windows of several lengths, \[8, "),
+        ("t5", {}, "t5 is an encoder-decoder"),
+        ("bart", {}, "bart is an encoder-decoder"),
+    ],
+)
+def test_what_cannot_be_rolled_back_is_refused_by_name_before_weights_are_read(
+    tmp_path: Path, family: str, overrides: dict[str, Any], reason: str
+) -> None:
+    AutoConfig.for_model(family, **overrides).save_pretrained(tmp_path)  # and no weights at all
+    make_tokenizer().save_pretrained(tmp_path)
+    section = TargetSection(model=str(tmp_path))
+    for load in (load_config, load_tokenizer, load_causal_lm):
+        with pytest.raises(UserError, match=rf"^target\.model: {reason}"):
+            load(section)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "reason"),
+    [
+        # Positions as distances between places in the cache: siblings would stand behind each other.
+        ("mpt", {"d_model": 32, "n_layers": 7, "n_heads": 4}, "does not follow the mask or the positions"),
+        ("bloom", {"n_layer": 7, "n_head": 4}, "cannot verify draft trees: ValueError"),
+        ("bert", {"is_decoder": True}, "no list of its 7 decoder layers"),
+    ],
+)
+def test_decoders_that_cannot_verify_trees_are_refused(family: str, overrides: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        Target(make_target(family, **overrides))
+
+
+def test_an_unknown_change_of_logits_is_refused() -> None:
+    model = make_target()
+    forward = model.forward
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        out.logits = out.logits * 1.5
+        return out
+
+    model.forward = changed
+    with pytest.raises(UserError, match="LlamaForCausalLM changes its logits after the head"):
+        Target(model)
+
+
+# Forms of a checkpoint.
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "sharded"])
+def test_forms_of_a_checkpoint_that_are_read(tmp_path: Path, tied: bool, shards: bool) -> None:
+    model = make_target(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size="50KB" if shards else "5GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
+    target = Target(load_causal_lm(TargetSection(model=str(tmp_path))))
+    ids = torch.tensor([some_tokens(12, 1)])
+    torch.testing.assert_close(target.states(ids).captured, Target(model).states(ids).captured, rtol=0, atol=0)
+    assert torch.equal(target.head_weight, model.lm_head.weight)
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        load_causal_lm(TargetSection(model=str(directory)))
+    return str(caught.value)
+
+
+def test_forms_of_a_checkpoint_that_are_refused(tmp_path: Path) -> None:
+    model = make_target(num_layers=1)
+    pickled = tmp_path / "pickled"
+    model.config.save_pretrained(pickled)
+    torch.save(model.state_dict(), pickled / "pytorch_model.bin")
+    assert "holds pickled weights only (pytorch_model.bin)" in refusal(pickled)
+
+    assert refusal(tmp_path / "nowhere").endswith("nowhere': no such directory")
+    (tmp_path / "empty").mkdir()
+    assert refusal(tmp_path / "empty").endswith("the directory has no config.json")
+    model.config.save_pretrained(tmp_path / "config alone")
+    assert "cannot load" in refusal(tmp_path / "config alone") and "safetensors" in refusal(tmp_path / "config alone")
+
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "holds an adapter" in refusal(tmp_path / "adapter") and "merge it" in refusal(tmp_path / "adapter")
+
+    model.model.save_pretrained(tmp_path / "headless")  # the decoder alone: its head would be random
+    model.config.save_pretrained(tmp_path / "headless")
+    assert "lacks 1 of its tensors (lm_head.weight)" in refusal(tmp_path / "headless")
+
+    torn = tmp_path / "torn"
+    model.save_pretrained(torn)
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "cannot load" in refusal(torn)
+
+    AutoConfig.for_model("qwen2_5_vl").save_pretrained(tmp_path / "vision")
+    assert refusal(tmp_path / "vision").endswith("transformers has no causal LM of family qwen2_5_vl")
