@@ -5,19 +5,34 @@
     python eval/acceptance.py recipes/demo.yaml --plan                                    # what it would do
 
 Every prompt is decoded plainly and by each contender: the recipe's `eval.tree`, and those under `eval.also`. Writes
-<eval.out>/acceptance.json and generations.jsonl, and prints a table.
+<eval.out>/acceptance.json, generations.jsonl and report.html, and prints a table; eval/report.py builds the latter two
+again without decoding.
 """
 
+import os
+import platform
+from collections import Counter
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
 from draftsmith.eval.benchmarks import PLAIN, Bench, Question, load_questions
-from draftsmith.eval.metrics import summarise
-from draftsmith.eval.policies import PolicyProposer
-from draftsmith.eval.report import print_table, write_acceptance
-from draftsmith.models.chat import load_config, load_tokenizer, stop_ids, tokenizer_fingerprint
-from draftsmith.models.checkpoint import check_identity, config_identity, load_drafter, read_config, target_identity
+from draftsmith.eval.metrics import summarise_all
+from draftsmith.eval.report import (
+    generations_path,
+    print_table,
+    print_written,
+    read_acceptance,
+    write_acceptance,
+    write_report,
+)
+from draftsmith.eval.speculator import Speculator, check_drafter
+from draftsmith.models.checkpoint import provenance
 from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.eagle3 import Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target import Target
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Rejects
@@ -30,51 +45,45 @@ def main() -> None:
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
     contenders = contenders_of(recipe)
-    # Whatever is wrong with the drafter is told before the target is loaded.
-    shape, trained_for = read_config(recipe.eval_drafter_dir)
-    tokenizer = load_tokenizer(section)
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    config = load_config(section).get_text_config()
-    here = config_identity(config, section.model, section.revision, fingerprint)
-    check_identity(recipe.eval_drafter_dir, trained_for, here)
+    check_drafter(section, recipe.eval_drafter_dir)
     rejects = Rejects(None if command.plan else recipe.eval_out / "prompts.rejects.jsonl")
-    asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts)
+    asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
     if command.plan:
         print_plan(recipe, asked, contenders)
         return
 
-    model = load_causal_lm(section)
-    target = Target(model, shape.capture_layers)
-    identity = target_identity(target, section.model, section.revision, fingerprint)
-    drafter = load_drafter(recipe.eval_drafter_dir, target, identity)
+    speculator = Speculator.load(section, recipe.eval_drafter_dir)
+    target = speculator.target
+    sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
     proposers: dict[str, Proposer | None] = {}
     for contender in contenders:
-        tree = contender.tree
         proposers[contender.name] = (
-            PromptLookup(tree.nodes - 1, target.device)
+            PromptLookup(contender.tree.nodes - 1, target.device)
             if contender.proposer == "prompt_lookup"
-            else PolicyProposer(Eagle3Drafting(drafter), tree.policy, tree.nodes, tree.calls, tree.top_k)
+            else speculator.proposer(contender.tree, sampling)
         )
     bench = Bench(
         target,
-        tokenizer,
-        frozenset(stop_ids(tokenizer, model.generation_config)),
+        speculator.tokenizer,
+        speculator.stop_ids,
         recipe.eval.max_new_tokens,
         target.config.max_position_embeddings,
+        sampling,
+        recipe.eval.seed,
     )
     shown = contenders[0].name
     recipe.eval_out.mkdir(parents=True, exist_ok=True)
-    with (recipe.eval_out / "generations.jsonl").open("w") as file:
+    log = generations_path(recipe)
+    partial = log.with_name(log.name + ".partial")  # an older run's numbers and answers stay together until this one's
+    with partial.open("w", encoding="utf-8") as file:
         results = bench.run(asked, proposers, shown, file, rejects)
-    numbers = {
-        name: summarise(generations, results[PLAIN], recipe.eval.bootstrap_samples, recipe.eval.seed)
-        for name, generations in results.items()
-    }
-    path = write_acceptance(recipe, numbers, shown, target)
+    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, not sampling.greedy)
+    os.replace(partial, log)
+    path = write_acceptance(recipe, numbers, shown, PLAIN, how_made(recipe, target))
     if rejects.total:
         print(rejects.summary())
-    print_table(numbers, shown)
-    print(f"written: {path}, {path.with_name('generations.jsonl')}")
+    print_table(read_acceptance(path))
+    print_written([path, log, *write_report(recipe)])
 
 
 def contenders_of(recipe: Recipe) -> list[ContenderSection]:
@@ -88,12 +97,52 @@ def contenders_of(recipe: Recipe) -> list[ContenderSection]:
     return contenders
 
 
+def how_made(recipe: Recipe, target: Target) -> dict[str, Any]:
+    """Where the numbers come from, for acceptance.json and the report."""
+    cuda = target.device.type == "cuda"
+    hardware = torch.cuda.get_device_name(target.device) if cuda else f"{platform.machine()}, {threads()}"
+    files = {"drafter": recipe.eval_drafter_dir / "model.safetensors"}
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return {
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "made": provenance(files) | {"date": now, "hardware": hardware},
+    }
+
+
+def threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
 def print_plan(recipe: Recipe, asked: list[Question], contenders: list[ContenderSection]) -> None:
-    turns = sum(len(question.turns) for question in asked)
-    print(f"prompts      {len(asked)} ({turns} turns), at most {recipe.eval.max_new_tokens} new tokens each")
-    print(f"decoded by   {PLAIN}, {', '.join(c.name for c in contenders)}: {turns * (len(contenders) + 1)} answers")
+    prompts = Counter(question.benchmark for question in asked)
+    turns = Counter(turn for question in asked for turn in [question.benchmark] * len(question.turns))
+    for name in prompts:
+        print(f"prompts      {name}: {prompts[name]} ({turns[name]} turns)")
+    names = [PLAIN, *(contender.name for contender in contenders)]
+    answers = turns.total() * len(names)
+    print(f"decoded by   {', '.join(names)}")
+    print(f"answers      {answers}, of at most {recipe.eval.max_new_tokens} new tokens each")
+    print(f"time         {likely_time(recipe, names, turns.total())}")
     print(f"drafter      {recipe.eval_drafter_dir}")
-    print(f"writes       {recipe.eval_out / 'acceptance.json'}, {recipe.eval_out / 'generations.jsonl'}")
+    print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}")
+
+
+def likely_time(recipe: Recipe, names: list[str], turns: int) -> str:
+    """What can be said before anything is decoded: a bound from the speeds of the last run, if they are known."""
+    try:
+        last = read_acceptance(recipe.eval_out / "acceptance.json")
+    except UserError:
+        last = {"contenders": {}, "target": None}
+    rates = [last["contenders"].get(name, {}).get("tokens_per_second") for name in names]
+    if last["target"] != recipe.target.model or not all(rates):
+        return "unknown until the first prompts are decoded; the progress bar then shows what is left"
+    seconds = sum(turns * recipe.eval.max_new_tokens / rate for rate in rates)
+    return (
+        f"at most about {max(1, round(seconds / 60))} min, were every answer as long as allowed, at the speeds of the "
+        f"last run in {recipe.eval_out} ({last['device']}, {last['dtype']}); prefills come on top"
+    )
 
 
 if __name__ == "__main__":

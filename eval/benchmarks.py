@@ -6,17 +6,19 @@ everyone in turn, in an order that rotates from prompt to prompt: a machine that
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decode import Generation, decode
-from draftsmith.eval.metrics import tau
+from draftsmith.eval.generation_log import record_of
 from draftsmith.models.chat import RenderError, answer_message, as_text, render_prompt
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Conversation, Rejects, questions, read_conversations
@@ -33,35 +35,54 @@ class Question:
     line: int | None
     turns: list[list[dict[str, Any]]]  # the messages that stand before each answer
     tools: list[Any] | None  # function schemas for the chat template
+    benchmark: str
+    category: str | None
 
 
-def load_questions(sources: str | list[str], rejects: Rejects, limit: int | None) -> list[Question]:
-    """The first `limit` conversations of `sources`, but for those that are not text only: they go to `rejects`.
+def load_questions(
+    sources: str | list[str], rejects: Rejects, limit: int | None, first_turns_only: bool = False
+) -> list[Question]:
+    """The first `limit` conversations of each source, but for those that are not text only: they go to `rejects`.
 
     Raises:
         UserError: nothing usable.
     """
+    names = [sources] if isinstance(sources, str) else sources
     found = []
-    for conversation in read_conversations(sources, rejects, limit):
-        try:
-            as_text(conversation.messages, conversation.images)
-        except RenderError as error:
-            record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
-            rejects.add(conversation.source, conversation.line, str(error), record)
-        else:
-            found.append(_question(conversation))
+    for source in names:  # one by one: benchmarks number their questions, all from 0
+        for conversation in read_conversations(source, rejects, limit):
+            try:
+                as_text(conversation.messages, conversation.images)
+            except RenderError as error:
+                record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
+                rejects.add(conversation.source, conversation.line, str(error), record)
+            else:
+                found.append(_question(conversation, short_name(source, names), first_turns_only))
     if not found:
         raise UserError(f"eval.prompts: nothing usable in {sources}; {rejects.summary()}")
     return found
 
 
-def _question(conversation: Conversation) -> Question:
+def short_name(source: str, sources: list[str]) -> str:
+    """A source as tables name it: a file by its stem, unless another of `sources` has the same."""
+
+    def short(name: str) -> str:
+        return name.removeprefix("hf:") if ":" in name else Path(name).stem
+
+    return short(source) if [short(name) for name in sources].count(short(source)) == 1 else source
+
+
+def _question(conversation: Conversation, source_name: str, first_turn_only: bool) -> Question:
+    turns = list(questions(conversation.messages))
+    category = conversation.meta.get("category")
     return Question(
         conversation.id,
         conversation.source,
         conversation.line,
-        list(questions(conversation.messages)),
+        turns[:1] if first_turn_only else turns,
         conversation.meta.get("tools"),
+        str(conversation.meta.get("benchmark") or source_name),
+        None if category is None else str(category),
     )
 
 
@@ -71,6 +92,7 @@ class Bench:
 
     Attributes:
         max_length: tokens of prompt and answer that the target's positions allow.
+        sampling: how everyone draws; the draws of an answer hang on `seed`, the turn and the contender alone.
     """
 
     target: Target
@@ -78,6 +100,8 @@ class Bench:
     stop_ids: Collection[int]
     max_new_tokens: int
     max_length: int
+    sampling: Sampling = GREEDY
+    seed: int = 0
 
     def prompt(self, question: Question, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of the next prompt. Raises ValueError where it cannot be asked."""
@@ -92,6 +116,13 @@ class Bench:
             )
         return ids
 
+    def _answer(
+        self, proposer: Proposer | None, prompt: list[int], key: Hashable, max_new_tokens: int | None = None
+    ) -> Generation:
+        draws = SeededDraws(self.seed, key)
+        budget = max_new_tokens or self.max_new_tokens
+        return decode(self.target, proposer, prompt, self.stop_ids, budget, self.sampling, draws)
+
     def run(
         self, asked: list[Question], proposers: dict[str, Proposer | None], shown: str, file: IO[str], rejects: Rejects
     ) -> dict[str, list[Generation]]:
@@ -99,7 +130,8 @@ class Bench:
 
         Args:
             proposers: by contender's name; `PLAIN` must not be among them.
-            shown: the contender whose answers go to `file`, one JSON line a turn, and whose tau the progress bar shows.
+            shown: the main contender: the progress bar shows its tau, and its lines hold what the report needs.
+            file: receives everyone's answers (`eval.generation_log`).
             rejects: receives turns that cannot be asked; the conversation ends there.
 
         Returns:
@@ -108,10 +140,11 @@ class Bench:
         everyone: dict[str, Proposer | None] = {PLAIN: None} | proposers
         names = list(everyone)
         results: dict[str, list[Generation]] = {name: [] for name in names}
+        tokens = rounds = 0  # of `shown`
         progress = tqdm(asked, desc="decode", unit="prompt")
         for question in progress:
             history: list[dict[str, Any]] = []
-            for number, messages in enumerate(question.turns):
+            for number, messages in enumerate(question.turns, start=1):
                 history += messages
                 try:
                     prompt = self.prompt(question, history)
@@ -120,30 +153,30 @@ class Bench:
                     break
                 if not results[PLAIN]:  # the first forwards of a process are slow; they are nobody's
                     for proposer in everyone.values():
-                        decode(self.target, proposer, prompt, self.stop_ids, min(16, self.max_new_tokens))
+                        self._answer(proposer, prompt, "warm-up", min(16, self.max_new_tokens))
                 first = len(results[PLAIN]) % len(names)
                 turn = {
-                    name: decode(self.target, everyone[name], prompt, self.stop_ids, self.max_new_tokens)
+                    name: self._answer(everyone[name], prompt, (question.benchmark, question.id, number, name))
                     for name in names[first:] + names[:first]
                 }
                 for name in names:
-                    turn[name].conversation_id = question.id
-                    results[name].append(turn[name])
-                file.write(json.dumps(_record(question, number, turn[shown])) + "\n")
+                    generation = turn[name]
+                    generation.benchmark, generation.category = question.benchmark, question.category
+                    generation.conversation_id, generation.turn = question.id, number
+                    results[name].append(generation)
+                    asked_here = last_question(messages) if name == shown else None
+                    file.write(json.dumps(record_of(generation, name, self.tokenizer, asked_here)) + "\n")
                 file.flush()
+                tokens += len(turn[shown].token_ids) - 1
+                rounds += turn[shown].rounds
                 history.append(answer_message(self.tokenizer, turn[PLAIN].token_ids))
-            if (value := tau(results[shown])) is not None:
-                progress.set_postfix(tau=f"{value:.2f}")
+            if rounds:
+                progress.set_postfix(tau=f"{tokens / rounds:.2f}")
         if not results[PLAIN]:
             raise UserError(f"eval.prompts: not one of {len(asked)} prompts could be asked; {rejects.summary()}")
         return results
 
 
-def _record(question: Question, turn: int, generation: Generation) -> dict[str, Any]:
-    return {
-        "id": question.id,
-        "turn": turn,
-        "prompt_token_ids": generation.prompt_token_ids,
-        "token_ids": generation.token_ids,
-        "accepted_per_round": generation.accepted_per_round,
-    }
+def last_question(messages: list[dict[str, Any]]) -> str:
+    """The user's words among the messages before an answer."""
+    return str(as_text([message for message in messages if message["role"] == "user"][-1:])[0]["content"])

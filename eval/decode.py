@@ -37,7 +37,11 @@ class Generation:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     decode_seconds: float = 0.0
-    conversation_id: str = ""  # whose turn this was; turns of one conversation are not independent
+    # Whose turn this was; turns of one conversation are not independent.
+    benchmark: str = ""
+    category: str | None = None
+    conversation_id: str = ""
+    turn: int = 1  # of its conversation, from 1
 
     @property
     def rounds(self) -> int:

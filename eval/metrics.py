@@ -1,17 +1,22 @@
 """From decoded answers to numbers. Definitions stand here once; both conventions of tau are named.
 
     tau                     (new_tokens - 1) / rounds: tokens per verification, the bonus token included. The first
-    token
-                            comes from the prefill. Plain decoding has exactly 1. (EAGLE, FR-Spec, Spec-Bench)
+                            token of an answer comes from the prefill. Plain decoding has exactly 1. (EAGLE, FR-Spec,
+                            Spec-Bench)
     accepted_per_round      drafted tokens per verification, the bonus token not included (C2T, ViSpec)
+    accepted_histogram      rounds in which 0, 1, 2, ... drafted tokens were accepted
     acceptance_by_position  of the rounds in which the first i drafted tokens of a path were accepted, the share in
-    which
-                            the next one was, too: conditional, as EAGLE's n-alpha
+                            which the next one was, too: conditional, as EAGLE's n-alpha
+    speedup                 tokens per second over those of plain decoding, each summed over all prompts before it is
+                            divided: long answers weigh more
+    mean_prompt_speedup     the mean of that ratio prompt by prompt: every prompt weighs the same
 
-Only tokens that stand in the answer count: nothing after a stop token, nothing beyond the budget.
+Only tokens that stand in the answer count: nothing after a stop token, nothing beyond the budget. Times exclude the
+prefill. Intervals are 95 % bootstrap intervals over conversations.
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,100 +24,194 @@ import numpy as np
 from draftsmith.eval.decode import Generation
 
 INTERVAL = (2.5, 97.5)  # percentiles of the bootstrap: 95 %
+CHUNK = 200  # resamplings multiplied at a time: their counts are floats then
+# What a turn adds to the sums; the two last ones a whole conversation.
+SUMMED = (
+    *("tokens", "rounds", "accepted", "nodes", "calls", "draft", "verify", "seconds"),
+    *("plain_tokens", "plain_rounds", "plain_seconds", "prompt_speedup", "has_speedup"),
+)
+COLUMN = {name: i for i, name in enumerate(SUMMED)}
+
+Statistic = Callable[[np.ndarray], np.ndarray]  # sums [samples, columns] -> values [samples]
 
 
 def tau(generations: Sequence[Generation]) -> float | None:
     """Tokens per verification; None where no round was needed."""
-    rounds = sum(g.rounds for g in generations)
-    return sum(len(g.token_ids) - 1 for g in generations) / rounds if rounds else None
+    return _ratio(sum(len(g.token_ids) - 1 for g in generations), sum(g.rounds for g in generations))
 
 
-def acceptance_by_position(generations: Sequence[Generation]) -> list[float]:
-    """Conditional acceptance of the 1st, 2nd, ... drafted token.
+class Turns:
+    """One contender's turns as numbers, from which every subset is summed.
 
-    A round that the end of the answer cut short tells nothing about the position at which it was cut.
+    Args:
+        generations, baseline: one each per turn, in the same order.
+
+    Attributes:
+        sums: [turns, len(SUMMED)].
+        histogram: [turns, D] rounds of each turn that accepted 0, 1, ... drafted tokens.
+        reached, accepted: [turns, D] rounds in which the drafted token of that position was tried, was accepted. A
+            round that the end of the answer cut tells nothing about the position at which it was cut.
+        conversations: [turns] numbers; equal ones rise and fall together.
     """
-    reached: list[int] = []
-    accepted: list[int] = []
-    for generation in generations:
-        for i, count in enumerate(generation.accepted_per_round):
-            is_cut = generation.last_round_cut and i == generation.rounds - 1
-            tried = count if is_cut else count + 1
-            while len(reached) < tried:
-                reached.append(0)
-                accepted.append(0)
-            for position in range(tried):
-                reached[position] += 1
-                accepted[position] += position < count
-    shares = [a / r for a, r in zip(accepted, reached, strict=True)]
-    while shares and shares[-1] == 0:  # beyond the deepest acceptance, trees end
-        shares.pop()
-    return [round(share, 4) for share in shares]
+
+    def __init__(self, generations: Sequence[Generation], baseline: Sequence[Generation]):
+        pairs = list(zip(generations, baseline, strict=True))
+        depth = 1 + max((max(g.accepted_per_round, default=0) for g, _ in pairs), default=0)
+        self.sums = np.array([_sums(g, b) for g, b in pairs], dtype=float)
+        self.histogram = np.array([np.bincount(_whole(g.accepted_per_round), minlength=depth) for g, _ in pairs])
+        # Of those that accepted at least i, all tried position i, but for rounds that were cut there.
+        at_least = self.histogram[:, ::-1].cumsum(1)[:, ::-1]
+        self.accepted = at_least - self.histogram
+        self.reached = at_least.copy()
+        for row, (g, _) in enumerate(pairs):
+            if g.last_round_cut:
+                self.reached[row, g.accepted_per_round[-1]] -= 1
+        numbers: dict[tuple[str, str], int] = {}
+        names = [(g.benchmark, g.conversation_id or f"#{i}") for i, (g, _) in enumerate(pairs)]
+        self.conversations = np.array([numbers.setdefault(name, len(numbers)) for name in names])
+        self.equal = np.array([g.token_ids == b.token_ids for g, b in pairs])
+
+
+def _whole(counts: list[int]) -> np.ndarray:
+    return np.array(counts, dtype=int)  # an empty list would become floats
+
+
+def _sums(g: Generation, b: Generation) -> tuple[float, ...]:
+    counts = (len(g.token_ids) - 1, g.rounds, sum(g.accepted_per_round), sum(g.tree_nodes), sum(g.draft_calls))
+    plain = (len(b.token_ids) - 1, b.rounds, b.decode_seconds)
+    return (*counts, g.draft_seconds, g.verify_seconds, g.decode_seconds, *plain, 0, 0)
 
 
 def summarise(
-    generations: Sequence[Generation], baseline: Sequence[Generation], bootstrap_samples: int, seed: int
+    generations: Sequence[Generation],
+    baseline: Sequence[Generation],
+    bootstrap_samples: int,
+    seed: int,
+    sampled: bool = False,
 ) -> dict[str, Any]:
     """acceptance.json's numbers for one contender against plain decoding of the same prompts in the same run.
 
     Args:
         generations, baseline: one each per turn, in the same order.
+        sampled: answers were drawn, so that two of them need not be equal token for token.
     """
-    rounds = sum(g.rounds for g in generations)
-    new_tokens = sum(len(g.token_ids) for g in generations)
-    draft = sum(g.draft_seconds for g in generations)
-    verify = sum(g.verify_seconds for g in generations)
-    total = sum(g.decode_seconds for g in generations)
-    plain_total = sum(g.decode_seconds for g in baseline)
-    plain_rounds = sum(g.rounds for g in baseline)
+    return _summary(Turns(generations, baseline), np.arange(len(generations)), bootstrap_samples, seed, sampled)
 
-    sums: dict[str, np.ndarray] = {}  # per conversation: its turns rise and fall together
-    for i, (g, b) in enumerate(zip(generations, baseline, strict=True)):
-        row = (len(g.token_ids) - 1, g.rounds, g.decode_seconds, len(b.token_ids) - 1, b.decode_seconds)
-        name = g.conversation_id or f"#{i}"
-        sums[name] = sums.get(name, np.zeros(5)) + np.array(row, dtype=float)
-    per_prompt = np.stack(list(sums.values()))  # [conversations, 5]
-    interval = bootstrap(per_prompt, bootstrap_samples, seed)
-    rate, plain_rate = _ratio(new_tokens - len(generations), total), _ratio(per_prompt[:, 3].sum(), plain_total)
-    return {
-        "prompts": len(per_prompt),
-        "turns": len(generations),
-        "rounds": rounds,
-        "new_tokens": new_tokens,
-        "tau": _rounded(tau(generations)),
-        "tau_interval": interval(lambda s: s[:, 0] / s[:, 1]),
-        "accepted_per_round": _rounded(_ratio(sum(sum(g.accepted_per_round) for g in generations), rounds)),
-        "acceptance_by_position": acceptance_by_position(generations),
-        "tree_nodes_per_round": _rounded(_ratio(sum(sum(g.tree_nodes) for g in generations), rounds)),
-        "draft_calls_per_round": _rounded(_ratio(sum(sum(g.draft_calls) for g in generations), rounds)),
-        "tokens_per_second": _rounded(rate, 2),
-        "baseline_tokens_per_second": _rounded(plain_rate, 2),
-        "speedup": _rounded(_ratio(rate or 0, plain_rate or 0)),
-        "speedup_interval": interval(lambda s: (s[:, 0] / s[:, 2]) / (s[:, 3] / s[:, 4])),
-        "time_share": {
-            "draft": _rounded(_ratio(draft, total)),
-            "verify": _rounded(_ratio(verify, total)),
-            "other": _rounded(_ratio(total - draft - verify, total)),
-        },
-        "predicted_speedup": _rounded(_predicted(generations, draft, verify, rounds, plain_total, plain_rounds)),
-        "matches_target": all(g.token_ids == b.token_ids for g, b in zip(generations, baseline, strict=True)),
+
+def summarise_all(
+    results: dict[str, list[Generation]], plain: str, bootstrap_samples: int, seed: int, sampled: bool = False
+) -> dict[str, dict[str, Any]]:
+    """The same numbers for every contender, in total and by part.
+
+    Args:
+        results: one generation per turn for each contender, the same turns in the same order.
+        plain: who among them decodes plainly.
+
+    Returns:
+        contenders: {contender: numbers}
+        benchmarks: {benchmark: {contender: numbers}}
+        categories: {benchmark/category: {contender: numbers}}, where conversations have one
+        turns: {"1": {contender: numbers}, "2": ...}: first turns, and all later ones where there are any
+    """
+    baseline = results[plain]
+    tables = {name: Turns(generations, baseline) for name, generations in results.items()}
+    parts: dict[str, dict[str, list[int]]] = {"benchmarks": {}, "categories": {}, "turns": {}}
+    for row, g in enumerate(baseline):
+        parts["benchmarks"].setdefault(g.benchmark, []).append(row)
+        if g.category is not None:
+            parts["categories"].setdefault(f"{g.benchmark}/{g.category}", []).append(row)
+        parts["turns"].setdefault("1" if g.turn == 1 else "2", []).append(row)
+
+    def numbers(rows: list[int]) -> dict[str, Any]:
+        return {
+            name: _summary(table, np.array(rows), bootstrap_samples, seed, sampled) for name, table in tables.items()
+        }
+
+    total = numbers(list(range(len(baseline))))
+    return {"contenders": total} | {
+        part: {name: total if len(rows) == len(baseline) else numbers(rows) for name, rows in groups.items()}
+        for part, groups in parts.items()
     }
 
 
-def bootstrap(
-    per_prompt: np.ndarray, samples: int, seed: int
-) -> Callable[[Callable[[np.ndarray], np.ndarray]], list[float] | None]:
+def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, sampled: bool) -> dict[str, Any]:
+    _, conversation = np.unique(turns.conversations[rows], return_inverse=True)
+    depth = turns.histogram.shape[1]
+    per_turn = np.concatenate((turns.sums[rows], turns.reached[rows], turns.accepted[rows]), axis=1)
+    per_prompt = np.zeros((conversation.max() + 1, per_turn.shape[1]))  # [conversations, columns]
+    np.add.at(per_prompt, conversation, per_turn)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = _speedup(per_prompt)
+    per_prompt[:, COLUMN["has_speedup"]] = np.isfinite(ratio)
+    per_prompt[:, COLUMN["prompt_speedup"]] = np.where(np.isfinite(ratio), ratio, 0)
+
+    total = {name: float(per_prompt[:, i].sum()) for name, i in COLUMN.items()}
+    histogram = turns.histogram[rows].sum(0)
+    shares = _shares(turns.reached[rows].sum(0), turns.accepted[rows].sum(0))
+    first = len(SUMMED)
+    interval = bootstrap(per_prompt, bootstrap_samples, seed)
+    rounds, seconds = total["rounds"], total["seconds"]
+    rate, plain_rate = _ratio(total["tokens"], seconds), _ratio(total["plain_tokens"], total["plain_seconds"])
+    return {
+        "prompts": len(per_prompt),
+        "answers": len(rows),
+        "rounds": int(rounds),
+        "new_tokens": int(total["tokens"]) + len(rows),
+        "tau": _rounded(_ratio(total["tokens"], rounds)),
+        "tau_interval": interval(_of("tokens", "rounds")),
+        "accepted_per_round": _rounded(_ratio(total["accepted"], rounds)),
+        "accepted_per_round_interval": interval(_of("accepted", "rounds")),
+        "accepted_histogram": [int(count) for count in np.trim_zeros(histogram, "b")],
+        "acceptance_by_position": shares,
+        "acceptance_by_position_interval": [
+            interval(lambda s, i=i: s[:, first + depth + i] / s[:, first + i]) for i in range(len(shares))
+        ],
+        "tree_nodes_per_round": _rounded(_ratio(total["nodes"], rounds)),
+        "draft_calls_per_round": _rounded(_ratio(total["calls"], rounds)),
+        "tokens_per_second": _rounded(rate, 2),
+        "tokens_per_second_interval": interval(_of("tokens", "seconds")),
+        "baseline_tokens_per_second": _rounded(plain_rate, 2),
+        "speedup": _rounded(_ratio(rate or 0, plain_rate or 0)),
+        "speedup_interval": interval(_speedup),
+        "mean_prompt_speedup": _rounded(_ratio(total["prompt_speedup"], total["has_speedup"])),
+        "mean_prompt_speedup_interval": interval(_of("prompt_speedup", "has_speedup")),
+        "time_share": {
+            "draft": _rounded(_ratio(total["draft"], seconds)),
+            "verify": _rounded(_ratio(total["verify"], seconds)),
+            "other": _rounded(_ratio(seconds - total["draft"] - total["verify"], seconds)),
+        },
+        "predicted_speedup": _rounded(_predicted(total)),
+        "matches_target": None if sampled else bool(turns.equal[rows].all()),
+    }
+
+
+def _of(numerator: str, denominator: str) -> Statistic:
+    return lambda s: s[:, COLUMN[numerator]] / s[:, COLUMN[denominator]]
+
+
+def _speedup(s: np.ndarray) -> np.ndarray:
+    return _of("tokens", "seconds")(s) / _of("plain_tokens", "plain_seconds")(s)
+
+
+def _shares(reached: np.ndarray, accepted: np.ndarray) -> list[float]:
+    shares = [round(float(a / r), 4) for a, r in zip(accepted, reached, strict=True) if r]
+    while shares and shares[-1] == 0:  # beyond the deepest acceptance, trees end
+        shares.pop()
+    return shares
+
+
+def bootstrap(per_prompt: np.ndarray, samples: int, seed: int) -> Callable[[Statistic], list[float] | None]:
     """95 % intervals of statistics of column sums, resampling prompts (answers of one prompt are not independent).
 
     Returns a function: it takes a statistic of resampled sums [samples, columns] and gives its interval, or None where
-    the statistic is undefined.
+    the statistic is undefined or there is but one prompt, which says nothing about spread.
     """
-    draws = np.random.default_rng(seed).multinomial(
-        len(per_prompt), np.full(len(per_prompt), 1 / len(per_prompt)), samples
-    )
-    sums = draws @ per_prompt  # [samples, columns]
+    if len(per_prompt) < 2:
+        return lambda statistic: None
+    draws = _draws(len(per_prompt), samples, seed)
+    sums = np.concatenate([draws[i : i + CHUNK].astype(float) @ per_prompt for i in range(0, samples, CHUNK)])
 
-    def interval(statistic: Callable[[np.ndarray], np.ndarray]) -> list[float] | None:
+    def interval(statistic: Statistic) -> list[float] | None:
         with np.errstate(divide="ignore", invalid="ignore"):
             values = statistic(sums)
         values = values[np.isfinite(values)]
@@ -121,17 +220,25 @@ def bootstrap(
     return interval
 
 
-def _predicted(
-    generations: Sequence[Generation], draft: float, verify: float, rounds: int, plain_total: float, plain_rounds: int
-) -> float | None:
+@lru_cache(maxsize=1)  # contenders are summarised one after another on the same prompts
+def _draws(prompts: int, samples: int, seed: int) -> np.ndarray:
+    """[samples, prompts] how often each prompt was drawn; two bytes each, 40 MB for 10,000 prompts."""
+    random = np.random.default_rng(seed)
+    chances = np.full(prompts, 1 / prompts)
+    sizes = [min(CHUNK, samples - i) for i in range(0, samples, CHUNK)]
+    return np.concatenate([random.multinomial(prompts, chances, size).astype(np.uint16) for size in sizes])
+
+
+def _predicted(total: dict[str, float]) -> float | None:
     """Speed-up by the cost model tau * T_t / (T_draft + T_v(n)): what is left if all but the forwards were free.
 
     T_t is one round of plain decoding; T_draft and T_v are means over this run's rounds.
     """
-    value = tau(generations)
-    if value is None or not plain_rounds or draft + verify <= 0:
+    forwards = total["draft"] + total["verify"]
+    if not total["rounds"] or not total["plain_rounds"] or forwards <= 0:
         return None
-    return value * (plain_total / plain_rounds) / ((draft + verify) / rounds)
+    # tau and the means are both per round, which cancels
+    return total["tokens"] / forwards * total["plain_seconds"] / total["plain_rounds"]
 
 
 def _ratio(a: float, b: float) -> float | None:

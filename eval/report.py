@@ -1,61 +1,191 @@
-"""acceptance.json and the table in the terminal. What the numbers mean is `eval.metrics`."""
+"""Build report.html, and print the table, from the files of an evaluation: nothing is decoded again.
+
+    python eval/report.py recipes/demo.yaml
+    python eval/report.py recipes/demo.yaml eval.report_answers=40 eval.png=true     # more answers, plots as PNG files
+    python eval/report.py recipes/demo.yaml --plan                                   # what it would read and write
+
+Reads <eval.out>/acceptance.json and generations.jsonl, and the metrics.jsonl beside the drafter where there is one;
+eval/acceptance.py writes the former two and ends with this. What the numbers mean is `eval.metrics`.
+"""
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.models.target import Target
+from draftsmith.eval.html_report import build_html, clean
+from draftsmith.eval.plots import acceptance_plots, training_plots, write_png
+from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
 
 
-def write_acceptance(recipe: Recipe, contenders: dict[str, dict[str, Any]], main: str, target: Target) -> Path:
-    """The main contender's numbers on top, everyone's under their names, and the recipe. Whole or not there."""
+def main() -> None:
+    command = parse_command(__doc__)
+    recipe = command.recipe
+    acceptance = read_acceptance(recipe.eval_out / "acceptance.json")
+    if command.plan:
+        for path in (recipe.eval_out / "acceptance.json", generations_path(recipe), metrics_path(recipe)):
+            print(f"reads    {path}{'' if path.exists() else ': not there, the report does without'}")
+        print(f"writes   {recipe.eval_out / 'report.html'}{' and plots as PNG files' if recipe.eval.png else ''}")
+        return
+    written = write_report(recipe)
+    print_table(acceptance)
+    print_written(written)
+
+
+def generations_path(recipe: Recipe) -> Path:
+    return recipe.eval_out / "generations.jsonl"
+
+
+def metrics_path(recipe: Recipe) -> Path:
+    """The metrics of the training that left the measured drafter: they lie beside its directory."""
+    return recipe.eval_drafter_dir.parent / recipe.metrics_path.name
+
+
+# Files.
+
+
+def write_acceptance(
+    recipe: Recipe, numbers: dict[str, dict[str, Any]], main: str, baseline: str, made: dict[str, Any]
+) -> Path:
+    """acceptance.json: the main contender's numbers on top, everyone's under their names. Whole or not there.
+
+    Args:
+        numbers: what `metrics.summarise_all` returns.
+        baseline: the contender that decodes plainly.
+        made: how the numbers came about: `device`, `dtype` and `made`.
+    """
     shared = {
-        "lossless": True,  # greedy acceptance keeps only what plain decoding would have produced
+        "lossless": True,  # both acceptance rules keep the target's law; nothing that the target would not write
         "temperature": recipe.eval.temperature,
+        "top_p": recipe.eval.top_p,
+        "top_k": recipe.eval.top_k,
         "max_new_tokens": recipe.eval.max_new_tokens,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
+        "bootstrap_samples": recipe.eval.bootstrap_samples,
+        "target": recipe.target.model,
+        "drafter": str(recipe.eval_drafter_dir),
     }
-    content = (
-        {"contender": main} | contenders[main] | shared | {"contenders": contenders, "recipe": dump_recipe(recipe)}
-    )
+    content = {"contender": main, "baseline": baseline} | numbers["contenders"][main] | shared | made | numbers
     path = recipe.eval_out / "acceptance.json"
-    partial = path.with_suffix(".json.partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(partial, path)
+    _write(path, json.dumps(content | {"recipe": dump_recipe(recipe)}, indent=2) + "\n")
     return path
 
 
-def print_table(contenders: dict[str, dict[str, Any]], main: str) -> None:
-    """Fits 80 columns."""
-    different = [name for name, row in contenders.items() if not row["matches_target"]]
-    exact = f"not those of plain decoding: {', '.join(different)}" if different else "all those of plain decoding"
+def read_acceptance(path: Path) -> dict[str, Any]:
+    """acceptance.json with its texts fit for a page. Raises UserError where there is none, or an older one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; eval/acceptance.py writes it") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict) or not {"contenders", "benchmarks", "made"} <= content.keys():
+        raise UserError(f"{path}: not written by this version of eval/acceptance.py; run it again")
+    return clean(content)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, none where there is no such file. The last line may be half written.
+
+    Raises:
+        UserError: another line is not what training writes.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    metrics = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            metrics.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise UserError(f"{path}:{number}: not JSON: {error}") from None
+    return metrics
+
+
+def write_report(recipe: Recipe) -> list[Path]:
+    """report.html, and the plots where eval.png says so, from the files in eval.out; returns what was written."""
+    out = recipe.eval_out
+    acceptance, metrics = read_acceptance(out / "acceptance.json"), read_metrics(metrics_path(recipe))
+    generations = generations_path(recipe)
+    page = build_html(acceptance, metrics, generations if generations.exists() else None, recipe.eval.report_answers)
+    written = [out / "report.html"]
+    _write(written[0], page)
+    for plot in [*acceptance_plots(acceptance), *training_plots(metrics)] if recipe.eval.png else []:
+        written.append(out / f"{plot.name}.png")
+        write_png(plot, written[-1])
+    return written
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+# The terminal.
+
+
+def print_table(acceptance: dict[str, Any]) -> None:
+    """Every contender, and below it the main one by benchmark and turn where there are several. Fits 80 columns."""
+    main, contenders = acceptance["contender"], acceptance["contenders"]
     caption = (
         "tau: tokens per verification, the bonus token included. 95 %: bootstrap over prompts.\n"
-        f"Answers, token for token: {exact}."
+        f"{_equality(acceptance)}"
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for heading in ("tau", "95 %", "nodes", "tok/s", "speed-up", "95 %"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in contenders.items():
-        table.add_row(
-            f"[bold]{name}[/]" if name == main else name,
-            _number(row["tau"], 2),
-            _interval(row["tau_interval"]),
-            _number(row["tree_nodes_per_round"], 1),
-            _number(row["tokens_per_second"], 0),
-            _number(row["speedup"], 2),
-            _interval(row["speedup_interval"]),
-        )
+        table.add_row(f"[bold]{escape(name)}[/]" if name == main else escape(name), *_cells(row))
+    parts = list(_parts(acceptance))
+    if parts:
+        table.add_section()
+        table.add_row(f"[dim]{escape(main)}:[/]")
+    for name, row in parts:
+        table.add_row(f"  {escape(name)}", *_cells(row))
     Console().print(table)
+
+
+def print_written(paths: list[Path]) -> None:
+    print(f"written in {paths[0].parent}: {', '.join(path.name for path in paths)}")
+
+
+def _parts(acceptance: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    main, benchmarks, turns = acceptance["contender"], acceptance["benchmarks"], acceptance["turns"]
+    if len(benchmarks) > 1:
+        yield from ((name, numbers[main]) for name, numbers in benchmarks.items())
+    if len(turns) > 1:
+        yield "first turns", turns["1"][main]
+        yield "later turns", turns["2"][main]
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        _number(row["tau"], 2),
+        _interval(row["tau_interval"]),
+        _number(row["tree_nodes_per_round"], 1),
+        _number(row["tokens_per_second"], 0),
+        _number(row["speedup"], 2),
+        _interval(row["speedup_interval"]),
+    )
+
+
+def _equality(acceptance: dict[str, Any]) -> str:
+    if acceptance["temperature"] > 0:
+        return f"Answers were drawn at temperature {acceptance['temperature']}, by the target's own law (lossless)."
+    different = [name for name, row in acceptance["contenders"].items() if row["matches_target"] is False]
+    exact = (
+        f"not those of plain decoding: {escape(', '.join(different))}" if different else "all those of plain decoding"
+    )
+    return f"Answers, token for token: {exact}."
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -64,3 +194,7 @@ def _number(value: float | None, digits: int) -> str:
 
 def _interval(bounds: list[float] | None) -> str:
     return "-" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
+
+
+if __name__ == "__main__":
+    run(main)

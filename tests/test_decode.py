@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from draftsmith.eval.accept import accept_greedy
-from draftsmith.eval.decode import Generation, cut, decode
-from draftsmith.eval.metrics import acceptance_by_position, summarise, tau
+from draftsmith.eval.decode import cut, decode
 from draftsmith.eval.policies import PolicyProposer, grow_chain, grow_eagle2
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
@@ -300,49 +299,6 @@ def test_tree_ancestors_depths_and_acceptance_against_slow_twins() -> None:
         assert all(best[a] == t for a, t in zip(path.tolist(), walked[1:], strict=False))
 
 
-def trace(accepted: list[int], is_cut: bool, length: int) -> Generation:
-    out = Generation([1], list(range(length)), accepted, is_cut)
-    out.tree_nodes, out.draft_calls = [8] * len(accepted), [7] * len(accepted)
-    out.draft_seconds, out.verify_seconds, out.decode_seconds = 0.2, 0.5, 1.0
-    return out
-
-
-def test_tau_on_hand_written_traces() -> None:
-    # 1 token from the prefill; rounds of 2+1, 0+1, 3+1 tokens: 9 tokens in all, 8 in 3 rounds.
-    whole = trace([2, 0, 3], False, 9)
-    assert tau([whole]) == pytest.approx(8 / 3)
-    # The last round ends at a stop token that was its second drafted token: 2 tokens, no bonus.
-    stopped = trace([2, 2], True, 6)
-    assert tau([stopped]) == pytest.approx(5 / 2)
-    assert tau([whole, stopped]) == pytest.approx(13 / 5)  # over rounds, not a mean of means
-    assert tau([trace([0, 0, 0], False, 4)]) == 1.0  # plain decoding
-    assert tau([trace([], False, 1)]) is None  # the prefill's token was the stop token
-    # whole: position 1 tried 3 times, accepted 2; position 2 tried 2, accepted 2; position 3 tried 2, accepted 1.
-    assert acceptance_by_position([whole]) == pytest.approx([2 / 3, 1.0, 0.5], abs=1e-4)
-    # A cut round says nothing about the position where it was cut: 4 of 4 and 4 of 4, then position 3 fails once.
-    assert acceptance_by_position([stopped]) == [1.0, 1.0]
-    assert acceptance_by_position([whole, stopped]) == pytest.approx([4 / 5, 1.0, 1 / 3], abs=1e-4)
-
-
-def test_summary_of_traces() -> None:
-    plain = trace([0] * 8, False, 9)
-    plain.decode_seconds = 2.0
-    summary = summarise([trace([2, 0, 3], False, 9)] * 4, [plain] * 4, bootstrap_samples=200, seed=0)
-    assert summary["rounds"] == 12 and summary["new_tokens"] == 36
-    assert summary["tau"] == pytest.approx(8 / 3, abs=1e-3)
-    assert summary["tau_interval"] == pytest.approx([8 / 3, 8 / 3], abs=1e-3)  # equal prompts: no spread
-    assert summary["accepted_per_round"] == pytest.approx(5 / 3, abs=1e-3)
-    assert summary["tokens_per_second"] == 8.0 and summary["baseline_tokens_per_second"] == 4.0
-    assert summary["speedup"] == 2.0
-    assert summary["time_share"] == {"draft": 0.2, "verify": 0.5, "other": 0.3}
-    # tau * T_t / (T_draft + T_v) = 8/3 * (2/8) / (0.7/3)
-    assert summary["predicted_speedup"] == pytest.approx(8 / 3 * 0.25 / (0.7 / 3), abs=1e-3)
-    assert summary["matches_target"] is True
-    other = trace([0] * 8, False, 9)
-    other.token_ids = [9] * 9
-    assert summarise([trace([2, 0, 3], False, 9)], [other], 100, 0)["matches_target"] is False
-
-
 def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     lookup = PromptLookup(3, torch.device("cpu"))
     tokens = [1, 2, 3, 50, 9, 2, 3, 60, 61, 62, 1, 2, 3]
@@ -352,19 +308,3 @@ def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     lookup.reset()
     lookup.observe([5, 6, 7], torch.empty(0))
     assert len(lookup.propose(7)[0]) == 1  # nothing to copy: a round of plain decoding
-
-
-def test_intervals_resample_conversations_not_turns() -> None:
-    """A conversation asked four times over tells no more than once."""
-    plain = trace([0] * 8, False, 9)
-
-    def turns(accepted: list[int], name: str) -> Generation:
-        generation = trace(accepted, False, len(accepted) + sum(accepted) + 1)
-        generation.conversation_id = name
-        return generation
-
-    once = [turns([i, i % 3], f"c{i}") for i in range(8)]
-    four = [generation for generation in once for _ in range(4)]
-    single, repeated = (summarise(g, [plain] * len(g), 500, 0) for g in (once, four))
-    assert (single["prompts"], single["turns"], repeated["prompts"], repeated["turns"]) == (8, 8, 8, 32)
-    assert repeated["tau_interval"] == single["tau_interval"]

@@ -69,8 +69,10 @@ def test_prompts_to_measured_acceptance(recipe_path: Path) -> None:
     assert {row["id"] for row in rows} == {f"q{i}" for i in range(12)}
     report = json.loads((run / "eval/acceptance.json").read_text())
     assert report["matches_target"] is True
-    assert report["prompts"] == 4 and report["turns"] == 6  # two of the conversations have two turns
-    assert report["tau"] == pytest.approx((report["new_tokens"] - report["turns"]) / report["rounds"], abs=1e-3)
+    assert report["prompts"] == 4 and report["answers"] == 6  # two of the conversations have two turns
+    assert report["tau"] == pytest.approx((report["new_tokens"] - report["answers"]) / report["rounds"], abs=1e-3)
+    assert [report["turns"][turn]["chain"]["answers"] for turn in ("1", "2")] == [4, 2]
+    assert list(report["benchmarks"]) == ["prompts"] and report["categories"] == {}
     assert report["tree_nodes_per_round"] == 12 and report["draft_calls_per_round"] == 3
     contenders = report["contenders"]
     assert set(contenders) == {"plain decoding", "eagle3, tree of 12", "chain", "lookup"}
@@ -78,9 +80,12 @@ def test_prompts_to_measured_acceptance(recipe_path: Path) -> None:
     assert all(row["matches_target"] for row in contenders.values())
     assert all(row["new_tokens"] == report["new_tokens"] for row in contenders.values())
     generations = [json.loads(line) for line in (run / "eval/generations.jsonl").read_text().splitlines()]
-    assert len(generations) == 6
-    assert {"id", "prompt_token_ids", "token_ids", "accepted_per_round"} <= generations[0].keys()
-    assert sum(len(g["accepted_per_round"]) for g in generations) == report["rounds"]
+    assert len(generations) == 6 * len(contenders)
+    of_main = [g for g in generations if g["contender"] == report["contender"]]
+    assert sum(len(g["accepted_per_round"]) for g in of_main) == report["rounds"]
+    page = (run / "eval/report.html").read_text()
+    command("eval/report.py", str(recipe_path))
+    assert (run / "eval/report.html").read_text() == page  # built again from the files alone
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""generations.jsonl: every decoded answer, one JSON line a turn and contender; what the report shows and replay reads.
+
+    benchmark, category, conversation_id, turn     whose turn it was; turn counts from 1, category may be null
+    contender                                      who decoded it; plain decoding is one of them
+    prompt_token_ids, token_ids                    exactly what the target read and wrote, the stop token included
+    accepted_per_round, tree_nodes, draft_calls    a number per round: drafted tokens that stand in the answer, verified
+                                                   nodes (root included), calls of the drafter
+    last_round_cut                                 the answer's end cut tokens off the last round
+    *_seconds                                      prefill, draft, verify, decode
+    text                                           the answer as the next turn's prompt holds it
+    question, token_texts                          main contender only: the last user message; what each token adds to
+                                                   the text, special tokens written out
+
+The first of `token_ids` comes from the prefill; round i then adds accepted_per_round[i] drafted tokens and one bonus
+token of the target, which only the last round may lack (last_round_cut).
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.eval.decode import Generation
+from draftsmith.models.chat import decode_answer
+
+WINDOW = 4  # tokens that one character may be spread over: UTF-8 has at most four bytes
+
+
+def record_of(
+    generation: Generation, contender: str, tokenizer: PreTrainedTokenizerBase, question: str | None = None
+) -> dict[str, Any]:
+    """A line of generations.jsonl. `question` is given for the main contender, whose tokens the report shows."""
+    record = {"contender": contender} | asdict(generation) | {"text": decode_answer(tokenizer, generation.token_ids)}
+    if question is not None:
+        record |= {"question": question, "token_texts": token_texts(tokenizer, generation.token_ids)}
+    return record
+
+
+def read_generations(path: Path, contender: str) -> Iterator[dict[str, Any]]:
+    """The lines of one contender, in order. Reads on line by line: files of large runs do not fit into memory."""
+    mark = json.dumps({"contender": contender})[1:-1]  # the others' lines are not parsed
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if mark in line and (record := json.loads(line))["contender"] == contender:
+                yield record
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """What each token adds to the text: joined they are the answer with its special tokens written out.
+
+    A token's text hangs on its neighbours (blanks of SentencePiece, bytes of a character), so each is the difference of
+    two decodings. A character whose bytes are spread over tokens stands at the last of them.
+    """
+
+    def decode(first: int, end: int) -> str:
+        return str(
+            tokenizer.decode(list(ids[first:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
+
+    texts: list[str] = []
+    before, first = 0, 0  # decoding begins at `before`; all up to `first` has been given away
+    known = ""  # the decoding of before:first
+    for end in range(1, len(ids) + 1):
+        text = decode(before, end)
+        if text.endswith("\ufffd") and end - first < WINDOW and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(known) :])
+        before, first = first, end
+        known = decode(before, first)
+    return texts

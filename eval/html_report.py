@@ -1,0 +1,205 @@
+"""report.html: one file without a network, from the numbers, the recorded answers and the training's metrics.
+
+The page is `report.html.jinja`; everything that goes into it is escaped there, but for the figures of `eval.plots`.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from draftsmith.eval import plots
+from draftsmith.eval.generation_log import read_generations
+
+DASH = "\u2013"
+TINTS = 4  # background colours of successive rounds
+SHOWN_TOKENS = 20_000  # of all answers together: bounds the size of the page
+LONGEST_ANSWER = 600
+# Characters that would change how the page reads without being seen: they are named instead.
+INVISIBLE = {*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFC)}
+
+
+def build_html(
+    acceptance: dict[str, Any], metrics: Sequence[dict[str, Any]], generations: Path | None, answers: int
+) -> str:
+    """The whole page.
+
+    Args:
+        acceptance: the content of acceptance.json, its texts `clean`.
+        metrics: the lines of metrics.jsonl; none where the drafter's training is not at hand.
+        generations: generations.jsonl.
+        answers: how many are shown, spread evenly over benchmarks and categories.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "interval": interval}
+    contenders = acceptance["contenders"]
+    main, plain = acceptance["contender"], acceptance["baseline"]
+    names = list(contenders)
+    chosen = [] if generations is None else choose_answers(generations, main, answers)
+    longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(chosen))))
+    page = environment.get_template("report.html.jinja").render(
+        acceptance=acceptance,
+        contenders=contenders,
+        main=main,
+        plain=plain,
+        numbers=contenders[main],
+        roles={name: plots.role_of(names, name, plain) for name in names},
+        verdict=verdict(contenders[main]),
+        different=[name for name, row in contenders.items() if row["matches_target"] is False],
+        parts=list(_parts(acceptance)),
+        acceptance_figures=[_figure(plot) for plot in plots.acceptance_plots(acceptance)],
+        training_figures=[_figure(plot) for plot in plots.training_plots(metrics)],
+        answers=[_answer(record, longest) for record in chosen],
+        light=plots.LIGHT,
+        dark=plots.DARK,
+        tints=TINTS,
+    )
+    return clean(page)
+
+
+def clean(value: Any) -> Any:
+    """`value` with its texts rid of what a UTF-8 page cannot hold: lone surrogates, and controls that HTML forbids."""
+    if isinstance(value, str):
+        return re.sub(r"[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f]", "\ufffd", value)
+    if isinstance(value, dict):
+        return {clean(key): clean(item) for key, item in value.items()}
+    return [clean(item) for item in value] if isinstance(value, list) else value
+
+
+def verdict(numbers: dict[str, Any]) -> str:
+    """What the speed-up and its interval allow to say."""
+    value, bounds = numbers["speedup"], numbers["speedup_interval"]
+    if value is None:
+        return "and no answer was long enough to time"
+    if bounds is None:
+        return f"and decoding ran {value:.2f} times as fast as plain decoding, on too few prompts to say more"
+    if bounds[0] <= 1 <= bounds[1]:
+        return f"but decoding is neither clearly faster nor clearly slower than without it ({value:.2f} times)"
+    if value > 1:
+        return f"and decoding is {value:.2f} times as fast as without it"
+    return f"yet decoding is slower than without it, {value:.2f} times as fast"
+
+
+# Numbers in words.
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return DASH if value is None else f"{value:,.{digits}f}"
+
+
+def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
+    return DASH if bounds is None else f"{bounds[0]:.{digits}f}{DASH}{bounds[1]:.{digits}f}"
+
+
+def _parts(acceptance: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(kind, name, numbers by contender) of every row of the table of parts; nothing where all would be one part."""
+    benchmarks, categories, turns = (acceptance[part] for part in ("benchmarks", "categories", "turns"))
+    if len(benchmarks) > 1 or categories or len(turns) > 1:
+        yield "total", "all", acceptance["contenders"]
+    for name, numbers in benchmarks.items():
+        if len(benchmarks) > 1:
+            yield "benchmark", name, numbers
+        for category, of_category in categories.items():
+            if category.startswith(f"{name}/"):
+                yield "category", category.removeprefix(f"{name}/"), of_category
+    if len(turns) > 1:
+        yield "turn", "first turns", turns["1"]
+        yield "turn", "later turns", turns["2"]
+
+
+# Figures and answers.
+
+
+def _figure(plot: plots.Plot) -> dict[str, Any]:
+    return {"title": plot.title, "svg": Markup(plots.to_svg(plot))}
+
+
+def choose_answers(path: Path, contender: str, count: int) -> list[dict[str, Any]]:
+    """At most `count` records of the contender: as many from every benchmark and category, evenly spread in each.
+
+    The file is read twice, so that it need not fit into memory.
+    """
+    groups: dict[tuple[str, str | None], list[int]] = {}
+    for index, record in enumerate(read_generations(path, contender)):
+        groups.setdefault((record["benchmark"], record["category"]), []).append(index)
+    shares = dict.fromkeys(groups, 0)
+    while sum(shares.values()) < min(count, sum(map(len, groups.values()))):
+        for group, members in groups.items():
+            if sum(shares.values()) < count and shares[group] < len(members):
+                shares[group] += 1
+    chosen = {
+        members[i * len(members) // shares[group]] for group, members in groups.items() for i in range(shares[group])
+    }
+    return [record for index, record in enumerate(read_generations(path, contender)) if index in chosen]
+
+
+def _answer(record: dict[str, Any], longest: int) -> dict[str, Any]:
+    """What the page shows of a record; its rounds up to `longest` tokens."""
+    texts = record["token_texts"]
+    rounds = []
+    at = 1
+    for i, (accepted, nodes) in enumerate(zip(record["accepted_per_round"], record["tree_nodes"], strict=True)):
+        if at >= longest:
+            break
+        rounds.append(
+            {
+                "round": i + 1,
+                "accepted": accepted,
+                "nodes": nodes - 1,
+                "tint": i % TINTS,
+                "drafted": [visible(text) for text in texts[at : at + accepted]],
+                "own": [visible(text) for text in texts[at + accepted : at + accepted + 1]],
+            }
+        )
+        at += accepted + 1
+    count = len(record["accepted_per_round"])
+    return {
+        "id": record["conversation_id"],
+        "turn": record["turn"],
+        "benchmark": record["benchmark"],
+        "category": record["category"],
+        "question": _shortened(record["question"], 1200),
+        "first": visible(texts[0]),
+        "rounds": rounds,
+        "tokens": len(texts),
+        "hidden": max(0, len(texts) - at),
+        "verifications": count,
+        "tau": (len(texts) - 1) / count if count else None,
+        "accepted_per_round": record["accepted_per_round"][: len(rounds)],
+    }
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
+
+
+def visible(text: str) -> str:
+    """A token's text with blanks, controls and directions shown where they would hide or change the page.
+
+    A token without any text (bytes of an unfinished character) is a middle dot.
+    """
+    if not text:
+        return "·"
+    return "".join(_visible(character) for character in text)
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if character == "\n":
+        return "↵\n"
+    if character == "\t":
+        return "⇥\t"
+    if code < 0x20:
+        return chr(0x2400 + code)  # Unicode's pictures of controls
+    if code in INVISIBLE or 0x7F <= code < 0xA0 or code & 0xFFFE == 0xFFFE or 0xD800 <= code < 0xE000:
+        return f"[U+{code:04X}]"
+    return character

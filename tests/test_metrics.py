@@ -1,0 +1,190 @@
+"""Numbers from hand-written traces; shares and intervals against slow twins; totals against their parts."""
+
+import random
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftsmith.eval.decode import Generation
+from draftsmith.eval.metrics import summarise, summarise_all, tau
+
+
+def trace(accepted: list[int], is_cut: bool, length: int) -> Generation:
+    out = Generation([1], list(range(length)), accepted, is_cut)
+    out.tree_nodes, out.draft_calls = [8] * len(accepted), [7] * len(accepted)
+    out.draft_seconds, out.verify_seconds, out.decode_seconds = 0.2, 0.5, 1.0
+    return out
+
+
+def numbers(*generations: Generation) -> dict[str, Any]:
+    return summarise(generations, generations, 100, 0)
+
+
+def random_trace(chance: random.Random) -> Generation:
+    accepted = [chance.randrange(5) for _ in range(chance.randint(0, 6))]
+    is_cut = bool(accepted) and chance.random() < 0.5
+    return trace(accepted, is_cut, 1 + sum(accepted) + len(accepted) - is_cut)
+
+
+def test_tau_on_hand_written_traces() -> None:
+    # 1 token from the prefill; rounds of 2+1, 0+1, 3+1 tokens: 9 tokens in all, 8 in 3 rounds.
+    whole = trace([2, 0, 3], False, 9)
+    assert tau([whole]) == pytest.approx(8 / 3)
+    assert numbers(whole)["tau"] == pytest.approx(8 / 3, abs=1e-4)
+    # The last round ends at a stop token that was its second drafted token: 2 tokens, no bonus.
+    stopped = trace([2, 2], True, 6)
+    assert numbers(stopped)["tau"] == pytest.approx(5 / 2)
+    assert numbers(whole, stopped)["tau"] == pytest.approx(13 / 5)  # over rounds, not a mean of means
+    assert numbers(trace([0, 0, 0], False, 4))["tau"] == 1.0  # plain decoding
+    nothing = numbers(trace([], False, 1))  # the prefill's token was the stop token
+    assert nothing["tau"] is None and nothing["acceptance_by_position"] == [] and nothing["accepted_histogram"] == []
+    # whole: position 1 tried 3 times, accepted 2; position 2 tried 2, accepted 2; position 3 tried 2, accepted 1.
+    assert numbers(whole)["acceptance_by_position"] == pytest.approx([2 / 3, 1.0, 0.5], abs=1e-4)
+    # A cut round says nothing about the position where it was cut: 4 of 4 and 4 of 4, then position 3 fails once.
+    assert numbers(stopped)["acceptance_by_position"] == [1.0, 1.0]
+    assert numbers(whole, stopped)["acceptance_by_position"] == pytest.approx([4 / 5, 1.0, 1 / 3], abs=1e-4)
+    assert numbers(whole, stopped)["accepted_histogram"] == [1, 0, 3, 1]
+
+
+def test_acceptance_by_position_against_a_slow_twin() -> None:
+    """Round by round, position by position."""
+    chance = random.Random(1)
+    for _ in range(50):
+        generations = [random_trace(chance) for _ in range(chance.randint(1, 8))]
+        reached, accepted = [0] * 9, [0] * 9
+        for g in generations:
+            for i, count in enumerate(g.accepted_per_round):
+                cut_here = g.last_round_cut and i == g.rounds - 1
+                for position in range(count + (not cut_here)):
+                    reached[position] += 1
+                    accepted[position] += position < count
+        shares = [a / r for a, r in zip(accepted, reached, strict=True) if r]
+        while shares and shares[-1] == 0:
+            shares.pop()
+        row = numbers(*generations)
+        assert row["acceptance_by_position"] == pytest.approx(shares, abs=1e-4)
+        assert len(row["acceptance_by_position_interval"]) == len(shares)
+        assert sum(row["accepted_histogram"]) == row["rounds"]
+        assert sum(i * n for i, n in enumerate(row["accepted_histogram"])) == sum(
+            sum(g.accepted_per_round) for g in generations
+        )
+
+
+def test_summary_of_traces() -> None:
+    plain = trace([0] * 8, False, 9)
+    plain.decode_seconds = 2.0
+    summary = summarise([trace([2, 0, 3], False, 9)] * 4, [plain] * 4, bootstrap_samples=200, seed=0)
+    assert summary["rounds"] == 12 and summary["new_tokens"] == 36
+    assert summary["tau"] == pytest.approx(8 / 3, abs=1e-3)
+    assert summary["tau_interval"] == pytest.approx([8 / 3, 8 / 3], abs=1e-3)  # equal prompts: no spread
+    assert summary["accepted_per_round"] == pytest.approx(5 / 3, abs=1e-3)
+    assert summary["tokens_per_second"] == 8.0 and summary["baseline_tokens_per_second"] == 4.0
+    assert summary["speedup"] == 2.0
+    assert summary["time_share"] == {"draft": 0.2, "verify": 0.5, "other": 0.3}
+    # tau * T_t / (T_draft + T_v) = 8/3 * (2/8) / (0.7/3)
+    assert summary["predicted_speedup"] == pytest.approx(8 / 3 * 0.25 / (0.7 / 3), abs=1e-3)
+    assert summary["matches_target"] is True
+    other = trace([0] * 8, False, 9)
+    other.token_ids = [9] * 9
+    assert summarise([trace([2, 0, 3], False, 9)], [other], 100, 0)["matches_target"] is False
+    # Drawn answers need not be equal: nothing is said about it.
+    assert summarise([trace([2, 0, 3], False, 9)], [other], 100, 0, sampled=True)["matches_target"] is None
+
+
+def test_two_speed_ups() -> None:
+    """The ratio of sums weighs long answers more, the mean of ratios weighs prompts alike; both are named."""
+    short, long = trace([1], False, 3), trace([1] * 50, False, 101)
+    slow, slower = trace([0] * 2, False, 3), trace([0] * 100, False, 101)
+    slow.decode_seconds, slower.decode_seconds = 4.0, 2.0  # 4 times and twice as fast
+    row = summarise([short, long], [slow, slower], 500, 0)
+    assert row["speedup"] == pytest.approx((102 / 2) / (102 / 6))
+    assert row["mean_prompt_speedup"] == pytest.approx(3.0)
+    assert row["mean_prompt_speedup_interval"] == [2.0, 4.0]
+
+
+def test_intervals_resample_conversations_not_turns() -> None:
+    """A conversation asked four times over tells no more than once."""
+    plain = trace([0] * 8, False, 9)
+
+    def turns(accepted: list[int], name: str) -> Generation:
+        generation = trace(accepted, False, len(accepted) + sum(accepted) + 1)
+        generation.conversation_id = name
+        return generation
+
+    once = [turns([i, i % 3], f"c{i}") for i in range(8)]
+    four = [generation for generation in once for _ in range(4)]
+    single, repeated = (summarise(g, [plain] * len(g), 500, 0) for g in (once, four))
+    assert (single["prompts"], single["answers"], repeated["prompts"], repeated["answers"]) == (8, 8, 8, 32)
+    assert repeated["tau_interval"] == single["tau_interval"]
+    assert numbers(once[0])["tau_interval"] is None  # one prompt says nothing about spread
+
+
+def test_intervals_against_a_slow_twin() -> None:
+    """Resampling one prompt after another, by another generator: the same percentiles up to chance."""
+    chance = random.Random(2)
+    generations = [random_trace(chance) for _ in range(40)]
+    row = summarise(generations, generations, 4000, 0)
+    taus, accepted = [], []
+    for _ in range(4000):
+        drawn = chance.choices(generations, k=len(generations))
+        rounds = sum(g.rounds for g in drawn)
+        taus.append(sum(len(g.token_ids) - 1 for g in drawn) / rounds)
+        accepted.append(sum(sum(g.accepted_per_round) for g in drawn) / rounds)
+    assert row["tau_interval"] == pytest.approx(np.percentile(taus, (2.5, 97.5)), abs=0.03)
+    assert row["accepted_per_round_interval"] == pytest.approx(np.percentile(accepted, (2.5, 97.5)), abs=0.03)
+
+
+def conversation(benchmark: str, name: str, category: str | None, turns: int, accepted: int) -> list[Generation]:
+    out = []
+    for turn in range(1, turns + 1):
+        generation = trace([accepted] * turn, False, 1 + turn * (accepted + 1))
+        generation.benchmark, generation.conversation_id = benchmark, name
+        generation.category, generation.turn = category, turn
+        out.append(generation)
+    return out
+
+
+def test_parts_are_summed_from_their_own_turns() -> None:
+    # Two benchmarks number their questions alike: "0" of the one is not "0" of the other.
+    drafted = [
+        *conversation("chat", "0", "writing", 2, 1),
+        *conversation("chat", "1", "maths", 2, 2),
+        *conversation("code", "0", None, 1, 5),
+    ]
+    plain = [trace([0] * (len(g.token_ids) - 1), False, len(g.token_ids)) for g in drafted]
+    for g, p in zip(drafted, plain, strict=True):
+        p.benchmark, p.conversation_id, p.category, p.turn = g.benchmark, g.conversation_id, g.category, g.turn
+    out = summarise_all({"plain": plain, "drafter": drafted}, "plain", 100, 0)
+    assert set(out["benchmarks"]) == {"chat", "code"}
+    assert set(out["categories"]) == {"chat/writing", "chat/maths"}
+    assert set(out["turns"]) == {"1", "2"}
+    rows = {name: part["drafter"] for name, part in (out["benchmarks"] | out["categories"] | out["turns"]).items()}
+    assert {name: row["accepted_per_round"] for name, row in rows.items()} == {
+        **{"chat": 1.5, "code": 5, "chat/writing": 1, "chat/maths": 2, "1": pytest.approx(8 / 3, abs=1e-4), "2": 1.5}
+    }
+    assert {name: (row["prompts"], row["answers"]) for name, row in rows.items()} == {
+        **{"chat": (2, 4), "code": (1, 1), "chat/writing": (1, 2), "chat/maths": (1, 2), "1": (3, 3), "2": (2, 2)}
+    }
+    total = out["contenders"]["drafter"]
+    assert (total["prompts"], total["answers"]) == (3, 5)
+    for part in ("benchmarks", "turns"):  # the parts make the whole
+        assert sum(row["drafter"]["rounds"] for row in out[part].values()) == total["rounds"]
+    assert out["contenders"]["plain"]["speedup"] == 1.0
+    single = summarise_all({"plain": plain[-1:], "drafter": drafted[-1:]}, "plain", 100, 0)
+    assert set(single["turns"]) == {"1"} and single["categories"] == {}
+    assert single["benchmarks"]["code"] == single["contenders"]
+
+
+def test_ten_thousand_prompts_take_seconds() -> None:
+    chance = random.Random(3)
+    pool = [random_trace(chance) for _ in range(200)]
+    drafted = [Generation(**vars(chance.choice(pool))) for _ in range(10_000)]
+    for i, generation in enumerate(drafted):
+        generation.benchmark, generation.conversation_id = "many", str(i)
+        generation.category = f"category {i % 8}"
+    began = time.perf_counter()
+    out = summarise_all({"plain": drafted, "a": drafted, "b": drafted, "c": drafted}, "plain", 2000, 0)
+    assert out["contenders"]["a"]["prompts"] == 10_000
+    assert time.perf_counter() - began < 60  # a few seconds on an idle core
