@@ -18,6 +18,8 @@ Where the pairs come from:
     generation tags       what the template's `{% generation %}` encloses
     any other template    the conversation rendered up to the answer, with the header of the next turn, must be a
                           prefix, token by token, of the conversation rendered with the answer
+    prompts that end      (R1) with `<think>`, where the template writes no thoughts back: what the answer holds behind
+                          its own `<think>`, or its reasoning_content and content; without a thought it is rejected
 The stop token belongs to its turn. What a template writes behind it (a line break) does not.
 """
 
@@ -213,12 +215,14 @@ def turns_of_messages(
         ValueError: "kind: detail" where the template does not tell which tokens the assistant writes.
     """
     turn_of = _turn_by_tags if has_generation_tags(tokenizer) else _turn_by_prefix
+    may_open_thought = "<think>" in tokenizer.get_chat_template()
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise ValueError("no assistant turn: nothing to train on")
     turns = []
     for number, i in enumerate(answers, start=1):
-        ids, start, end = turn_of(tokenizer, messages[: i + 1], tools, number)
+        thought = _turn_with_thought(tokenizer, messages[: i + 1], tools, number) if may_open_thought else None
+        ids, start, end = thought or turn_of(tokenizer, messages[: i + 1], tools, number)
         end = _end_of_turn(tokenizer, ids, start, end)
         if start == end:
             raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
@@ -262,6 +266,34 @@ def _turn_by_prefix(
     return ids, len(prompt), len(ids)
 
 
+def _turn_with_thought(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
+) -> tuple[list[int], int, int] | None:
+    """(all tokens, start, end) of the last message where its prompt opens a thought and the template writes none back.
+
+    The target is asked with `<think>` at the end of the prompt and writes on from there. None for other templates.
+    """
+    prompt = render_prompt(tokenizer, messages[:-1], tools)
+    if not str(tokenizer.decode(prompt[-8:])).rstrip().endswith("<think>"):
+        return None
+    ids = render(tokenizer, messages, tools)
+    if ids[: len(prompt)] == prompt:
+        return None
+    content, reasoning = messages[-1].get("content") or "", messages[-1].get("reasoning_content")
+    if reasoning:
+        content = f"{reasoning.strip()}\n</think>\n\n{content}"
+    elif "</think>" not in content:
+        raise ValueError(
+            f"no thought: the prompt of assistant turn {number} opens one with <think>, its answer has none"
+        )
+    written = tokenizer(content.removeprefix("<think>").lstrip(), add_special_tokens=False)["input_ids"]
+    # The turn's end as the template writes it behind an answer.
+    special = _special_tokens(tokenizer)
+    last = next((token for token in reversed(ids) if str(tokenizer.decode([token])).strip()), None)
+    ending = [last] if last in special else []
+    return [*prompt, *written, *ending], len(prompt), len(prompt) + len(written) + len(ending)
+
+
 def _common(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -269,12 +301,15 @@ def _common(a: list[int], b: list[int]) -> int:
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> int:
     """Moves `end` behind the turn's end token: over one that follows, back over blanks that stand behind it."""
-    special: set[Any] = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special.add(tokenizer.eos_token_id)
+    special = _special_tokens(tokenizer)
     last = next((i for i in reversed(range(start, end)) if ids[i] in special), None)
     if last is not None and (last + 1 == end or not str(tokenizer.decode(ids[last + 1 : end])).strip()):
         return last + 1
     return end + 1 if start < end < len(ids) and ids[end] in special else end
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[Any]:
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {tokenizer.eos_token_id}
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from draftsmith.data_gen.contamination import training_check
 from draftsmith.data_gen.conversations import TrainingRow, training_rows
 from draftsmith.models.chat import (
     load_config,
@@ -47,8 +48,12 @@ def main() -> None:
     tokenizer = load_tokenizer(section)
     stops = stop_ids(tokenizer, load_generation_config(section))
     rejects = Rejects(recipe.training_rejects_path)
-    rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects)
+    check = training_check(recipe)
+    leave_out = check.leave_out if check else None
+    rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
     counts = count_supervised(tqdm(rows, desc="counting", unit="row", disable=None), vocab_size)
+    if check:
+        check.report()
     vocab = rank(counts, size, stops)
     total, covered = int(counts.sum()), int(counts[vocab.target_ids].sum())
     print(f"{total:,} supervised tokens, {int((counts > 0).sum()):,} distinct ones seen; {rejects.summary()}")

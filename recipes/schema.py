@@ -43,7 +43,7 @@ class GeneratorSection(Section):
     batch_size: int = Field(default=32, ge=1)
     """Conversations decoded side by side in this process."""
     base_urls: list[str] = []
-    """Servers of kind openai, each up to `/v1`: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
+    """Servers of kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
     """The name under which the servers serve the target. None: what `/v1/models` lists, where that is one."""
     concurrency: int = Field(default=64, ge=1)
@@ -54,6 +54,8 @@ class GeneratorSection(Section):
     """Longest silence of a server before a request is tried again (with `stream`, between two tokens)."""
     max_retries: int = Field(default=8, ge=0)
     """Further tries of one request, with growing pauses, before its conversation is given up for this run."""
+    give_up_seconds: float = Field(default=900.0, gt=0)
+    """How long all servers may fail before the run stops. What is written stays, and another run goes on."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key. The key itself is never written anywhere."""
     max_new_tokens: int = Field(default=512, ge=1)
@@ -70,7 +72,7 @@ class GeneratorSection(Section):
 class DataSection(Section):
     prompts: str | list[str] | None = None
     """Conversations whose assistant turns the target rewrites: a .jsonl, .json or .parquet file, `stdlib:train`, or a
-    dataset as `hf:org/name[:split]`."""
+    dataset as `hf:org/name[:split]` or `hf:org/name:config:split`."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Read no more than this many conversations."""
     conversations: str | None = None
@@ -241,6 +243,11 @@ class Recipe(Section):
     def training_rejects_path(self) -> Path:
         """Conversations that give no training row, with the reason: rank_vocab and training leave out the same."""
         return Path(self.output_dir) / "conversations.training_rejects.jsonl"
+
+    @property
+    def contamination_path(self) -> Path:
+        """Training conversations that ask what eval.prompts ask, one JSON line each."""
+        return Path(self.output_dir) / "contamination.jsonl"
 
     @property
     def draft_vocab_path(self) -> Path:

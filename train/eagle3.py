@@ -19,8 +19,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
 
+from draftsmith.data_gen.contamination import left_out_of_training
 from draftsmith.data_gen.conversations import TrainingRow, training_rows
-from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import file_digest, provenance, save_drafter, target_identity
 from draftsmith.models.costs import device_here, target_size
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
@@ -117,7 +118,7 @@ def read_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> tuple[list[Tr
     path = recipe.conversations_path
     if not path.exists():
         raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
-    rows = list(training_rows(path, tokenizer, recipe.data.max_length, rejects))
+    rows = list(training_rows(path, tokenizer, recipe.data.max_length, rejects, left_out_of_training(recipe)))
     usable = [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
     wanted = min(recipe.train.validation_conversations, len({row.id for row in usable}) // 5)
     ids = sorted({row.id for row in usable}, key=lambda i: hashlib.sha256(f"validation/{i}".encode()).digest())
@@ -146,7 +147,10 @@ def read_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> Draf
     if vocab.target_vocab_size != target_vocab_size:
         problems.append(f"it is for a target of {vocab.target_vocab_size} tokens, this one has {target_vocab_size}")
     if made_with != fingerprint:
-        problems.append(f"its tokenizer has fingerprint {made_with[:16]}, the target's has {fingerprint[:16]}")
+        problems.append(
+            f"its tokenizer has fingerprint {made_with[:16]}, the target's has {fingerprint[:16]} "
+            f"(a fingerprint covers {FINGERPRINT_COVERS})"
+        )
     if vocab.size != wanted:
         problems.append(f"it holds {vocab.size} draft tokens, drafter.vocab_size asks for {wanted}")
     if problems:
@@ -192,6 +196,7 @@ def run_identity(recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any],
         "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
         "conversations_sha256": file_digest(recipe.conversations_path),
         "data.max_length": recipe.data.max_length,
+        "left out for asking what is asked in": recipe.eval.prompts if recipe.data.contamination == "remove" else None,
         "processes": processes,
     } | settings
 

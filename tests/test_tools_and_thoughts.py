@@ -1,0 +1,308 @@
+"""Tool calls and thoughts, from the columns of real data sets to the tokens that are supervised."""
+
+import json
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.data_gen.conversations import TrainingRow, training_rows
+from draftsmith.data_gen.regenerate import _Asked
+from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.recipes.prompts import read_conversations
+from draftsmith.recipes.rejects import Rejects
+from tests.conftest import make_tokenizer
+
+# Writes tools, thoughts and calls as current templates do: `tojson`, thoughts of every answer.
+EVERYTHING = (
+    "{%- if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif -%}"
+    "{%- for m in messages -%}<|{{ 'user' if m.role == 'tool' else m.role }}|>"
+    "{%- if m.role == 'tool' %}[result]{% endif -%}"
+    "{%- if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif -%}"
+    "{{ m.content if m.content is string }}"
+    "{%- for call in m.tool_calls or [] %}[call {{ call.function.name }} {{ call.function.arguments | tojson }}]"
+    "{%- endfor -%}"
+    "<|end|>{%- endfor -%}{%- if add_generation_prompt %}<|assistant|>{% endif -%}"
+)
+# As Qwen3 does it: the thoughts of earlier answers are dropped, the last answer's stand, empty ones too.
+QWEN = (
+    "{%- for m in messages -%}<|{{ m.role }}|>"
+    "{%- if m.role == 'assistant' -%}"
+    "{%- set content = m.content.split('</think>')[-1].lstrip('\\n') -%}"
+    "{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') -%}"
+    "{%- set thought = thought if '</think>' in m.content else '' -%}"
+    "{%- set thought = m.reasoning_content if m.reasoning_content is string else thought -%}"
+    "{%- if loop.last %}{{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}{{ content }}"
+    "{%- else %}{{ m.content }}{% endif -%}<|end|>{%- endfor -%}"
+    "{%- if add_generation_prompt %}<|assistant|>{% endif -%}"
+)
+# As R1 does it: every thought is dropped, and the prompt opens the next one.
+R1 = (
+    "{%- for m in messages -%}<|{{ m.role }}|>"
+    "{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|end|>{%- endfor -%}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif -%}"
+)
+SCHEMA = {
+    "name": "search",
+    "description": "the rain",
+    "parameters": {"type": "object", "properties": {"q": {"type": "string"}}},
+}
+TOOLS = [{"type": "function", "function": SCHEMA}]
+CALL = {"type": "function", "function": {"name": "search", "arguments": {"q": "rain"}}}
+ANSWERED = (
+    '<|user|>where is the cat?<|end|><|assistant|>I look.[call search {"q": "rain"}]<|end|>'
+    "<|user|>[result]on the mat<|end|>"
+)
+
+
+def tokenizer_with(template: str) -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def write(path: Path, *records: Any) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def read_rows(path: str, tokenizer: Any) -> tuple[list[TrainingRow], Rejects]:
+    rejects = Rejects()
+    return list(training_rows(path, tokenizer, 1000, rejects)), rejects
+
+
+def supervised(tokenizer: Any, row: TrainingRow) -> list[str]:
+    return [str(tokenizer.decode(row.input_ids[start:end])) for start, end in row.spans]
+
+
+def regenerate_with(tokenizer: Any, source: str, path: Path, *answers: str) -> list[str]:
+    """Asks `source`'s only conversation, answers with texts, writes the record; the prompts as they were asked."""
+    asked = _Asked(list(read_conversations(source, Rejects())), tokenizer, 1000, Rejects())
+    texts, replies = [], deque(answers)
+    for prompt in asked.prompts():
+        assert prompt is not None
+        key, ids = prompt
+        texts.append(str(tokenizer.decode(ids)))
+        output = [*tokenizer(replies.popleft(), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        record = asked.take((key, output, "stop"))
+        if record is not None:
+            generator = {"tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
+            path.write_text(json.dumps(record | {"generator": generator}) + "\n")
+    assert not replies
+    return texts
+
+
+# One conversation as data sets write it. Each must be asked and supervised in the same way.
+
+ASK = {"role": "user", "content": "where is the cat?"}
+LAST = {"role": "assistant", "content": "on the mat."}
+OPENAI = {
+    "messages": [
+        ASK,
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "rain"}'}}
+            ],
+            "function_call": None,
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "on the mat"},
+        LAST,
+    ],
+    "tools": json.dumps(TOOLS),
+}
+OLDER_OPENAI = {
+    "messages": [
+        ASK,
+        {"role": "assistant", "content": "I look.", "function_call": {"name": "search", "arguments": '{"q": "rain"}'}},
+        {"role": "function", "name": "search", "content": "on the mat"},
+        LAST,
+    ],
+    "tools": [SCHEMA],
+}
+SHAREGPT = {
+    "conversations": [
+        {"from": "human", "value": "where is the cat?"},
+        {"from": "gpt", "value": "I look."},
+        {"from": "function_call", "value": '{"name": "search", "arguments": {"q": "rain"}}'},
+        {"from": "observation", "value": "on the mat"},
+        {"from": "gpt", "value": "on the mat."},
+    ],
+    "tools": json.dumps([SCHEMA]),
+}
+AS_TEXT = {"messages": json.dumps(OPENAI["messages"]), "tools": [json.dumps(TOOLS[0])]}
+FORMS = {"openai": OPENAI, "older openai": OLDER_OPENAI, "sharegpt": SHAREGPT, "as text": AS_TEXT}
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_tool_calls_are_supervised_as_the_template_writes_them(tmp_path: Path, form: str, parquet: bool) -> None:
+    tokenizer = tokenizer_with(EVERYTHING)
+    if parquet:
+        import pyarrow
+        import pyarrow.parquet
+
+        # Another record with other keys: Arrow gives both records the keys of both.
+        others = {"messages": [ASK, {**LAST, "name": "x"}], "conversations": [{"from": "human", "value": "x", "id": 1}]}
+        other = {key: others[key] for key in FORMS[form] if isinstance(FORMS[form][key], list) and key in others}
+        path = str(tmp_path / "c.parquet")
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([FORMS[form], other]), path)
+    else:
+        path = write(tmp_path / "c.jsonl", FORMS[form])
+    row = read_rows(path, tokenizer)[0][0]
+    head = f"<|system|>{json.dumps(TOOLS)}<|end|>"
+    rendered = str(tokenizer.decode(row.input_ids))
+    assert rendered == head + ANSWERED + "<|assistant|>on the mat.<|end|>"
+    assert supervised(tokenizer, row) == ['I look.[call search {"q": "rain"}]<|end|>', "on the mat.<|end|>"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_regeneration_keeps_calls_and_results_and_asks_behind_them(tmp_path: Path, form: str) -> None:
+    tokenizer = tokenizer_with(EVERYTHING)
+    source = write(tmp_path / "p.jsonl", FORMS[form])
+    (prompt,) = regenerate_with(tokenizer, source, tmp_path / "r.jsonl", "there.")
+    assert prompt == f"<|system|>{json.dumps(TOOLS)}<|end|>" + ANSWERED + "<|assistant|>"
+    ((row,), rejects) = read_rows(str(tmp_path / "r.jsonl"), tokenizer)
+    assert supervised(tokenizer, row) == ["there.<|end|>"] and not rejects.total
+    record = json.loads((tmp_path / "r.jsonl").read_text())
+    assert record["messages"][1]["tool_calls"][0]["function"] == CALL["function"]
+    assert record["meta"]["tools"] == TOOLS
+    # What regenerate wrote is read again as prompts.
+    (again,) = read_conversations(str(tmp_path / "r.jsonl"), Rejects())
+    assert again.messages[:3] == record["messages"][:3] and again.meta == record["meta"]
+
+
+def test_two_calls_at_once_and_a_call_without_words(tmp_path: Path) -> None:
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "q"},
+        {
+            "from": "function_call",
+            "value": '[{"name": "f", "arguments": {}}, {"name": "g", "parameters": {"x": null}}]',
+        },
+        {"from": "observation", "value": "1"},
+        {"from": "function_call", "value": '{"name": "h", "arguments": "no object"}'},
+        {"from": "observation", "value": "2"},
+    ]
+    (conversation,) = read_conversations(write(tmp_path / "p.jsonl", {"conversations": turns}), Rejects())
+    first, second = conversation.messages[2], conversation.messages[4]
+    assert [call["function"] for call in first["tool_calls"]] == [
+        {"name": "f", "arguments": {}},
+        {"name": "g", "arguments": {"x": None}},
+    ]
+    assert first["content"] is None
+    assert second["tool_calls"][0]["function"] == {"name": "h", "arguments": "no object"}
+    assert [message["role"] for message in conversation.messages] == [
+        "system", "user", "assistant", "tool", "assistant", "tool",
+    ]  # fmt: skip
+
+
+def test_parquet_fills_no_keys_into_tools_and_arguments(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    def record(name: str, key: str) -> dict[str, Any]:
+        schema = {"name": name, "parameters": {"type": "object", "properties": {key: {"type": "string"}}}}
+        call = {"type": "function", "function": {"name": name, "arguments": {key: "x"}}}
+        messages = [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "y"}]
+        return {"messages": messages, "tools": [{"type": "function", "function": schema}]}
+
+    records = [record("f", "a"), record("g", "b")]
+    path = str(tmp_path / "p.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    found = list(read_conversations(path, Rejects()))
+    assert [conversation.messages for conversation in found] == [record["messages"] for record in records]
+    assert [conversation.meta["tools"] for conversation in found] == [record["tools"] for record in records]
+
+
+def test_dates_and_bytes_of_tables_become_text(tmp_path: Path) -> None:
+    import datetime
+
+    import pyarrow
+    import pyarrow.parquet
+
+    record = {
+        "messages": [{**ASK, "at": datetime.datetime(2024, 5, 6, 7, 8)}],
+        "meta": {"raw": b"x", "day": datetime.date(2024, 1, 2)},
+    }
+    path = str(tmp_path / "p.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), path)
+    (conversation,) = read_conversations(path, Rejects())
+    assert conversation.messages[0]["at"] == "2024-05-06 07:08:00" and conversation.meta["day"] == "2024-01-02"
+    json.dumps([conversation.messages, conversation.meta])
+
+
+# Thoughts.
+
+
+def test_reasoning_content_is_supervised_as_the_template_writes_it(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(EVERYTHING)
+    messages = [
+        ASK,
+        {**LAST, "reasoning_content": "the dog ran"},
+        ASK,
+        {"role": "assistant", "reasoning_content": "hm"},
+    ]
+    ((row,), _) = read_rows(write(tmp_path / "c.jsonl", {"messages": messages}), tokenizer)
+    assert supervised(tokenizer, row) == ["<think>the dog ran</think>on the mat.<|end|>", "<think>hm</think><|end|>"]
+
+
+THOUGHTFUL = [
+    ASK,
+    {"role": "assistant", "content": "<think>\nthe dog ran\n</think>\n\non the mat."},
+    {"role": "user", "content": "and the dog?"},
+    {"role": "assistant", "content": "<think>\nafter the cat\n</think>\n\nin the rain."},
+]
+APART = [
+    ASK,
+    {"role": "assistant", "reasoning_content": "the dog ran", "content": "on the mat."},
+    THOUGHTFUL[2],
+    {"role": "assistant", "reasoning_content": "after the cat", "content": "in the rain."},
+]
+
+
+@pytest.mark.parametrize("messages", [THOUGHTFUL, APART])
+@pytest.mark.parametrize(("template", "opening"), [(QWEN, ""), (R1, "<think>\n")], ids=["qwen3", "r1"])
+def test_a_template_that_strips_earlier_thoughts_gives_one_row_per_turn(
+    tmp_path: Path, template: str, opening: str, messages: list[dict[str, Any]]
+) -> None:
+    tokenizer = tokenizer_with(template)
+    found, rejects = read_rows(write(tmp_path / "c.jsonl", {"id": "c", "messages": messages}), tokenizer)
+    assert not rejects.total
+    thought = "<think>\n".removeprefix(opening)
+    assert [supervised(tokenizer, row) for row in found] == [
+        [f"{thought}the dog ran\n</think>\n\non the mat.<|end|>"],
+        [f"{thought}after the cat\n</think>\n\nin the rain.<|end|>"],
+    ]
+    assert [row.id for row in found] == ["c", "c"]
+    _, second = found
+    for row in found:  # what comes before the answer is what the target is asked
+        assert str(tokenizer.decode(row.input_ids[: row.spans[0][0]])).endswith(f"<|assistant|>{opening}")
+    assert "the dog ran" not in tokenizer.decode(second.input_ids) and "on the mat." in tokenizer.decode(
+        second.input_ids
+    )
+
+
+@pytest.mark.parametrize(("template", "opening"), [(QWEN, ""), (R1, "<think>\n")], ids=["qwen3", "r1"])
+def test_regenerated_thoughts_give_the_rows_that_were_asked(tmp_path: Path, template: str, opening: str) -> None:
+    tokenizer = tokenizer_with(template)
+    source = write(tmp_path / "p.jsonl", {"id": "c", "turns": ["where is the cat?", "and the dog?"]})
+    answers = [str(message["content"]).removeprefix(opening) for message in THOUGHTFUL[1::2]]
+    prompts = regenerate_with(tokenizer, source, tmp_path / "r.jsonl", *answers)
+    regenerated, rejects = read_rows(str(tmp_path / "r.jsonl"), tokenizer)
+    assert not rejects.total
+    assert [supervised(tokenizer, row) for row in regenerated] == [[f"{answer}<|end|>"] for answer in answers]
+    assert [str(tokenizer.decode(row.input_ids[: row.spans[0][0]])) for row in regenerated] == prompts
+    assert "the dog ran" not in prompts[1]
+    # The same conversation as a plain file gives the same rows.
+    plain, _ = read_rows(write(tmp_path / "c.jsonl", {"id": "c", "messages": THOUGHTFUL}), tokenizer)
+    assert [row.input_ids for row in plain] == [row.input_ids for row in regenerated]
+
+
+def test_an_answer_without_the_thought_that_its_prompt_opens_is_rejected(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(R1)
+    bare, good = {"messages": [ASK, LAST]}, {"messages": THOUGHTFUL}
+    found, rejects = read_rows(write(tmp_path / "c.jsonl", bare, good), tokenizer)
+    assert len(found) == 2 and rejects.counts == {"no thought": 1}
