@@ -171,6 +171,7 @@ def test_standard_library_splits(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     train = {c.meta["module"] for c in read("stdlib:train")}
     heldout = {c.meta["module"] for c in read("stdlib:heldout")}
+    assert {c.meta["benchmark"] for c in read("stdlib:heldout")} == {"stdlib:heldout"}
     assert train | heldout == set(names)
     assert not train & heldout
     assert len(train) > len(heldout) > 0

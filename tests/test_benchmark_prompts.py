@@ -1,0 +1,211 @@
+"""Benchmarks by name: what the hub is asked for, how published rows become conversations, and what a user is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from draftsmith.recipes.benchmark_prompts import BENCHMARKS, HUMANEVAL_REQUEST
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompt_records import Conversation
+from draftsmith.recipes.prompts import check_source, read_conversations
+from draftsmith.recipes.rejects import Rejects
+
+SAMPLES = Path(__file__).parent.parent.parent / "shared" / "data"
+
+# Rows as they are published, shortened.
+MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write a post.", "Rewrite it."], "reference": None}
+HUMANEVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": '\n\ndef half(x):\n    """ Half of x. """\n',
+    "canonical_solution": "    return x / 2\n",
+    "test": "def check(candidate):\n    assert candidate(2) == 1\n",
+    "entry_point": "half",
+}
+GSM8K = {"question": "Ann has 2 cats. How many?", "answer": "She has <<2=2>>2.\n#### 2"}
+QA = {"question_id": 321, "category": "qa", "turns": ["who sang it?"], "reference": ["She"]}
+# EAGLE's form of HumanEval: the request is in it.
+HUMANEVAL_TURNS = {"question_id": 7, "category": "code", "turns": ["Complete the code I provided.\n\ndef f(): ..."]}
+
+
+def read(source: str | list[str], rejects: Rejects | None = None) -> list[Conversation]:
+    return list(read_conversations(source, rejects or Rejects()))
+
+
+def copy_of(path: Path, *rows: dict[str, Any]) -> str:
+    if path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def users(*texts: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+# The user's copy.
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        (
+            "mt_bench",
+            MT_BENCH,
+            Conversation("mt_bench/81", users("Write a post.", "Rewrite it."), meta={"category": "writing"}),
+        ),
+        (
+            "humaneval",
+            HUMANEVAL,
+            Conversation(
+                "humaneval/0",
+                users(HUMANEVAL_REQUEST + '```python\ndef half(x):\n    """ Half of x. """\n```'),
+            ),
+        ),
+        (
+            "humaneval",
+            HUMANEVAL_TURNS,
+            Conversation("humaneval/7", users(HUMANEVAL_TURNS["turns"][0]), meta={"category": "code"}),
+        ),
+        (
+            "gsm8k",
+            GSM8K,
+            Conversation("gsm8k/1", [*users(GSM8K["question"]), {"role": "assistant", "content": GSM8K["answer"]}]),
+        ),
+        (
+            "spec_bench",
+            MT_BENCH,
+            Conversation(
+                "spec_bench/81",
+                users("Write a post.", "Rewrite it."),
+                meta={"category": "mt_bench", "subcategory": "writing"},
+            ),
+        ),
+        ("spec_bench", QA, Conversation("spec_bench/321", users("who sang it?"), meta={"category": "qa"})),
+    ],
+)
+def test_published_forms(tmp_path: Path, name: str, row: dict[str, Any], expected: Conversation, suffix: str) -> None:
+    path = copy_of(tmp_path / f"copy{suffix}", row)
+    (conversation,) = read(f"{name}:{path}")
+    expected.meta["benchmark"] = name
+    assert conversation == expected
+    assert (conversation.source, conversation.line) == (f"{name}:{path}", 1)
+    del expected.meta["benchmark"]
+
+
+def test_a_benchmark_read_as_a_plain_file_keeps_its_ids_and_is_called_by_its_stem(tmp_path: Path) -> None:
+    path = copy_of(tmp_path / "questions.jsonl", MT_BENCH, HUMANEVAL)
+    first, second = read(path)
+    assert (first.id, first.meta) == ("81", {"benchmark": "questions", "category": "writing"})
+    assert second.messages == users(HUMANEVAL["prompt"])  # nobody said that it is HumanEval
+
+
+def test_benchmarks_side_by_side(tmp_path: Path) -> None:
+    path = copy_of(tmp_path / "q.jsonl", MT_BENCH)
+    other = copy_of(tmp_path / "own.jsonl", {"id": "x", "prompt": "p", "meta": {"benchmark": "mine"}})
+    found = read([f"mt_bench:{path}", f"spec_bench:{path}", path, other])
+    assert [c.id for c in found] == ["mt_bench/81", "spec_bench/81", "81", "x"]
+    assert [c.meta["benchmark"] for c in found] == ["mt_bench", "spec_bench", "q", "mine"]
+
+
+def test_sources_of_one_stem_are_told_apart(tmp_path: Path) -> None:
+    paths = []
+    for folder in "ab":
+        (tmp_path / folder).mkdir()
+        paths.append(copy_of(tmp_path / folder / "q.jsonl", {"id": folder, "prompt": "x"}))
+    assert [c.meta["benchmark"] for c in read(paths)] == paths
+
+
+def test_bad_rows_of_a_benchmark_are_rejected_with_their_place(tmp_path: Path) -> None:
+    bad = [{**MT_BENCH, "category": ["x"]}, {**MT_BENCH, "meta": 3}, {**MT_BENCH, "question_id": 1.5}, 3, {"turns": []}]
+    path = copy_of(tmp_path / "q.jsonl", *bad)  # type: ignore[arg-type]
+    rejects = Rejects(tmp_path / "rejects.jsonl")
+    assert [c.meta["category"] for c in read(f"spec_bench:{path}", rejects)] == [["x"]]
+    entries = [json.loads(line) for line in (tmp_path / "rejects.jsonl").read_text().splitlines()]
+    assert [(entry["source"], entry["line"]) for entry in entries] == [(f"spec_bench:{path}", n) for n in (2, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(("name", "count"), [("mt_bench", 2), ("humaneval", 1)])
+def test_shared_samples(name: str, count: int) -> None:
+    path = SAMPLES / f"{name}.jsonl"
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    found = read(f"{name}:{path}")
+    assert len(found) == 80 and {len(c.messages) for c in found} == {count}
+    assert {c.meta["benchmark"] for c in found} == {name} and all(c.meta["category"] for c in found)
+
+
+# Fetching.
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """A hub that holds the rows above; what it was asked for."""
+    asked = []
+    rows = {
+        ("philschmid/mt-bench", None, "train", None): [MT_BENCH],
+        ("openai/openai_humaneval", None, "test", None): [HUMANEVAL],
+        ("openai/gsm8k", "main", "test", None): [GSM8K],
+    }
+    for file in BENCHMARKS["spec_bench"].files:
+        row = {"question_id": 1 + len(rows), "category": file.removesuffix(".jsonl"), "turns": ["x"]}
+        rows["RedHatAI/speculator_benchmarks", None, "train", file] = [
+            MT_BENCH if file == "question.jsonl" else row | ({"reference": ["y"]} if file == "qa.jsonl" else {})
+        ]
+
+    def load_dataset(name: str, config: str | None = None, *, split: str, data_files: str | None = None) -> Any:
+        asked.append((name, config, split, data_files))
+        return datasets.Dataset.from_list(rows[name, config, split, data_files])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return asked
+
+
+def test_fetched_benchmarks(hub: list[tuple[Any, ...]]) -> None:
+    found = read(["mt_bench", "humaneval", "gsm8k"])
+    assert [c.id for c in found] == ["mt_bench/81", "humaneval/0", "gsm8k/1"]
+    assert [c.meta["benchmark"] for c in found] == ["mt_bench", "humaneval", "gsm8k"]
+    assert found[1].messages[0]["content"].startswith(HUMANEVAL_REQUEST)
+    assert [name for name, *_ in hub] == ["philschmid/mt-bench", "openai/openai_humaneval", "openai/gsm8k"]
+    assert all(check_source(name) is None for name in BENCHMARKS)
+
+
+def test_spec_bench_has_six_tasks(hub: list[tuple[Any, ...]]) -> None:
+    found = read("spec_bench")
+    tasks = ["mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"]
+    assert [c.meta["category"] for c in found] == tasks
+    assert found[0].meta["subcategory"] == "writing" and len(hub) == 6
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_that_cannot_be_fetched_says_what_to_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ConnectionError("Couldn't reach the hub\nand a page more")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(UserError) as caught:
+        read(name)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{name}: datasets cannot fetch {BENCHMARKS[name].hub_id}: ConnectionError: Couldn't")
+    assert f"write {name}:path/to/file.jsonl" in problem and "page more" not in problem
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("mt_bench:", "no such file: mt_bench:"),
+        ("mt_bench:none.jsonl", "no such file: none.jsonl"),
+        ("mtbench", "a benchmark by its name: mt_bench, humaneval, gsm8k, spec_bench"),
+    ],
+)
+def test_names_that_lead_nowhere(source: str, reason: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(source)
+    assert reason in str(caught.value)
