@@ -8,7 +8,6 @@ everyone in turn, in an order that rotates from prompt to prompt: a machine that
 import json
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
@@ -21,6 +20,7 @@ from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompt_sources import short_names
 from draftsmith.recipes.prompts import Conversation, Rejects, questions, read_conversations
 
 PLAIN = "plain decoding"
@@ -48,7 +48,7 @@ def load_questions(
         UserError: nothing usable.
     """
     names = [sources] if isinstance(sources, str) else sources
-    found = []
+    found, shown = [], short_names(names)
     for source in names:  # one by one: benchmarks number their questions, all from 0
         for conversation in read_conversations(source, rejects, limit):
             try:
@@ -57,31 +57,24 @@ def load_questions(
                 record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
                 rejects.add(conversation.source, conversation.line, str(error), record)
             else:
-                found.append(_question(conversation, short_name(source, names), first_turns_only))
+                found.append(_question(conversation, shown[source], first_turns_only))
     if not found:
         raise UserError(f"eval.prompts: nothing usable in {sources}; {rejects.summary()}")
     return found
 
 
-def short_name(source: str, sources: list[str]) -> str:
-    """A source as tables name it: a file by its stem, unless another of `sources` has the same."""
-
-    def short(name: str) -> str:
-        return name.removeprefix("hf:") if ":" in name else Path(name).stem
-
-    return short(source) if [short(name) for name in sources].count(short(source)) == 1 else source
-
-
 def _question(conversation: Conversation, source_name: str, first_turn_only: bool) -> Question:
     turns = list(questions(conversation.messages))
-    category = conversation.meta.get("category")
+    benchmark, category = conversation.meta.get("benchmark"), conversation.meta.get("category")
+    if benchmark == short_names([conversation.source])[conversation.source]:
+        benchmark = source_name  # another source has the same short name
     return Question(
         conversation.id,
         conversation.source,
         conversation.line,
         turns[:1] if first_turn_only else turns,
         conversation.meta.get("tools"),
-        str(conversation.meta.get("benchmark") or source_name),
+        str(benchmark or source_name),
         None if category is None else str(category),
     )
 
