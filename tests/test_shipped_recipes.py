@@ -1,0 +1,283 @@
+"""Every shipped recipe runs, from prompts to acceptance, on a shrunken target of its architecture.
+
+The target has the recipe's model_type, its kind of attention, rotary scaling, biases and layer types, and random
+weights; its tokenizer has a template of the same kind. The overrides are sizes and paths alone, and float32: what is
+decoded must then equal plain decoding.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from draftsmith.data_gen import rank_vocab, regenerate
+from draftsmith.eval import acceptance
+from draftsmith.models.chat import load_tokenizer, render_marked, render_prompt
+from draftsmith.models.target import default_capture_layers
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompt_records import to_conversation
+from draftsmith.recipes.schema import TargetSection
+from draftsmith.train import eagle3
+from tests.conftest import make_target
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions."
+)
+
+# Templates that do what the targets' own do, in fewer words.
+LLAMA3 = (
+    "{{ bos_token }}<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n<|eot_id|>"
+    "{%- for message in messages -%}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif -%}"
+)
+R1 = (
+    "{{ bos_token }}{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{{ '<|Assistant|>' + message['content'].split('</think>')[-1] + eos_token }}"
+    "{%- else -%}{{ '<|User|>' + message['content'] }}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|Assistant|><think>\n' }}{%- endif -%}"
+)
+QWEN3 = (
+    "{%- for message in messages -%}"
+    "{%- set content = message['content'].split('</think>')[-1].lstrip('\n') -%}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + content + '<|im_end|>\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
+    "{%- endif -%}"
+)
+HARMONY = (
+    "{{ '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}"
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message['content'] + '<|end|>' }}"
+    "{%- else -%}{{ '<|start|>' + message['role'] + '<|message|>' + message['content'] + '<|end|>' }}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}"
+)
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "attention_bias": True}
+
+# Recipe -> (model_type, config, template, special tokens with pad, bos and eos first, tokens of what it must supervise)
+SHRUNKEN: dict[str, tuple[str, dict, str | None, list[str]]] = {
+    "llama3.1-8b-instruct": (
+        "llama",
+        {"rope_parameters": LLAMA3_ROPE},
+        LLAMA3,
+        ["<|pad|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
+    ),
+    "llama3.3-70b-instruct": (
+        "llama",
+        {"rope_parameters": LLAMA3_ROPE, "num_attention_heads": 8, "num_key_value_heads": 1},
+        LLAMA3,
+        ["<|pad|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
+    ),
+    "vicuna-13b-v1.3": ("llama", {"num_key_value_heads": 4}, None, ["<unk>", "<s>", "</s>"]),
+    "deepseek-r1-distill-llama-8b": (
+        "llama",
+        {"rope_parameters": LLAMA3_ROPE},
+        R1,
+        ["<|pad|>", "<|begin|>", "<|end|>", "<|User|>", "<|Assistant|>"],
+    ),
+    "qwen3-8b": ("qwen3", {}, QWEN3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+    "gpt-oss-20b": (
+        "gpt_oss",
+        EXPERTS,
+        HARMONY,
+        ["<|endoftext|>", "<|startoftext|>", "<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"],
+    ),
+}
+
+
+def tiny_tokenizer(template: str | None, special: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 320 tokens with these special ones; the first three are pad, bos and eos."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat and the dog ran after the cat in the rain"] * 20, trainer)
+    pad, bos, eos = special[:3]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos)
+    fast.chat_template = template  # type: ignore[assignment]
+    return fast
+
+
+def save_target(name: str, directory: Path) -> Path:
+    family, settings, template, special = SHRUNKEN[name]
+    model = make_target(family, **settings, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model.save_pretrained(directory)
+    tiny_tokenizer(template, special).save_pretrained(directory)
+    return directory
+
+
+def run(module: ModuleType, script: str, recipe: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's main in this process."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    monkeypatch.setattr(sys, "argv", [script, recipe, *overrides])
+    main: Callable[[], None] = module.main
+    main()
+
+
+def write_prompts(path: Path, words: str) -> Path:
+    questions = [[f"{words} {i}", f"and then {words}"][: 1 + i % 2] for i in range(12)]
+    path.write_text("".join(json.dumps({"id": f"q{i}", "turns": turns}) + "\n" for i, turns in enumerate(questions)))
+    return path
+
+
+@pytest.mark.parametrize("name", SHRUNKEN)
+def test_from_prompts_to_acceptance(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)  # a recipe names its template relative to it
+    path = f"recipes/{name}.yaml"
+    recipe = load_recipe(path)
+    overrides = [
+        f"output_dir={tmp_path / 'run'}",
+        f"target.model={save_target(name, tmp_path / 'target')}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        f"data.prompts={write_prompts(tmp_path / 'prompts.jsonl', 'the cat sat')}",
+        "data.max_prompts=12",
+        "data.max_length=200",
+        "data.generator.kind=transformers",
+        "data.generator.max_new_tokens=16",
+        "train.max_steps=3",
+        "train.warmup_steps=1",
+        "train.mixed_precision=no",
+        "train.save_every_steps=2",
+        "train.log_every_steps=1",
+        "train.validation_conversations=2",
+        f"eval.prompts={write_prompts(tmp_path / 'benchmark.jsonl', 'the dog ran')}",
+        "eval.max_prompts=2",
+        "eval.max_new_tokens=12",
+        "eval.tree.nodes=12",
+        "eval.tree.draft_calls=3",
+    ]
+    if recipe.drafter.vocab_size is not None:
+        overrides.append("drafter.vocab_size=24")
+    if recipe.drafter.intermediate_size is not None:
+        overrides.append("drafter.intermediate_size=64")
+    run(eagle3, "eagle3.py", path, [*overrides, "--plan"], monkeypatch)
+    assert "regenerate writes it" in capsys.readouterr().out
+    run(regenerate, "regenerate.py", path, overrides, monkeypatch)
+    run(rank_vocab, "rank_vocab.py", path, overrides, monkeypatch)
+    run(eagle3, "eagle3.py", path, [*overrides, "--plan"], monkeypatch)
+    assert "CANNOT WORK" not in capsys.readouterr().out
+    run(eagle3, "eagle3.py", path, overrides, monkeypatch)
+    run(acceptance, "acceptance.py", path, overrides, monkeypatch)
+
+    conversations = [json.loads(line) for line in (tmp_path / "run/conversations.jsonl").read_text().splitlines()]
+    assert len(conversations) == 12
+    report = json.loads((tmp_path / "run/eval/acceptance.json").read_text())
+    assert report["matches_target"] is True
+    assert len(report["contenders"]) == 2 + len(recipe.eval.also)
+    assert all(row["matches_target"] for row in report["contenders"].values())
+    shape = json.loads((tmp_path / "run/drafter/config.json").read_text())["drafter"]
+    assert tuple(shape["capture_layers"]) == default_capture_layers(7)
+    if recipe.target.thinking is False:  # the switch reached the prompts: an empty thought stands at their end
+        prompt = conversations[0]["turns"][0]["prompt_token_ids"]
+        tokenizer = load_tokenizer(TargetSection(model=str(tmp_path / "target"), thinking=False))
+        assert str(tokenizer.decode(prompt)).endswith("<think>\n\n</think>\n\n")
+    if recipe.target.template_args:
+        tokenizer = load_tokenizer(TargetSection(model=str(tmp_path / "target")))
+        assert "Reasoning: low" in tokenizer.decode(conversations[0]["turns"][0]["prompt_token_ids"])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = load_recipe(f"recipes/{name}.yaml")  # also checks that every source can be read by its name
+    assert recipe.output_dir == f"runs/{name}"
+    head = (ROOT / f"recipes/{name}.yaml").read_text().split("\noutput_dir:")[0]
+    assert all(line.startswith("#") for line in head.splitlines() if line)
+    for script in ("data_gen/regenerate.py", "data_gen/rank_vocab.py", "train/eagle3.py", "eval/acceptance.py"):
+        assert f"{script} recipes/{name}.yaml" in head
+    assert "Measured" in head
+
+
+def test_every_recipe_is_tried() -> None:
+    assert set(RECIPES) == {*SHRUNKEN, "demo"}  # the demo runs as it is: `make demo`
+
+
+def test_targets_are_those_that_the_recipes_name() -> None:
+    """The layers that the recipes' heads name, by the number of layers of their targets."""
+    layers = {32: (2, 16, 29), 80: (2, 40, 77), 40: (2, 20, 37), 36: (2, 18, 33), 24: (2, 12, 21)}
+    assert {count: default_capture_layers(count) for count in layers} == layers
+
+
+@pytest.mark.parametrize(
+    ("record", "question"),
+    [
+        # UltraChat-200K, ShareGPT, OpenThoughts-114k-math: their columns, as their cards say.
+        ({"prompt": "Q", "prompt_id": "f0e3", "messages": [{"role": "user", "content": "Q"}]}, "Q"),
+        ({"id": "a_0", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}, "Q"),
+        (
+            {
+                "source": "olympiads",
+                "problem": "1 + 1?",
+                "solution": "2",
+                "messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}],
+                "system": "Think it through.",
+                "conversations": [{"from": "user", "value": "Box it. 1 + 1?"}, {"from": "assistant", "value": "2"}],
+                "generated_token_count": 12,
+                "correct": True,
+            },
+            "1 + 1?",
+        ),
+    ],
+)
+def test_rows_of_the_recipes_data_sets_are_read(record: dict, question: str) -> None:
+    messages = to_conversation(record, "id", "source", 1).messages
+    assert [m["content"] for m in messages if m["role"] == "user"] == [question]
+
+
+def vicuna() -> PreTrainedTokenizerFast:
+    template = (ROOT / "recipes/templates/vicuna.jinja").read_text()
+    return tiny_tokenizer(template, ["<unk>", "<s>", "</s>"])
+
+
+def test_vicuna_template_writes_the_published_format() -> None:
+    """FastChat's vicuna_v1.1: one blank behind system and user, </s> and nothing behind an answer."""
+    turns = [("user", "Hello"), ("assistant", "World"), ("user", "Oops"), ("assistant", "Bingo Bingo")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    written = vicuna().apply_chat_template(messages, tokenize=False)
+    assert written == f"<s>{VICUNA_SYSTEM} USER: Hello ASSISTANT: World</s>USER: Oops ASSISTANT: Bingo Bingo</s>"
+    asked = vicuna().apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
+    assert asked == f"<s>{VICUNA_SYSTEM} USER: Hello ASSISTANT: World</s>USER: Oops ASSISTANT:"
+    own = vicuna().apply_chat_template([{"role": "system", "content": "Be kind."}, messages[0]], tokenize=False)
+    assert own == "<s>Be kind. USER: Hello "
+    with pytest.raises(Exception, match="not tool"):
+        vicuna().apply_chat_template([{"role": "tool", "content": "4"}], tokenize=False)
+
+
+def test_vicuna_template_marks_what_the_model_writes() -> None:
+    tokenizer = vicuna()
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
+    ids, marked = render_marked(tokenizer, messages)
+    assert tokenizer.decode([i for i, m in zip(ids, marked, strict=True) if m]) == " sat on the mat</s>"
+    prompt = render_prompt(tokenizer, messages[:1])
+    assert ids[: len(prompt)] == prompt and marked[: len(prompt)] == [False] * len(prompt)
