@@ -7,8 +7,8 @@
         assert ending.status in (0, -signal.SIGKILL), ending.output
 
 One server process imports everything heavy, calls nothing of it, and forks a child for every run: milliseconds instead
-of seconds. The child does what `python script.py argv` does, `recipes.cli.run(module.main)`, alone in its process group,
-with its output in a file. It leaves by `os._exit`: what is registered with `atexit` does not run.
+of seconds. The child does what `python script.py argv` does, `recipes.cli.run(module.main)`, alone in its process
+group, with its output in a file. It leaves by `os._exit`: what is registered with `atexit` does not run.
 
 A kill by the clock lands where the time goes. A `Fault` lands where it hurts: the child kills itself at the n-th write
 (in the middle of it), rename, fsync, ... that Python code makes. What C++ and Rust write (torch.save, safetensors) only
@@ -19,6 +19,7 @@ import builtins
 import importlib
 import io
 import json
+import math
 import os
 import random
 import signal
@@ -54,8 +55,13 @@ class Fault(NamedTuple):
 
     @classmethod
     def drawn(cls, chance: random.Random, events: Counter[str]) -> "Fault":
-        """Every kind of event alike, early ones more often: a resumed run has fewer. `events`: an `Ending.events`."""
-        event = chance.choice(sorted(events))
+        """Rare kinds of events more often than they happen, and early ones: a resumed run has fewer of them.
+
+        Args:
+            events: `Ending.events` of a whole run.
+        """
+        kinds = sorted(events)
+        (event,) = chance.choices(kinds, [math.sqrt(events[kind]) for kind in kinds])
         return cls(event, 1 + int(events[event] * chance.random() ** 2), chance.random())
 
 
@@ -152,7 +158,7 @@ class CrashLab:
             # The server keeps the ended child as a zombie until we answer: its id is nobody else's so long.
             status = self._receive(30)
             self._connection.send("seen")
-        events: Counter[str] = self._receive(30)
+            events: Counter[str] = self._receive(30)
         return Ending(status, log.read_text(errors="replace"), time.monotonic() - started, events)
 
     def _kill_in_time(
@@ -241,6 +247,8 @@ def _be_the_child(request: dict[str, Any], events_pipe: int) -> NoReturn:
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -320,3 +328,4 @@ def _die() -> NoReturn:
 
 if __name__ == "__main__":
     serve(Connection(int(sys.argv[1])), sys.argv[2:])
+    os._exit(0)  # what was imported would take seconds to clean up

@@ -12,7 +12,11 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from draftsmith.models.checkpoint import file_digest, sync_to_disk
 from draftsmith.recipes.errors import UserError
@@ -44,6 +48,20 @@ def publish(partial: Path, final: Path) -> None:
         remove(final)
     os.replace(partial, final)
     sync_to_disk(final.parent, inside=False)
+
+
+@contextmanager
+def full_disk_is_told(partial: Path) -> Iterator[None]:
+    """Makes a UserError of what writers raise on a full disk; torch's raises a RuntimeError from inline_container."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise
+        raise UserError(
+            f"{partial}: cannot be written ({str(error).splitlines()[0]}): make room, if the disk is full, and start "
+            "again; what was written before it is whole, and training goes on from there"
+        ) from error
 
 
 def remove(checkpoint: Path) -> None:

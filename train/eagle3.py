@@ -32,6 +32,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import Recipe, TrainSection
+from draftsmith.train.checkpoints import full_disk_is_told
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
 from draftsmith.train.unroll import TrainingTimeTest
@@ -95,7 +96,8 @@ def main() -> None:
     )
     if loop.run() and accelerator.is_main_process:
         data = {"conversations": recipe.conversations_path, "draft_vocab": recipe.draft_vocab_path}
-        save_drafter(recipe.drafter_dir, drafter, identity, dump_recipe(recipe), provenance(data))
+        with full_disk_is_told(recipe.drafter_dir):
+            save_drafter(recipe.drafter_dir, drafter, identity, dump_recipe(recipe), provenance(data))
         print(f"drafter: {recipe.drafter_dir}")
     accelerator.end_training()
 

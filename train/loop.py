@@ -28,7 +28,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.lines import append_line
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.batches import Batch, BatchOrder, collate
-from draftsmith.train.checkpoints import checkpoint_path, list_checkpoints, publish, remove, settle
+from draftsmith.train.checkpoints import checkpoint_path, full_disk_is_told, list_checkpoints, publish, remove, settle
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
 
 
@@ -259,14 +259,16 @@ class Loop:
         self._refuse_nonfinite(step)
         final = checkpoint_path(self.checkpoints, step)
         partial = final.with_suffix(".partial")
-        self.accelerator.save_state(str(partial))
+        with full_disk_is_told(partial):
+            self.accelerator.save_state(str(partial))
         window = self.window.summed(self.accelerator)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             state = {"step": step, "identity": self.identity, "window": window}
-            (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
-            sync_to_disk(self.metrics_path)  # what was logged before a checkpoint is not written again
-            publish(partial, final)
+            with full_disk_is_told(partial):
+                (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
+                sync_to_disk(self.metrics_path)  # what was logged before a checkpoint is not written again
+                publish(partial, final)
             for old in list_checkpoints(self.checkpoints)[: -self.settings.keep_checkpoints]:
                 remove(old)
         self.accelerator.wait_for_everyone()

@@ -1,0 +1,474 @@
+"""Killed at any moment, nothing is lost, nothing is twice, and the losses are the same.
+
+The slow tests kill regeneration and training 200 times each, half of the times by the clock and half at a drawn write,
+rename or fsync; the quick ones die at the moments that were once wrong, and meet full disks, SIGTERM and Ctrl-C.
+"""
+
+import json
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.checkpoint import file_digest, load_drafter, read_config, target_identity
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.schema import TargetSection
+from draftsmith.train.checkpoints import list_checkpoints, settle
+from tests.conftest import make_target, make_tokenizer
+from tests.crash import CAN_FORK, CrashLab, Ending, Fault
+from tests.test_train import metrics, write_conversations
+
+pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
+
+REGENERATE, TRAIN = "draftsmith.data_gen.regenerate", "draftsmith.train.eagle3"
+KILLS = 200
+CONVERSATIONS = 40
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[CrashLab]:
+    with CrashLab([REGENERATE, TRAIN, "transformers.models.llama.modeling_llama"]) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe for both scripts, with its target and prompts: conversations of 1 to 3 turns and six bad lines."""
+    folder = tmp_path_factory.mktemp("crashes")
+    model = make_target()
+    model.generation_config.eos_token_id = list(range(4, 320, 25))  # so that random weights end their answers
+    model.save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    prompts: list[Any] = [
+        {"id": f"q{i}", "messages": [{"role": "user", "content": f"the cat {i} {n}"} for n in range(1 + i % 3)]}
+        for i in range(CONVERSATIONS)
+    ]
+    prompts[7:7] = [
+        {"id": "long", "messages": [{"role": "user", "content": "rain " * 400}]},
+        {"id": "mute", "messages": [{"role": "system", "content": "one line\u2028another\x85a third"}]},
+        {"id": "image", "messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]},
+    ]
+    lines = [json.dumps(prompt).encode() for prompt in prompts]
+    lines[3:3] = [b'{"id": "torn", "messages": [', b"\xff\xfe\x00{", b"caf\xe9"]
+    (folder / "prompts.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    sections = {
+        "output_dir": str(folder / "never"),
+        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "max_length": 200,
+            "generator": {"batch_size": 4, "max_new_tokens": 20, "temperature": 1.0},
+        },
+        "drafter": {"vocab_size": 160},
+        "train": {
+            "max_steps": STEPS,
+            "batch_size": 4,
+            "learning_rate": 0.003,
+            "save_every_steps": 3,
+            "keep_checkpoints": 2,
+            "log_every_steps": 2,
+            "validate_every_steps": 5,
+            "validation_conversations": 4,
+            "ttt_steps": 3,
+            "mixed_precision": "no",
+        },
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def to_train(folder: Path) -> Path:
+    """An output_dir that holds what training reads."""
+    write_conversations(folder / "conversations.jsonl", 24)
+    DraftVocab(torch.arange(0, 320, 2), 320).save(folder / "draft_vocab.safetensors")
+    return folder
+
+
+def arguments(recipe: Path, output: Path, *more: str) -> list[str]:
+    return [str(recipe), f"output_dir={output}", *more]
+
+
+def kill_until_it_ends(
+    run: Callable[..., Ending], chance: random.Random, whole: Ending, at_most: int, after_each: Callable[[], None]
+) -> Counter[str]:
+    """Starts `run` again and again, killed at a drawn moment each time, until one ends by itself: kills by kind.
+
+    Args:
+        whole: how an uninterrupted run ended, its events counted.
+        at_most: kills after which it is left alone.
+        after_each: looks at what a kill left.
+    """
+    kills: Counter[str] = Counter()
+    while True:
+        if kills.total() == at_most:
+            kind, ending = "none", run()
+        elif chance.random() < 0.5:
+            kind, ending = "clock", run(kill_after=chance.random() * whole.seconds)
+        else:
+            fault = Fault.drawn(chance, whole.events)
+            kind, ending = fault.event, run(fault=fault)
+        if ending.status == 0:
+            return kills
+        assert ending.status == -signal.SIGKILL, ending.output
+        kills[kind] += 1
+        after_each()
+
+
+def told(capsys: pytest.CaptureFixture, what: str, runs: int, kills: Counter[str], started: float) -> None:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in kills.most_common())
+    with capsys.disabled():
+        print(f"\n{what}: {kills.total()} kills ({kinds}) in {runs} runs, {time.monotonic() - started:.0f} s")
+
+
+# Regeneration.
+
+
+def regenerated(output: Path) -> tuple[bytes, dict[str, bytes], Counter[bytes]]:
+    """(what is in the file, lines by conversation, rejects)."""
+    content = (output / "conversations.jsonl").read_bytes()
+    lines = {json.loads(line)["id"]: line for line in content.split(b"\n")[:-1]}
+    return content, lines, Counter((output / "conversations.rejects.jsonl").read_bytes().split(b"\n"))
+
+
+def check_regenerated(output: Path, expected: Path) -> None:
+    content, lines, rejects = regenerated(output)
+    _, expected_lines, expected_rejects = regenerated(expected)
+    found = {
+        "lost": len(expected_lines.keys() - lines.keys()),
+        "twice": content.count(b"\n") - len(lines),
+        "different": sum(lines[name] != line for name, line in expected_lines.items() if name in lines),
+        "torn": len(content) - content.rfind(b"\n") - 1,
+        "rejects lost": (expected_rejects - rejects).total(),
+        "rejects twice": (rejects - expected_rejects).total(),
+    }
+    assert not any(found.values()), found
+
+
+@pytest.fixture(scope="module")
+def whole_regeneration(lab: CrashLab, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ending]:
+    """(output_dir, how it ended) of a run that nothing interrupts."""
+    output = tmp_path_factory.mktemp("whole")
+    ending = lab.run(REGENERATE, arguments(recipe, output), count_events=True)
+    assert ending.status == 0, ending.output
+    content, lines, rejects = regenerated(output)
+    assert len(lines) == content.count(b"\n") == CONVERSATIONS and len(rejects) == 6 + 1
+    return output, ending
+
+
+@pytest.mark.slow
+def test_200_kills_of_regeneration_lose_and_repeat_nothing(
+    lab: CrashLab,
+    recipe: Path,
+    whole_regeneration: tuple[Path, Ending],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    expected, whole = whole_regeneration
+    chance, kills, runs, started = random.Random(0), Counter[str](), 0, time.monotonic()
+    while kills.total() < KILLS:
+        output, kept = tmp_path / f"run{runs}", b""
+        path = output / "conversations.jsonl"
+
+        def no_line_was_touched(path: Path = path) -> None:
+            nonlocal kept
+            content = path.read_bytes() if path.exists() else b""
+            assert content.startswith(kept)
+            kept = content[: content.rfind(b"\n") + 1]
+
+        def run(output: Path = output, **how: Any) -> Ending:
+            return lab.run(REGENERATE, arguments(recipe, output), **how)
+
+        kills += kill_until_it_ends(run, chance, whole, 20, no_line_was_touched)
+        runs += 1
+        assert path.read_bytes().startswith(kept)
+        check_regenerated(output, expected)
+    told(capsys, "regeneration", runs, kills, started)
+
+
+def test_regeneration_goes_on_behind_torn_lines(
+    lab: CrashLab, recipe: Path, whole_regeneration: tuple[Path, Ending], tmp_path: Path
+) -> None:
+    """Killed in the middle of a reject, twice (the second time while a part of it is cut off), and of an answer."""
+    run = arguments(recipe, tmp_path)
+    rejects = tmp_path / "conversations.rejects.jsonl"
+    for fault in (Fault("write", 2), Fault("truncate", 1), Fault("write", 6, 0.9), Fault("write", 9, 0.999)):
+        ending = lab.run(REGENERATE, run, fault=fault)
+        assert ending.status == -signal.SIGKILL, ending.output
+    torn = (tmp_path / "conversations.jsonl").read_bytes()
+    assert torn and not torn.endswith(b"\n") and rejects.read_bytes().endswith(b"\n")
+    ending = lab.run(REGENERATE, run)
+    assert ending.status == 0 and "its last line was torn" in ending.output
+    check_regenerated(tmp_path, whole_regeneration[0])
+
+
+@pytest.mark.parametrize("full", ["conversations.jsonl", "conversations.rejects.jsonl"])
+def test_a_full_disk_is_one_message_and_loses_nothing(
+    lab: CrashLab, recipe: Path, whole_regeneration: tuple[Path, Ending], tmp_path: Path, full: str
+) -> None:
+    limit = {"conversations.jsonl": 12_000, "conversations.rejects.jsonl": 500}[full]
+    ending = lab.run(REGENERATE, arguments(recipe, tmp_path), file_limit=limit)
+    assert ending.status == 2 and "Traceback" not in ending.output
+    assert ending.output.count("error: ") == 1
+    assert f"error: {tmp_path / full}: cannot be written (File too large)" in ending.output
+    left = (tmp_path / full).read_bytes()
+    assert left.endswith(b"\n") and 0 < len(left) <= limit
+    assert lab.run(REGENERATE, arguments(recipe, tmp_path)).status == 0
+    assert (tmp_path / full).read_bytes().startswith(left)
+    check_regenerated(tmp_path, whole_regeneration[0])
+
+
+# Training.
+
+
+@pytest.fixture(scope="module")
+def whole_training(lab: CrashLab, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ending]:
+    """(output_dir, how it ended) of a run that nothing interrupts."""
+    output = to_train(tmp_path_factory.mktemp("whole"))
+    ending = lab.run(TRAIN, arguments(recipe, output), count_events=True)
+    assert ending.status == 0, ending.output
+    steps = [line["step"] for line in metrics(output)]
+    assert steps == [step for step in range(1, STEPS + 1) if step % 2 == 0 or step % 5 == 0]
+    return output, ending
+
+
+def check_trained(output: Path, expected: Path) -> None:
+    """The same metrics, drafter and files: every one of `expected`, and no other."""
+    mine, wanted = metrics(output), metrics(expected)
+    steps, wanted_steps = (Counter(line["step"] for line in lines) for lines in (mine, wanted))
+    tensors, wanted_tensors = (load_file(folder / "drafter/model.safetensors") for folder in (output, expected))
+    assert tensors.keys() == wanted_tensors.keys()
+    found = {
+        "lines lost": (wanted_steps - steps).total(),
+        "lines twice": (steps - wanted_steps).total(),
+        "lines different": sum(a != b for a, b in zip(mine, wanted, strict=False)),
+        "tensors different": sum(not torch.equal(tensors[name], wanted_tensors[name]) for name in tensors),
+        "files": sorted(files_of(output) ^ files_of(expected)),
+        "draft vocabulary": digest_of_vocab(output) != digest_of_vocab(expected),
+    }
+    assert not any(found.values()), found
+    for folder in list_checkpoints(output / "checkpoints"):
+        settle(folder.parent)
+    assert len(list_checkpoints(output / "checkpoints")) == 2  # none was set aside
+
+
+def files_of(output: Path) -> set[str]:
+    return {path.relative_to(output).as_posix() for path in output.rglob("*")}
+
+
+def digest_of_vocab(output: Path) -> str:
+    return file_digest(output / "draft_vocab.safetensors")
+
+
+@pytest.mark.slow
+def test_200_kills_of_training_give_the_same_losses(
+    lab: CrashLab, recipe: Path, whole_training: tuple[Path, Ending], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    expected, whole = whole_training
+    chance, kills, runs, started = random.Random(0), Counter[str](), 0, time.monotonic()
+    while kills.total() < KILLS:
+        output = to_train(tmp_path / f"run{runs}")
+
+        def run(output: Path = output, **how: Any) -> Ending:
+            return lab.run(TRAIN, arguments(recipe, output), **how)
+
+        kills += kill_until_it_ends(run, chance, whole, 20, lambda: None)
+        # All steps are done: what is killed now is the replacement of the drafter that stands there.
+        kills += kill_until_it_ends(run, chance, run(count_events=True), 5, lambda: None)
+        runs += 1
+        check_trained(output, expected)
+        shutil.rmtree(output)
+    told(capsys, "training", runs, kills, started)
+
+
+def test_training_goes_on_where_checkpoints_are_half_written_or_half_deleted(
+    lab: CrashLab, recipe: Path, whole_training: tuple[Path, Ending], tmp_path: Path
+) -> None:
+    run = arguments(recipe, to_train(tmp_path))
+    checkpoints = tmp_path / "checkpoints"
+    for fault, left in {
+        # The first rename of a run is metrics.jsonl's, the others publish checkpoints and retire old ones.
+        Fault("rename", 2): {"step-00000003.partial"},  # complete but for its name
+        Fault("rename", 3): {"step-00000003", "step-00000006.partial"},
+        Fault("rename", 4): {"step-00000003", "step-00000006", "step-00000009"},
+        Fault("rmdir", 1): {"step-00000003.old", "step-00000006", "step-00000009", "step-00000012"},
+        Fault("remove", 3): {"step-00000006.old", "step-00000009", "step-00000012", "step-00000015"},
+        Fault("write", 4): {"step-00000009", "step-00000012", "step-00000015", "step-00000018.partial"},
+    }.items():
+        ending = lab.run(TRAIN, run, fault=fault)
+        assert ending.status == -signal.SIGKILL, ending.output
+        assert {path.name for path in checkpoints.iterdir()} == left
+    ending = lab.run(TRAIN, run)
+    assert ending.status == 0, ending.output
+    check_trained(tmp_path, whole_training[0])
+
+
+def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
+    lab: CrashLab, recipe: Path, whole_training: tuple[Path, Ending], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Every file of the newest one: cut, gone, or with one bit flipped."""
+    whole, _ = whole_training
+    before, newest = list_checkpoints(whole / "checkpoints")
+    names = sorted(path.name for path in newest.iterdir())
+    assert {"manifest.json", "trainer_state.json", "model.safetensors", "optimizer.bin"} < set(names)
+    for name in names:
+        for harm in (cut, flip, Path.unlink):
+            copy = tmp_path / "copy"
+            shutil.copytree(whole / "checkpoints", copy)
+            harm(copy / newest.name / name)
+            settle(copy)
+            printed = capsys.readouterr().out
+            # A manifest of other digests makes any file look wrong.
+            assert f"{copy / newest.name}: damaged: {'' if name == 'manifest.json' else name}" in printed
+            assert {path.name for path in copy.iterdir()} == {before.name, f"{newest.name}.damaged"}
+            shutil.rmtree(copy)
+
+    shutil.copytree(whole, tmp_path / "run")
+    damaged = tmp_path / "run/checkpoints" / newest.name
+    flip(damaged / "optimizer.bin")
+    ending = lab.run(TRAIN, arguments(recipe, tmp_path / "run"))
+    assert ending.status == 0, ending.output
+    assert f"{damaged}: damaged: optimizer.bin is not what was written (its sha256 differs)" in ending.output
+    assert f"resumed from {damaged.parent / before.name}" in ending.output
+    shutil.rmtree(damaged.with_suffix(".damaged"))
+    check_trained(tmp_path / "run", whole)
+
+    for checkpoint in list_checkpoints(damaged.parent):
+        cut(checkpoint / "model.safetensors")
+    left = files_of(tmp_path / "run")
+    ending = lab.run(TRAIN, arguments(recipe, tmp_path / "run"))
+    assert ending.status == 2 and "Traceback" not in ending.output
+    assert ending.output.count("model.safetensors has ") == 2 and "delete the folder to start anew" in ending.output
+    assert files_of(tmp_path / "run") == left  # a second start must not begin anew
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(b"sha256") + 12 if path.name == "manifest.json" else len(content) // 2
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_drafter_is_there_whenever_its_replacement_is_killed(
+    lab: CrashLab, recipe: Path, whole_training: tuple[Path, Ending], tmp_path: Path
+) -> None:
+    whole, _ = whole_training
+    output = tmp_path / "run"
+    shutil.copytree(whole, output)
+    drafter, run = output / "drafter", arguments(recipe, output)
+    (drafter / "provenance.json").write_text("older")
+    expected = load_file(drafter / "model.safetensors")
+
+    def killed_at(event: str, number: int) -> set[str]:
+        """The drafter's folders then."""
+        ending = lab.run(TRAIN, run, fault=Fault(event, number))
+        assert ending.status == -signal.SIGKILL, ending.output
+        read_config(drafter)
+        return {path.name for path in output.glob("drafter*")}
+
+    assert killed_at("rename", 2) == {"drafter", "drafter.partial"}  # the first rename is metrics.jsonl's
+    assert (drafter / "provenance.json").read_text() == "older"
+    assert killed_at("rename", 3) == {"drafter.old", "drafter.partial"}  # neither stands in its place
+    found = load_drafter_of(recipe, drafter)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert killed_at("mkdir", 2) == {"drafter"}  # the next writer put the new one there before it began its own
+    assert (drafter / "provenance.json").read_text() != "older"
+    assert killed_at("rename", 3) == {"drafter.old", "drafter.partial"}
+    assert lab.run(TRAIN, run).status == 0
+    check_trained(output, whole)
+
+
+def load_drafter_of(recipe: Path, drafter: Path) -> dict[str, torch.Tensor]:
+    model = str(recipe.parent / "target")
+    target = Target(load_causal_lm(TargetSection(model=model, dtype="float32", device="cpu")))
+    identity = target_identity(target, model, None, tokenizer_fingerprint(make_tokenizer()))
+    return load_drafter(drafter, target, identity).state_dict()
+
+
+def test_a_full_disk_keeps_the_checkpoints_that_there_are(
+    lab: CrashLab, recipe: Path, whole_training: tuple[Path, Ending], tmp_path: Path
+) -> None:
+    run = arguments(recipe, to_train(tmp_path))
+    checkpoints = tmp_path / "checkpoints"
+    assert lab.run(TRAIN, run, fault=Fault("rename", 3)).status == -signal.SIGKILL
+    for limit in (50_000, 100_000):  # too little for model.safetensors, for optimizer.bin
+        ending = lab.run(TRAIN, run, file_limit=limit)
+        assert ending.status == 2 and "Traceback" not in ending.output
+        assert f"error: {checkpoints / 'step-00000006.partial'}: cannot be written (" in ending.output
+    ending = lab.run(TRAIN, run)
+    assert ending.status == 0 and f"resumed from {checkpoints / 'step-00000003'}" in ending.output
+    check_trained(tmp_path, whole_training[0])
+
+
+def logged(output: Path, lines: int) -> Callable[[], bool]:
+    path = output / "metrics.jsonl"
+    return lambda: path.exists() and path.read_bytes().count(b"\n") >= lines
+
+
+def test_sigterm_saves_and_ctrl_c_ends_without_a_traceback(
+    lab: CrashLab, recipe: Path, whole_training: tuple[Path, Ending], tmp_path: Path
+) -> None:
+    run = arguments(recipe, to_train(tmp_path))
+    ending = lab.run(TRAIN, run, kill_when=logged(tmp_path, 4), kill_with=signal.SIGTERM)
+    assert ending.status == 0 and "Traceback" not in ending.output, ending.output
+    stopped = re.search(r"SIGTERM: stopped after step (\d+), which is saved", ending.output)
+    last = list_checkpoints(tmp_path / "checkpoints")[-1]
+    assert stopped and last.name == f"step-{int(stopped[1]):08d}" and not (tmp_path / "drafter").exists()
+    ending = lab.run(TRAIN, run, kill_when=logged(tmp_path, 12), kill_with=signal.SIGINT)
+    assert ending.status == 130 and "Traceback" not in ending.output, ending.output
+    ending = lab.run(TRAIN, run)
+    assert ending.status == 0 and "resumed from" in ending.output
+    check_trained(tmp_path, whole_training[0])
+
+
+# The lab itself.
+
+
+def test_the_lab_tells_how_a_run_ended(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    writes = f"open({str(file)!r}, 'w').write('0123456789')"
+
+    def once(code: str) -> list[str]:
+        return ["-n", "1", "-r", "1", code]
+
+    with CrashLab(["timeit", "draftsmith.recipes.cli"]) as lab:
+        ending = lab.run("timeit", once("print('done')"))
+        assert ending.status == 0 and ending.output.startswith("done\n1 loop")
+        assert lab.run("json.tool", ["--no-such-option"]).status == 2
+        ending = lab.run("json.tool", [str(Path(__file__))])
+        assert ending.status == 1 and "Extra data" in ending.output
+        sleeps = once(f"{writes}; import time; time.sleep(60)")
+        assert lab.run("timeit", sleeps, kill_after=0.2).status == -signal.SIGKILL
+        assert file.read_text() == "0123456789"
+        file.unlink()
+        assert lab.run("timeit", sleeps, kill_when=file.exists, kill_with=signal.SIGTERM).status == -signal.SIGTERM
+        with pytest.raises(AssertionError, match=r"timeit still ran after 0\.1 s"):
+            lab.run("timeit", sleeps, timeout=0.1)
+        assert lab.run("timeit", once(writes), fault=Fault("write", 1, 0.3)).status == -signal.SIGKILL
+        assert file.read_text() == "012"
+        assert lab.run("timeit", once(writes), fault=Fault("write", 2), kill_after=60).status == 0
+        assert lab.run("timeit", once(writes), count_events=True).events == {"open": 1, "write": 1}
+        children = Path(f"/proc/{lab.server_pid}/task/{lab.server_pid}/children")
+        assert not children.exists() or children.read_text() == ""
+    with (
+        pytest.raises(RuntimeError, match=r"server ended(.|\n)*No module named 'no_such_module'"),
+        CrashLab(["no_such_module"]),
+    ):
+        pass
