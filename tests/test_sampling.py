@@ -151,11 +151,17 @@ def outcome(tree: DraftTree, path: torch.Tensor, bonus: torch.Tensor) -> tuple[i
     return (*tree.tokens[path[1:]].tolist(), int(bonus))
 
 
+def uneven_tree(chance: torch.Generator) -> DraftTree:
+    """Behind the second sibling the tree goes deeper: the first one must still go before."""
+    return DraftTree(torch.tensor([0, 1, 2, 3, 1]), torch.tensor([-1, 0, 0, 2, 3]))
+
+
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_round_on_a_ranked_tree_equals_the_walk(seed: int, sampling: Sampling) -> None:
+@pytest.mark.parametrize("shape", [lambda chance: random_tree(chance, 6, VOCAB), uneven_tree], ids=["random", "uneven"])
+def test_a_round_on_a_ranked_tree_equals_the_walk(shape: Callable, seed: int, sampling: Sampling) -> None:
     chance = torch.Generator().manual_seed(seed)
-    tree = random_tree(chance, 6, VOCAB)
+    tree = shape(chance)
     logits = torch.randn(len(tree), VOCAB, generator=chance) * 2
 
     def round_of(draws: EnumeratedDraws) -> Hashable:

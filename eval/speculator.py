@@ -1,0 +1,137 @@
+"""A target with its drafter, ready to answer: the Python API.
+
+    from draftsmith.eval.speculator import Speculator
+    from draftsmith.models.sampling import Sampling
+
+    speculator = Speculator.load("recipes/demo_target", "runs/demo/drafter")
+    answer = speculator.answer("Write the function `dedent(text)` of `textwrap`.", max_new_tokens=200)
+    print(answer.text)
+    print(answer.tau)                              # tokens per verification, the bonus token included
+    answer = speculator.answer(
+        [{"role": "user", "content": "Write a haiku."}], sampling=Sampling(temperature=0.7, top_p=0.9), seed=1
+    )
+
+Every answer is the target's own: greedy ones token for token in float32, sampled ones in law (`eval.decode`).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.eval.decode import Generation, decode
+from draftsmith.eval.metrics import tau
+from draftsmith.eval.policies import PolicyProposer
+from draftsmith.models.chat import (
+    Message,
+    RenderError,
+    decode_answer,
+    load_config,
+    load_tokenizer,
+    render_prompt,
+    stop_ids,
+    tokenizer_fingerprint,
+)
+from draftsmith.models.checkpoint import check_identity, config_identity, load_drafter, read_config, target_identity
+from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection, TreeSection
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer and how it came about."""
+
+    text: str
+    generation: Generation  # token ids, rounds, seconds
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per verification, the bonus token included; None where the first token ended the answer."""
+        return tau([self.generation])
+
+
+def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizerBase:
+    """Whatever is wrong with a drafter for this target, told before weights are loaded; the target's tokenizer.
+
+    Raises:
+        UserError: no drafter there, or one for another target.
+    """
+    _, trained_for = read_config(directory)
+    tokenizer = load_tokenizer(target)
+    config = load_config(target).get_text_config()
+    here = config_identity(config, target.model, target.revision, tokenizer_fingerprint(tokenizer))
+    check_identity(directory, trained_for, here)
+    return tokenizer
+
+
+class Speculator:
+    """A loaded target and a drafter that was trained for it."""
+
+    def __init__(
+        self, target: Target, tokenizer: PreTrainedTokenizerBase, drafter: Eagle3Drafter, stop_ids: frozenset[int]
+    ):
+        self.target, self.tokenizer, self.drafter, self.stop_ids = target, tokenizer, drafter, stop_ids
+
+    @classmethod
+    def load(cls, target: TargetSection | str, drafter: str | Path) -> "Speculator":
+        """Loads both.
+
+        Args:
+            target: a hub id or a directory, or the section of a recipe that says more (dtype, device, template).
+            drafter: a directory that training wrote.
+
+        Raises:
+            UserError: one of the two is not there, or they do not belong together.
+        """
+        section = TargetSection(model=target) if isinstance(target, str) else target
+        directory = Path(drafter)
+        tokenizer = check_drafter(section, directory)
+        shape, _ = read_config(directory)
+        model = load_causal_lm(section)
+        loaded = Target(model, shape.capture_layers)
+        identity = target_identity(loaded, section.model, section.revision, tokenizer_fingerprint(tokenizer))
+        stops = frozenset(stop_ids(tokenizer, model.generation_config))
+        return cls(loaded, tokenizer, load_drafter(directory, loaded, identity), stops)
+
+    def proposer(self, tree: TreeSection, sampling: Sampling = GREEDY) -> Proposer:
+        """Drafts trees of this shape with the drafter, for answers drawn by `sampling`."""
+        drawn = sampling if tree.draw == "sampled" else GREEDY
+        return PolicyProposer(Eagle3Drafting(self.drafter), tree.policy, tree.nodes, tree.calls, tree.top_k, drawn)
+
+    def answer(
+        self,
+        question: str | list[Message],
+        max_new_tokens: int = 512,
+        sampling: Sampling = GREEDY,
+        seed: int = 0,
+        tree: TreeSection | None = None,
+        tools: list[Any] | None = None,
+    ) -> Answer:
+        """The target's answer to a question, or to a conversation that ends with one.
+
+        Args:
+            question: one user turn, or messages as chat templates take them.
+            tree: the shape of the draft trees; None is EAGLE-2's with 60 nodes.
+
+        Raises:
+            UserError: the chat template refuses the messages, or prompt and answer exceed the target's positions.
+        """
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        try:
+            prompt = render_prompt(self.tokenizer, messages, tools)
+        except RenderError as error:
+            raise UserError(f"the messages cannot be asked: {error}") from error
+        positions = self.target.config.max_position_embeddings
+        if len(prompt) + max_new_tokens > positions:
+            raise UserError(
+                f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"
+            )
+        proposer = self.proposer(tree or TreeSection(), sampling)
+        draws = SeededDraws(seed, tuple(prompt))
+        generation = decode(self.target, proposer, prompt, self.stop_ids, max_new_tokens, sampling, draws)
+        return Answer(decode_answer(self.tokenizer, generation.token_ids), generation)

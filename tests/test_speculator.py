@@ -1,0 +1,66 @@
+"""The Python API: a target and a drafter by their places, answers by `answer`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.eval.decode import decode
+from draftsmith.eval.speculator import Speculator
+from draftsmith.models.chat import decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
+from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection, TreeSection
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+
+
+@pytest.fixture(scope="module")
+def drafter_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained drafter as training would save it."""
+    section = TargetSection(model=str(target_dir))
+    target = Target(load_causal_lm(section))
+    identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
+    vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
+    torch.manual_seed(0)
+    config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
+    directory = tmp_path_factory.mktemp("run") / "drafter"
+    save_drafter(directory, Eagle3Drafter(config, vocab, target.embedding_table), identity, "", {})
+    return directory
+
+
+def test_an_answer_is_the_target_s_own(target_dir: Path, drafter_dir: Path) -> None:
+    speculator = Speculator.load(str(target_dir), drafter_dir)
+    answer = speculator.answer(MESSAGES, max_new_tokens=40)
+    prompt = render_prompt(speculator.tokenizer, MESSAGES)
+    plain = decode(speculator.target, None, prompt, speculator.stop_ids, 40)
+    assert answer.generation.token_ids == plain.token_ids
+    assert answer.text == decode_answer(speculator.tokenizer, plain.token_ids)
+    assert answer.tau is not None
+    assert answer.tau >= 1
+    assert speculator.answer("the cat", max_new_tokens=40).text == answer.text
+
+
+def test_sampled_answers_follow_their_seed(target_dir: Path, drafter_dir: Path) -> None:
+    speculator = Speculator.load(TargetSection(model=str(target_dir), dtype="float32"), drafter_dir)
+    sampling, tree = Sampling(1.0, top_p=0.9), TreeSection(policy="chain", nodes=4, draw="sampled")
+
+    def drawn(seed: int) -> list[int]:
+        return speculator.answer(MESSAGES, 30, sampling, seed, tree).generation.token_ids
+
+    assert drawn(1) == drawn(1)
+    assert drawn(1) != drawn(2)
+
+
+def test_what_cannot_be_asked_or_loaded_is_said(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no drafter here"):
+        Speculator.load(str(target_dir), tmp_path)
+    speculator = Speculator.load(str(target_dir), drafter_dir)
+    with pytest.raises(UserError, match="exceed the target's 512 positions"):
+        speculator.answer(MESSAGES, max_new_tokens=600)
+    with pytest.raises(UserError, match="cannot be asked"):
+        speculator.answer([{"role": "user", "content": [{"type": "image"}]}])
