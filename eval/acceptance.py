@@ -122,7 +122,7 @@ def print_plan(recipe: Recipe, asked: list[Question], contenders: list[Contender
         print(f"prompts      {name}: {prompts[name]} ({turns[name]} turns)")
     names = [PLAIN, *(contender.name for contender in contenders)]
     answers = turns.total() * len(names)
-    print(f"decoded by   {', '.join(names)}")
+    print(f"decoded by   {'; '.join(names)}")
     print(f"answers      {answers}, of at most {recipe.eval.max_new_tokens} new tokens each")
     print(f"time         {likely_time(recipe, names, turns.total())}")
     print(f"drafter      {recipe.eval_drafter_dir}")
