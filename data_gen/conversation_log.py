@@ -20,6 +20,8 @@ from draftsmith.recipes.lines import append_line
 from draftsmith.recipes.prompts import Conversation, questions
 
 SECONDS_BETWEEN_SYNCS = 1.0
+# What a loaded target and a server are told apart by.
+LEARNED = ("embedding_digest", "served_model")
 # Conversations that a refusal names; there may be thousands.
 NAMED_AT_MOST = 5
 
@@ -41,7 +43,7 @@ class LogContent:
     answer_tokens: int = 0
     whole_bytes: int = 0  # length of the file without a torn last line
     torn_bytes: int = 0
-    embedding_digests: set[str] = field(default_factory=set)  # of the targets that wrote it
+    learned: dict[str, set[str]] = field(default_factory=dict)  # what `identify` was told, by its names
 
 
 def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
@@ -81,8 +83,9 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
             content.answers += len(turns)
             content.answer_tokens += tokens
             content.whole_bytes += len(raw)
-            if "embedding_digest" in written_by:
-                content.embedding_digests.add(written_by["embedding_digest"])
+            for name in LEARNED:
+                if name in written_by:
+                    content.learned.setdefault(name, set()).add(written_by[name])
     return content
 
 
@@ -160,15 +163,19 @@ class ConversationLog:
             print(f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off; it is made anew")
         self._synced = time.monotonic()
 
-    def identify(self, embedding_digest: str) -> None:
-        """Names the loaded target by its weights; refuses those that did not write the lines that are there."""
-        others = self.content.embedding_digests - {embedding_digest}
+    def identify(self, name: str, value: str) -> None:
+        """Names the target by what is known only once it is loaded or reached; refuses another one's lines.
+
+        Args:
+            name: one of LEARNED.
+        """
+        others = self.content.learned.get(name, set()) - {value}
         if others:
             raise UserError(
-                f"{self.path}: written by {self._generator['target']} with embeddings {min(others)[:16]}, what stands "
-                f"there now has {embedding_digest[:16]}: the target was changed; use another output_dir"
+                f"{self.path}: written by {self._generator['target']} with {name} {min(others)[:64]}, what stands "
+                f"there now has {value[:64]}: the target was changed; use another output_dir"
             )
-        self._generator["embedding_digest"] = embedding_digest
+        self._generator[name] = value
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes one line. It is safe from a kill when this returns, from a power cut within about a second."""

@@ -4,6 +4,9 @@
     python data_gen/regenerate.py recipes/demo.yaml data.max_prompts=20 output_dir=runs/try    # the smallest run
     python data_gen/regenerate.py recipes/demo.yaml --plan                                     # what it would do
 
+The answers come from the target in this process, or from OpenAI-compatible servers that serve it (data.generator.kind
+openai; docs/regeneration.md).
+
 Reads data.prompts, writes <output_dir>/conversations.jsonl, one line per conversation, with the token ids of every
 answer, so that nothing is tokenised again. Stopped at any moment and started again, it goes on where it was: the file
 itself says what is done, and what was asked, so that other prompts of the same ids are refused. Prompts that cannot be
@@ -14,19 +17,27 @@ asked go to conversations.rejects.jsonl beside it, with the reason.
 - An answer that is cut (finish_reason `length`) is kept and ends its conversation: the target never ended that turn, so
   what it would say next is not what it would say in use. A next prompt that does not fit data.max_length ends it too.
   Such lines say in `unasked_turns` how many user turns were not asked, and in `unasked_reason` why.
+- What the servers could not answer in this run (gone, failing again and again) is not written and not rejected: it is
+  counted, and the next run asks it again.
 """
 
+import contextlib
+import signal
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from draftsmith.data_gen.contamination import screen
 from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, asked_digest, not_done, read_log
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
+from draftsmith.data_gen.server_answers import Vocabulary
+from draftsmith.data_gen.server_generator import Answered, Servers, Unanswered, generate_from_servers
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
@@ -46,6 +57,11 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Conversation, Rejects, questions, read_conversations
 from draftsmith.recipes.schema import Recipe
 
+RATE_SECONDS = 30.0  # over which the tokens per second of the progress bar are taken
+NAMED_AT_MOST = 5  # conversations without an answer; there may be thousands
+PLAN_SECONDS = 5.0  # --plan waits no longer for a server
+# Prompts in, answers out as they arrive; None where there is nothing new but progress.
+Writer = Callable[[Iterator[Prompt | None]], Iterator[Answer | Answered | Unanswered | None]]
 # What generation configs may ask for beyond temperature, top_p and top_k; speculative decoding does not know it either.
 _OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
 
@@ -62,11 +78,15 @@ def main() -> None:
     path = recipe.conversations_path
     rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
     conversations = list(read_conversations(recipe.data.prompts, rejects, recipe.data.max_prompts))
+    conversations = screen(recipe, conversations, rejects, write=not command.plan)
     if command.plan:
         print_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
+        if recipe.data.generator.kind == "openai":
+            with open_servers(recipe, settings, tokenizer) as servers:
+                print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
         return
     _name_ignored_sampling(generation_config)
-    with ConversationLog(path, generator) as log:
+    with ConversationLog(path, generator) as log, _sigterm_exits():
         todo = not_done(conversations, log.content)
         done, strangers = len(conversations) - len(todo), len(log.content.done) - (len(conversations) - len(todo))
         if strangers:
@@ -76,43 +96,123 @@ def main() -> None:
             return
         if done:
             print(f"{path}: {done:,} of {len(conversations):,} conversations are done, going on")
-        model = load_causal_lm(section)
-        log.identify(tensor_digest(model.get_input_embeddings().weight))
-        regenerate(model, tokenizer, todo, settings, log, rejects)
+        if recipe.data.generator.kind == "openai":
+            with open_servers(recipe, settings, tokenizer) as servers:
+                log.identify("served_model", servers.connect())
+                write: Writer = partial(generate_from_servers, servers)
+                regenerate(write, tokenizer, todo, settings, log, rejects, servers)
+        else:
+            model = load_causal_lm(section)
+            log.identify("embedding_digest", tensor_digest(model.get_input_embeddings().weight))
+            regenerate(partial(generate, model, settings=settings), tokenizer, todo, settings, log, rejects)
 
 
 def regenerate(
-    model: Any,
+    write: Writer,
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[Conversation],
     settings: GenerationSettings,
     log: ConversationLog,
     rejects: Rejects,
+    servers: Servers | None = None,
 ) -> None:
-    """Answers all `conversations` and appends each to `log` when its last turn is written."""
+    """Answers all `conversations` and appends each to `log` when its last turn is written.
+
+    Args:
+        servers: those behind `write`, for progress and summary.
+
+    Raises:
+        UserError: nothing could be asked or answered at all.
+    """
     asked = _Asked(conversations, tokenizer, settings.max_length, rejects)
-    written = tokens = turns = cut = unasked = 0
-    started = time.monotonic()
-    with tqdm(total=len(conversations), desc="regenerating", unit="conversation", disable=None) as bar:
-        for answer in generate(model, asked.prompts(), settings):
-            tokens += len(answer[1])
-            turns += 1
-            cut += answer[2] == "length"
-            finished = asked.take(answer)
-            if finished is not None:
-                log.append(finished)
-                written += 1
-                unasked += finished.get("unasked_turns", 0)
-            bar.update(written + asked.rejected - bar.n)
-            bar.set_postfix_str(f"{tokens / (time.monotonic() - started):,.0f} tokens/s", refresh=False)
-        bar.update(written + asked.rejected - bar.n)
-    seconds = time.monotonic() - started
-    print(
-        f"{written:,} conversations written, {turns:,} answers, {tokens:,} tokens, {tokens / seconds:,.0f} tokens/s, "
-        f"{cut / max(turns, 1):.1%} of the answers cut by length, {unasked:,} user turns not asked; {rejects.summary()}"
-    )
-    if not written and not log.content.done:
+    tally = _Tally()
+    try:
+        with tqdm(total=len(conversations), desc="regenerating", unit="conversation", disable=None) as bar:
+            for answer in write(asked.prompts()):
+                finished = None
+                if isinstance(answer, Unanswered):
+                    finished = asked.give_up(answer)
+                elif answer is not None:
+                    tally.add(answer)
+                    finished = asked.take(answer)
+                if finished is not None:
+                    log.append(finished)
+                    tally.written += 1
+                    tally.unasked += finished.get("unasked_turns", 0)
+                bar.set_postfix_str(tally.progress(servers), refresh=False)
+                bar.update(tally.written + asked.rejected + len(asked.failed) - bar.n)
+                if answer is None:
+                    bar.refresh()
+            bar.update(tally.written + asked.rejected + len(asked.failed) - bar.n)
+    finally:  # also what was written until an interrupt
+        print(f"{tally.summary()}; {rejects.summary()}")
+        for line in servers.summary() if servers is not None else ():
+            print(line)
+        if asked.failed:
+            first, reason = next(iter(asked.failed.items()))
+            named = ", ".join(list(asked.failed)[:NAMED_AT_MOST]) + ", ..." * (len(asked.failed) > NAMED_AT_MOST)
+            print(
+                f"{len(asked.failed):,} conversations got no answer in this run ({named}); {first}: {reason}. The same "
+                "command asks them again"
+            )
+    if asked.failed and not tally.written:
+        raise UserError("data.generator: not one conversation was answered; see above")
+    if not tally.written and not log.content.done:
         raise UserError(f"data.prompts: not one of {len(conversations):,} conversations could be asked; see above")
+
+
+@dataclass
+class _Tally:
+    """What a run has done."""
+
+    written: int = 0  # conversations
+    unasked: int = 0  # user turns
+    turns: int = 0
+    tokens: int = 0
+    cut: int = 0  # answers
+    retokenised: int = 0  # answers
+    started: float = field(default_factory=time.monotonic)
+    _lately: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.monotonic(), 0)]))
+
+    def add(self, answer: Answer | Answered) -> None:
+        answered = Answered(*answer)
+        self.turns += 1
+        self.tokens += len(answered.token_ids)
+        self.cut += answered.finish_reason == "length"
+        self.retokenised += answered.retokenised
+
+    def progress(self, servers: Servers | None) -> str:
+        """Tokens per second of the last half minute, and what the servers are doing."""
+        now, tokens = time.monotonic(), self.tokens if servers is None else servers.tokens_received
+        self._lately.append((now, tokens))
+        while now - self._lately[0][0] > RATE_SECONDS and len(self._lately) > 2:
+            self._lately.popleft()
+        then, before = self._lately[0]
+        text = f"{(tokens - before) / max(now - then, 1e-3):,.0f} tokens/s"
+        return text if servers is None else f"{text}, {servers.in_flight} in flight, {servers.retries} retries"
+
+    def summary(self) -> str:
+        rate = self.tokens / max(time.monotonic() - self.started, 1e-3)
+        text = (
+            f"{self.written:,} conversations written, {self.turns:,} answers, {self.tokens:,} tokens, {rate:,.0f} "
+            f"tokens/s, {self.cut / max(self.turns, 1):.1%} of the answers cut by length, {self.unasked:,} user turns "
+            "not asked"
+        )
+        return text + f", {self.retokenised:,} answers tokenised again from text" * (self.retokenised > 0)
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does, with 143: what has been answered is written, and the summary printed."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    default = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, default)
 
 
 @dataclass
@@ -133,6 +233,7 @@ class _Asked:
         self, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int, rejects: Rejects
     ):
         self.rejected = 0  # conversations of which nothing could be asked
+        self.failed: dict[str, str] = {}  # why there is no answer in this run, by conversation
         self._fresh = iter(conversations)
         self._continued: deque[_Progress] = deque()  # their next prompt is ready
         self._open: dict[str, _Progress] = {}  # an answer is being written
@@ -150,29 +251,38 @@ class _Asked:
             else:
                 return
 
-    def take(self, answer: Answer) -> dict[str, Any] | None:
+    def take(self, answer: Answer | Answered) -> dict[str, Any] | None:
         """Adds an answer to its conversation: the conversation's record if that was its last turn, else None."""
-        (conversation_id, _), output_ids, finish_reason = answer
+        (conversation_id, _), output_ids, finish_reason, retokenised = Answered(*answer)
         progress = self._open.pop(conversation_id)
         progress.messages.append(answer_message(self._tokenizer, output_ids))
-        progress.turns.append(
-            {
-                "prompt_token_ids": progress.prompt_ids,
-                "output_token_ids": output_ids,
-                "finish_reason": finish_reason,
-            }
-        )
+        turn = {
+            "prompt_token_ids": progress.prompt_ids,
+            "output_token_ids": output_ids,
+            "finish_reason": finish_reason,
+        }
+        progress.turns.append(turn | {"retokenised": True} if retokenised else turn)
         unasked, reason = len(progress.pending), "the answer before was cut"
         if unasked and finish_reason == "stop":
             reason = self._prepare(progress)
             if reason is None:
                 self._continued.append(progress)
                 return None
-        record: dict[str, Any] = {"id": conversation_id, "messages": progress.messages, "turns": progress.turns}
-        record["asked_digest"] = asked_digest(progress.conversation)
-        if unasked:
-            record |= {"unasked_turns": unasked, "unasked_reason": reason}
-        return record | {"meta": progress.conversation.meta}
+        return _record(progress, unasked, reason)
+
+    def give_up(self, unanswered: Unanswered) -> dict[str, Any] | None:
+        """Ends a conversation whose next answer does not come: its record if it goes without that answer, else None."""
+        conversation_id, turn = unanswered.key
+        progress = self._open.pop(conversation_id)
+        if not unanswered.refused:
+            self.failed[conversation_id] = unanswered.reason
+            return None
+        if turn == 0:
+            self._reject(progress.conversation, unanswered.reason)
+            return None
+        while progress.messages[-1]["role"] != "assistant":  # the question
+            progress.messages.pop()
+        return _record(progress, len(progress.pending) + 1, unanswered.reason)
 
     def _next_fresh(self) -> _Progress | None:
         """The next conversation whose first turn can be asked; those before it are rejected."""
@@ -185,10 +295,13 @@ class _Asked:
                 problem = str(error)
             if problem is None:
                 return progress
-            record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
-            self._rejects.add(conversation.source, conversation.line, problem, record | {"meta": conversation.meta})
-            self.rejected += 1
+            self._reject(conversation, problem)
         return None
+
+    def _reject(self, conversation: Conversation, problem: str) -> None:
+        record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
+        self._rejects.add(conversation.source, conversation.line, problem, record | {"meta": conversation.meta})
+        self.rejected += 1
 
     def _prepare(self, progress: _Progress) -> str | None:
         """Renders the prompt of the next answer; what is wrong with it, or None. Then nothing has changed."""
@@ -202,6 +315,22 @@ class _Asked:
         progress.messages, progress.prompt_ids = messages, ids
         progress.pending.popleft()
         return None
+
+
+def _record(progress: _Progress, unasked: int, reason: str | None) -> dict[str, Any]:
+    conversation = progress.conversation
+    record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
+    record["asked_digest"] = asked_digest(conversation)
+    if unasked:
+        record |= {"unasked_turns": unasked, "unasked_reason": reason}
+    return record | {"meta": conversation.meta}
+
+
+def open_servers(recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase) -> Servers:
+    """The recipe's servers, not yet connected."""
+    embedded = getattr(load_config(recipe.target).get_text_config(), "vocab_size", 0)
+    vocabulary = Vocabulary(tokenizer, max(embedded, len(tokenizer)), settings.stop_ids)
+    return Servers(recipe.data.generator, settings, vocabulary)
 
 
 def generation_settings(
@@ -227,15 +356,16 @@ def generator_identity(
     recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """What made a file's answers: every line carries it, and a run goes on only with the same."""
-    section = recipe.target
+    section, kind = recipe.target, recipe.data.generator.kind
     dtype = section.dtype
     if dtype == "auto":
         config = load_config(section)
         dtype = str(config.dtype or "float32").removeprefix("torch.")
     return {
+        "kind": kind,
         "target": section.model,
         "revision": section.revision,
-        "dtype": dtype,
+        "dtype": dtype if kind == "transformers" else None,  # servers have their own; the log learns `served_model`
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         **({"template_args": template_variables(section)} if template_variables(section) else {}),
         "temperature": settings.temperature,
@@ -271,7 +401,11 @@ def print_plan(
         except RenderError:
             continue
     prompt_mean = sum(prompt_tokens) / max(1, len(prompt_tokens))
-    print(f"target         {recipe.target.model}, {sampling}, {settings.batch_size} conversations side by side")
+    generator = recipe.data.generator
+    how = f"{settings.batch_size} conversations side by side"
+    if generator.kind == "openai":
+        how = f"{generator.concurrency} requests at a time over {len(generator.base_urls)} servers"
+    print(f"target         {recipe.target.model}, {sampling}, {how}")
     print(f"conversations  {len(conversations):,} of {recipe.data.prompts}; {len(log.done):,} done in {log.path}")
     print(
         f"to do          {len(todo):,} conversations, {asked:,} answers; prompts of {prompt_mean:.0f} tokens on average"

@@ -1,0 +1,219 @@
+"""What a server answers to one prompt, believed only as far as it can be checked.
+
+A reply, whole or in streamed pieces, becomes a `Completion`; `read_answer` makes token ids of it, as the writer in this
+process would have given them: cut at the first stop token, which ends them where the reason is "stop".
+
+Token ids are looked for where servers put them
+    choice.token_ids                        vLLM, SGLang: asked for by return_token_ids
+    choice.output_token_ids, .output_ids    others
+    choice.logprobs.tokens                  vLLM: "token_id:123", asked for by return_tokens_as_token_ids
+    choice.logprobs.content[].id            llama.cpp
+and otherwise made of the text by the target's tokenizer, which need not give back the tokens that were generated.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_TOKEN_ID = re.compile(r"token_id:(\d+)")
+# What two correct detokenisers may differ in: blanks at the start and around special tokens, and how many signs stand
+# for bytes that are no UTF-8 (the end of a cut answer).
+_LOOSE = re.compile(r"[\s\ufffd]+")
+
+
+class BadAnswer(Exception):
+    """An answer that cannot be: torn, or at odds with itself. The try has failed; another one may succeed."""
+
+
+class Unfinished(BadAnswer):
+    """The server says that it did not finish: aborted, or no finish_reason at all."""
+
+
+class Refused(Exception):
+    """The server does not answer this prompt, and would not if it were asked again; the message says "kind: detail"."""
+
+
+@dataclass
+class Completion:
+    """One reply, as the server said it."""
+
+    text: str = ""
+    token_ids: list[Any] | None = None
+    prompt_token_ids: list[Any] | None = None
+    finish_reason: str | None = None
+    stopped_at: int | str | None = None  # the token or text that ended it, where the server names it
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+    def add(self, body: Any) -> int:
+        """Takes a whole reply, or the next piece of a streamed one; the number of tokens in it, as far as is known.
+
+        Raises:
+            BadAnswer: it is an error, or no completion.
+        """
+        if not isinstance(body, dict):
+            raise BadAnswer("the reply is no JSON object")
+        if body.get("error"):
+            raise BadAnswer(f"error in the reply: {error_text(body)}")
+        usage = body.get("usage")
+        if isinstance(usage, dict):
+            self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+            self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+        choices = body.get("choices")
+        if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices) or len(choices) > 1:
+            raise BadAnswer("the reply has no list of one choice")
+        if not choices:  # the piece of a stream that brings the usage
+            return 0
+        choice = choices[0]
+        text, ids = choice.get("text") or "", _token_ids(choice)
+        if not isinstance(text, str):
+            raise BadAnswer("the text of the reply is no text")
+        self.text += text
+        if ids is not None:
+            self.token_ids = [*(self.token_ids or []), *ids]
+        if isinstance(choice.get("prompt_token_ids"), list):
+            self.prompt_token_ids = choice["prompt_token_ids"]
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        for key in ("stop_reason", "matched_stop"):  # vLLM, SGLang
+            if choice.get(key) is not None:
+                self.stopped_at = choice[key]
+        return len(ids) if ids is not None else int(bool(text))
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the ids of an answer may be."""
+
+    tokenizer: PreTrainedTokenizerBase
+    size: int  # rows of the target's embedding
+    stop_ids: tuple[int, ...]
+    usual_stop: int = field(init=False)  # what a server that strips the stop token has most likely stripped
+
+    def __post_init__(self) -> None:
+        own: Any = self.tokenizer.eos_token_id
+        object.__setattr__(self, "usual_stop", own if own in self.stop_ids else self.stop_ids[0])
+
+    def text(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        decoded = self.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(decoded)
+
+
+def read_answer(
+    said: Completion, prompt_ids: list[int], limit: int, vocabulary: Vocabulary
+) -> tuple[list[int], str, bool]:
+    """(token ids, "stop" or "length", were the ids made of the text?).
+
+    Args:
+        limit: the max_tokens of the request.
+
+    Raises:
+        BadAnswer: the reply is at odds with itself, with the request or with the vocabulary.
+        Refused: the server ended it for a reason of its own.
+    """
+    if said.finish_reason in (None, "abort", "error"):
+        raise Unfinished(f"finish_reason {said.finish_reason}: the server did not finish the answer")
+    if said.finish_reason not in ("stop", "length"):
+        raise Refused(f"finish_reason {said.finish_reason}: the server ended the answer")
+    if said.prompt_token_ids is not None and said.prompt_token_ids != prompt_ids:
+        raise BadAnswer(f"it answers another prompt than the {len(prompt_ids)} tokens that it was sent")
+    if said.prompt_tokens is not None and said.prompt_tokens != len(prompt_ids):
+        raise BadAnswer(f"it counts {said.prompt_tokens} prompt tokens and was sent {len(prompt_ids)}")
+    counted = said.completion_tokens
+    if counted is not None and counted > limit:
+        raise BadAnswer(f"it counts {counted} tokens where at most {limit} were asked for")
+    if not said.text and not said.token_ids and not (said.finish_reason == "stop" and counted == 1):
+        raise BadAnswer("the answer is empty")
+    retokenised = said.token_ids is None
+    ids = _made_of_text(said, vocabulary) if retokenised else _given(said, limit, vocabulary)
+    end = next((i + 1 for i, token in enumerate(ids) if token in vocabulary.stop_ids), None)
+    reason = "stop" if end else said.finish_reason
+    if end:
+        ids = ids[:end]
+    elif reason == "stop":
+        ids = [*ids, _stripped_stop(said, len(ids), retokenised, vocabulary)]
+    if len(ids) > limit and not retokenised:
+        raise BadAnswer(f"{len(ids)} tokens, the stop token included, where at most {limit} were asked for")
+    # Other tokens of the same text may be more than the target wrote.
+    return (ids[:limit], "length", True) if len(ids) > limit else (ids, reason, retokenised)
+
+
+def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:
+    ids: list[Any] = said.token_ids or []
+    wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocabulary.size), None)
+    if wrong is not None:
+        raise BadAnswer(f"token id {wrong!r} is none of the target's {vocabulary.size}: is another model served?")
+    if len(ids) > limit:
+        raise BadAnswer(f"{len(ids)} tokens where at most {limit} were asked for")
+    stripped = said.finish_reason == "stop" and (not ids or ids[-1] not in vocabulary.stop_ids)
+    if said.completion_tokens is not None and said.completion_tokens - len(ids) not in ((0, 1) if stripped else (0,)):
+        raise BadAnswer(f"it counts {said.completion_tokens} tokens and gives {len(ids)}")
+    if said.text:
+        bare = ids[:-1] if ids and ids[-1] in vocabulary.stop_ids else ids
+        spellings = (vocabulary.text(ids), vocabulary.text(bare), vocabulary.text(ids, skip_special_tokens=True))
+        if _loose(said.text) not in map(_loose, spellings):
+            raise BadAnswer(
+                f"its tokens are {_short(spellings[0])} for the target's tokenizer, its text is {_short(said.text)}: "
+                "is another model served?"
+            )
+    return ids
+
+
+def _made_of_text(said: Completion, vocabulary: Vocabulary) -> list[int]:
+    # A cut answer may end inside a character, which servers show as U+FFFD.
+    text = said.text.rstrip("\ufffd") if said.finish_reason == "length" else said.text
+    return vocabulary.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _stripped_stop(said: Completion, written: int, retokenised: bool, vocabulary: Vocabulary) -> int:
+    """The stop token that ended an answer of `written` other tokens."""
+    at = said.stopped_at
+    if at in vocabulary.stop_ids:
+        return int(at)
+    if at is not None:
+        raise BadAnswer(f"it stopped at {at!r}, which is none of the stop tokens {list(vocabulary.stop_ids)}")
+    if not retokenised and said.completion_tokens == written:
+        raise BadAnswer("finish_reason stop, and no stop token among the tokens")
+    return vocabulary.usual_stop
+
+
+def error_text(body: Any) -> str:
+    """The message of an error, in the forms that servers give it."""
+    for key in ("error", "message", "detail"):
+        if isinstance(body, dict) and body.get(key):
+            return error_text(body[key])
+    return _short(body if isinstance(body, str) else repr(body))
+
+
+def _token_ids(choice: dict[str, Any]) -> list[Any] | None:
+    for key in ("token_ids", "output_token_ids", "output_ids"):
+        if isinstance(choice.get(key), list):
+            return choice[key]
+    logprobs = choice.get("logprobs")
+    if not isinstance(logprobs, dict):
+        return None
+    tokens = logprobs.get("tokens")
+    if isinstance(tokens, list) and tokens:
+        matches = [_TOKEN_ID.fullmatch(token) if isinstance(token, str) else None for token in tokens]
+        return [int(match[1]) for match in matches if match] if all(matches) else None
+    content = logprobs.get("content")
+    if isinstance(content, list) and all(isinstance(item, dict) and "id" in item for item in content):
+        return [item["id"] for item in content]
+    return None
+
+
+def _count(value: Any, otherwise: int | None) -> int | None:
+    return value if type(value) is int else otherwise
+
+
+def _loose(text: str) -> str:
+    return _LOOSE.sub("", text)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 200 else text[:200] + "..."
