@@ -137,13 +137,15 @@ def target_forward_bytes(config: Any, size: TargetSize, rows: int, tokens: int, 
     hidden = config.hidden_size
     heads, groups, head_dim = attention_shape(config)
     attention = (4 * heads + 4 * groups) * head_dim * unit * places
-    if size.eager_attention:
-        attention += rows * heads * tokens**2 * (3 * unit + 4)  # scores, masked, softmax in float32, cast back
-    chosen = (getattr(config, "num_experts_per_tok", None) or 1) if size.expert_parameters else 1
-    width = getattr(config, "moe_intermediate_size", None) if size.expert_parameters else None
-    mlp = (3 * (width or config.intermediate_size) + (hidden if size.expert_parameters else 0)) * chosen * unit * places
+    # Eager attention returns its scores, which outlive the layer's MLP: in its precision twice, masked, in float32.
+    scores = rows * heads * tokens**2 * (3 * unit + 4) if size.eager_attention else 0
+    if size.expert_parameters:
+        width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        mlp = (6 * width + 2 * hidden) * (getattr(config, "num_experts_per_tok", None) or 1) * unit * places
+    else:
+        mlp = 3 * config.intermediate_size * unit * places
     residual = 4 * hidden * unit * places
-    return 2 * captured_layers * hidden * unit * places + residual + max(attention, mlp)
+    return 2 * captured_layers * hidden * unit * places + residual + scores + max(attention, mlp)
 
 
 def attention_shape(config: Any) -> tuple[int, int, int]:

@@ -181,12 +181,14 @@ def test_from_prompts_to_acceptance(
         overrides.append("drafter.vocab_size=24")
     if recipe.drafter.intermediate_size is not None:
         overrides.append("drafter.intermediate_size=64")
-    run(eagle3, "eagle3.py", path, [*overrides, "--plan"], monkeypatch)
-    assert "regenerate writes it" in capsys.readouterr().out
+    if name == "gpt-oss-20b":  # a plan takes seconds: once without, once with conversations
+        run(eagle3, "eagle3.py", path, [*overrides, "--plan"], monkeypatch)
+        assert "regenerate writes it" in capsys.readouterr().out
     run(regenerate, "regenerate.py", path, overrides, monkeypatch)
     run(rank_vocab, "rank_vocab.py", path, overrides, monkeypatch)
-    run(eagle3, "eagle3.py", path, [*overrides, "--plan"], monkeypatch)
-    assert "CANNOT WORK" not in capsys.readouterr().out
+    if name == "vicuna-13b-v1.3":
+        run(eagle3, "eagle3.py", path, [*overrides, "--plan"], monkeypatch)
+        assert "CANNOT WORK" not in capsys.readouterr().out
     run(eagle3, "eagle3.py", path, overrides, monkeypatch)
     run(acceptance, "acceptance.py", path, overrides, monkeypatch)
 

@@ -106,6 +106,7 @@ class DataSize:
     basis: str
     counted: bool
     distinct_supervised: int | None = None
+    prompts_without_room: float = 0.0  # share of the prompts that leave no token to an answer
 
     @property
     def bound(self) -> str:
@@ -187,6 +188,7 @@ def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
         mean_columns=sum(columns) / len(columns),
         basis=f"assumed: {len(rows):,} prompts, {prompt:.0f} tokens each (sampled), answers of max_new_tokens {answer}",
         counted=False,
+        prompts_without_room=sum(tokens >= longest for tokens in prompts) / max(1, len(prompts)),
     )
 
 
@@ -369,7 +371,7 @@ def training_plan(
     )
     if size.expert_parameters:
         yield line("", f"of the target {millions(size.active_parameters)} are read for a token", "exact")
-    problems += _vocab_problems(recipe, shape, data, vocab_is_there)
+    problems += _data_problems(recipe, shape, data, vocab_is_there)
 
     memory, unroll = _memory(recipe, shape, target_config, size, data, parameters, bf16, device, processes)
     yield line("memory", f"{gigabytes(memory.total)} at most, on each device, largest batch", "dry run")
@@ -402,7 +404,12 @@ def training_plan(
         yield f"CANNOT WORK: {problem}"
 
 
-def _vocab_problems(recipe: Recipe, shape: Eagle3Config, data: DataSize, vocab_is_there: bool) -> Iterator[str]:
+def _data_problems(recipe: Recipe, shape: Eagle3Config, data: DataSize, vocab_is_there: bool) -> Iterator[str]:
+    if data.prompts_without_room == 1:
+        yield (
+            f"no room for an answer: every sampled prompt takes all of data.max_length {recipe.data.max_length}; "
+            "regenerate will reject them"
+        )
     distinct, size = data.distinct_supervised, shape.draft_vocab_size
     if not vocab_is_there and distinct is not None and size < shape.vocab_size and distinct < size:
         yield (

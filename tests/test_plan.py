@@ -1,0 +1,438 @@
+"""`--plan` against what runs really take: parameters, bytes alive, operations, steps, files on disk."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from draftsmith.models.alignment import columns_of
+from draftsmith.models.costs import (
+    Device,
+    MemoryMeter,
+    cache_bytes_per_token,
+    checkpoint_bytes,
+    drafter_bytes,
+    duration,
+    gigabytes,
+    target_forward_bytes,
+    target_forward_flops,
+    target_size,
+    torch_dtype,
+)
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import TrainSection
+from draftsmith.train import eagle3
+from draftsmith.train import plan as training
+from draftsmith.train.eagle3 import drafter_shape
+from draftsmith.train.loop import total_steps
+from draftsmith.train.plan import (
+    DRAFT_LOGITS,
+    RESERVE,
+    SCORES,
+    TARGET_LOGITS,
+    DataSize,
+    UnrollCost,
+    counted_data,
+    last_logged,
+    memory_of,
+    trainable_parameters,
+    training_plan,
+    unroll_cost,
+)
+from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+from tests.conftest import make_target, make_tokenizer
+from tests.test_train import train, write_conversations
+
+GPU = Device("NVIDIA H100 80GB HBM3", 85_000_000_000, is_cpu=False)
+
+
+def recipe_file(folder: Path, **changes: Any) -> Path:
+    """A small recipe whose sections are updated by `changes`; its target is made beside it."""
+    if not (folder / "target").exists():
+        make_target().save_pretrained(folder / "target")
+        make_tokenizer().save_pretrained(folder / "target")
+    sections: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "drafter": {"vocab_size": 160},
+        "train": {"batch_size": 4, "ttt_steps": 3, "mixed_precision": "no", "validation_conversations": 4},
+    }
+    for name, section in changes.items():
+        sections[name] = sections.get(name, {}) | section
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def plan(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, str]:
+    """What --plan prints: text by label; problems under CANNOT WORK."""
+    capsys.readouterr()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["eagle3.py", str(path), *overrides, "--plan"])
+        eagle3.main()
+    printed: dict[str, str] = {}
+    for text in capsys.readouterr().out.splitlines():
+        label = "CANNOT WORK" if text.startswith("CANNOT WORK") else text[:14].strip()
+        printed[label] = printed.get(label, "") + text.removeprefix("CANNOT WORK:") + "\n"
+    return printed
+
+
+# Parameters and the target's size.
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        ("qwen3_moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    ],
+)
+def test_target_size_is_the_models(family: str, settings: dict) -> None:
+    model = make_target(family, **settings)
+    size = target_size(model.config, "float32")
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    assert size.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert size.head_parameters == model.get_output_embeddings().weight.numel()
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert size.expert_parameters == experts
+    tables = 320 * 32 * (1 if settings.get("tie_word_embeddings") else 2)
+    chosen = {"gpt_oss": 2 / 4, "qwen3_moe": 2 / 8}.get(family, 0)
+    assert size.active_parameters == size.parameters - tables - experts + int(experts * chosen)
+    assert cache_bytes_per_token(model.config, size) == 2 * 7 * 2 * 8 * 4
+
+
+def test_dtype_of_a_target_comes_from_the_recipe_then_the_config() -> None:
+    config = AutoConfig.for_model("llama", dtype="bfloat16")
+    assert torch_dtype(config, "auto") is torch.bfloat16
+    assert torch_dtype(config, "float16") is torch.float16
+    assert torch_dtype(AutoConfig.for_model("llama"), "auto") is torch.float32
+
+
+def test_quantised_checkpoints_are_counted_as_they_are_loaded() -> None:
+    """This machine has no kernels for MXFP4: transformers dequantises. Others stay in few bits."""
+    config = make_target("gpt_oss", num_local_experts=4).config
+    plain = target_size(config, "bfloat16")
+    config.quantization_config = {"quant_method": "mxfp4"}
+    mxfp4 = target_size(config, "bfloat16")
+    if not torch.cuda.is_available():
+        assert mxfp4.weight_bytes == plain.weight_bytes and "dequantised" in mxfp4.weight_basis
+    config.quantization_config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    gptq = target_size(config, "bfloat16")
+    assert plain.weight_bytes / 4 < gptq.weight_bytes < plain.weight_bytes
+    assert gptq.parameters == plain.parameters and "assumed" in gptq.weight_basis
+
+
+def shape_of(hidden: int = 64, vocab: int = 500, draft_vocab: int = 300) -> Eagle3Config:
+    return Eagle3Config(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        vocab_size=vocab,
+        draft_vocab_size=draft_vocab,
+        capture_layers=(2, 3, 4),
+        rms_norm_eps=1e-6,
+        max_position_embeddings=1024,
+    )
+
+
+def drafter_of(shape: Eagle3Config) -> Eagle3Drafter:
+    vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
+    return Eagle3Drafter(shape, vocab, torch.randn(shape.vocab_size, shape.hidden_size))
+
+
+def test_trainable_parameters_are_the_modules() -> None:
+    shape = shape_of()
+    assert trainable_parameters(shape) == sum(p.numel() for p in drafter_of(shape).parameters())
+
+
+# Memory and operations.
+
+
+class SmallTarget:
+    """A head alone, as `teacher_of` needs it."""
+
+    def __init__(self, shape: Eagle3Config):
+        self.head = torch.nn.Linear(shape.hidden_size, shape.vocab_size, bias=False).requires_grad_(False)
+        self.config = None
+
+    logits = Target.logits
+
+
+def micro_batch(
+    shape: Eagle3Config, settings: TrainSection, bf16: bool, rows: int, tokens: int, columns: int
+) -> Callable[[], None]:
+    """A real one, forward and backward, with one span of `columns` + 1 tokens at the end of each row."""
+    drafter, target = drafter_of(shape), SmallTarget(shape)
+    trainee = TrainingTimeTest(drafter, settings.ttt_steps, settings.step_weight, settings.gradient_checkpointing)
+    span = torch.zeros(rows, tokens, dtype=torch.long)
+    span[:, tokens - columns - 1 :] = 1
+    ids = torch.randint(shape.draft_vocab_size, (rows, tokens))
+    counted = columns_of(span, settings.ttt_steps)
+    assert counted.index.shape[1] == columns
+
+    def loss() -> torch.Tensor:
+        captured = torch.randn(rows, tokens, 3 * shape.hidden_size)
+        last = torch.randn(rows, tokens, shape.hidden_size)
+        teacher = teacher_of(target, last, ids, counted, drafter.vocab)  # type: ignore[arg-type]
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return trainee(captured, ids, counted, teacher).loss
+
+    return lambda: loss().backward()
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "columns", "changes", "bf16"),
+    [
+        (2, 60, 40, {}, False),
+        (3, 150, 100, {"ttt_steps": 5}, False),
+        (3, 150, 100, {}, True),
+        (3, 150, 100, {"gradient_checkpointing": True}, False),
+    ],
+)
+def test_the_dry_run_counts_what_a_real_one_takes(
+    rows: int, tokens: int, columns: int, changes: dict, bf16: bool
+) -> None:
+    """By torch's own counting, cycles uncollected on both sides."""
+    settings, shape = TrainSection(**({"ttt_steps": 3} | changes)), shape_of()
+    planned = unroll_cost(shape, None, torch.float32, settings, bf16, rows, tokens, columns)
+    real = micro_batch(shape, settings, bf16, rows, tokens, columns)
+    gc.collect()
+    gc.disable()
+    try:
+        with MemoryMeter(lambda tensor: "") as meter, FlopCounterMode(display=False) as counter:
+            real()
+    finally:
+        gc.enable()
+    assert planned.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.02)
+    assert planned.flops == counter.get_total_flops()
+    assert sum(planned.peak_by_kind.values()) == planned.peak_bytes
+
+
+def test_the_dry_run_names_the_parts() -> None:
+    """Scores of three steps in float32, [B, heads, C, T + k], are kept for the backward pass."""
+    shape = shape_of(draft_vocab=300)
+    parts = unroll_cost(shape, None, torch.float32, TrainSection(ttt_steps=3), False, 2, 200, 150).peak_by_kind
+    kept = sum(2 * 4 * 150 * (200 + step) * 4 for step in range(3))
+    assert kept <= parts[SCORES] <= 2 * kept  # and a few of one step, in the making
+    assert parts[DRAFT_LOGITS] >= 3 * 2 * 150 * 300 * 4
+    assert parts.get(TARGET_LOGITS, 0) == 0  # gone by the peak: only the teacher's choice of them is kept
+
+
+REAL_MEMORY = """
+import resource, sys
+from draftsmith.recipes.schema import TrainSection
+from tests.test_plan import MEASURED, micro_batch, shape_of
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+settings, shape = TrainSection(ttt_steps=3), shape_of(*MEASURED)
+micro_batch(shape, settings, False, 1, 20, 10)()  # libraries and kernels are there
+real = micro_batch(shape, settings, False, 4, 400, 300)
+before = peak()
+for _ in range(2):
+    real()
+print(peak() - before)
+"""
+MEASURED = (128, 2000, 1000)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="asks the operating system")
+def test_planned_memory_is_what_the_operating_system_counts() -> None:
+    """Peak of resident memory of a process of its own: about what is alive, and at most as much again, which is what
+    malloc keeps and the plan counts as its reserve."""
+    root = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", REAL_MEMORY]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
+    settings, shape = TrainSection(ttt_steps=3), shape_of(*MEASURED)
+    planned = unroll_cost(shape, None, torch.float32, settings, False, 4, 400, 300)
+    assert 0.9 < int(done.stdout) / planned.peak_bytes < 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_target_pass_is_near_what_a_real_one_takes(family: str) -> None:
+    """An assumption, so a wide band: never less than 0.8 of what is alive, never more than twice."""
+    model = make_target(family, hidden_size=64, intermediate_size=160, head_dim=16)
+    target, ids = Target(model), torch.zeros(2, 200, dtype=torch.long)
+    with MemoryMeter(lambda tensor: "") as meter:
+        target.states(ids)
+    planned = target_forward_bytes(model.config, target_size(model.config), 2, 200, 3)
+    assert 0.8 < planned / meter.peak_bytes < 2
+
+
+def test_target_operations_are_counted() -> None:
+    """Within 10 % of torch's counter, whose attention kernel counts the whole square, and ours half of it."""
+    model = make_target("llama", hidden_size=64, intermediate_size=160, head_dim=16)
+    ids = torch.zeros(2, 50, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids)
+    planned = target_forward_flops(model.config, target_size(model.config), 2, 50, head_columns=100)
+    assert planned == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+def test_memory_takes_the_widest_moment() -> None:
+    size = target_size(make_target().config, "float32")
+    unroll = UnrollCost(peak_bytes=1000, peak_by_kind={SCORES: 1000}, flops=0)
+    wide_unroll = memory_of(size, 10, unroll, 5.0, accumulates=False, processes=1, on_cpu=False)
+    assert wide_unroll.parts[SCORES] == 1000
+    wide_pass = memory_of(size, 10, unroll, 5000.0, accumulates=False, processes=1, on_cpu=False)
+    assert SCORES not in wide_pass.parts and wide_pass.total > wide_unroll.total
+    wide_update = memory_of(size, 10_000, unroll, 5.0, accumulates=False, processes=1, on_cpu=False)
+    assert SCORES not in wide_update.parts
+    several = memory_of(size, 10, unroll, 5.0, accumulates=True, processes=2, on_cpu=False)
+    extra = 2 * 4 * 10  # gradients of earlier micro-batches, and DDP's buckets
+    assert several.total - several.parts[RESERVE] == pytest.approx(
+        wide_unroll.total - wide_unroll.parts[RESERVE] + extra
+    )
+
+
+# Steps, files, problems: the script itself.
+
+
+@pytest.fixture
+def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of words: the dry run takes a second or two."""
+    monkeypatch.setattr(training, "unroll_cost", lambda *_: UnrollCost(10_000_000, {SCORES: 10_000_000}, 10**9))
+
+
+def test_plan_tells_the_steps_and_files_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe_file(tmp_path, train={"epochs": 1.5, "save_every_steps": 2, "keep_checkpoints": 2, "warmup_steps": 2})
+    output = tmp_path / "run"
+    write_conversations(output / "conversations.jsonl", 24)
+    DraftVocab(torch.arange(0, 320, 2), 320).save(output / "draft_vocab.safetensors")
+    before = set(tmp_path.rglob("*"))
+    printed = plan(path, capsys)
+    assert set(tmp_path.rglob("*")) == before  # a plan writes nothing
+    train(path)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = lines[-1]["step"]
+    assert printed["steps"].startswith(f"steps          {steps} of 4 rows on 1 process")
+    assert f"2 steps, {2 / steps:.1%} of the run" in printed["warm-up"]
+    assert "CANNOT WORK" not in printed
+
+    recipe = load_recipe(path)
+    shape = drafter_shape(recipe, make_target().config)
+    parameters = trainable_parameters(shape)
+    checkpoints = sorted((output / "checkpoints").iterdir())
+    assert len(checkpoints) == 2
+    for checkpoint in checkpoints:
+        used = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+        assert 0 < used - checkpoint_bytes(parameters, 160, 320) < 50_000
+    used = (output / "drafter/model.safetensors").stat().st_size
+    assert 0 < used - drafter_bytes(parameters, 160, 320) < 3_000
+    assert gigabytes(checkpoint_bytes(parameters, 160, 320)) in printed["disk"]
+    assert "measured: " in plan(path, capsys)["time"]  # now the run's own speed is known
+
+
+@pytest.mark.usefixtures("no_dry_run")
+def test_plan_without_conversations_says_what_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"turns": [f"the cat {i}", "and?"]}) + "\n" for i in range(30)))
+    data = {"prompts": str(prompts), "max_length": 100, "generator": {"max_new_tokens": 20}}
+    path = recipe_file(tmp_path, data=data)
+    printed = plan(path, capsys)
+    assert "[regenerate writes it]" in printed["conversations"]
+    assert "at most 26, 4 more for validation" in printed["rows"] and "assumed" in printed["rows"]
+    assert "at most" in printed["tokens"] and "at most" in printed["time"]
+    hub = plan(path, capsys, "data.prompts=hf:org/name")  # not looked up
+    assert "not known" in hub["rows"] and "steps" not in hub
+    bounded = plan(path, capsys, "data.prompts=hf:org/name", "data.max_prompts=1000")
+    assert "at most 1,000" in bounded["rows"] and "at most 100,000" in bounded["tokens"]
+    with pytest.raises(UserError, match=r"regenerate\.py writes it"):
+        plan(path, capsys, "data.prompts=null")
+
+
+@pytest.mark.usefixtures("no_dry_run")
+def test_plan_says_plainly_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe_file(tmp_path, train={"max_steps": 5, "warmup_steps": 5})
+    write_conversations(tmp_path / "run/conversations.jsonl", 4)
+    problems = plan(path, capsys, "drafter.vocab_size=300")["CANNOT WORK"]
+    assert "train.warmup_steps 5 is not shorter than the run of 5 steps" in problems
+    assert "drafter.vocab_size 300 is more than the" in problems
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "the cat sat on the mat " * 20}) + "\n")
+    problems = plan(path, capsys, "output_dir=nowhere", f"data.prompts={prompts}", "data.max_length=16")["CANNOT WORK"]
+    assert "no room" in problems
+
+
+def lines_of(path: Path, data: DataSize, device: Device, **settings: Any) -> str:
+    recipe = load_recipe(path)
+    config = make_target().config
+    size = target_size(config, "float32")
+    return "\n".join(
+        training_plan(recipe, drafter_shape(recipe, config), config, size, data, True, False, device, **settings)
+    )
+
+
+@pytest.mark.usefixtures("no_dry_run")
+def test_plan_compares_with_the_device_and_names_what_to_lower(tmp_path: Path) -> None:
+    path = recipe_file(tmp_path)
+    rows = DataSize(100, 4, 5000, 3000, 60, 40, 50.0, 30.0, "counted", counted=True)
+    text = lines_of(path, rows, Device("NVIDIA tiny", 1_000_000, is_cpu=False))
+    assert "do not fit the 1.0 MB of the device here (NVIDIA tiny)" in text
+    assert "to lower the largest part: " in text
+    assert "operations per device; --flops says" in text  # a device whose rate nobody told
+    assert "assumed: 30% of 989 TFLOP/s" in lines_of(path, rows, GPU)
+    assert "assumed: --flops 2" in lines_of(path, rows, GPU, flops_per_second=2e12)
+    assert "CANNOT WORK" not in lines_of(path, rows, GPU)
+    four = lines_of(path, rows, GPU, processes=4)
+    assert f"{total_steps(TrainSection(batch_size=4), 100, 4)} of 16 rows on 4 processes" in four
+
+
+def test_counted_data_is_in_the_rows() -> None:
+    from draftsmith.data_gen.conversations import rows_of
+
+    rows = list(rows_of("a", [([1, 2, 3], [4, 5, 6]), ([1, 2, 3, 4, 5, 6, 7], [8, 9])])) + list(
+        rows_of("b", [([1], [2, 3])])
+    )
+    data = counted_data(rows, [], TrainSection(batch_size=2))
+    assert (data.rows, data.tokens, data.supervised) == (2, 12, 7)
+    assert (data.longest_tokens, data.longest_columns) == (9, 3)
+    assert data.mean_padded_tokens == 9  # both rows in one micro-batch
+    assert data.distinct_supervised == 7
+
+
+def test_last_logged_step_survives_a_torn_line(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    assert last_logged(metrics) == (0, None)
+    metrics.write_text('{"step": 10, "tokens_per_second": 123}\n{"step": 20, "tok')
+    assert last_logged(metrics) == (10, 123.0)
+
+
+def test_sizes_and_times_in_words() -> None:
+    assert [gigabytes(n) for n in (2.4e6, 12e6, 1.3e9, 142e9)] == ["2.4 MB", "12 MB", "1.3 GB", "142 GB"]
+    assert [duration(s) for s in (5, 600, 7300, 2e5)] == ["5 seconds", "10.0 minutes", "2.0 hours", "2.3 days"]
+
+
+def test_a_big_target_is_planned_without_its_weights() -> None:
+    """70 billion parameters, on the meta device: no byte of them is taken."""
+    config = AutoConfig.for_model(
+        "llama",
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+    size = target_size(config, "bfloat16")
+    assert size.parameters == 70_553_706_496  # as the model's card counts
+    assert size.weight_bytes == 2 * size.parameters
