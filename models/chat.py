@@ -220,8 +220,8 @@ def answer_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Me
 
         <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>
     """
-    marks = {name: tokenizer.get_added_vocab().get(name) for name in _HARMONY}
-    if None in marks.values():
+    marks = {token.content: i for i, token in tokenizer.added_tokens_decoder.items() if token.content in _HARMONY}
+    if len(marks) < len(_HARMONY):
         return {"role": "assistant", "content": decode_answer(tokenizer, ids)}
     texts: dict[str, list[int]] = {"analysis": [], "final": []}
     channel, header, in_header = "final", [], False

@@ -40,7 +40,7 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
     if device == "auto":
         device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
+        result: Any = AutoModelForCausalLM.from_pretrained(
             section.model,
             revision=section.revision,
             dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
@@ -50,6 +50,7 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
         )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(_why_not_loaded(section, error)) from error
+    loaded, report = result
     if missing := sorted(report["missing_keys"]):
         raise UserError(
             f"target.model: {section.model!r} lacks {len(missing)} of its tensors ({', '.join(missing[:3])}"
@@ -224,7 +225,8 @@ class Target:
             session = self.session(capture=False)
             session.prefill(torch.tensor([1, 2, 3], device=device) % vocab)
             logits_NV, _ = session.verify(DraftTree(torch.tensor(tokens, device=device) % vocab, parents))
-            held = {layer.keys.shape[2] for layer in session.cache.layers if layer.keys is not None}
+            layers: list[Any] = session.cache.layers
+            held = {layer.keys.shape[2] for layer in layers if layer.keys is not None}
             if held != {3 + len(tokens)}:
                 raise ValueError(f"its cache holds keys of {sorted(held)} tokens after {3 + len(tokens)}")
             return logits_NV[node]

@@ -85,7 +85,7 @@ def make_dir(
 ) -> Path:
     """A tokenizer with `special` tokens more, and the config of a model with `vocab_size` embeddings."""
     tokenizer = make_tokenizer()
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in special or []])
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in special or []])  # type: ignore[arg-type]
     tokenizer.chat_template = template  # type: ignore[assignment]
     tokenizer.save_pretrained(directory)
     make_target(num_layers=1, vocab_size=vocab_size).config.save_pretrained(directory)
@@ -248,7 +248,7 @@ def test_an_embedding_padded_beyond_the_tokenizer(tmp_path: Path) -> None:
 
 def with_tokens(template: str, special: list[str]) -> PreTrainedTokenizerFast:
     tokenizer = make_tokenizer()
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in special])  # type: ignore[arg-type]
     tokenizer.chat_template = template
     return tokenizer
 
