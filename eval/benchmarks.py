@@ -14,8 +14,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decode import Generation, decode
-from draftsmith.eval.generation_log import record_of
-from draftsmith.models.chat import RenderError, answer_message, as_text, render_prompt
+from draftsmith.eval.generation_log import record_of, token_texts
+from draftsmith.models.chat import RenderError, answer_message, as_text, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -157,8 +157,9 @@ class Bench:
                     generation.benchmark, generation.category = question.benchmark, question.category
                     generation.conversation_id, generation.turn = question.id, number
                     results[name].append(generation)
-                    asked_here = last_question(messages) if name == shown else None
-                    file.write(json.dumps(record_of(generation, name, self.tokenizer, asked_here)) + "\n")
+                    texts = self._shown(generation, messages) if name == shown else None
+                    text = decode_answer(self.tokenizer, generation.token_ids)
+                    file.write(json.dumps(record_of(generation, name, text, texts)) + "\n")
                 file.flush()
                 tokens += len(turn[shown].token_ids) - 1
                 rounds += turn[shown].rounds
@@ -169,7 +170,10 @@ class Bench:
             raise UserError(f"eval.prompts: not one of {len(asked)} prompts could be asked; {rejects.summary()}")
         return results
 
-
-def last_question(messages: list[dict[str, Any]]) -> str:
-    """The user's words among the messages before an answer."""
-    return str(as_text([message for message in messages if message["role"] == "user"][-1:])[0]["content"])
+    def _shown(self, generation: Generation, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the report shows of an answer: the user's words before it, and its tokens' texts."""
+        asked = [message for message in messages if message["role"] == "user"][-1:]
+        return {
+            "question": as_text(asked)[0]["content"],
+            "token_texts": token_texts(self.tokenizer, generation.token_ids),
+        }

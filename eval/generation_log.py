@@ -17,26 +17,22 @@ token of the target, which only the last round may lack (last_round_cut).
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:  # the report is built again without loading torch
+    from transformers import PreTrainedTokenizerBase
 
-from draftsmith.eval.decode import Generation
-from draftsmith.models.chat import decode_answer
+    from draftsmith.eval.decode import Generation
 
 WINDOW = 4  # tokens that one character may be spread over: UTF-8 has at most four bytes
 
 
 def record_of(
-    generation: Generation, contender: str, tokenizer: PreTrainedTokenizerBase, question: str | None = None
+    generation: "Generation", contender: str, text: str, shown: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A line of generations.jsonl. `question` is given for the main contender, whose tokens the report shows."""
-    record = {"contender": contender} | asdict(generation) | {"text": decode_answer(tokenizer, generation.token_ids)}
-    if question is not None:
-        record |= {"question": question, "token_texts": token_texts(tokenizer, generation.token_ids)}
-    return record
+    """A line of generations.jsonl. `shown` is the main contender's `question` and `token_texts`."""
+    return {"contender": contender} | vars(generation) | {"text": text} | (shown or {})
 
 
 def read_generations(path: Path, contender: str) -> Iterator[dict[str, Any]]:
@@ -48,7 +44,7 @@ def read_generations(path: Path, contender: str) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
     """What each token adds to the text: joined they are the answer with its special tokens written out.
 
     A token's text hangs on its neighbours (blanks of SentencePiece, bytes of a character), so each is the difference of

@@ -4,7 +4,7 @@ The page is `report.html.jinja`; everything that goes into it is escaped there, 
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ DASH = "\u2013"
 TINTS = 4  # background colours of successive rounds
 SHOWN_TOKENS = 20_000  # of all answers together: bounds the size of the page
 LONGEST_ANSWER = 600
-# Characters that would change how the page reads without being seen: they are named instead.
-INVISIBLE = {*range(0x200B, 0x2010), *range(0x2028, 0x202F), *range(0x2060, 0x2070), 0xFEFF, *range(0xFFF9, 0xFFFC)}
+# What must not stand on a page: controls, lone surrogates, non-characters, and what turns the direction of text around.
+FORBIDDEN = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
+)
+UNSEEN = re.compile(r"[\u200b\u200e\u200f\u2028\u2029\u2060-\u2064]")
 
 
 def build_html(
@@ -55,7 +58,7 @@ def build_html(
         roles={name: plots.role_of(names, name, plain) for name in names},
         verdict=verdict(contenders[main]),
         different=[name for name, row in contenders.items() if row["matches_target"] is False],
-        parts=list(_parts(acceptance)),
+        parts=list(plots.parts_of(acceptance)),
         acceptance_figures=[_figure(plot) for plot in plots.acceptance_plots(acceptance)],
         training_figures=[_figure(plot) for plot in plots.training_plots(metrics)],
         answers=[_answer(record, longest) for record in chosen],
@@ -67,9 +70,9 @@ def build_html(
 
 
 def clean(value: Any) -> Any:
-    """`value` with its texts rid of what a UTF-8 page cannot hold: lone surrogates, and controls that HTML forbids."""
+    """`value` with a replacement character for everything in its texts that must not stand on a page."""
     if isinstance(value, str):
-        return re.sub(r"[\ud800-\udfff\x00-\x08\x0b\x0c\x0e-\x1f]", "\ufffd", value)
+        return FORBIDDEN.sub("\ufffd", value)
     if isinstance(value, dict):
         return {clean(key): clean(item) for key, item in value.items()}
     return [clean(item) for item in value] if isinstance(value, list) else value
@@ -98,22 +101,6 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
     return DASH if bounds is None else f"{bounds[0]:.{digits}f}{DASH}{bounds[1]:.{digits}f}"
-
-
-def _parts(acceptance: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(kind, name, numbers by contender) of every row of the table of parts; nothing where all would be one part."""
-    benchmarks, categories, turns = (acceptance[part] for part in ("benchmarks", "categories", "turns"))
-    if len(benchmarks) > 1 or categories or len(turns) > 1:
-        yield "total", "all", acceptance["contenders"]
-    for name, numbers in benchmarks.items():
-        if len(benchmarks) > 1:
-            yield "benchmark", name, numbers
-        for category, of_category in categories.items():
-            if category.startswith(f"{name}/"):
-                yield "category", category.removeprefix(f"{name}/"), of_category
-    if len(turns) > 1:
-        yield "turn", "first turns", turns["1"]
-        yield "turn", "later turns", turns["2"]
 
 
 # Figures and answers.
@@ -183,23 +170,14 @@ def _shortened(text: str, most: int) -> str:
 
 
 def visible(text: str) -> str:
-    """A token's text with blanks, controls and directions shown where they would hide or change the page.
+    """A token's text with line breaks shown, and by name what must not stand on a page or cannot be seen.
 
     A token without any text (bytes of an unfinished character) is a middle dot.
     """
-    if not text:
-        return "·"
-    return "".join(_visible(character) for character in text)
+    text = text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·"
+    return UNSEEN.sub(_named, FORBIDDEN.sub(_named, text))
 
 
-def _visible(character: str) -> str:
-    code = ord(character)
-    if character == "\n":
-        return "↵\n"
-    if character == "\t":
-        return "⇥\t"
-    if code < 0x20:
-        return chr(0x2400 + code)  # Unicode's pictures of controls
-    if code in INVISIBLE or 0x7F <= code < 0xA0 or code & 0xFFFE == 0xFFFE or 0xD800 <= code < 0xE000:
-        return f"[U+{code:04X}]"
-    return character
+def _named(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return chr(0x2400 + code) if code < 0x20 else f"[U+{code:04X}]"  # Unicode has pictures of its oldest controls

@@ -31,7 +31,7 @@ LIGHT = {
 DARK = {
     **{"page": "#14171c", "card": "#1a1e25", "ink": "#e6e8eb", "muted": "#9ca6b4", "grid": "#2e353f"},
     **{"plain": "#9ca6b4", "s1": "#7fb2ff", "s2": "#f5a26b", "s3": "#66cfa0", "s4": "#c6a0f5", "s5": "#dcb955"},
-    **{"s6": "#f291ba", "draft": "#c9d3e0", "verify": "#76849a", "other": "#3b4554"},
+    **{"s6": "#f291ba", "draft": "#c9d3e0", "verify": "#66728a", "other": "#3b4554"},
     **{"t0": "#1f3d6b", "t1": "#544316", "t2": "#1b4d38", "t3": "#463161"},
 }
 ROLES = list(LIGHT)
@@ -182,6 +182,23 @@ def _apart(heights: list[float], gap: float) -> list[float]:
 # Acceptance.
 
 
+def parts_of(acceptance: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """(kind, benchmark, name, numbers by contender) of every part of acceptance.json; none where there is but one.
+
+    Kinds: benchmark, category (after its benchmark, where that has several), turn.
+    """
+    benchmarks, categories, turns = (acceptance[part] for part in ("benchmarks", "categories", "turns"))
+    for benchmark, numbers in benchmarks.items():
+        inside = {name: row for name, row in categories.items() if name.startswith(f"{benchmark}/")}
+        if len(benchmarks) > 1:
+            yield "benchmark", benchmark, benchmark, numbers
+        for name, row in inside.items() if len(inside) > 1 else ():
+            yield "category", benchmark, name.removeprefix(f"{benchmark}/"), row
+    if len(turns) > 1:
+        yield "turn", "", "first turns", turns["1"]
+        yield "turn", "", "later turns", turns["2"]
+
+
 def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
     """By position, histogram, time, and tau by part where there are several parts."""
     contenders, plain, main = acceptance["contenders"], acceptance["baseline"], acceptance["contender"]
@@ -221,20 +238,19 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
             lambda colours: _times(colours, {n: r for n, r in contenders.items() if r["tokens_per_second"]}),
         ),
     ]
-    parts = acceptance["categories"] or acceptance["benchmarks"]
+    parts = {
+        f"{benchmark} / {name}" if kind == "category" and len(acceptance["benchmarks"]) > 1 else name: row
+        for kind, benchmark, name, row in parts_of(acceptance)
+        if kind in ("benchmark", "category")
+    }
     if len(parts) > 1:
-        one = len(acceptance["benchmarks"]) == 1
-        rows = {
-            name.removeprefix(f"{next(iter(acceptance['benchmarks']))}/") if one else name: r
-            for name, r in parts.items()
-        }
-        words = "; ".join(f"{name}: {row[main]['tau']}" for name, row in rows.items())
+        words = "; ".join(f"{name}: {row[main]['tau']}" for name, row in parts.items())
         plots.append(
             Plot(
                 "tau_by_part",
-                "tau by category" if acceptance["categories"] else "tau by benchmark",
+                "tau by benchmark",
                 f"{main}, with 95 % intervals. {words}.",
-                lambda colours: _by_part(colours, rows, list(drafting), main, roles, markers),
+                lambda colours: _by_part(colours, parts, list(drafting), main, roles, markers),
             )
         )
     return plots
@@ -383,11 +399,11 @@ def training_plots(metrics: Sequence[dict[str, Any]]) -> list[Plot]:
 
 
 def _thinned(metrics: Sequence[dict[str, Any]], most: int = 240) -> list[dict[str, Any]]:
-    """At most about `most` lines; one that validated stands for itself, of others every n-th is kept."""
-    every = -(-len(metrics) // most)
+    """Every n-th line, so that about `most` are left, as many of those that validated, and the last one."""
+    every = max(1, len(metrics) // most)
     validated = [i for i, line in enumerate(metrics) if "validation_loss" in line]
-    kept = {*range(0, len(metrics), every), *validated[:: -(-len(validated) // most) or 1], len(metrics) - 1}
-    return [metrics[i] for i in sorted(kept) if i >= 0]
+    kept = {*range(0, len(metrics), every), *validated[:: max(1, len(validated) // most)], *range(len(metrics))[-1:]}
+    return [metrics[i] for i in sorted(kept)]
 
 
 def _curve(colours: Colours, lines: list[dict[str, Any]], name: str) -> Figure:

@@ -10,7 +10,6 @@ eval/acceptance.py writes the former two and ends with this. What the numbers me
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.eval.html_report import build_html, clean
-from draftsmith.eval.plots import acceptance_plots, training_plots, write_png
+from draftsmith.eval.plots import acceptance_plots, parts_of, training_plots, write_png
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
@@ -135,9 +134,10 @@ def _write(path: Path, text: str) -> None:
 def print_table(acceptance: dict[str, Any]) -> None:
     """Every contender, and below it the main one by benchmark and turn where there are several. Fits 80 columns."""
     main, contenders = acceptance["contender"], acceptance["contenders"]
+    parts = [(name, row[main]) for kind, _, name, row in parts_of(acceptance) if kind != "category"]
     caption = (
-        "tau: tokens per verification, the bonus token included. 95 %: bootstrap over prompts.\n"
-        f"{_equality(acceptance)}"
+        f"{f'Parts: {escape(main)}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
+        f"95 %: bootstrap over prompts.\n{_equality(acceptance)}"
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     table.add_column("", overflow="fold")
@@ -145,26 +145,15 @@ def print_table(acceptance: dict[str, Any]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in contenders.items():
         table.add_row(f"[bold]{escape(name)}[/]" if name == main else escape(name), *_cells(row))
-    parts = list(_parts(acceptance))
     if parts:
         table.add_section()
-        table.add_row(f"[dim]{escape(main)}:[/]")
     for name, row in parts:
-        table.add_row(f"  {escape(name)}", *_cells(row))
+        table.add_row(escape(name), *_cells(row))
     Console().print(table)
 
 
 def print_written(paths: list[Path]) -> None:
     print(f"written in {paths[0].parent}: {', '.join(path.name for path in paths)}")
-
-
-def _parts(acceptance: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    main, benchmarks, turns = acceptance["contender"], acceptance["benchmarks"], acceptance["turns"]
-    if len(benchmarks) > 1:
-        yield from ((name, numbers[main]) for name, numbers in benchmarks.items())
-    if len(turns) > 1:
-        yield "first turns", turns["1"][main]
-        yield "later turns", turns["2"][main]
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -1,0 +1,430 @@
+"""The report from files alone: exact rounds, hostile text, readable colours, bounded size; and the terminal's table."""
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.eval import acceptance as acceptance_script
+from draftsmith.eval import benchmarks, html_report, plots, report
+from draftsmith.eval.decode import Generation
+from draftsmith.eval.generation_log import read_generations, record_of, token_texts
+from draftsmith.eval.metrics import summarise_all
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.schema import Recipe
+from tests.conftest import make_tokenizer
+
+PLAIN, MAIN = "plain decoding", "eagle3, tree of 60"
+MADE = {
+    "device": "cpu",
+    "dtype": "float32",
+    "made": {
+        **{"versions": {"torch": "2.13.0"}, "commit": "0123456789abcdef", "command": ["acceptance.py", "r.yaml"]},
+        **{"data": {"drafter": {"file": "model.safetensors", "sha256": "ab" * 32}}},
+        **{"date": "2026-01-01 00:00 UTC", "hardware": "x86_64, 2 threads"},
+    },
+}
+VOID = {"meta", "br", "path", "use", "rect"}
+
+
+def generation(chance: random.Random, length: int, drafts: bool, name: str, benchmark: str, turn: int) -> Generation:
+    """Random rounds of a tree of 9 (or of plain decoding) that make `length` tokens."""
+    accepted, tokens = [], 1
+    while tokens < length:
+        accepted.append(min(chance.randrange(5), length - tokens) if drafts else 0)
+        tokens += accepted[-1] + 1
+    cut = tokens > length
+    out = Generation([1, 2, 3], list(range(length)), accepted, cut, [9 if drafts else 1] * len(accepted))
+    out.draft_calls = [4 * drafts] * len(accepted)
+    out.decode_seconds = 0.01 * len(accepted) + 1e-4
+    out.draft_seconds, out.verify_seconds = 0.3 * out.decode_seconds, 0.6 * out.decode_seconds
+    out.benchmark, out.conversation_id, out.turn = benchmark, name, turn
+    return out
+
+
+def make_recipe(folder: Path, **settings: Any) -> Recipe:
+    path = folder / "recipe.yaml"
+    content = {"output_dir": str(folder / "run"), "target": {"model": "some/model"}, "eval": settings}
+    path.write_text(json.dumps(content))
+    return load_recipe(path)
+
+
+def evaluate(
+    recipe: Recipe,
+    questions: list[tuple[str, str | None, str, int]],
+    length: int = 30,
+    contenders: tuple[str, ...] = (MAIN,),
+    texts: list[str] | None = None,
+) -> dict[str, list[Generation]]:
+    """Writes what eval/acceptance.py writes, for random rounds. `questions`: benchmark, category, id, turn."""
+    chance = random.Random(0)
+    recipe.eval_out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, list[Generation]] = {name: [] for name in (PLAIN, *contenders)}
+    words = texts or [f" word{i}" for i in range(length)]
+    with report.generations_path(recipe).open("w") as file:
+        for benchmark, category, name, turn in questions:
+            for contender, generations in results.items():
+                out = generation(chance, length, contender != PLAIN, name, benchmark, turn)
+                out.category = category
+                generations.append(out)
+                shown = {"question": f"question {name}", "token_texts": words} if contender == contenders[0] else None
+                file.write(json.dumps(record_of(out, contender, "".join(words), shown)) + "\n")
+    sampled = recipe.eval.temperature > 0
+    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, 0, sampled)
+    report.write_acceptance(recipe, numbers, contenders[0], PLAIN, MADE)
+    return results
+
+
+def page_of(recipe: Recipe) -> str:
+    (path, *_) = report.write_report(recipe)
+    return path.read_bytes().decode("utf-8")
+
+
+class Page(HTMLParser):
+    """Collects texts of elements by class, ids and tags; complains of elements that are not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, str]] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.answers: list[dict[str, Any]] = []
+        self.tables_in: list[list[str]] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        assert not [name for name in given if name.startswith("on") and name != "ontouchstart"]
+        self.tags.append(tag)
+        self.ids += [given["id"]] if "id" in given else []
+        if tag == "table":
+            self.tables_in.append([cls for _, cls in self.open])
+        if given.get("class") == "answer":
+            self.answers.append({"first": "", "rounds": [], "text": ""})
+        if given.get("class", "").startswith("r t"):
+            counts = int(given["data-a"]), int(given["data-n"])
+            self.answers[-1]["rounds"].append({"counts": counts, "i": [], "b": []})
+        if self._inside("answer") and tag in ("i", "b") and self.open[-1][1].startswith("r t"):
+            self.answers[-1]["rounds"][-1][tag].append("")
+        if tag not in VOID:
+            self.open.append((tag, given.get("class", "")))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._inside("answer"):
+            self.answers[-1]["text"] += data
+            tag, parent = self.open[-1][0], self.open[-2][1]
+            if tag in ("i", "b") and parent.startswith("r t"):
+                self.answers[-1]["rounds"][-1][tag][-1] += data
+
+    def _inside(self, cls: str) -> bool:
+        return any(c == cls for _, c in self.open)
+
+
+def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, report_answers=5)
+    results = evaluate(recipe, [("a", None, str(i), 1) for i in range(9)])
+    page = Page(page_of(recipe))
+    assert len(page.answers) == 5
+    expected = [results[MAIN][i] for i in (0, 1, 3, 5, 7)]  # evenly spread
+    for shown, recorded in zip(page.answers, expected, strict=True):
+        assert [len(r["i"]) for r in shown["rounds"]] == recorded.accepted_per_round
+        assert [r["counts"] for r in shown["rounds"]] == [(a, 8) for a in recorded.accepted_per_round]
+        own = [len(r["b"]) for r in shown["rounds"]]
+        assert own[:-1] == [1] * (recorded.rounds - 1) and own[-1] == 1 - recorded.last_round_cut
+        assert shown["text"] == "".join(f" word{i}" for i in range(30))
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", c, str(i), 1) for i, c in enumerate("xyxy")], contenders=(MAIN, "chain", "lookup"))
+    text = page_of(recipe)
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object", "image", "base"} & set(page.tags)
+    assert "@import" not in text and "@font-face" not in text
+    outside = text.replace('xmlns="http://www.w3.org/2000/svg"', "").replace("http://www.w3.org/1999/xlink", "")
+    assert "//" not in re.sub(r"some/model|<pre>.*?</pre>", "", outside, flags=re.S)
+    assert not re.findall(r"url\((?!#)", text)
+    assert page.tags.count("svg") == 4  # by position, histogram, time, by category
+    assert text.count('role="img" aria-label="') == 4
+    assert len(set(page.ids)) == len(page.ids)
+    assert set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text)) <= set(page.ids)
+    assert all("scroll" in around for around in page.tables_in)  # wide tables scroll inside themselves
+    used = set(re.findall(r"var\(--([a-z0-9]+)\)", text))
+    assert used <= {*plots.LIGHT, "sans", "mono"}
+    assert "0a0b" not in text.lower()  # no placeholder of a colour is left
+    assert plots.LIGHT.keys() == plots.DARK.keys()
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</p></details><b>",
+    "&lt;&#x3c;",
+    '"onmouseover="x',
+    "\ud800",
+    "\x00\x1b\x7f\x85",
+    "\u202eevil\u2066",
+    "\ufeff\ufffe",
+    "a\n\tb",
+    "",
+    "\u05e9\u05dc\u05d5\u05dd",
+    "{{ 7 * 7 }}{% raw %}",
+    "$x_1^2$",
+    "]]>-->",
+]
+
+
+def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
+    """In tokens, questions, names of contenders, benchmarks and categories, on the page and in the figures."""
+    recipe = make_recipe(tmp_path, report_answers=2, bootstrap_samples=100)
+    names = [f"{text}#{i}" for i, text in enumerate(HOSTILE)]
+    questions = [(name, category, name, 1) for name in names for category in (name, "c")]
+    evaluate(recipe, questions, length=len(HOSTILE), contenders=tuple(names), texts=HOSTILE)
+    text = page_of(recipe)
+    page = Page(text)
+    assert "script" not in page.tags and page.tags.count("main") == 1
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff]", text)
+    for answer in page.answers:
+        assert answer["text"] == (
+            '<script>alert(1)</script></p></details><b>&lt;&#x3c;"onmouseover="x[U+D800]␀␛[U+007F][U+0085]'
+            "[U+202E]evil[U+2066][U+FEFF][U+FFFE]a↵\n⇥\tb·\u05e9\u05dc\u05d5\u05dd{{ 7 * 7 }}{% raw %}$x_1^2$]]>-->"
+        )
+    for name in names:  # in the table of contenders, at least
+        assert html_report.clean(name) in page.text
+
+
+def luminance(colour: str) -> float:
+    def linear(value: float) -> float:
+        return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+    r, g, b = (linear(int(colour[i : i + 2], 16) / 255) for i in (1, 3, 5))
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("theme", [plots.LIGHT, plots.DARK], ids=["light", "dark"])
+def test_colours_can_be_read(theme: dict[str, str]) -> None:
+    """WCAG 2.2: text 4.5 to 1, parts of figures 3 to 1."""
+    for role in ("ink", "muted", "plain", *(f"s{i + 1}" for i in range(plots.SERIES))):
+        assert contrast(theme[role], theme["page"]) >= 4.5, role
+        assert contrast(theme[role], theme["card"]) >= 4.5, role
+    for i in range(html_report.TINTS):
+        assert contrast(theme["ink"], theme[f"t{i}"]) >= 7, i
+        assert contrast(theme[f"t{i}"], theme["page"]) >= 1.15, i  # seen as a tint at all
+    assert contrast(theme["draft"], theme["verify"]) >= 3 and contrast(theme["draft"], theme["page"]) >= 3
+
+
+def test_ten_thousand_prompts_make_a_small_page_in_seconds(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, report_answers=1000, bootstrap_samples=200)
+    questions = [(f"bench{i % 3}", f"category{i % 8}", str(i), 1 + i % 2) for i in range(10_000)]
+    evaluate(recipe, questions, length=70)
+    began = time.perf_counter()
+    text = page_of(recipe)
+    assert time.perf_counter() - began < 60  # a few seconds on an idle core
+    assert len(text.encode()) < 4_000_000
+    assert len(Page(text).answers) == 1000
+    assert re.search(r"(2\d|30) more tokens", text)  # what is left out is said
+    few = make_recipe(tmp_path)
+    assert len(page_of(few).encode()) < 500_000
+
+
+def test_answers_are_spread_over_benchmarks_and_categories(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    questions = [("big", None, str(i), 1) for i in range(50)] + [("small", c, f"{c}{i}", 1) for c in "xy" for i in "01"]
+    evaluate(recipe, questions)
+    path = report.generations_path(recipe)
+    chosen = html_report.choose_answers(path, MAIN, 6)
+    assert [(r["benchmark"], r["category"]) for r in chosen] == [
+        *[("big", None)] * 2,
+        *[("small", "x")] * 2,
+        *[("small", "y")] * 2,
+    ]
+    assert [r["conversation_id"] for r in chosen[:2]] == ["0", "25"]
+    assert len(html_report.choose_answers(path, MAIN, 500)) == 54
+    assert html_report.choose_answers(path, MAIN, 0) == []
+    assert {r["contender"] for r in chosen} == {MAIN}
+
+
+def test_generations_are_kept_whole(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    results = evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=(MAIN, "other"))
+    for name, generations in results.items():
+        records = list(read_generations(report.generations_path(recipe), name))
+        again = [Generation(**{key: r[key] for key in vars(generations[0])}) for r in records]
+        assert again == generations
+        assert all(("token_texts" in r) == (name == MAIN) for r in records)
+
+
+def test_token_texts_join_to_the_answer() -> None:
+    tokenizer: Any = make_tokenizer()
+    answer = "the cat\n sat — \U0001f600 \u05e9\u05dc <|end|>"
+    ids = tokenizer(answer)["input_ids"]
+    texts = token_texts(tokenizer, ids)
+    assert len(texts) == len(ids) and "".join(texts) == answer
+    assert texts[-1] == "<|end|>" and "\U0001f600" in texts and texts.count("") >= 3  # four bytes, one place
+    broken = [tokenizer.convert_tokens_to_ids(token) for token in ("ð", "Ł", "a")]  # bytes of no character
+    assert "".join(token_texts(tokenizer, broken)).endswith("a")
+
+
+def test_every_contender_s_answers_are_logged_with_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = make_tokenizer()
+    ids = tokenizer("the cat<|end|>")["input_ids"]
+    monkeypatch.setattr(benchmarks, "decode", lambda target, proposer, prompt, *_: Generation(prompt, ids, [], False))
+    one = tmp_path / "one.jsonl"
+    one.write_text('{"question_id": 0, "category": "writing", "turns": ["a", "b"]}\n')
+    (tmp_path / "two").mkdir()
+    two = tmp_path / "two/other.jsonl"
+    two.write_text('{"question_id": 0, "turns": ["c"]}\n{"question_id": 1, "turns": ["d"]}\n')
+    rejects = Rejects()
+    asked = benchmarks.load_questions([str(one), str(two)], rejects, 1)  # of each source
+    assert not rejects.total  # the same number in two benchmarks is not a repetition
+    bench = benchmarks.Bench(None, tokenizer, (4,), max_new_tokens=20, max_length=90)  # type: ignore[arg-type]
+    with (tmp_path / "log.jsonl").open("w") as file:
+        bench.run(asked, {MAIN: None}, MAIN, file, rejects)
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    places = [(r["benchmark"], r["category"], r["conversation_id"], r["turn"]) for r in records]
+    expected = [("one", "writing", "0", 1), ("one", "writing", "0", 2), ("other", None, "0", 1)]
+    assert places == [place for place in expected for _ in (PLAIN, MAIN)]
+    assert [r["question"] for r in records if r["contender"] == MAIN] == ["a", "b", "c"]
+    assert records[1]["text"] == "the cat" and "".join(records[1]["token_texts"]) == "the cat<|end|>"
+    first = benchmarks.load_questions([str(one)], rejects, None, first_turns_only=True)
+    assert [len(question.turns) for question in first] == [1]
+
+
+def script_lines(recipe: Recipe, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["report.py", str(Path(recipe.output_dir).parent / "recipe.yaml"), *options])
+        patch.setenv("COLUMNS", "80")
+        report.main()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_table_fits_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path)
+    questions = [("mt_bench", "writing", str(i // 2), 1 + i % 2) for i in range(8)] + [("humaneval", None, "0", 1)]
+    evaluate(recipe, questions, contenders=("[bold]a long name of a contender, longer than its column[/]", "b"))
+    lines = script_lines(recipe, capsys)
+    *lines, last = lines
+    assert last.startswith("written in ")
+    assert max(map(len, lines)) <= 80
+    rows = [line.split()[0] for line in lines if re.search(r"\d\.\d\d", line)]
+    assert [row for row in rows if row in ("plain", "b", "mt_bench", "humaneval", "first", "later")] == [
+        *("plain", "b", "mt_bench", "humaneval", "first", "later")
+    ]
+    assert "[bold]a" in rows  # names are no markup
+    assert any("not those of plain" in line for line in lines) is False  # equal answers by construction
+    assert all("…" not in line for line in lines)
+
+
+def test_sampled_answers_are_not_called_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path, temperature=0.7, top_p=0.9)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
+    content = report.read_acceptance(recipe.eval_out / "acceptance.json")
+    assert content["lossless"] is True and content["matches_target"] is None
+    said = "\n".join(script_lines(recipe, capsys))
+    assert "drawn at temperature 0.7" in said and "token for token" not in said
+    page = re.sub(r"\s+", " ", Page(page_of(recipe)).text)
+    assert "drawn at temperature 0.7, top-p 0.9 by the target's own law (lossless)" in page
+    assert "every answer of every contender equals" not in page
+
+
+def test_different_answers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path)
+    results = evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
+    results[MAIN][1].token_ids[3] = 999
+    report.write_acceptance(recipe, summarise_all(results, PLAIN, 100, 0), MAIN, PLAIN, MADE)
+    assert f"not those of plain decoding: {MAIN}." in " ".join(script_lines(recipe, capsys))
+    assert f"not plain decoding's token for token: {MAIN}." in Page(page_of(recipe)).text.replace("\n", " ")
+
+
+def test_training_curves_and_png_files(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, png=True)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
+    assert "Training" not in Page(page_of(recipe)).text
+    lines = [
+        {"step": s, "loss": 9 / s, "accuracy": [0.5, 0.4], "simulated_tau": 1.7, "lr": 1e-4, "grad_norm": 1.0}
+        | ({"validation_loss": 3.0, "validation_simulated_tau": 1.5} if s % 500 == 0 else {})
+        for s in range(1, 3001)
+    ]
+    report.metrics_path(recipe).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 30')
+    written = report.write_report(recipe)  # the last line is being written: it does not count
+    names = [path.name for path in written]
+    expected = ["acceptance_by_position", "accepted_histogram", "time_per_token"]
+    expected += ["loss", "accuracy", "simulated_tau", "learning_rate"]
+    assert names == ["report.html", *(f"{name}.png" for name in expected)]
+    assert all(path.read_bytes()[:4] == b"\x89PNG" for path in written[1:])
+    text = written[0].read_text()
+    assert "0.003 after 3000 steps, 3 in validation." in text and len(text) < 400_000  # 3,000 lines are thinned
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 2}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl:2: not JSON"):
+        report.write_report(recipe)
+
+
+def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe(tmp_path)
+    with pytest.raises(UserError, match=r"acceptance\.json does not exist; eval/acceptance\.py writes it"):
+        script_lines(recipe, capsys)
+    recipe.eval_out.mkdir(parents=True)
+    (recipe.eval_out / "acceptance.json").write_text('{"tau": 1}')
+    with pytest.raises(UserError, match="not written by this version"):
+        script_lines(recipe, capsys)
+    evaluate(recipe, [("a", None, "0", 1)])
+    report.generations_path(recipe).unlink()
+    before = sorted(tmp_path.rglob("*"))
+    planned = "\n".join(script_lines(recipe, capsys, "--plan"))
+    assert "generations.jsonl: not there, the report does without" in planned and "report.html" in planned
+    assert sorted(tmp_path.rglob("*")) == before  # a plan writes nothing
+    assert "Answers, round by round" not in page_of(recipe)
+
+
+def test_answers_of_one_token_have_no_rounds(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(2)], length=1)
+    page = Page(page_of(recipe))
+    assert "nothing could be drafted" in page.text and page.tags.count("svg") == 0
+    assert [answer["text"] for answer in page.answers] == [" word0"] * 2
+
+
+def verdicts() -> Iterator[tuple[float | None, list[float] | None, str]]:
+    yield 2.0, [1.5, 2.5], "decoding is 2.00 times as fast as without it"
+    yield 0.8, [0.7, 0.9], "slower than without it, 0.80 times as fast"
+    yield 1.1, [0.9, 1.3], "neither clearly faster nor clearly slower"
+    yield 1.1, None, "on too few prompts to say more"
+    yield None, None, "no answer was long enough to time"
+
+
+@pytest.mark.parametrize(("value", "bounds", "said"), list(verdicts()))
+def test_the_verdict_says_what_the_interval_allows(value: float | None, bounds: list[float] | None, said: str) -> None:
+    assert said in html_report.verdict({"speedup": value, "speedup_interval": bounds})
+
+
+def test_the_plan_bounds_the_time_by_the_last_run(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path, max_new_tokens=600)
+    assert acceptance_script.likely_time(recipe, [PLAIN, MAIN], 10).startswith("unknown until")
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
+    content = report.read_acceptance(recipe.eval_out / "acceptance.json")["contenders"]
+    seconds = sum(10_000 * 600 / content[name]["tokens_per_second"] for name in (PLAIN, MAIN))
+    said = acceptance_script.likely_time(recipe, [PLAIN, MAIN], 10_000)
+    assert said.startswith(f"at most about {round(seconds / 60)} min,") and "last run" in said
+    assert acceptance_script.likely_time(recipe, [PLAIN, "new"], 10).startswith("unknown until")
