@@ -68,12 +68,18 @@ class Eagle3Config:
             config: the target's text config; vocab_size: rows of its head.
         """
         heads = num_attention_heads or config.num_attention_heads
+        width = intermediate_size or getattr(config, "intermediate_size", None)
+        if width is None:
+            raise UserError(
+                "drafter.intermediate_size: the target's config names no width of its MLPs; give one, for example "
+                f"{4 * config.hidden_size}"
+            )
         rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
         if "rope_type" not in rope:  # one set per attention type: the drafter's attention is full
             rope = rope.get("full_attention") or next(iter(rope.values()))
         return cls(
             hidden_size=config.hidden_size,
-            intermediate_size=intermediate_size or config.intermediate_size,
+            intermediate_size=width,
             num_attention_heads=heads,
             num_key_value_heads=num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,

@@ -232,9 +232,9 @@ class Target:
             return logits_NV[node]
 
         try:
-            wanted = logits_of(1, [4, 7, *siblings])
-            stirred = (logits_of(len(siblings) + 1, [4, *siblings, 7]) - wanted).abs().max()
-            moved = (logits_of(1, [10, 7, *siblings]) - wanted).abs().max()
+            wanted = logits_of(1, [0, 7, *siblings])
+            stirred = (logits_of(len(siblings) + 1, [0, *siblings, 7]) - wanted).abs().max()
+            moved = (logits_of(1, [1, 7, *siblings]) - wanted).abs().max()
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
             raise UserError(
                 f"target.model: {self.name} cannot verify draft trees: {type(error).__name__}: {first_line(error)}"

@@ -281,6 +281,20 @@ def test_a_vision_language_model_is_a_text_target() -> None:
     assert next(generate_answers(model, iter([("a", prompt)]), settings))[1] == answer
 
 
+def test_a_config_without_a_width_asks_for_one() -> None:
+    config = AutoConfig.for_model("gpt2")
+    with pytest.raises(UserError, match=r"drafter\.intermediate_size: .* for example 3072"):
+        Eagle3Config.for_target(config, config.vocab_size, (2, 6, 9), 100)
+    shape = Eagle3Config.for_target(config, config.vocab_size, (2, 6, 9), 100, intermediate_size=99)
+    assert shape.intermediate_size == 99
+
+
+@pytest.mark.parametrize("vocab_size", [5, 12])
+def test_a_target_of_few_tokens(vocab_size: int) -> None:
+    """What is tried at load takes any vocabulary."""
+    assert Target(make_target(vocab_size=vocab_size)).vocab_size == vocab_size
+
+
 # Who is refused, and when.
 
 
