@@ -51,6 +51,7 @@ from draftsmith.models.chat import (
     tokenizer_fingerprint,
 )
 from draftsmith.models.checkpoint import tensor_digest
+from draftsmith.models.costs import decoding_lines, decoding_time
 from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
@@ -133,8 +134,9 @@ def regenerate(
                 if isinstance(answer, Unanswered):
                     finished = asked.give_up(answer)
                 elif answer is not None:
-                    tally.add(answer)
-                    finished = asked.take(answer)
+                    answered = answer if isinstance(answer, Answered) else Answered(*answer)
+                    tally.add(answered)
+                    finished = asked.take(answered)
                 if finished is not None:
                     log.append(finished)
                     tally.written += 1
@@ -174,12 +176,11 @@ class _Tally:
     started: float = field(default_factory=time.monotonic)
     _lately: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.monotonic(), 0)]))
 
-    def add(self, answer: Answer | Answered) -> None:
-        answered = Answered(*answer)
+    def add(self, answer: Answered) -> None:
         self.turns += 1
-        self.tokens += len(answered.token_ids)
-        self.cut += answered.finish_reason == "length"
-        self.retokenised += answered.retokenised
+        self.tokens += len(answer.token_ids)
+        self.cut += answer.finish_reason == "length"
+        self.retokenised += answer.retokenised
 
     def progress(self, servers: Servers | None) -> str:
         """Tokens per second of the last half minute, and what the servers are doing."""
@@ -251,9 +252,9 @@ class _Asked:
             else:
                 return
 
-    def take(self, answer: Answer | Answered) -> dict[str, Any] | None:
+    def take(self, answer: Answered) -> dict[str, Any] | None:
         """Adds an answer to its conversation: the conversation's record if that was its last turn, else None."""
-        (conversation_id, _), output_ids, finish_reason, retokenised = Answered(*answer)
+        (conversation_id, _), output_ids, finish_reason, retokenised = answer
         progress = self._open.pop(conversation_id)
         progress.messages.append(answer_message(self._tokenizer, output_ids))
         turn = {
@@ -419,6 +420,13 @@ def print_plan(
     # A token id takes 5 to 7 bytes, its text 3 to 4 more; the prompt's ids are written once for each answer.
     size = asked * (answer_mean * 10 + prompt_mean * 10) + len(todo) * 700
     print(f"disk           {'about' if log.answers else 'at most'} {size / 1e6:,.1f} MB more in {log.path}")
+    if generator.kind == "openai":
+        print("memory, time   the servers'; the progress bar tells the time after the first answers")
+    else:
+        config, rows = load_config(recipe.target), min(settings.batch_size, max(1, len(todo)))
+        for line in decoding_lines(config, recipe.target, rows, settings.max_length):
+            print(line)
+        print(f"time           {decoding_time(config, recipe.target, rows, asked * answer_mean)}")
     print(f"rejected       {rejects.summary()}")
 
 

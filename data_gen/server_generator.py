@@ -104,7 +104,8 @@ def generate_from_servers(
                 exhausted = prompt is _END
                 if prompt is _END or prompt is None:
                     break
-                waiting.add(loop.create_task(servers.answer(*prompt)))
+                key, prompt_ids = prompt
+                waiting.add(loop.create_task(servers.answer(key, prompt_ids)))
             if not waiting:
                 if not exhausted:
                     raise RuntimeError("the prompts wait for an answer, but none is being written")

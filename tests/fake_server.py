@@ -100,6 +100,11 @@ class FakeServer:
         with self.lock:
             return self.chance.random() < share
 
+    def note_answer(self, prompt: tuple[int, ...]) -> None:
+        with self.lock:
+            if len(prompt) > 1:
+                self.answered[prompt] += 1
+
     def reply(self, body: Reply) -> Reply:
         """The whole reply to a request, before any lie."""
         prompt_ids, manners = body["prompt"], self.manners
@@ -130,7 +135,7 @@ class FakeServer:
             if ids or tokens:
                 piece = {"text": text if i == len(ids or tokens or ()) - 1 else ""}
             if ids and not whole:
-                so_far = self.tokenizer.decode(ids[: i + 1])
+                so_far = str(self.tokenizer.decode(ids[: i + 1]))
                 # A character of several tokens comes with its last one.
                 piece = {"text": "" if so_far.endswith("\ufffd") and i < len(ids) - 1 else so_far[said:]}
                 said += len(piece["text"])
@@ -215,8 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
                     _drop(self.connection)
                     return
                 self._send(200, fake.reply(body))
-                with fake.lock:
-                    fake.answered[prompt] += not trial
+                fake.note_answer(prompt)
         finally:
             with fake.lock:
                 fake.busy -= 1
@@ -237,8 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
         if manners.done:
             self._write("data: [DONE]\n\n")
         self.close_connection = True
-        with fake.lock:
-            fake.answered[tuple(body["prompt"])] += len(body["prompt"]) > 1
+        fake.note_answer(tuple(body["prompt"]))
 
     def _write(self, text: str) -> None:
         self.wfile.write(text.encode())
