@@ -101,7 +101,7 @@ def known_forms(name: str, record: Any, line: int) -> Any:
         number = str(given).removeprefix("HumanEval/").removeprefix(f"{name}/")
         record["id"] = f"{name}/{number}"
     prompt = record.get("prompt")
-    if name == "humaneval" and isinstance(prompt, str) and prompt.strip() and record.get("turns") is None:
+    if name == "humaneval" and isinstance(prompt, str) and prompt.strip():
         record["prompt"] = HUMANEVAL_REQUEST + f"```python\n{prompt.strip()}\n```"
     meta = record.get("meta")
     if meta is None or isinstance(meta, dict):
