@@ -1,5 +1,6 @@
 """The Python API: a target and a drafter by their places, answers by `answer`."""
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ def test_sampled_answers_follow_their_seed(target_dir: Path, drafter_dir: Path) 
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
+
+
+def test_the_readme_s_example_runs(target_dir: Path, drafter_dir: Path, capsys: pytest.CaptureFixture) -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    lines = readme.partition("## In Python\n")[2].partition("\n## ")[0].splitlines()
+    code = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
+    places = {'"recipes/demo_target"': repr(str(target_dir)), '"runs/demo/drafter"': repr(str(drafter_dir))}
+    for written, here in places.items():
+        assert code.count(written) == 1
+        code = code.replace(written, here)
+    exec(compile(code, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) >= 3
 
 
 def test_what_cannot_be_asked_or_loaded_is_said(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
