@@ -42,7 +42,8 @@ def main() -> None:
     if size > vocab_size:
         raise UserError(f"drafter.vocab_size: {size} is more than the target's vocabulary of {vocab_size} tokens")
     if command.plan:
-        print(f"counts the supervised tokens of {recipe.conversations_path}")
+        there = "" if recipe.conversations_path.exists() else ", which data_gen/regenerate.py has yet to write"
+        print(f"counts the supervised tokens of {recipe.conversations_path}{there}")
         print(f"writes {size:,} of {vocab_size:,} target tokens to {recipe.draft_vocab_path}")
         return
     tokenizer = load_tokenizer(section)

@@ -28,7 +28,9 @@ from draftsmith.eval.report import (
     write_report,
 )
 from draftsmith.eval.speculator import Speculator, check_drafter
+from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import provenance
+from draftsmith.models.costs import decoding_lines
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import Sampling
@@ -126,6 +128,10 @@ def print_plan(recipe: Recipe, asked: list[Question], contenders: list[Contender
     print(f"answers      {answers}, of at most {recipe.eval.max_new_tokens} new tokens each")
     print(f"time         {likely_time(recipe, names, turns.total())}")
     print(f"drafter      {recipe.eval_drafter_dir}")
+    weights = sum(file.stat().st_size for file in recipe.eval_drafter_dir.glob("*.safetensors"))
+    tokens = recipe.data.max_length + recipe.eval.max_new_tokens
+    for line in decoding_lines(load_config(recipe.target), recipe.target, 1, tokens, weights):
+        print(line)
     print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}")
 
 

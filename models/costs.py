@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
+from draftsmith.recipes.schema import TargetSection
+
 # Dense bf16 matrix products by the vendors' data sheets, and memory bandwidth.
 PEAK_FLOPS_PER_SECOND = {
     "B200": 2250e12,
@@ -174,6 +176,51 @@ def cache_bytes_per_token(config: Any, size: TargetSize) -> int:
     return 2 * config.num_hidden_layers * groups * head_dim * size.activation_bytes
 
 
+# Share of a device's bandwidth that decoding reaches, and the least time of one step in this process's Python.
+BANDWIDTH_UTILISATION = 0.5
+SECONDS_PER_STEP = 0.025
+
+
+def decoding_lines(config: Any, section: TargetSection, rows: int, tokens: int, extra_bytes: int = 0) -> list[str]:
+    """What a plan says of decoding in this process: memory, and whether it fits the device that is here.
+
+    Args:
+        config: what AutoConfig gives.
+        rows, tokens: conversations side by side, and the longest of them, prompt and answer.
+        extra_bytes: what lies beside the target: a drafter.
+    """
+    size, device = target_size(config, section.dtype, section.trust_remote_code), device_here(section.device)
+    cache = cache_bytes_per_token(config.get_text_config(), size) * rows * tokens
+    total = size.weight_bytes + cache + extra_bytes
+    beside = f", the drafter {gigabytes(extra_bytes)}" if extra_bytes else ""
+    lines = [
+        f"memory         {gigabytes(total)} at most, besides activations: the target's weights "
+        f"{gigabytes(size.weight_bytes)} ({size.weight_basis}){beside},",
+        f"               keys and values {gigabytes(cache)} ({rows:,} x {tokens:,} tokens)",
+    ]
+    if total > device.memory_bytes:
+        lines.append(
+            f"CANNOT WORK: {gigabytes(total)} do not fit the {gigabytes(device.memory_bytes)} of the device here "
+            f"({device.name})"
+        )
+    return lines
+
+
+def decoding_time(config: Any, section: TargetSection, rows: int, tokens: float) -> str:
+    """How long `tokens` take, `rows` at a time, on the device that is here; its assumption is named."""
+    device = device_here(section.device)
+    rate = device.peak(PEAK_BYTES_PER_SECOND)
+    if rate is None:
+        return f"not known for {device.name}; the progress bar tells it after the first answers"
+    size = target_size(config, section.dtype, section.trust_remote_code)
+    reached = rate * BANDWIDTH_UTILISATION
+    seconds = max(SECONDS_PER_STEP, size.weight_bytes / reached) * tokens / rows
+    return (
+        f"{duration(seconds)}, assumed: a step gives {rows} tokens, reads the weights at {reached / 1e12:.1f} TB/s "
+        f"and takes {SECONDS_PER_STEP * 1e3:.0f} ms at least"
+    )
+
+
 @dataclass(frozen=True)
 class TrainingStates:
     """What training keeps between steps for P trained parameters in float32, in bytes."""
@@ -283,7 +330,7 @@ def matmul_flops_per_second(rows: int, width: int, dtype: torch.dtype, seconds: 
     left, right = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
     done, began = 0, time.perf_counter()
     while (passed := time.perf_counter() - began) < seconds or done < 2:
-        left @ right
+        torch.matmul(left, right)
         done += 1
     return 2.0 * rows * width * width * done / passed
 

@@ -37,21 +37,17 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train import plan as training
+from draftsmith.train.dry_run import DRAFT_LOGITS, SCORES, TARGET_LOGITS, UnrollCost, unroll_cost
 from draftsmith.train.eagle3 import drafter_shape
 from draftsmith.train.loop import total_steps
 from draftsmith.train.plan import (
-    DRAFT_LOGITS,
     RESERVE,
-    SCORES,
-    TARGET_LOGITS,
     DataSize,
-    UnrollCost,
     counted_data,
     last_logged,
     memory_of,
     trainable_parameters,
     training_plan,
-    unroll_cost,
 )
 from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_target, make_tokenizer
@@ -212,7 +208,7 @@ def test_the_dry_run_counts_what_a_real_one_takes(
     rows: int, tokens: int, columns: int, changes: dict, bf16: bool
 ) -> None:
     """By torch's own counting, cycles uncollected on both sides."""
-    settings, shape = TrainSection(**({"ttt_steps": 3} | changes)), shape_of()
+    settings, shape = TrainSection.model_validate({"ttt_steps": 3} | changes), shape_of()
     planned = unroll_cost(shape, None, torch.float32, settings, bf16, rows, tokens, columns)
     real = micro_batch(shape, settings, bf16, rows, tokens, columns)
     gc.collect()

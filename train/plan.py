@@ -3,37 +3,25 @@
 Every line ends with where its number comes from: exact (arithmetic over the recipe and the config), counted (in the
 files), measured (on this machine, now or by this run so far), assumed (the assumption named). "at most" is a bound.
 
-The unroll is not described by formulas that could grow stale: the real one is run on fake tensors (no memory, no
-arithmetic) in the largest batch that the data allows, forward and backward, while a meter counts the bytes alive and
-the operations asked for. What no dry run can show is left to arithmetic in `models.costs`: the target's own pass, the
-optimiser, and what the process itself takes.
-
-Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocabulary.
+The unroll is run dry (`train.dry_run`). What no dry run can show is left to arithmetic in `models.costs`: the target's
+own pass, the optimiser, and what the process itself takes.
 """
 
-import gc
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.data_gen.conversations import TrainingRow
-from draftsmith.models.alignment import Columns
 from draftsmith.models.chat import RenderError, render_prompt
 from draftsmith.models.costs import (
     PEAK_FLOPS_PER_SECOND,
     Device,
-    MemoryMeter,
     TargetSize,
     TrainingStates,
     checkpoint_bytes,
@@ -45,13 +33,20 @@ from draftsmith.models.costs import (
     target_forward_flops,
 )
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.prompts import Rejects, questions, read_conversations
 from draftsmith.recipes.schema import Recipe, TrainSection
 from draftsmith.train.batches import BatchOrder
+from draftsmith.train.dry_run import (
+    DRAFT_LOGITS,
+    LAYER,
+    SCORES,
+    TARGET_LOGITS,
+    WEIGHT_SHAPED,
+    UnrollCost,
+    unroll_cost,
+)
 from draftsmith.train.loop import total_steps
-from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 
 # Share of a device's matrix-product rate that training reaches; what is missing goes to memory and launches.
 GPU_UTILISATION = 0.3
@@ -63,11 +58,6 @@ CUDA_CONTEXT_BYTES = 500_000_000
 CPU_RESERVE = 2.5
 GPU_RESERVE = 0.15
 
-SCORES = "attention scores of the unroll steps, [columns, tokens]"
-TARGET_LOGITS = "the teacher's logits over the target's vocabulary"
-DRAFT_LOGITS = "logits over the draft vocabulary of the unroll steps"
-WEIGHT_SHAPED = "gradients and casts of the drafter's weights"
-LAYER = "states, and the drafter's layer in the unroll steps"
 TARGET_WEIGHTS = "the target's weights"
 TARGET_PASS = "the target's pass"
 UPDATE = "the optimiser's update"
@@ -192,77 +182,7 @@ def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
     )
 
 
-# The unroll, run dry.
-
-
-@dataclass(frozen=True)
-class UnrollCost:
-    """One micro-batch, teacher and backward pass included; the drafter's weights and the target's are not counted."""
-
-    peak_bytes: int
-    peak_by_kind: dict[str, int]
-    flops: int  # of matrix products
-
-
-def unroll_cost(
-    shape: Eagle3Config,
-    target_config: Any,
-    target_dtype: torch.dtype,
-    settings: TrainSection,
-    bf16: bool,
-    rows: int,
-    tokens: int,
-    columns: int,
-) -> UnrollCost:
-    """Runs teacher, unroll, loss and backward on fake tensors of these sizes. Takes a second or two, whatever the size.
-
-    Args:
-        bf16: mixed precision, as the run would use it.
-    """
-    columns = max(1, min(columns, tokens))
-    vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
-    # Some kinds of rotary scaling look at positions, which fake tensors do not have; none needs more memory.
-    shape = replace(shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        embedding = torch.empty(shape.vocab_size, shape.hidden_size, dtype=target_dtype)
-        drafter = Eagle3Drafter(shape, vocab, embedding)
-        trainee = TrainingTimeTest(drafter, settings.ttt_steps, settings.step_weight, settings.gradient_checkpointing)
-        head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=target_dtype)
-        target: Any = SimpleNamespace(head=head, config=target_config)
-        target.logits = partial(Target.logits, target)
-        ids = torch.zeros(rows, tokens, dtype=torch.long)
-        index = torch.arange(columns).expand(rows, columns).contiguous()
-        counted = Columns(index, torch.full((rows, columns), settings.ttt_steps))
-        weights = {tuple(p.shape) for p in trainee.parameters()} | {tuple(p.shape[::-1]) for p in trainee.parameters()}
-
-        def kind(tensor: torch.Tensor) -> str:
-            sizes = tuple(tensor.shape)
-            if sizes in weights:
-                return WEIGHT_SHAPED
-            if len(sizes) > 3 and tokens <= sizes[-1] <= tokens + settings.ttt_steps and sizes[-2] == columns:
-                return SCORES
-            if sizes[-1:] == (shape.draft_vocab_size,):
-                return DRAFT_LOGITS
-            return TARGET_LOGITS if sizes[-1:] == (shape.vocab_size,) else LAYER
-
-        def micro_batch() -> torch.Tensor:
-            """As `Loop._forward`: what the target leaves dies when the unroll no longer needs it."""
-            captured = torch.empty(rows, tokens, shape.hidden_size * len(shape.capture_layers), dtype=target_dtype)
-            last = torch.empty(rows, tokens, shape.hidden_size, dtype=target_dtype)
-            teacher = teacher_of(target, last, ids, counted, vocab)
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                return trainee(captured, ids, counted, teacher).loss
-
-        # Checkpointing leaves cycles that hold tensors until they are collected, whenever that is: count them as held.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            with MemoryMeter(kind) as meter, FlopCounterMode(display=False) as counter:
-                micro_batch().backward()
-        finally:
-            if collecting:
-                gc.enable()
-    return UnrollCost(meter.peak_bytes, dict(meter.peak_by_kind), counter.get_total_flops())
+# Memory.
 
 
 @dataclass(frozen=True)
@@ -298,7 +218,7 @@ def memory_of(
     always: dict[str, float] = {TARGET_WEIGHTS: size.weight_bytes, KEPT: states.weights + states.adamw_moments}
     kept = states.gradients * (accumulates + (processes > 1))
     update = states.gradients + (0 if on_cpu else 4 * parameters)
-    moments: list[dict[str, float]] = [
+    moments: list[Mapping[str, float]] = [
         {TARGET_PASS: target_pass_bytes, WEIGHT_SHAPED: kept},
         unroll.peak_by_kind | {WEIGHT_SHAPED: unroll.peak_by_kind.get(WEIGHT_SHAPED, 0) + kept},
         {UPDATE: update, WEIGHT_SHAPED: states.gradients * (processes > 1)},

@@ -1,0 +1,102 @@
+"""What one micro-batch of training takes, found by running it on fake tensors: no memory, no arithmetic, seconds.
+
+The unroll is not described by formulas that could grow stale. The real one, with the real teacher and loss, runs
+forward and backward in the size that is asked for, while a meter counts the bytes alive and a counter the operations.
+
+Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocabulary.
+"""
+
+import gc
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from draftsmith.models.alignment import Columns
+from draftsmith.models.costs import MemoryMeter
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.schema import TrainSection
+from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+
+SCORES = "attention scores of the unroll steps, [columns, tokens]"
+TARGET_LOGITS = "the teacher's logits over the target's vocabulary"
+DRAFT_LOGITS = "logits over the draft vocabulary of the unroll steps"
+WEIGHT_SHAPED = "gradients and casts of the drafter's weights"
+LAYER = "states, and the drafter's layer in the unroll steps"
+
+
+@dataclass(frozen=True)
+class UnrollCost:
+    """One micro-batch, teacher and backward pass included; the drafter's weights and the target's are not counted."""
+
+    peak_bytes: int
+    peak_by_kind: dict[str, int]
+    flops: int  # of matrix products
+
+
+def unroll_cost(
+    shape: Eagle3Config,
+    target_config: Any,
+    target_dtype: torch.dtype,
+    settings: TrainSection,
+    bf16: bool,
+    rows: int,
+    tokens: int,
+    columns: int,
+) -> UnrollCost:
+    """Runs teacher, unroll, loss and backward on fake tensors of these sizes. Takes a second or two, whatever the size.
+
+    Args:
+        bf16: mixed precision, as the run would use it.
+    """
+    columns = max(1, min(columns, tokens))
+    vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
+    # Some kinds of rotary scaling look at positions, which fake tensors do not have; none needs more memory.
+    shape = replace(shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        embedding = torch.empty(shape.vocab_size, shape.hidden_size, dtype=target_dtype)
+        drafter = Eagle3Drafter(shape, vocab, embedding)
+        trainee = TrainingTimeTest(drafter, settings.ttt_steps, settings.step_weight, settings.gradient_checkpointing)
+        head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=target_dtype)
+        target: Any = SimpleNamespace(head=head, config=target_config)
+        target.logits = partial(Target.logits, target)
+        ids = torch.zeros(rows, tokens, dtype=torch.long)
+        index = torch.arange(columns).expand(rows, columns).contiguous()
+        counted = Columns(index, torch.full((rows, columns), settings.ttt_steps))
+        weights = {tuple(p.shape) for p in trainee.parameters()} | {tuple(p.shape[::-1]) for p in trainee.parameters()}
+
+        def kind(tensor: torch.Tensor) -> str:
+            sizes = tuple(tensor.shape)
+            if sizes in weights:
+                return WEIGHT_SHAPED
+            if len(sizes) > 3 and tokens <= sizes[-1] <= tokens + settings.ttt_steps and sizes[-2] == columns:
+                return SCORES
+            if sizes[-1:] == (shape.draft_vocab_size,):
+                return DRAFT_LOGITS
+            return TARGET_LOGITS if sizes[-1:] == (shape.vocab_size,) else LAYER
+
+        def micro_batch() -> torch.Tensor:
+            """As `Loop._forward`: what the target leaves dies when the unroll no longer needs it."""
+            captured = torch.empty(rows, tokens, shape.hidden_size * len(shape.capture_layers), dtype=target_dtype)
+            last = torch.empty(rows, tokens, shape.hidden_size, dtype=target_dtype)
+            teacher = teacher_of(target, last, ids, counted, vocab)
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                return trainee(captured, ids, counted, teacher).loss
+
+        # Checkpointing leaves cycles that hold tensors until they are collected, whenever that is: count them as held.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with MemoryMeter(kind) as meter, FlopCounterMode(display=False) as counter:
+                micro_batch().backward()
+        finally:
+            if collecting:
+                gc.enable()
+    return UnrollCost(meter.peak_bytes, dict(meter.peak_by_kind), counter.get_total_flops())
