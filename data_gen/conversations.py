@@ -309,7 +309,8 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int,
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[Any]:
-    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {tokenizer.eos_token_id}
+    stop: Any = tokenizer.eos_token_id
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {stop}
 
 
 def main() -> None:

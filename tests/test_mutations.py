@@ -20,6 +20,7 @@ from draftsmith.data_gen.contamination import EvaluationIndex
 from draftsmith.data_gen.conversation_log import ConversationLog, asked_digest
 from draftsmith.data_gen.conversations import training_rows
 from draftsmith.data_gen.regenerate import _Asked
+from draftsmith.data_gen.server_generator import Answered
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompt_records import Conversation
 from draftsmith.recipes.prompts import read_conversations
@@ -294,7 +295,7 @@ def test_every_conversation_is_asked_or_rejected(files: list[Path], tmp_path: Pa
             asked = _Asked(conversations, tokenizer, 2000, rejects)
             for prompt in asked.prompts():
                 assert prompt is not None
-                record = asked.take((prompt[0], [9, 10, tokenizer.eos_token_id], "stop"))
+                record = asked.take(Answered(prompt[0], [9, 10, tokenizer.eos_token_id], "stop"))
                 if record is not None:
                     log.append(record)
                     finished.append(record["id"])

@@ -9,6 +9,7 @@ import pytest
 
 from draftsmith.data_gen.conversations import TrainingRow, training_rows
 from draftsmith.data_gen.regenerate import _Asked
+from draftsmith.data_gen.server_generator import Answered
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.recipes.prompts import read_conversations
 from draftsmith.recipes.rejects import Rejects
@@ -85,7 +86,7 @@ def regenerate_with(tokenizer: Any, source: str, path: Path, *answers: str) -> l
         key, ids = prompt
         texts.append(str(tokenizer.decode(ids)))
         output = [*tokenizer(replies.popleft(), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        record = asked.take((key, output, "stop"))
+        record = asked.take(Answered(key, output, "stop"))
         if record is not None:
             generator = {"tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
             path.write_text(json.dumps(record | {"generator": generator}) + "\n")
