@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 
 from draftsmith.eval import plots
 from draftsmith.eval.generation_log import read_generations
@@ -107,7 +106,7 @@ def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
 
 
 def _figure(plot: plots.Plot) -> dict[str, Any]:
-    return {"title": plot.title, "svg": Markup(plots.to_svg(plot))}
+    return {"title": plot.title, "svg": plots.to_svg(plot)}
 
 
 def choose_answers(path: Path, contender: str, count: int) -> list[dict[str, Any]]:

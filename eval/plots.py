@@ -91,7 +91,7 @@ def write_png(plot: Plot, path: Path) -> None:
 
 @contextmanager
 def _style(settings: dict[str, Any]) -> Iterator[None]:
-    ours = {
+    ours: Any = {
         "font.size": 12,
         "text.parse_math": False,  # names may hold dollar signs
         "axes.spines.top": False,

@@ -4,7 +4,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,7 @@ def make_recipe(folder: Path, **settings: Any) -> Recipe:
 
 def evaluate(
     recipe: Recipe,
-    questions: list[tuple[str, str | None, str, int]],
+    questions: Sequence[tuple[str, str | None, str, int]],
     length: int = 30,
     contenders: tuple[str, ...] = (MAIN,),
     texts: list[str] | None = None,
