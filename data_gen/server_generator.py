@@ -296,8 +296,6 @@ class Servers:
             tokens = said.add(piece)
             received += tokens
             self.tokens_received += tokens
-            if not server.failures:
-                self._last_good = time.monotonic()  # a long answer is being written
 
         try:
             await self._client.complete(server.url, body, take)

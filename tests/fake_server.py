@@ -98,7 +98,7 @@ class FakeServer:
 
     def draw(self, share: float) -> bool:
         with self.lock:
-            return self.chance.random() < share
+            return share > 0 and self.chance.random() < share
 
     def note_answer(self, prompt: tuple[int, ...]) -> None:
         with self.lock:

@@ -251,7 +251,7 @@ def test_retry_after_is_honoured(place: Place, status: int) -> None:
                 time.sleep(0.005)
             server.manners.fail = 0.0
 
-        threading.Thread(target=mend).start()
+        threading.Thread(target=mend, daemon=True).start()
         place.run()
     place.check()
     assert len(server.times) == 2 and 0.39 < server.times[1] - server.times[0] < 2
@@ -293,12 +293,15 @@ def test_a_dead_server_is_set_aside_and_used_when_it_is_back(place: Place) -> No
             time.sleep(0.3)
             mortal.start()
 
-        thread = threading.Thread(target=die_and_rise)
+        thread = threading.Thread(target=die_and_rise, daemon=True)
         thread.start()
-        place.run()
+        printed = place.run()
         thread.join()
     place.check()
     assert mortal.asked.total() > asked_before >= 10
+    # Those under way when it died, and no more: the least loaded server is not the dead one.
+    failed = re.search(rf"{mortal.url}: .* tokens, (\d+) failed tries", printed)
+    assert failed is not None and 0 < int(failed[1]) <= 6
 
 
 def test_dead_at_the_start_is_said(place: Place) -> None:
@@ -325,7 +328,7 @@ def test_all_dead_for_too_long_ends_the_run_and_another_goes_on(place: Place) ->
                 time.sleep(0.005)
             server.stop()
 
-        thread = threading.Thread(target=die)
+        thread = threading.Thread(target=die, daemon=True)
         thread.start()
         problems, printed = place.fails()
         thread.join()
@@ -341,6 +344,15 @@ def test_all_dead_for_too_long_ends_the_run_and_another_goes_on(place: Place) ->
         place.check()
         assert place.path.read_bytes().startswith(whole)
         assert all(server.asked[prompt] == before[prompt] for prompt in done)
+
+
+def test_a_server_whose_answers_are_all_torn_ends_the_run(place: Place) -> None:
+    """It takes the first trial, and every look at it: only the answers show what it is."""
+    place.ask(30)
+    with FakeServer(place.tokenizer, tear=1.0) as server:
+        place.use(server, stream=True, max_retries=10**6, give_up_seconds=0.5)
+        problems, _ = place.fails()
+    assert "no server has given an answer for" in problems[1] and not place.path.exists()
 
 
 def test_an_answer_that_never_comes_is_asked_for_by_the_next_run(place: Place) -> None:
