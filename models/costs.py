@@ -1,6 +1,6 @@
 """What a run needs, as arithmetic: parameters, bytes and floating-point operations, from configs alone.
 
-Nothing here loads a weight: models are built on torch's meta device, and `MemoryMeter` counts bytes of tensors that may
+Nothing here loads a weight: models are built on torch's meta device, and `Meter` counts bytes of tensors that may
 be fake. Units stand in the names; GB are 10**9 bytes. Docstrings say what is exact and what is assumed.
 """
 
@@ -18,6 +18,7 @@ import psutil
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 from draftsmith.recipes.schema import TargetSection
@@ -244,10 +245,12 @@ def checkpoint_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) ->
     return drafter_bytes(parameters, draft_vocab_size, vocab_size) + TrainingStates.of(parameters).adamw_moments
 
 
-class MemoryMeter(TorchDispatchMode):
-    """Bytes of all tensors that come to life inside, until their storage dies: now, at the peak, and by kind.
+class Meter(TorchDispatchMode):
+    """Bytes of all tensors that come to life inside, until their storage dies: now, at the peak, and by kind; and the
+    operations of matrix products and attention.
 
     Works on real and on fake tensors. What was alive before is not counted, nor what a kernel takes and gives back.
+    (torch's FlopCounterMode keeps tensors alive that checkpointing would free, so operations are counted here.)
 
     Args:
         kind: names a new tensor by its shape and dtype, for `peak_by_kind`.
@@ -259,6 +262,7 @@ class MemoryMeter(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_by_kind: Counter[str] = Counter()
+        self.flops = 0
         self._live: Counter[str] = Counter()
         self._known: set[int] = set()
 
@@ -270,6 +274,8 @@ class MemoryMeter(TorchDispatchMode):
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._meet(tensor, tensor.untyped_storage().nbytes())
+        if (operations := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += operations(*args, **(kwargs or {}), out_val=out)
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_by_kind = self.live_bytes, self._live.copy()
         return out

@@ -1,12 +1,11 @@
 """What one micro-batch of training takes, found by running it on fake tensors: no memory, no arithmetic, seconds.
 
 The unroll is not described by formulas that could grow stale. The real one, with the real teacher and loss, runs
-forward and backward in the size that is asked for, while a meter counts the bytes alive and a counter the operations.
+forward and backward in the size that is asked for, while a meter counts the bytes alive and the operations.
 
 Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocabulary.
 """
 
-import gc
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -15,10 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models.alignment import Columns
-from draftsmith.models.costs import MemoryMeter
+from draftsmith.models.costs import Meter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -90,13 +88,6 @@ def unroll_cost(
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 return trainee(captured, ids, counted, teacher).loss
 
-        # Checkpointing leaves cycles that hold tensors until they are collected, whenever that is: count them as held.
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
-            with MemoryMeter(kind) as meter, FlopCounterMode(display=False) as counter:
-                micro_batch().backward()
-        finally:
-            if collecting:
-                gc.enable()
-    return UnrollCost(meter.peak_bytes, dict(meter.peak_by_kind), counter.get_total_flops())
+        with Meter(kind) as meter:
+            micro_batch().backward()
+    return UnrollCost(meter.peak_bytes, dict(meter.peak_by_kind), meter.flops)
