@@ -29,11 +29,11 @@ $(INSTALLED): setup.cfg
 	$(BIN)/python -m pip install --editable ".[test]"
 	@touch $@
 
-test: install  ## the tests, without the slow ones
-	$(BIN)/python -m pytest -m "not slow"
+test: install  ## the tests, without the slow ones; one process a core
+	$(BIN)/python -m pytest -m "not slow" -n auto
 
 test-slow: install  ## the slow tests, without wheel-check
-	$(BIN)/python -m pytest -m slow --ignore tests/test_packaging.py
+	$(BIN)/python -m pytest -m slow -n auto --ignore tests/test_packaging.py
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check

@@ -1,5 +1,6 @@
 """Tiny random-weight targets and a byte-level tokenizer: everything the tests need, made in seconds, no network."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+# Models this small are faster on one thread, and tests side by side do not wait for each other; children inherit it.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
