@@ -20,6 +20,7 @@ from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
 from draftsmith.train import eagle3
 from tests.conftest import make_tokenizer
+from tests.test_train import train
 
 chance = random.Random(0)
 WORDS = ["".join(chance.choices("abcdefghijklmnop", k=6)) for _ in range(400)]
@@ -221,6 +222,30 @@ def test_rank_vocab_and_training_leave_out_the_same(
         assert len(ids) == 6 and not rejects.total
         assert recipe.contamination_path.exists() == ("contamination" in printed) == (action == "list")
     assert isinstance(DraftVocab.load(recipe.draft_vocab_path).target_ids, torch.Tensor)
+
+
+def test_a_resumed_training_keeps_its_rows(tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluation's prompts grew between the runs: other rows are left out, and the run says so."""
+    recipe = recipe_of(tmp_path, target_dir, "remove", conversations=write_training(tmp_path / "own.jsonl"))
+    bench, path = tmp_path / "bench.jsonl", tmp_path / "recipe.yaml"
+    grown = bench.read_text()
+    bench.write_text(json.dumps({"prompt": EVALUATION[3]}) + "\n")
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    monkeypatch.setattr(sys, "argv", ["rank_vocab.py", str(path)])
+    rank_vocab.main()
+    train(path, "train.max_steps=1")
+    train(path, "train.max_steps=2")
+    bench.write_text(grown)
+    with pytest.raises(UserError, match=r"rows: the checkpoint has '\d rows, sha256 .*, this run has '\d rows, sha256"):
+        train(path, "train.max_steps=3")
+
+
+def test_processes_with_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_rank = [{"training rows": "12 rows, sha256 a"}, {"training rows": "11 rows, sha256 b"}]
+    monkeypatch.setattr(eagle3, "gather_object", lambda digests: [*digests, by_rank[1]])
+    with pytest.raises(UserError, match="rank 0 has .*12 rows.*, rank 1 has .*11 rows"):
+        eagle3.check_ranks_agree(by_rank[0])
+    eagle3.check_ranks_agree(by_rank[1])
 
 
 def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: Path) -> None:

@@ -10,14 +10,16 @@ the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at o
 """
 
 import hashlib
+import json
 import os
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, gather_object, set_seed
 
 from draftsmith.data_gen.contamination import left_out_of_training
 from draftsmith.data_gen.conversations import TrainingRow, training_rows
@@ -55,6 +57,8 @@ def main() -> None:
     shape = drafter_shape(recipe, config)
     vocab = read_vocab(recipe, config.vocab_size, tokenizer_fingerprint(tokenizer))
 
+    digests = {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
+
     set_seed(recipe.train.seed)
     accelerator = Accelerator(
         # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
@@ -63,6 +67,7 @@ def main() -> None:
         log_with=list(recipe.train.trackers) or None,
         project_dir=recipe.output_dir,
     )
+    check_ranks_agree(digests)
     cores = os.cpu_count() or 1
     if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
@@ -87,7 +92,7 @@ def main() -> None:
         recipe.train,
         recipe.checkpoints_dir,
         recipe.metrics_path,
-        identity=run_identity(recipe, drafter, identity, accelerator.num_processes),
+        identity=run_identity(recipe, drafter, identity, accelerator.num_processes, digests),
     )
     trainable = sum(p.numel() for p in drafter.parameters())
     accelerator.print(
@@ -188,8 +193,37 @@ MAY_CHANGE = {
 }
 
 
-def run_identity(recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any], processes: int) -> dict[str, Any]:
-    """What a resumed run must share with the run it goes on with: data, order, settings, drafter, target."""
+def rows_digest(rows: Sequence[TrainingRow]) -> str:
+    """Says which rows these are, in their order: their number, and sha256 of their ids and lengths."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.id, len(row.input_ids)]).encode() + b"\n")
+    return f"{len(rows)} rows, sha256 {digest.hexdigest()}"
+
+
+def check_ranks_agree(digests: dict[str, str]) -> None:
+    """Every rank reads its rows itself; a source that one of them cannot read now would give it others.
+
+    Raises:
+        UserError: the rows differ.
+    """
+    by_rank = gather_object([digests])
+    others = [rank for rank, found in enumerate(by_rank) if found != by_rank[0]]
+    if others:
+        raise UserError(
+            f"the processes do not train on the same rows: rank 0 has {by_rank[0]}, rank {others[0]} has "
+            f"{by_rank[others[0]]}; do all of them see the same conversations and the same eval.prompts?"
+        )
+
+
+def run_identity(
+    recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any], processes: int, digests: dict[str, str]
+) -> dict[str, Any]:
+    """What a resumed run must share with the run it goes on with: data, order, settings, drafter, target.
+
+    Args:
+        digests: of the rows that are left after all checks: what eval.prompts hold may have changed in between.
+    """
     settings = {f"train.{key}": value for key, value in recipe.train.model_dump().items() if key not in MAY_CHANGE}
     return {
         "target": {key: value for key, value in target.items() if key not in ("model", "revision")},
@@ -200,7 +234,7 @@ def run_identity(recipe: Recipe, drafter: Eagle3Drafter, target: dict[str, Any],
         "data.max_length": recipe.data.max_length,
         "left out for asking what is asked in": recipe.eval.prompts if recipe.data.contamination == "remove" else None,
         "processes": processes,
-    } | settings
+    } | (digests | settings)
 
 
 def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | None) -> None:
