@@ -19,7 +19,8 @@ A run that three evaluation turns or more share (COMMON) is a form of words, not
 Turns after the first say little where they are short ("Go on."): below 8 words (LATER_TURN_WORDS) none is compared.
 
 All of eval.prompts is compared, whatever eval.max_prompts says, up to 10,000 conversations of each source (MOST). A
-source that cannot be read now, for example a benchmark that was never fetched and no network, is named and passed over.
+source that cannot be read now, for example a benchmark that was never fetched and no network, is named and passed over;
+with data.contamination: remove it is an error.
 """
 
 import json
@@ -173,9 +174,17 @@ def _beginning(text: str) -> str:
 # A recipe's check.
 
 
-def evaluation_index(recipe: Recipe) -> tuple[EvaluationIndex, list[str]]:
-    """The index of eval.prompts, and what was not compared, in sentences."""
+def evaluation_index(recipe: Recipe, whole: bool) -> tuple[EvaluationIndex, list[str]]:
+    """The index of eval.prompts, and what was not compared, in sentences.
+
+    Args:
+        whole: is every source needed?
+
+    Raises:
+        UserError: one that is needed cannot be read.
+    """
     notes: list[str] = []
+    unread: list[str] = []
 
     def conversations() -> Iterator[Conversation]:
         for source in _listed(recipe.eval.prompts):
@@ -186,11 +195,16 @@ def evaluation_index(recipe: Recipe) -> tuple[EvaluationIndex, list[str]]:
                     count += 1
                     yield conversation
             except UserError as error:
-                notes.append(f"note: no contamination check against eval.prompts {source}: {error.problems[0]}")
+                unread.append(f"no contamination check against eval.prompts {source}: {error.problems[0]}")
+                notes.append(f"note: {unread[-1]}")
             if count == limit:
                 notes.append(f"note: contamination was checked against the first {limit:,} conversations of {source}")
 
-    return EvaluationIndex(conversations()), notes
+    index = EvaluationIndex(conversations())
+    if unread and whole:
+        advice = "data.contamination is `remove`: fetch it once, name a file, or say data.contamination=list"
+        raise UserError([*unread, advice])
+    return index, notes
 
 
 class Check:
@@ -238,6 +252,8 @@ class Check:
     def summary(self, path: Path | None) -> str:
         """One line; `path` is where the findings are listed."""
         checked, found = self.checked.total(), len(self.findings)
+        if not self.index.conversations:
+            return "contamination: nothing was compared: no conversation of eval.prompts could be read"
         asked = f"{self.index.conversations:,} evaluation conversations"
         if not found:
             return f"contamination: none of {checked:,} training conversations asks what {asked} ask"
@@ -284,12 +300,13 @@ def screen(
         write: list the findings in the recipe's contamination_path.
 
     Raises:
-        UserError: nothing is left.
+        UserError: nothing is left; or conversations are to be left out, and a source of eval.prompts cannot be read.
     """
     if recipe.data.contamination == "off" or recipe.eval.prompts is None:
         return conversations
-    index, notes = evaluation_index(recipe)
-    check = Check(index, remove=recipe.data.contamination == "remove")
+    remove = recipe.data.contamination == "remove"
+    index, notes = evaluation_index(recipe, whole=remove)
+    check = Check(index, remove)
     clean = []
     for conversation in tqdm(conversations, desc="contamination", unit="conversation", disable=None, leave=False):
         finding = check.look(conversation.source, conversation.line, conversation.id, conversation.messages)
@@ -322,8 +339,9 @@ class TrainingCheck:
     """`leave_out` goes to `training_rows`; `report`, after its last row, prints one line and lists the findings."""
 
     def __init__(self, recipe: Recipe):
-        index, self.notes = evaluation_index(recipe)
-        self._recipe, self._check = recipe, Check(index, remove=recipe.data.contamination == "remove")
+        remove = recipe.data.contamination == "remove"
+        index, self.notes = evaluation_index(recipe, whole=remove)
+        self._recipe, self._check = recipe, Check(index, remove)
         self.leave_out: LeaveOut = self._check.leave_out(str(recipe.conversations_path))
 
     def report(self, write: bool = True) -> None:
@@ -370,7 +388,7 @@ def main() -> None:
         print(f"compares  {', '.join(compared)}\nwith      {', '.join(_listed(recipe.eval.prompts))}")
         print(f"writes    {recipe.contamination_path}")
         return
-    index, notes = evaluation_index(recipe)
+    index, notes = evaluation_index(recipe, whole=False)
     check, rejects = Check(index, remove=False), Rejects()
     with tqdm(desc="contamination", unit="conversation", disable=None, leave=False) as progress:
         if prompts:

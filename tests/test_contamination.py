@@ -243,7 +243,7 @@ def test_a_resumed_training_keeps_its_rows(tmp_path: Path, target_dir: Path, mon
 def test_processes_with_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     by_rank = [{"training rows": "12 rows, sha256 a"}, {"training rows": "11 rows, sha256 b"}]
     monkeypatch.setattr(eagle3, "gather_object", lambda digests: [*digests, by_rank[1]])
-    with pytest.raises(UserError, match="rank 0 has .*12 rows.*, rank 1 has .*11 rows"):
+    with pytest.raises(UserError, match=r"rank 0 has .*12 rows.*, rank 1 has .*11 rows"):
         eagle3.check_ranks_agree(by_rank[0])
     eagle3.check_ranks_agree(by_rank[1])
 
@@ -258,34 +258,48 @@ def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: P
     assert {row.id for row in rows} <= {"t0", "t2", "t3", "t5"}
 
 
-@pytest.mark.parametrize("action", ["list", "remove"])
-def test_evaluation_prompts_that_cannot_be_read_stop_nothing(
-    tmp_path: Path, target_dir: Path, action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+def test_evaluation_prompts_that_cannot_be_read(
+    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    """They stop nothing where findings are only listed; nothing is left out by half a check."""
     import datasets
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    recipe = recipe_of(tmp_path, target_dir, action, conversations=write_training(tmp_path / "own.jsonl"))
+    own = write_training(tmp_path / "own.jsonl")
+    conversations = list(read_conversations(own, Rejects()))
     sources = ["mt_bench", str(tmp_path / "gone.jsonl"), str(tmp_path / "bench.jsonl")]
-    recipe = recipe.model_copy(update={"eval": EvalSection(prompts=sources)})
-    conversations = list(read_conversations(str(recipe.data.conversations), Rejects()))
-    assert len(screen(recipe, conversations, Rejects())) == (6 if action == "list" else 4)
+
+    def recipe(action: str, prompts: list[str]) -> Recipe:
+        base = recipe_of(tmp_path, target_dir, action, conversations=own)
+        return base.model_copy(update={"eval": EvalSection(prompts=prompts)})
+
+    assert len(screen(recipe("list", sources), conversations, Rejects())) == 6
     printed = capsys.readouterr().out
     assert "no contamination check against eval.prompts mt_bench: mt_bench: datasets cannot fetch" in printed
     assert f"no contamination check against eval.prompts {tmp_path / 'gone.jsonl'}: no such file" in printed
     assert "2 of 6 training conversations" in printed
-    rows, _ = eagle3.read_rows(recipe, make_tokenizer(), Rejects())
-    assert rows and ("mt_bench" in capsys.readouterr().out) == (action == "remove")
+    assert len(screen(recipe("list", sources[:1]), conversations, Rejects())) == 6
+    printed = capsys.readouterr().out
+    assert "nothing was compared" in printed and "none of" not in printed
+    removing = recipe("remove", sources)
+    for check in (
+        lambda: screen(removing, conversations, Rejects()),
+        lambda: eagle3.read_rows(removing, make_tokenizer(), Rejects()),
+    ):
+        with pytest.raises(UserError) as caught:
+            check()
+        mt_bench, gone, advice = caught.value.problems
+        assert "cannot fetch" in mt_bench and "no such file" in gone and "data.contamination=list" in advice
 
 
 def test_large_sources_are_compared_in_part_and_that_is_said(
     tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contamination, "MOST", 2)
-    index, notes = contamination.evaluation_index(recipe_of(tmp_path, target_dir, "list"))
+    index, notes = contamination.evaluation_index(recipe_of(tmp_path, target_dir, "list"), whole=False)
     assert index.conversations == 2 and "the first 2 conversations of" in notes[0]
 
 
