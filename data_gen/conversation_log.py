@@ -7,6 +7,7 @@ Every line carries a digest of what was asked: an id alone, often a file's name 
 conversation is done.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -18,12 +19,14 @@ from typing import IO, Any, NamedTuple
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.lines import append_line
 from draftsmith.recipes.prompts import Conversation, questions
+from draftsmith.recipes.rejects import is_unicode
 
 SECONDS_BETWEEN_SYNCS = 1.0
 # What a loaded target and a server are told apart by.
 LEARNED = ("embedding_digest", "served_model")
 # Conversations that a refusal names; there may be thousands.
 NAMED_AT_MOST = 5
+_START = b'{"id": '  # of every line of ours
 
 
 class Done(NamedTuple):
@@ -63,19 +66,21 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
         for number, raw in enumerate(file, start=1):
             if torn_at:
                 raise _not_ours(path, torn_at)
-            try:
-                if not raw.endswith(b"\n"):
-                    raise ValueError("no end of line")
+            record: Any = None
+            with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(raw)
-            except ValueError:
-                torn_at, content.torn_bytes = number, len(raw)  # allowed in the last line only
-                continue
+            if record is None and not (content.done or _may_be_torn(raw)):
+                raise _not_ours(path, number)  # never cut off what somebody else wrote
             try:
-                conversation_id, turns, written_by = record["id"], record["turns"], record["generator"]
-                done = Done(number, record["asked_digest"])
-                tokens = sum(len(turn["output_token_ids"]) for turn in turns)
+                if record is not None:
+                    conversation_id, turns, written_by = record["id"], record["turns"], record["generator"]
+                    done = Done(number, record["asked_digest"])
+                    tokens = sum(len(turn["output_token_ids"]) for turn in turns)
             except (KeyError, TypeError):
                 raise _not_ours(path, number) from None
+            if record is None or not raw.endswith(b"\n"):
+                torn_at, content.torn_bytes = number, len(raw)  # allowed in the last line only
+                continue
             _check_generator(path, number, written_by, generator)
             if conversation_id in content.done:
                 raise UserError(f"{path}:{number}: conversation {conversation_id!r} is there twice")
@@ -87,6 +92,11 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
                 if name in written_by:
                     content.learned.setdefault(name, set()).add(written_by[name])
     return content
+
+
+def _may_be_torn(raw: bytes) -> bool:
+    """Could a kill or a power cut, which may leave zeros, have left this of a first line of ours?"""
+    return raw.startswith(_START) or _START.startswith(raw) or not raw.strip(b"\0\n")
 
 
 def _not_ours(path: Path, line: int) -> UserError:
@@ -179,8 +189,10 @@ class ConversationLog:
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes one line. It is safe from a kill when this returns, from a power cut within about a second."""
-        line = (json.dumps(record | {"generator": self._generator}, ensure_ascii=False) + "\n").encode()
-        append_line(self._file, self.path, line)
+        text = json.dumps(record | {"generator": self._generator}, ensure_ascii=False)
+        if not is_unicode(text):
+            text = json.dumps(record | {"generator": self._generator})  # lone surrogates as \\ud800
+        append_line(self._file, self.path, text.encode() + b"\n")
         if time.monotonic() - self._synced > SECONDS_BETWEEN_SYNCS:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()

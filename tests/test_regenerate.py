@@ -422,6 +422,45 @@ def test_a_whole_line_of_another_kind_is_never_cut_off(tmp_path: Path) -> None:
         assert path.read_text() == line
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"id": "a", "prompt": "x"}]',  # somebody's prompts, without an end of line
+        '{"id": "a", "prompt": "x"}',
+        '{"prompt": "x", "id": "a"}',
+        "some text",
+        "some text\n",
+        "[" * 100_000,
+        "null",
+    ],
+)
+def test_what_somebody_else_wrote_is_never_taken_for_a_torn_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"c\.jsonl:1: not a line of regenerate's"):
+        ConversationLog(path, {"target": "t"})
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"', b'{"id": "a", "mess', b"\0" * 9, b'{"id": "a", "turns": [], "asked_digest": "d"']
+)
+def test_a_torn_first_line_is_cut_off(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(torn)
+    with ConversationLog(path, {"target": "t"}) as log:
+        log.append({"id": "a", "asked_digest": "d", "turns": []})
+    with ConversationLog(path, {"target": "t"}) as log:
+        assert log.content.done == {"a": (1, "d")} and not log.content.torn_bytes
+
+
+def test_half_a_character_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    with ConversationLog(path, {"target": "t"}) as log:
+        log.append({"id": "a", "asked_digest": "d", "turns": [], "unasked_reason": "refused: \ud800"})
+    assert json.loads(path.read_text(encoding="utf-8"))["unasked_reason"] == "refused: \ud800"
+
+
 @pytest.mark.parametrize(("temperature", "kills"), [("0", (1, 20, 40)), ("1.0", (30,))])
 def test_kill_9_at_any_moment_loses_and_repeats_nothing(
     place: Workspace, temperature: str, kills: tuple[int, ...]
