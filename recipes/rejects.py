@@ -1,5 +1,6 @@
 """Records that could not be used: each kept with its place and reason, none lost, none stops a run."""
 
+import hashlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,14 +13,15 @@ class Rejects:
     """Records that could not be used: counted by reason and, where `path` is given, kept as JSON lines.
 
     A line is {"source", "line", "reason", "record"}. The part of a reason before its first colon is its kind; the
-    summary counts kinds. A file that already holds the same line (a resumed run) does not get it again.
+    summary counts kinds. A file that already holds the same record, rejected for the same kind of reason (a resumed
+    run), does not get it again: servers put numbers of requests into their reasons.
     """
 
     def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path is not None else None
         self.counts: Counter[str] = Counter()
         self._first = ""  # place and reason of the first one, for a summary without a file
-        self._written: set[bytes] = set()
+        self._written: set[bytes] = set()  # digests of what stood in the file before
         self._file: IO[bytes] | None = None
 
     @property
@@ -35,13 +37,13 @@ class Rejects:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
-            self._written.update(cut_torn_line(self._file, self.path))
+            self._written.update(map(_identity, cut_torn_line(self._file, self.path)))
         entry = {"source": source, "line": line, "reason": reason, "record": record}
         text = json.dumps(entry, ensure_ascii=False, default=str)
         if not is_unicode(text):
             text = json.dumps(entry, default=str)  # lone surrogates as \\ud800: the file stays readable
         kept = text.encode()
-        if kept not in self._written:
+        if _identity(kept) not in self._written:
             append_line(self._file, self.path, kept + b"\n")
 
     def summary(self) -> str:
@@ -51,6 +53,17 @@ class Rejects:
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
         where = f"kept in {self.path}" if self.path is not None else f"the first at {self._first}"
         return f"{self.total} record{'s' if self.total > 1 else ''} rejected ({kinds}): {where}"
+
+
+def _identity(line: bytes) -> bytes:
+    """A digest of a line of the file, in which the kind stands for the whole reason."""
+    try:
+        entry = json.loads(line)
+        entry["reason"] = entry["reason"].split(":")[0]
+        line = json.dumps(entry, sort_keys=True).encode()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # not a line of ours
+        pass
+    return hashlib.sha256(line).digest()
 
 
 def is_unicode(text: str) -> bool:

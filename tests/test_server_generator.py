@@ -409,3 +409,21 @@ def test_refused_prompts_are_rejected_once(place: Place, message: str, kind: str
     assert all(message in entry["reason"] for entry in rejected)
     place.check(count=10 - len(rejected))
     assert set(server.asked.values()) == {1}
+
+
+def test_a_refusal_that_names_its_request_is_kept_once(place: Place) -> None:
+    place.ask(3, turns=1)
+    with FakeServer(place.tokenizer, fail=1.0, status=400) as server:
+        place.use(server)
+        for request in ("one", "two"):
+            server.manners.message = f"request {request} is refused"
+            place.fails()
+        assert [entry["reason"] for entry in place.records(place.rejects)] == [
+            "refused: 400: request one is refused"
+        ] * 3
+        # Another reason, and another conversation at the same place, are something else.
+        server.manners.message = "longer than the context"
+        place.fails()
+        place.prompts.write_text(place.prompts.read_text().replace("cat 0", "dog 0"))
+        place.fails()
+    assert len(place.records(place.rejects)) == 3 + 3 + 1
