@@ -23,7 +23,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from draftsmith.models.families import attention_kinds
+from draftsmith.models.families import tried_attention
 from draftsmith.models.sampling import Sampling, SeededDraws, pick
 from draftsmith.recipes.errors import UserError
 
@@ -187,7 +187,7 @@ class _Pool:
     def __init__(self, model: Any, size: int):
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
-        self.kinds = attention_kinds(model.config)
+        self.kinds = tried_attention(model)
         self.device = model.get_input_embeddings().weight.device
         self.size = size
         self.active = 0

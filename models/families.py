@@ -1,5 +1,5 @@
-"""What the config of a target says before its weights are loaded: how its layers attend, and whether it can be drafted
-for at all.
+"""How the layers of a target attend, and whether it can be drafted for at all: what its config says before the weights
+are loaded (`attention_kinds`), and what its decoder does once they are (`tried_attention`).
 
 Drafting needs two things of a target: a decoder that keeps keys and values, and nothing else, of every token, so that
 rejected tokens can be forgotten; and a mask that says which of them a token sees. What a layer keeps is asked of
@@ -8,10 +8,13 @@ transformers itself: the cache that it would make for this config names the kind
 Shapes: Q queries, K keys.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 from draftsmith.recipes.errors import UserError
@@ -53,7 +56,7 @@ def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def attention_kinds(config: Any) -> AttentionKinds:
-    """How the layers of a target with this config attend.
+    """How the layers of a target attend if its decoder goes by its config; `tried_attention` knows whether it does.
 
     Raises:
         UserError: by name, what no draft tree can be verified with: an encoder, layers that keep a running state or
@@ -88,6 +91,76 @@ def attention_kinds(config: Any) -> AttentionKinds:
     if len(windows) > 1:
         raise UserError(f"target.model: {name} has windows of several lengths, {sorted(windows)}; one is known here")
     return AttentionKinds(min(windows, default=None), mixed=bool(windows) and _FULL in kinds)
+
+
+# What windows are tried with: a window this long, over so many tokens.
+_TRIED_WINDOW, _TRIED_TOKENS = 4, 12
+
+
+@torch.no_grad()
+def tried_attention(model: Any) -> AttentionKinds:
+    """How the layers of a loaded target attend: as its config says, or without the window that its config names.
+
+    A config may name a window that the code of its family never reads: Llama's reads none. With masks for a window that
+    does not exist another model would answer. So the decoder reads a few tokens by the masks that it builds itself, its
+    window shortened meanwhile, and by ours.
+
+    Raises:
+        UserError: as `attention_kinds`; or the decoder's own masks are neither.
+    """
+    kinds = attention_kinds(model.config)
+    if kinds.window is None:
+        return kinds
+    decoder, name = model.get_decoder(), type(model).__name__
+    device = model.get_input_embeddings().weight.device
+    positions = torch.arange(_TRIED_TOKENS, device=device)
+    ids = positions % model.get_input_embeddings().weight.shape[0]
+    distance = positions[:, None] - positions
+
+    def read(mask: Any) -> torch.Tensor:
+        inputs = {"input_ids": ids[None], "attention_mask": mask, "position_ids": positions[None], "use_cache": False}
+        return decoder(**inputs).last_hidden_state.float()
+
+    def by_masks_of(tried: AttentionKinds) -> torch.Tensor:
+        return read(tried.masks((distance >= 0)[None, None], distance, model.dtype))
+
+    full, sliding = AttentionKinds(None, mixed=False), AttentionKinds(_TRIED_WINDOW, mixed=False)
+    found: list[tuple[float, AttentionKinds]] = []
+    moved = 0.0
+    try:
+        with _shortened_window(decoder, model.config.get_text_config(decoder=True), kinds.window):
+            own, unmasked = read(None), by_masks_of(full)
+            moved = (by_masks_of(sliding) - unmasked).norm().item()
+            found.append(((unmasked - own).norm().item(), full))
+            found.append(((by_masks_of(replace(kinds, window=_TRIED_WINDOW)) - own).norm().item(), kinds))
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+        if not found:  # otherwise it takes no masks by kinds of layers: the full one is what is left
+            raise UserError(
+                f"target.model: {name} cannot verify draft trees: {type(error).__name__}: {error}"
+            ) from error
+    off, best = min(found, key=lambda each: each[0])
+    if not off <= 0.1 * moved:
+        raise UserError(
+            f"target.model: {name} masks its layers neither by the window of {kinds.window} tokens that its config "
+            f"names nor without one (its states are off by {off:.3g} at best; {moved:.3g} is what a window changes), "
+            "so draft trees cannot be masked as it does"
+        )
+    return best
+
+
+@contextmanager
+def _shortened_window(decoder: nn.Module, config: Any, window: int) -> Iterator[None]:
+    """The decoder with a window of `_TRIED_WINDOW` wherever it holds one of `window`: in its configs, in its layers."""
+    modules = list(decoder.modules())
+    configs = {id(each): each for each in (config, *(getattr(module, "config", config) for module in modules))}
+    holders = [each for each in (*modules, *configs.values()) if getattr(each, "sliding_window", None) == window]
+    try:
+        for holder in holders:
+            holder.sliding_window = _TRIED_WINDOW
+        yield
+    finally:
+        for holder in holders:
+            holder.sliding_window = window
 
 
 def scaled_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.families import attention_kinds, scaled_logits
+from draftsmith.models.families import scaled_logits, tried_attention
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 
@@ -127,7 +127,7 @@ class Target:
         self.model = model
         self.name = type(model).__name__
         self.config = model.config.get_text_config(decoder=True)
-        self.kinds = attention_kinds(model.config)
+        self.kinds = tried_attention(model)
         self.decoder = model.get_decoder()
         self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers, self.name)
         self.num_layers = len(self.layers)

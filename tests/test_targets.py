@@ -46,6 +46,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"sliding_window": None} | EXPERTS),
     "qwen2": ("qwen2", {}),
     "qwen2, some layers slide": ("qwen2", {"use_sliding_window": True} | SLIDING),
+    "qwen2, later layers slide": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3},
+    ),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "gemma": ("gemma", {}),
@@ -191,6 +195,56 @@ def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
     settings = GenerationSettings(16, 100, (STOP,), temperature=0)
     written = {key: tokens for key, tokens, _ in generate_answers(target.model, iter(enumerate(prompts)), settings)}
     assert [written[key] for key in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "stray"),
+    [
+        ("llama", {"use_sliding_window": False}),
+        ("llama", {"layer_types": MIXED}),
+        ("qwen2", {"use_sliding_window": False}),
+        *((family, {}) for family in ("gemma", "granite", "glm4", "olmo2", "gpt2", "minimax_m2")),
+    ],
+)
+def test_a_window_that_the_decoder_ignores_is_ignored(family: str, stray: dict[str, Any]) -> None:
+    """Drafted or in a pool, the answers of the same weights without the key."""
+    experts = EXPERTS if family == "minimax_m2" else {}
+    plain, target = (
+        make_target(family, **experts),
+        Target(make_target(family, sliding_window=WINDOW, **stray, **experts)),
+    )
+    assert (target.kinds.window, target.kinds.mixed) == (None, False)
+    assert getattr(target.config, "sliding_window", None) in (WINDOW, None)  # what is tried leaves no trace
+    prompts = [some_tokens(9, seed) * 3 for seed in range(3)]
+    expected = [generate(Target(plain), prompt, 16) for prompt in prompts]
+    for prompt, answer in zip(prompts, expected, strict=True):
+        assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 16).token_ids == answer
+    settings = GenerationSettings(16, 100, (STOP,), temperature=0)
+    written = {key: tokens for key, tokens, _ in generate_answers(target.model, iter(enumerate(prompts)), settings)}
+    assert [written[key] for key in range(len(prompts))] == expected
+
+
+@pytest.mark.parametrize("name", [name for name, (_, config) in FAMILIES.items() if config.get("sliding_window")])
+def test_a_window_that_the_decoder_keeps_is_kept(name: str) -> None:
+    target = target_of(name)
+    assert (target.kinds.window, target.config.sliding_window) == (WINDOW, WINDOW)
+    held = {module.sliding_window for module in target.decoder.modules() if hasattr(module, "sliding_window")}
+    assert held <= {WINDOW, None}
+
+
+def test_a_decoder_with_masks_of_its_own_is_refused() -> None:
+    model = make_target("mistral", sliding_window=WINDOW)
+    forward = model.model.forward
+
+    def two_tokens_at_most(input_ids: torch.Tensor, attention_mask: Any = None, **others: Any) -> Any:
+        if attention_mask is None:
+            seen = torch.ones(input_ids.shape[1], input_ids.shape[1]).tril().triu(-1).bool()
+            attention_mask = torch.zeros(seen.shape).masked_fill(~seen, -1e30)[None, None]
+        return forward(input_ids, attention_mask=attention_mask, **others)
+
+    model.model.forward = two_tokens_at_most
+    with pytest.raises(UserError, match=r"masks its layers neither by the window of 12 tokens .* nor without one"):
+        Target(model)
 
 
 @everywhere
