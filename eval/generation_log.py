@@ -16,15 +16,20 @@ token of the target, which only the last round may lack (last_round_cut).
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from draftsmith.eval.shapes import Record, check, clean, load
+from draftsmith.recipes.errors import UserError
 
 if TYPE_CHECKING:  # the report is built again without loading torch
     from transformers import PreTrainedTokenizerBase
 
     from draftsmith.eval.decode import Generation
 
+BEGINNING = re.compile(rb'\{"contender": ("(?:[^"\\]|\\.)*"), .*\}\s*', re.S)
 WINDOW = 4  # tokens that one character may be spread over: UTF-8 has at most four bytes
 
 
@@ -35,13 +40,47 @@ def record_of(
     return {"contender": contender} | vars(generation) | {"text": text} | (shown or {})
 
 
-def read_generations(path: Path, contender: str) -> Iterator[dict[str, Any]]:
-    """The lines of one contender, in order. Reads on line by line: files of large runs do not fit into memory."""
-    mark = json.dumps({"contender": contender})[1:-1]  # the others' lines are not parsed
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if mark in line and (record := json.loads(line))["contender"] == contender:
-                yield record
+def read_generations(
+    path: Path, contender: str, faults: list[str], shape: type[Record] = Record
+) -> Iterator[dict[str, Any]]:
+    """The lines of one contender, in order. Reads on line by line: files of large runs do not fit into memory.
+
+    Args:
+        contender: the name, or what `clean` makes of it.
+        faults: gets a sentence for each line that is left out: one that is not of `shape`, or cannot be told to be
+            another contender's.
+
+    Raises:
+        UserError: the file cannot be opened.
+    """
+    contender = clean(contender)
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip() or _of_another(line, contender):
+                continue
+            try:
+                record = load(line)
+                name = record.get("contender")
+                if isinstance(name, str) and clean(name) != contender:
+                    continue
+                check(record, shape)
+            except ValueError as error:
+                faults.append(f"{path}:{number}: {error}")
+                continue
+            yield record
+
+
+def _of_another(line: bytes, contender: str) -> bool:
+    """Whether it begins as `record_of` lets another contender's line begin: those need not be parsed."""
+    beginning = BEGINNING.fullmatch(line)
+    try:
+        return beginning is not None and clean(json.loads(beginning[1])) != contender
+    except ValueError:
+        return False
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:

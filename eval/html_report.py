@@ -12,28 +12,29 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from draftsmith.eval import plots
 from draftsmith.eval.generation_log import read_generations
+from draftsmith.eval.shapes import FORBIDDEN, ShownRecord, clean
+from draftsmith.recipes.errors import UserError
 
 DASH = "\u2013"
 TINTS = 4  # background colours of successive rounds
 SHOWN_TOKENS = 20_000  # of all answers together: bounds the size of the page
 LONGEST_ANSWER = 600
-# What must not stand on a page: controls, lone surrogates, non-characters, and what turns the direction of text around.
-FORBIDDEN = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
-)
 UNSEEN = re.compile(r"[\u200b\u200e\u200f\u2028\u2029\u2060-\u2064]")
 
 
 def build_html(
-    acceptance: dict[str, Any], metrics: Sequence[dict[str, Any]], generations: Path | None, answers: int
+    acceptance: dict[str, Any],
+    metrics: Sequence[dict[str, Any]],
+    answers: Sequence[dict[str, Any]] = (),
+    faults: Sequence[str] = (),
 ) -> str:
     """The whole page.
 
     Args:
         acceptance: the content of acceptance.json, its texts `clean`.
         metrics: the lines of metrics.jsonl; none where the drafter's training is not at hand.
-        generations: generations.jsonl.
-        answers: how many are shown, spread evenly over benchmarks and categories.
+        answers: the lines of generations.jsonl that are shown.
+        faults: what is wrong with lines of it that were left out.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -46,8 +47,7 @@ def build_html(
     contenders = acceptance["contenders"]
     main, plain = acceptance["contender"], acceptance["baseline"]
     names = list(contenders)
-    chosen = [] if generations is None else choose_answers(generations, main, answers)
-    longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(chosen))))
+    longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(answers))))
     page = environment.get_template("report.html.jinja").render(
         acceptance=acceptance,
         contenders=contenders,
@@ -60,21 +60,13 @@ def build_html(
         parts=list(plots.parts_of(acceptance)),
         acceptance_figures=[_figure(plot) for plot in plots.acceptance_plots(acceptance)],
         training_figures=[_figure(plot) for plot in plots.training_plots(metrics)],
-        answers=[_answer(record, longest) for record in chosen],
+        answers=[_answer(record, longest) for record in answers],
+        faults=faults,
         light=plots.LIGHT,
         dark=plots.DARK,
         tints=TINTS,
     )
     return clean(page)
-
-
-def clean(value: Any) -> Any:
-    """`value` with a replacement character for everything in its texts that must not stand on a page."""
-    if isinstance(value, str):
-        return FORBIDDEN.sub("\ufffd", value)
-    if isinstance(value, dict):
-        return {clean(key): clean(item) for key, item in value.items()}
-    return [clean(item) for item in value] if isinstance(value, list) else value
 
 
 def verdict(numbers: dict[str, Any]) -> str:
@@ -109,14 +101,27 @@ def _figure(plot: plots.Plot) -> dict[str, Any]:
     return {"title": plot.title, "svg": plots.to_svg(plot)}
 
 
-def choose_answers(path: Path, contender: str, count: int) -> list[dict[str, Any]]:
-    """At most `count` records of the contender: as many from every benchmark and category, evenly spread in each.
+def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """At most `count` records of the main contender, and what is wrong with lines that had to be left out.
 
-    The file is read twice, so that it need not fit into memory.
+    As many records from every benchmark and category, evenly spread in each. The file is read twice, so that it need
+    not fit into memory.
+
+    Raises:
+        UserError: no answer of the contender can be read.
     """
+    if not count:
+        return [], []
+    faults: list[str] = []
     groups: dict[tuple[str, str | None], list[int]] = {}
-    for index, record in enumerate(read_generations(path, contender)):
+    for index, record in enumerate(read_generations(path, contender, faults, ShownRecord)):
         groups.setdefault((record["benchmark"], record["category"]), []).append(index)
+    if not groups:
+        raise UserError(
+            f"{faults[0] + '; it' if faults else f'{path}:'} holds no answer of {contender!r} that can be shown: "
+            "damaged, or of another run or version; run eval/acceptance.py again, or move the file away for a report "
+            "without answers"
+        )
     shares = dict.fromkeys(groups, 0)
     while sum(shares.values()) < min(count, sum(map(len, groups.values()))):
         for group, members in groups.items():
@@ -125,7 +130,8 @@ def choose_answers(path: Path, contender: str, count: int) -> list[dict[str, Any
     chosen = {
         members[i * len(members) // shares[group]] for group, members in groups.items() for i in range(shares[group])
     }
-    return [record for index, record in enumerate(read_generations(path, contender)) if index in chosen]
+    again = read_generations(path, contender, [], ShownRecord)
+    return [record for index, record in enumerate(again) if index in chosen], faults
 
 
 def _answer(record: dict[str, Any], longest: int) -> dict[str, Any]:

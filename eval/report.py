@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from draftsmith.eval.html_report import build_html, clean
+from draftsmith.eval.html_report import build_html, choose_answers
 from draftsmith.eval.plots import acceptance_plots, parts_of, training_plots, write_png
+from draftsmith.eval.shapes import Acceptance, MetricsLine, check, load
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
@@ -79,16 +80,19 @@ def write_acceptance(
 
 
 def read_acceptance(path: Path) -> dict[str, Any]:
-    """acceptance.json with its texts fit for a page. Raises UserError where there is none, or an older one."""
+    """acceptance.json, its texts fit for a page. Raises UserError where there is none, or a damaged or older one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = load(path.read_bytes(), tidy=True)
+        check(content, Acceptance)
+        return content
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; eval/acceptance.py writes it") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
-    if not isinstance(content, dict) or not {"contenders", "benchmarks", "made"} <= content.keys():
-        raise UserError(f"{path}: not written by this version of eval/acceptance.py; run it again")
-    return clean(content)
+        raise UserError(
+            f"{path}: {error}: damaged, or not written by this version of eval/acceptance.py; run that again"
+        ) from None
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -97,14 +101,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: another line is not what training writes.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    metrics = []
-    for number, line in enumerate(lines, start=1):
+    try:
+        *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    metrics: list[dict[str, Any]] = []
+    for number, line in enumerate([*lines, rest] if rest.endswith(b"}") else lines, start=1):
         try:
-            metrics.append(json.loads(line))
+            metrics.append(load(line))
+            check(metrics[-1], MetricsLine)
+            if (steps := len(metrics[-1]["accuracy"])) != (before := len(metrics[0]["accuracy"])):
+                raise ValueError(f"accuracy: {steps} unroll steps, the first line has {before}")
         except ValueError as error:
-            if number < len(lines):
-                raise UserError(f"{path}:{number}: not JSON: {error}") from None
+            raise UserError(
+                f"{path}:{number}: {error}: not what training writes; delete the line, or move the file away for a "
+                "report without the curves of training"
+            ) from None
     return metrics
 
 
@@ -112,8 +124,13 @@ def write_report(recipe: Recipe) -> list[Path]:
     """report.html, and the plots where eval.png says so, from the files in eval.out; returns what was written."""
     out = recipe.eval_out
     acceptance, metrics = read_acceptance(out / "acceptance.json"), read_metrics(metrics_path(recipe))
-    generations = generations_path(recipe)
-    page = build_html(acceptance, metrics, generations if generations.exists() else None, recipe.eval.report_answers)
+    answers: list[dict[str, Any]] = []
+    faults: list[str] = []
+    if (generations := generations_path(recipe)).exists():
+        answers, faults = choose_answers(generations, acceptance["contender"], recipe.eval.report_answers)
+    page = build_html(acceptance, metrics, answers, faults)
+    if faults:
+        print(f"unreadable lines of generations.jsonl, left out: {len(faults)}, the first: {faults[0]}")
     written = [out / "report.html"]
     _write(written[0], page)
     for plot in [*acceptance_plots(acceptance), *training_plots(metrics)] if recipe.eval.png else []:
