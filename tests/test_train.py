@@ -163,6 +163,23 @@ def test_killed_at_any_moment_it_goes_on(recipe_path: Path, tmp_path: Path) -> N
     assert metrics(killed) == metrics(whole)
 
 
+def test_damaged_metrics_and_stray_files_do_not_stop_a_resumed_run(
+    recipe_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = train(recipe_path, "train.max_steps=3")
+    path = output / "metrics.jsonl"
+    first, *others = path.read_bytes().splitlines()
+    broken = [b'{"step": \xff}', b'{"step": 1}}', b"[1]", b'{"loss": 1}', b'{"step": "1"}', b'{"a": ' * 100_000]
+    path.write_bytes(b"\n".join([first, *broken, *others, b'{"step": 4, "lo']))
+    for suffix in ("partial", "old", "damaged"):
+        (output / f"checkpoints/step-00000002.{suffix}").write_text("no folder")
+    train(recipe_path)
+    assert [line["step"] for line in metrics(output)] == [1, 2, 3, 4, 5, 6]
+    assert f"{path}: damaged lines dropped: 6, the first is line 2" in capsys.readouterr().out
+    names = sorted(file.name for file in (output / "checkpoints").glob("step-*.*"))
+    assert names == ["step-00000002.damaged"]  # leftovers go, what was set aside stays
+
+
 def metrics_text(output: Path) -> list[str]:
     return (output / "metrics.jsonl").read_text().splitlines()
 

@@ -67,9 +67,17 @@ def full_disk_is_told(partial: Path) -> Iterator[None]:
 def remove(checkpoint: Path) -> None:
     """Deletes a checkpoint; killed midway, no half of it counts as one."""
     retired = checkpoint.with_suffix(".old")
-    shutil.rmtree(retired, ignore_errors=True)
+    _delete(retired)
     os.replace(checkpoint, retired)
-    shutil.rmtree(retired)
+    _delete(retired)
+
+
+def _delete(path: Path) -> None:
+    """Whatever bears the name, if anything does: a folder, or a file or link that somebody put there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def damage(checkpoint: Path) -> str | None:
@@ -100,7 +108,7 @@ def settle(directory: Path) -> None:
         UserError: there are checkpoints, and not one is whole. Nothing was renamed then.
     """
     for leftover in (*directory.glob("step-*.partial"), *directory.glob("step-*.old")):
-        shutil.rmtree(leftover)
+        _delete(leftover)
     damaged: list[tuple[Path, str]] = []
     for checkpoint in reversed(list_checkpoints(directory)):
         problem = damage(checkpoint)
@@ -118,6 +126,6 @@ def settle(directory: Path) -> None:
             )
     for checkpoint, problem in damaged:
         aside = checkpoint.with_suffix(".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
+        _delete(aside)
         os.replace(checkpoint, aside)
         print(f"{checkpoint}: damaged: {problem}; set aside as {aside.name}, going on from the one before")

@@ -313,13 +313,26 @@ class Loop:
         return state["step"]
 
     def _drop_metrics_after(self, step: int) -> None:
-        """Lines of steps that a killed run logged but did not save would stand twice."""
+        """Lines of steps that a killed run logged but did not save would stand twice; what is no line goes, too."""
         if not self.accelerator.is_main_process:
             return
         self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.metrics_path.read_text().splitlines() if self.metrics_path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+        *lines, rest = self.metrics_path.read_bytes().split(b"\n") if self.metrics_path.exists() else [b""]
+        lines += [rest] if rest.endswith(b"}") else []  # else a kill cut it off: it was never a line
+        steps = [_step_of(line) for line in lines]
+        if damaged := [number for number, at in enumerate(steps, start=1) if at is None]:
+            print(f"{self.metrics_path}: damaged lines dropped: {len(damaged)}, the first is line {damaged[0]}")
+        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
         partial = self.metrics_path.with_suffix(".partial")
-        partial.write_text("".join(f"{line}\n" for line in kept))
+        partial.write_bytes(b"".join(line + b"\n" for line in kept))
         sync_to_disk(partial)
         os.replace(partial, self.metrics_path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step that a line of metrics.jsonl tells of; None if it is none."""
+    try:
+        step = json.loads(line.decode("utf-8"))["step"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
