@@ -56,6 +56,7 @@ def build_html(
         numbers=contenders[main],
         roles={name: plots.role_of(names, name, plain) for name in names},
         verdict=verdict(contenders[main]),
+        rounds_coarsely=rounds_coarsely(acceptance),
         different=[name for name, row in contenders.items() if row["matches_target"] is False],
         parts=list(plots.parts_of(acceptance)),
         acceptance_figures=[_figure(plot) for plot in plots.acceptance_plots(acceptance)],
@@ -81,6 +82,11 @@ def verdict(numbers: dict[str, Any]) -> str:
     if value > 1:
         return f"and decoding is {value:.2f} times as fast as without it"
     return f"yet decoding is slower than without it, {value:.2f} times as fast"
+
+
+def rounds_coarsely(acceptance: dict[str, Any]) -> bool:
+    """Whether rounding alone may change a greedy answer: a forward over several tokens rounds differently."""
+    return acceptance["dtype"] not in ("float32", "float64")
 
 
 # Numbers in words.

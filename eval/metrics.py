@@ -10,6 +10,11 @@
     speedup                 tokens per second over those of plain decoding, each summed over all prompts before it is
                             divided: long answers weigh more
     mean_prompt_speedup     the mean of that ratio prompt by prompt: every prompt weighs the same
+    matches_target          measured: every greedy answer equals plain decoding's of the same run, token for token; null
+                            where answers were drawn. False is rounding in bfloat16 and float16, where a forward over
+                            several tokens has other last bits than one over a single token; in float32, a defect
+    lossless                known, not measured: the acceptance rule keeps the target's law in exact arithmetic. It is
+                            true even beside a matches_target that is false
 
 Only tokens that stand in the answer count: nothing after a stop token, nothing beyond the budget. Times exclude the
 prefill. Intervals are 95 % bootstrap intervals over conversations.

@@ -36,6 +36,7 @@ DARK = {
 }
 ROLES = list(LIGHT)
 WIDTH = 360  # of every figure, in CSS pixels: a phone shows it nearly unscaled
+TAG = re.compile(r"<[^>]*>")  # matplotlib writes > as &gt; in attributes and texts
 
 Colours = Callable[[str], str]  # role -> what matplotlib takes
 
@@ -68,13 +69,18 @@ def to_svg(plot: Plot) -> str:
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    for role, mark in marks.items():
-        text = text.replace(mark, f"var(--{role})")
-    text = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--sans)", text)
-    used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
-    text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
-    # Hundredths of a pixel are enough.
-    text = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda m: re.sub(r"(\.\d{2})\d+", r"\1", m[0]), text, flags=re.S)
+    used = {name for tag in TAG.findall(text) for name in re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", tag)}
+
+    def rewritten(match: re.Match[str]) -> str:
+        tag = match[0]
+        for role, mark in marks.items():
+            tag = tag.replace(mark, f"var(--{role})")
+        tag = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--sans)", tag)
+        tag = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", tag)
+        # Hundredths of a pixel are enough.
+        return re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda m: re.sub(r"(\.\d{2})\d+", r"\1", m[0]), tag)
+
+    text = TAG.sub(rewritten, text)  # what stands between tags are names, which may look like anything
     head = re.match(r'<svg .*?viewBox="([^"]+)".*?>', text, flags=re.S)
     assert head is not None
     label = escape(f"{plot.title}. {plot.description}", {'"': "&quot;"})

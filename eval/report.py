@@ -15,10 +15,10 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from draftsmith.eval.html_report import build_html, choose_answers
+from draftsmith.eval.html_report import build_html, choose_answers, rounds_coarsely
 from draftsmith.eval.plots import acceptance_plots, parts_of, training_plots, write_png
 from draftsmith.eval.shapes import Acceptance, MetricsLine, check, load
 from draftsmith.recipes.cli import parse_command, run
@@ -64,7 +64,7 @@ def write_acceptance(
         made: how the numbers came about: `device`, `dtype` and `made`.
     """
     shared = {
-        "lossless": True,  # both acceptance rules keep the target's law; nothing that the target would not write
+        "lossless": True,  # of the rules, in exact arithmetic; what was measured is matches_target: see `metrics`
         "temperature": recipe.eval.temperature,
         "top_p": recipe.eval.top_p,
         "top_k": recipe.eval.top_k,
@@ -152,20 +152,22 @@ def print_table(acceptance: dict[str, Any]) -> None:
     """Every contender, and below it the main one by benchmark and turn where there are several. Fits 80 columns."""
     main, contenders = acceptance["contender"], acceptance["contenders"]
     parts = [(name, row[main]) for kind, _, name, row in parts_of(acceptance) if kind != "category"]
-    caption = (
-        f"{f'Parts: {escape(main)}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
-        f"95 %: bootstrap over prompts.\n{_equality(acceptance)}"
+    # Names are Text, never markup: that would read brackets and colons in them, and double a backslash.
+    caption = Text(
+        f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
+        f"95 %: bootstrap over prompts.\n{_equality(acceptance)}",
+        style="table.caption",
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
     table.add_column("", overflow="fold")
     for heading in ("tau", "95 %", "nodes", "tok/s", "speed-up", "95 %"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, row in contenders.items():
-        table.add_row(f"[bold]{escape(name)}[/]" if name == main else escape(name), *_cells(row))
+        table.add_row(Text(name, style="bold" if name == main else ""), *_cells(row))
     if parts:
         table.add_section()
     for name, row in parts:
-        table.add_row(escape(name), *_cells(row))
+        table.add_row(Text(name), *_cells(row))
     Console().print(table)
 
 
@@ -188,10 +190,16 @@ def _equality(acceptance: dict[str, Any]) -> str:
     if acceptance["temperature"] > 0:
         return f"Answers were drawn at temperature {acceptance['temperature']}, by the target's own law (lossless)."
     different = [name for name, row in acceptance["contenders"].items() if row["matches_target"] is False]
-    exact = (
-        f"not those of plain decoding: {escape(', '.join(different))}" if different else "all those of plain decoding"
-    )
-    return f"Answers, token for token: {exact}."
+    if not different:
+        return "Answers, token for token: all those of plain decoding."
+    return f"Answers, token for token: not those of plain decoding: {', '.join(different)}. {_cause(acceptance)}"
+
+
+def _cause(acceptance: dict[str, Any]) -> str:
+    """Of greedy answers that differ; the page says it at more length."""
+    if rounds_coarsely(acceptance):
+        return f"{acceptance['dtype']} rounds: longer forwards, other last bits."
+    return f"In {acceptance['dtype']} that is a defect: please report it."
 
 
 def _number(value: float | None, digits: int) -> str:

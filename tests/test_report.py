@@ -210,6 +210,16 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         assert html_report.clean(name) in page.text
 
 
+@pytest.mark.parametrize("name", ["#0a0b05", "font: 9px serif", 'a id="b"', 'a d="1.23456"', "url(#abc)", "</text>"])
+def test_names_in_figures_stay_as_they_are(tmp_path: Path, name: str) -> None:
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(MAIN, name))
+    figures = re.findall(r"<svg .*?</svg>", page_of(recipe), flags=re.S)
+    assert len(figures) == 3
+    for figure in figures:
+        assert name in re.sub(r"\s+", " ", Page(figure).text)
+
+
 def luminance(colour: str) -> float:
     def linear(value: float) -> float:
         return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
@@ -340,6 +350,15 @@ def test_the_table_fits_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFix
     assert all("…" not in line for line in lines)
 
 
+@pytest.mark.parametrize("name", ["back\\", "[red]x[/]\\\\", ":smile:", "\\[b]"])
+def test_the_table_shows_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", None, "0", 1), ("b", None, "0", 1)], contenders=(name, name + "2\\"))
+    said = script_lines(recipe, capsys)
+    assert [line.split()[0] for line in said if name in line][:2] == [name, name + "2\\"]
+    assert any(f"Parts: {name}. tau" in line for line in said)
+
+
 def test_sampled_answers_are_not_called_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, temperature=0.7, top_p=0.9)
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
@@ -352,13 +371,27 @@ def test_sampled_answers_are_not_called_different(tmp_path: Path, capsys: pytest
     assert "every answer of every contender equals" not in page
 
 
-def test_different_answers_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "caption", "note"),
+    [
+        ("float32", "In float32 that is a defect: please report it.", "take this for a defect of Draftsmith"),
+        ("bfloat16", "bfloat16 rounds: longer forwards, other last bits.", "in bfloat16 a forward over several tokens"),
+    ],
+)
+def test_different_answers_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str, caption: str, note: str
+) -> None:
     recipe = make_recipe(tmp_path)
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
     results[MAIN][1].token_ids[3] = 999
-    report.write_acceptance(recipe, summarise_all(results, PLAIN, 100, 0), MAIN, PLAIN, MADE)
-    assert f"not those of plain decoding: {MAIN}." in " ".join(script_lines(recipe, capsys))
-    assert f"not plain decoding's token for token: {MAIN}." in Page(page_of(recipe)).text.replace("\n", " ")
+    report.write_acceptance(recipe, summarise_all(results, PLAIN, 100, 0), MAIN, PLAIN, MADE | {"dtype": dtype})
+    said = re.sub(r"\s+", " ", " ".join(script_lines(recipe, capsys)))
+    assert f"not those of plain decoding: {MAIN}. {caption}" in said
+    page = re.sub(r"\s+", " ", Page(page_of(recipe)).text)
+    assert f"not plain decoding's token for token: {MAIN}. " in page and note in page
+    assert ("defect" in page) == (dtype == "float32") and "keeps the target's law, in exact arithmetic" in page
+    content = report.read_acceptance(recipe.eval_out / "acceptance.json")
+    assert content["lossless"] is True and content["matches_target"] is False
 
 
 def test_training_curves_and_png_files(tmp_path: Path) -> None:
