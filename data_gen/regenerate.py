@@ -36,6 +36,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from draftsmith.data_gen.contamination import screen
 from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, asked_digest, not_done, read_log
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
+from draftsmith.data_gen.prompt_sizes import HUB_SAMPLE, planned, sampled
 from draftsmith.data_gen.server_answers import Vocabulary
 from draftsmith.data_gen.server_generator import Answered, Servers, Unanswered, generate_from_servers
 from draftsmith.models.chat import (
@@ -78,8 +79,12 @@ def main() -> None:
     generator = generator_identity(recipe, settings, tokenizer)
     path = recipe.conversations_path
     rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
-    conversations = list(read_conversations(recipe.data.prompts, rejects, recipe.data.max_prompts))
-    conversations = screen(recipe, conversations, rejects, write=not command.plan)
+    limit, of_sample = recipe.data.max_prompts, command.plan and planned_from_a_sample(recipe)
+    if of_sample:
+        limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
+    conversations = list(read_conversations(recipe.data.prompts, rejects, limit))
+    if not of_sample:
+        conversations = screen(recipe, conversations, rejects, write=not command.plan)
     if command.plan:
         print_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
         if recipe.data.generator.kind == "openai":
@@ -394,32 +399,38 @@ def print_plan(
         settings.top_k > 0
     )
     asked = sum(len(list(questions(conversation.messages))) for conversation in todo)
-    prompt_tokens = []
-    for conversation in todo[:: max(1, len(todo) // 200)]:
-        try:
-            first = next(questions(conversation.messages), [])
-            prompt_tokens.append(len(render_prompt(tokenizer, first, conversation.meta.get("tools"))))
-        except RenderError:
-            continue
-    prompt_mean = sum(prompt_tokens) / max(1, len(prompt_tokens))
+    answer_mean = log.answer_tokens / log.answers if log.answers else settings.max_new_tokens
+    sample = sampled(todo)
+    sizes = [s for c in sample if (s := planned(tokenizer, c, answer_mean, settings.max_length)) is not None]
+    scale = len(todo) / max(1, len(sample))
+    turns = sum(size.rows for size in sizes)
+    prompt_mean = sum(sum(size.prompts) for size in sizes) / max(1, turns)
+    of_hub = planned_from_a_sample(recipe)
+    # Answers so far, a part of the conversations: what they lead to is an estimate.
+    bound = "about" if log.answers or scale > 1 or of_hub else "at most"
     generator = recipe.data.generator
     how = f"{settings.batch_size} conversations side by side"
     if generator.kind == "openai":
         how = f"{generator.concurrency} requests at a time over {len(generator.base_urls)} servers"
     print(f"target         {recipe.target.model}, {sampling}, {how}")
     print(f"conversations  {len(conversations):,} of {recipe.data.prompts}; {len(log.done):,} done in {log.path}")
+    if of_hub:
+        print("               a sample: hub datasets are not read for a plan, and not compared with eval.prompts")
+        if (count := recipe.data.max_prompts) is None:
+            print("to do          not known how much: set data.max_prompts. Of the sample it were")
+        else:
+            left = max(0, count - len(log.done))
+            scale, asked = left / max(1, len(sample)), int(asked * left / max(1, len(todo)))
     print(
-        f"to do          {len(todo):,} conversations, {asked:,} answers; prompts of {prompt_mean:.0f} tokens on average"
+        f"to do          {round(scale * len(sample)):,} conversations, {asked:,} answers; prompts of {prompt_mean:.0f} "
+        "tokens on average, with their history"
     )
     if log.answers:
-        answer_mean = log.answer_tokens / log.answers
         print(f"tokens         about {asked * answer_mean:,.0f} (answers have had {answer_mean:.0f} on average)")
     else:
-        answer_mean = settings.max_new_tokens
-        print(f"tokens         at most {asked * answer_mean:,} (max_new_tokens {answer_mean} each)")
-    # A token id takes 5 to 7 bytes, its text 3 to 4 more; the prompt's ids are written once for each answer.
-    size = asked * (answer_mean * 10 + prompt_mean * 10) + len(todo) * 700
-    print(f"disk           {'about' if log.answers else 'at most'} {size / 1e6:,.1f} MB more in {log.path}")
+        print(f"tokens         {bound} {asked * answer_mean:,} (max_new_tokens {answer_mean} each)")
+    size = scale * sum(size.file_bytes for size in sizes)
+    print(f"disk           {bound} {size / 1e6:,.1f} MB more in {log.path}")
     if generator.kind == "openai":
         print("memory, time   the servers'; the progress bar tells the time after the first answers")
     else:
@@ -428,6 +439,18 @@ def print_plan(
             print(line)
         print(f"time           {decoding_time(config, recipe.target, rows, asked * answer_mean)}")
     print(f"rejected       {rejects.summary()}")
+    if sizes and not turns:
+        print(
+            f"CANNOT WORK: no room for an answer: every prompt that was looked at takes all of {settings.max_length} "
+            "tokens (data.max_length, or the target's positions where they are fewer)"
+        )
+
+
+def planned_from_a_sample(recipe: Recipe) -> bool:
+    """Are prompts on the hub? Of them a plan reads a sample alone."""
+    prompts = recipe.data.prompts
+    names = [prompts] if isinstance(prompts, str) else prompts or []
+    return any(name.startswith("hf:") for name in names)
 
 
 def _name_ignored_sampling(generation_config: GenerationConfig) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from draftsmith.data_gen import prompt_sizes, regenerate
 from draftsmith.models.alignment import columns_of
+from draftsmith.models.chat import render_prompt
 from draftsmith.models.costs import (
     Device,
     Meter,
@@ -33,6 +35,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts import Rejects, read_conversations
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train import plan as training
@@ -43,6 +46,7 @@ from draftsmith.train.plan import (
     RESERVE,
     DataSize,
     counted_data,
+    expected_data,
     last_logged,
     memory_of,
     trainable_parameters,
@@ -342,14 +346,79 @@ def test_plan_without_conversations_says_what_comes_first(tmp_path: Path, capsys
     path = recipe_file(tmp_path, data=data)
     printed = plan(path, capsys)
     assert "[regenerate writes it]" in printed["conversations"]
-    assert "at most 26, 4 more for validation" in printed["rows"] and "assumed" in printed["rows"]
+    assert "at most 52, 8 more for validation" in printed["rows"] and "assumed" in printed["rows"]
     assert "at most" in printed["tokens"] and "at most" in printed["time"]
     hub = plan(path, capsys, "data.prompts=hf:org/name")  # not looked up
     assert "not known" in hub["rows"] and "steps" not in hub
     bounded = plan(path, capsys, "data.prompts=hf:org/name", "data.max_prompts=1000")
-    assert "at most 1,000" in bounded["rows"] and "at most 100,000" in bounded["tokens"]
+    assert "about 1,000" in bounded["rows"] and "about 100,000" in bounded["tokens"]
+    assert "assumed: data.max_prompts rows" in bounded["rows"] and "about" in bounded["steps"]
     with pytest.raises(UserError, match=r"regenerate\.py writes it"):
         plan(path, capsys, "data.prompts=null")
+
+
+@pytest.mark.parametrize("max_length", [200, 4000])
+def test_bounds_hold_where_every_turn_is_a_row(tmp_path: Path, max_length: int) -> None:
+    """Eight conversations of twelve turns, as a template leads to that rewrites its history."""
+    prompts = tmp_path / "prompts.jsonl"
+    questions = [f"the cat sat on the mat {turn}" for turn in range(12)]
+    prompts.write_text("".join(json.dumps({"turns": [f"{n}", *questions[1:]]}) + "\n" for n in range(8)))
+    data = {"prompts": str(prompts), "max_length": max_length, "generator": {"max_new_tokens": 30}}
+    recipe = load_recipe(recipe_file(tmp_path, data=data, train={"validation_conversations": 1}))
+    tokenizer, answer = make_tokenizer(), " the cat" * 14
+    output = tokenizer(answer)["input_ids"] + [4]
+    assert len(output) <= 30
+    rows = tokens = file_bytes = 0
+    for conversation in list(read_conversations(str(prompts), Rejects()))[1:]:  # one is kept out
+        history: list[dict[str, str]] = []
+        for message in conversation.messages:
+            history.append(message)
+            ids = render_prompt(tokenizer, history)
+            if len(ids) + len(output) > max_length:
+                break
+            rows, tokens = rows + 1, tokens + len(ids) + len(output)
+            file_bytes += len(json.dumps([ids, output, answer]))
+            history.append({"role": "assistant", "content": answer})
+    planned = expected_data(recipe, tokenizer)
+    assert planned.bounded and planned.rows and planned.tokens and planned.supervised
+    assert rows <= planned.rows == 84 and tokens <= planned.tokens <= 84 * max_length
+    assert planned.supervised >= rows * len(output) and planned.longest_tokens <= max_length
+    sizes = [prompt_sizes.planned(tokenizer, c, 30, max_length) for c in read_conversations(str(prompts), Rejects())]
+    assert file_bytes <= sum(size.file_bytes for size in sizes if size)
+
+
+def test_plan_of_regeneration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is read; of a hub dataset a sample, and eval.prompts not at all. Prompts without room are told."""
+    import datasets
+
+    read = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for number in range(10**9):
+            read.append(number)
+            yield {"turns": [f"the cat {number}", "and?"]}
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "the cat sat on the mat " * 20}) + "\n")
+    data = {"prompts": "hf:org/name", "max_prompts": 1000, "contamination": "remove"}
+    path = recipe_file(tmp_path, data=data, eval={"prompts": "mt_bench"})
+    printed = {}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: rows())
+    for name, overrides in {
+        "hub": [],
+        "unknown": ["data.max_prompts=null"],
+        "long": [f"data.prompts={prompts}", "data.max_length=16", "data.contamination=off"],
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["regenerate.py", str(path), *overrides, "--plan"])
+        regenerate.main()
+        printed[name] = capsys.readouterr().out
+    assert len(read) <= 2 * (prompt_sizes.HUB_SAMPLE + 1)
+    assert "1,000 conversations, 2,000 answers" in printed["hub"] and "tokens         about" in printed["hub"]
+    assert "at most" not in printed["hub"].split("memory")[0] and "CANNOT WORK" not in printed["hub"]
+    assert "to do          not known" in printed["unknown"] and "data.max_prompts" in printed["unknown"]
+    assert "CANNOT WORK: no room for an answer" in printed["long"]
 
 
 @pytest.mark.usefixtures("no_dry_run")

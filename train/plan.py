@@ -1,7 +1,8 @@
 """What a training run would take, said before anything large is loaded: `--plan` of the training scripts.
 
 Every line ends with where its number comes from: exact (arithmetic over the recipe and the config), counted (in the
-files), measured (on this machine, now or by this run so far), assumed (the assumption named). "at most" is a bound.
+files), measured (on this machine, now or by this run so far), assumed (the assumption named). "at most" is a bound,
+"about" is none.
 
 The unroll is run dry (`train.dry_run`). What no dry run can show is left to arithmetic in `models.costs`: the target's
 own pass, the optimiser, and what the process itself takes.
@@ -9,7 +10,7 @@ own pass, the optimiser, and what the process itself takes.
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import psutil
 import torch
 
 from draftsmith.data_gen.conversations import TrainingRow
-from draftsmith.models.chat import RenderError, render_prompt
+from draftsmith.data_gen.prompt_sizes import planned, sampled
 from draftsmith.models.costs import (
     PEAK_FLOPS_PER_SECOND,
     Device,
@@ -34,7 +35,7 @@ from draftsmith.models.costs import (
 )
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.prompts import Rejects, questions, read_conversations
+from draftsmith.recipes.prompts import Rejects, read_conversations
 from draftsmith.recipes.schema import Recipe, TrainSection
 from draftsmith.train.batches import BatchOrder
 from draftsmith.train.dry_run import (
@@ -83,7 +84,7 @@ HOW_TO_LOWER = {
 
 @dataclass(frozen=True)
 class DataSize:
-    """Sizes of the training data. `basis` says how they were found; unless counted they are upper bounds."""
+    """Sizes of the training data. `basis` says how they were found: counted, upper bounds, or about right."""
 
     rows: int | None  # None: not known
     validation_rows: int
@@ -95,12 +96,13 @@ class DataSize:
     mean_columns: float
     basis: str
     counted: bool
+    bounded: bool = True  # where not counted: upper bounds
     distinct_supervised: int | None = None
     prompts_without_room: float = 0.0  # share of the prompts that leave no token to an answer
 
     @property
     def bound(self) -> str:
-        return "" if self.counted else "at most "
+        return "" if self.counted else "at most " if self.bounded else "about "
 
 
 def counted_data(
@@ -130,10 +132,10 @@ def counted_data(
 
 
 def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
-    """Upper bounds from the prompts, where regenerate has not run yet.
+    """What the prompts allow, where regenerate has not run yet: upper bounds where all of them are rendered.
 
-    Files are read, and a sample of their prompts is rendered. Hub datasets are not: of them only data.max_prompts is
-    known, and every row is taken to be as long as data.max_length allows.
+    Of many, a sample is rendered. Hub datasets are not read: of them only data.max_prompts is known, and every
+    conversation is taken to be one row, as long as data.max_length allows.
     """
     names = [recipe.data.prompts] if isinstance(recipe.data.prompts, str) else list(recipe.data.prompts or [])
     limit, longest = recipe.data.max_prompts, recipe.data.max_length
@@ -148,37 +150,46 @@ def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
             longest_columns=longest,
             mean_padded_tokens=longest,
             mean_columns=longest,
-            basis="assumed: data.max_prompts rows of data.max_length tokens, all supervised",
+            basis="assumed: data.max_prompts rows of data.max_length tokens, all supervised; a template that rewrites "
+            "its history makes a row of every turn",
             counted=False,
+            bounded=False,
         )
     conversations = list(read_conversations(names, Rejects(), limit))
-    turns = [max(1, len(list(questions(conversation.messages)))) for conversation in conversations]
-    prompts = []
-    for conversation in conversations[:: max(1, len(conversations) // 200)]:
-        try:
-            first = next(questions(conversation.messages), conversation.messages)
-            prompts.append(len(render_prompt(tokenizer, first, conversation.meta.get("tools"))))
-        except RenderError:
-            continue
-    prompt = sum(prompts) / max(1, len(prompts))
+    sample = sampled(conversations)
     answer = recipe.data.generator.max_new_tokens
-    rows = [min(longest, int(count * (prompt + answer))) for count in turns]
-    columns = [min(longest, count * answer) for count in turns]
-    largest = min(longest, max(turns) * (max(prompts, default=0) + answer))
-    kept_out = min(recipe.train.validation_conversations, len(rows) // 5)
-    share = (len(rows) - kept_out) / len(rows)
+    sizes = [size for c in sample if (size := planned(tokenizer, c, answer, longest)) is not None]
+    kept_out = min(recipe.train.validation_conversations, len(conversations) // 5)
+    scale = len(conversations) / max(1, len(sample))
+    left_out = int(kept_out / scale)
+
+    def total(counts: Iterable[int]) -> int:
+        """Of the training conversations: those kept out are taken to be the smallest."""
+        return int(sum(sorted(counts)[left_out:]) * scale)
+
+    rows = sum(size.rows for size in sizes)
+    tokens, columns = sum(size.tokens for size in sizes), sum(sum(size.answers) for size in sizes)
+    everything = len(sample) == len(conversations)
+    largest = max(
+        (min(longest, p + a) for size in sizes for p, a in zip(size.prompts, size.answers, strict=True)), default=1
+    )
+    most_columns = min(longest, max((sum(size.answers) for size in sizes), default=1))
+    mean_prompt = sum(sum(size.prompts) for size in sizes) / max(1, rows)
     return DataSize(
-        rows=len(rows) - kept_out,
-        validation_rows=kept_out,
-        tokens=int(sum(rows) * share),
-        supervised=int(sum(columns) * share),
-        longest_tokens=largest,
-        longest_columns=max(columns),
-        mean_padded_tokens=sum(rows) / len(rows),
-        mean_columns=sum(columns) / len(columns),
-        basis=f"assumed: {len(rows):,} prompts, {prompt:.0f} tokens each (sampled), answers of max_new_tokens {answer}",
+        rows=max(1, total(size.rows for size in sizes)),
+        validation_rows=int(sum(sorted((size.rows for size in sizes), reverse=True)[:left_out]) * scale),
+        tokens=total(size.tokens for size in sizes),
+        supervised=total(sum(size.answers) for size in sizes),
+        longest_tokens=largest if everything else longest,
+        longest_columns=most_columns if everything else longest,
+        mean_padded_tokens=max(1.0, tokens / max(1, rows)),
+        mean_columns=max(1.0, columns / max(1, rows)),
+        basis=f"assumed: {len(conversations):,} conversations, a row for each turn, prompts of "
+        f"{mean_prompt:.0f} tokens with the history{'' if everything else ' (sampled)'}, "
+        f"answers of max_new_tokens {answer}",
         counted=False,
-        prompts_without_room=sum(tokens >= longest for tokens in prompts) / max(1, len(prompts)),
+        bounded=everything,
+        prompts_without_room=sum(size.first_prompt >= longest for size in sizes) / max(1, len(sizes)),
     )
 
 
@@ -273,8 +284,11 @@ def training_plan(
     if data.rows is not None or settings.max_steps is not None:
         steps = total_steps(settings, data.rows or 1, processes)
         exact = "exact" if data.counted or settings.max_steps else "assumed rows"
-        passes = f", {steps * per_step / data.rows:.2f} passes" if data.rows else ""
-        yield line("steps", f"{steps:,} of {per_step:,} rows on {plural(processes, 'process', 'es')}{passes}", exact)
+        bound = data.bound if exact != "exact" else ""
+        passes = f", {steps * per_step / data.rows:.2f} passes" if data.rows and data.counted else ""
+        yield line(
+            "steps", f"{bound}{steps:,} of {per_step:,} rows on {plural(processes, 'process', 'es')}{passes}", exact
+        )
         yield line(
             "warm-up", f"{settings.warmup_steps:,} steps, {settings.warmup_steps / steps:.1%} of the run", "exact"
         )
