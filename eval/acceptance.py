@@ -47,7 +47,10 @@ def main() -> None:
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
     contenders = contenders_of(recipe)
-    check_drafter(section, recipe.eval_drafter_dir)
+    # A plan may come before the training; a drafter that the recipe names must be there.
+    yet_to_train = command.plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
+    if not yet_to_train:
+        check_drafter(section, recipe.eval_drafter_dir)
     rejects = Rejects(None if command.plan else recipe.eval_out / "prompts.rejects.jsonl")
     asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
     if command.plan:
@@ -127,12 +130,21 @@ def print_plan(recipe: Recipe, asked: list[Question], contenders: list[Contender
     print(f"decoded by   {'; '.join(names)}")
     print(f"answers      {answers}, of at most {recipe.eval.max_new_tokens} new tokens each")
     print(f"time         {likely_time(recipe, names, turns.total())}")
-    print(f"drafter      {recipe.eval_drafter_dir}")
+    there = recipe.eval_drafter_dir.exists()
+    missing = "" if there else ": not there; train/eagle3.py comes first, with this recipe. Its memory is not counted"
+    print(f"drafter      {recipe.eval_drafter_dir}{missing}")
     weights = sum(file.stat().st_size for file in recipe.eval_drafter_dir.glob("*.safetensors"))
     tokens = recipe.data.max_length + recipe.eval.max_new_tokens
-    for line in decoding_lines(load_config(recipe.target), recipe.target, 1, tokens, weights):
+    config = load_config(recipe.target)
+    for line in decoding_lines(config, recipe.target, 1, tokens, weights):
         print(line)
     print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}")
+    positions = config.get_text_config().max_position_embeddings
+    if recipe.eval.max_new_tokens >= positions:
+        print(
+            f"CANNOT WORK: eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the "
+            f"target's {positions:,} positions"
+        )
 
 
 def likely_time(recipe: Recipe, names: list[str], turns: int) -> str:

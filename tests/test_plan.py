@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from draftsmith.data_gen import prompt_sizes, regenerate
+from draftsmith.eval import acceptance
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.costs import (
@@ -421,6 +422,27 @@ def test_plan_of_regeneration(
     assert "CANNOT WORK: no room for an answer" in printed["long"]
 
 
+def test_plan_of_the_evaluation_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "the cat"}) + "\n")
+    path = recipe_file(tmp_path, eval={"prompts": str(prompts), "max_new_tokens": 511})
+
+    def printed(*overrides: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["acceptance.py", str(path), *overrides])
+        acceptance.main()
+        return capsys.readouterr().out
+
+    text = printed("--plan")
+    assert "train/eagle3.py comes first" in text and "memory" in text and "CANNOT WORK" not in text
+    full = printed("eval.max_new_tokens=512", "--plan")
+    assert "CANNOT WORK: eval.max_new_tokens 512 leaves no room for a prompt in the target's 512 positions" in full
+    for arguments in ([], [f"eval.drafter={tmp_path / 'gone'}", "--plan"]):
+        with pytest.raises(UserError, match="no drafter"):
+            printed(*arguments)
+
+
 @pytest.mark.usefixtures("no_dry_run")
 def test_plan_says_plainly_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recipe_file(tmp_path, train={"max_steps": 5, "warmup_steps": 5})
@@ -428,6 +450,8 @@ def test_plan_says_plainly_what_cannot_work(tmp_path: Path, capsys: pytest.Captu
     problems = plan(path, capsys, "drafter.vocab_size=300")["CANNOT WORK"]
     assert "train.warmup_steps 5 is not shorter than the run of 5 steps" in problems
     assert "drafter.vocab_size 300 is more than the" in problems
+    with pytest.raises(UserError, match=r"drafter\.vocab_size: 321 is more than the target's vocabulary of 320"):
+        plan(path, capsys, "drafter.vocab_size=321")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "the cat sat on the mat " * 20}) + "\n")
     problems = plan(path, capsys, "output_dir=nowhere", f"data.prompts={prompts}", "data.max_length=16")["CANNOT WORK"]

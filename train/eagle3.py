@@ -168,6 +168,11 @@ def read_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> Draf
 def drafter_shape(recipe: Recipe, config: Any) -> Eagle3Config:
     """The drafter's shape for a target with this text config. Raises UserError where they do not fit."""
     section = recipe.drafter
+    if section.vocab_size is not None and section.vocab_size > config.vocab_size:
+        raise UserError(
+            f"drafter.vocab_size: {section.vocab_size} is more than the target's vocabulary of {config.vocab_size} "
+            "tokens"
+        )
     return Eagle3Config.for_target(
         config,
         config.vocab_size,
