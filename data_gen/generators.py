@@ -53,16 +53,28 @@ class GenerationSettings:
 def resolve_sampling(
     temperature: float | None, top_p: float | None, top_k: int | None, generation_config: GenerationConfig
 ) -> tuple[float, float, int]:
-    """(temperature, top_p, top_k): what is None comes from the target's generation config, else 1, 1 and off."""
+    """(temperature, top_p, top_k): what is None comes from the target's generation config, else 1, 1 and off.
+
+    Raises:
+        UserError: a number of the generation config is outside its range.
+    """
 
     def first(*values: Any) -> Any:
         return next(value for value in values if value is not None)
 
-    return (
+    sampling = (
         float(first(temperature, generation_config.temperature, 1.0)),
         float(first(top_p, generation_config.top_p, 1.0)),
-        int(first(top_k, generation_config.top_k, 0)),
+        max(0, int(first(top_k, generation_config.top_k, 0))),  # -1 is how some servers say off
     )
+    try:
+        Sampling(*sampling)
+    except ValueError as error:
+        name = str(error).partition(":")[0]
+        raise UserError(
+            f"target.model: its generation_config.json has {error}; set data.generator.{name} in the recipe"
+        ) from error
+    return sampling
 
 
 @torch.inference_mode()

@@ -10,6 +10,7 @@ Shapes: N rows, V tokens; `...` any number of axes.
 """
 
 import hashlib
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,28 +21,47 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; transformers' meaning and order of the three."""
+    """How tokens are drawn; transformers' meaning and order of the three.
+
+    Raises:
+        ValueError: a number outside its range.
+    """
 
     temperature: float = 0.0  # 0 is greedy: the others then mean nothing
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature: {self.temperature} must be 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: {self.top_p} must be above 0 and at most 1 (off)")
+        if isinstance(self.top_k, float) or self.top_k < 0:
+            raise ValueError(f"top_k: {self.top_k} must be a whole number, 0 (off) or above")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """p [..., V] in float32 of logits (or log-probabilities) [..., V]; all mass on the first best one if greedy."""
+        """p [..., V] in float32 of logits (or log-probabilities) [..., V]; all mass on the first best one if greedy.
+
+        A temperature towards 0 leaves the best token alone, or equally likely ones where several are best.
+        """
         if self.greedy:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
+        scores_NV = logits.float().reshape(-1, logits.shape[-1])
         warpers = LogitsProcessorList()
         if self.temperature != 1:
-            warpers.append(TemperatureLogitsWarper(self.temperature))
+            # The best score is 0 before it is divided, so that none overflows; float32 holds nothing below its tiny.
+            scores_NV = scores_NV - scores_NV.max(-1, keepdim=True).values
+            tiny = torch.finfo(torch.float32).tiny
+            warpers.append(TemperatureLogitsWarper(max(float(self.temperature), tiny)))
         if self.top_k > 0:
             warpers.append(TopKLogitsWarper(self.top_k))
         if self.top_p < 1:
             warpers.append(TopPLogitsWarper(self.top_p))
-        scores_NV = warpers(None, logits.float().reshape(-1, logits.shape[-1]))  # type: ignore[arg-type]
+        scores_NV = warpers(None, scores_NV)  # type: ignore[arg-type]
         return scores_NV.softmax(-1).view(logits.shape)
 
 

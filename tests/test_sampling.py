@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
+from draftsmith.data_gen.generators import resolve_sampling
 from draftsmith.eval.accept import accept_sampled
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.policies import PolicyProposer
@@ -22,6 +24,7 @@ from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws, pick
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
 from tests import reference
 from tests.conftest import make_target
 
@@ -100,6 +103,42 @@ def test_processed_probabilities_equal_their_slow_twin(sampling: Sampling) -> No
 
 def test_greedy_is_all_mass_on_the_first_best_token() -> None:
     assert GREEDY.probabilities(torch.tensor([[1.0, 3.0, 3.0]])).tolist() == [[0.0, 1.0, 0.0]]
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-40, 5e-324])
+@pytest.mark.parametrize("others", [{}, {"top_p": 0.9, "top_k": 4}], ids=["alone", "top-p and top-k"])
+def test_temperatures_towards_0_leave_the_best_tokens(temperature: float, others: dict[str, Any]) -> None:
+    logits = torch.tensor([[-50.0, 3e4, 7.0, -1e-3], [2.0, 9.0, 9.0, -torch.inf], [-3.0, -2e4, -2.9, -9.0]])
+    expected = [[0, 1, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 1, 0]]
+    assert Sampling(temperature, **others).probabilities(logits).tolist() == expected
+
+
+def test_great_temperatures_level_everything() -> None:
+    assert Sampling(1e300).probabilities(torch.tensor([[3.0, -9.0]])).tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        *(({"temperature": value}, "temperature: ") for value in (-1.0, float("nan"), float("inf"))),
+        *(({"top_p": value}, "top_p: ") for value in (0.0, -0.5, 1.5, float("nan"))),
+        *(({"top_k": value}, "top_k: ") for value in (-1, 2.5)),
+    ],
+)
+def test_numbers_out_of_range_are_refused(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}"):
+        Sampling(**values)
+
+
+def test_numbers_of_a_generation_config_are_checked() -> None:
+    with pytest.raises(UserError, match=r"generation_config\.json has top_p: 0\.0 .* set data\.generator\.top_p"):
+        resolve_sampling(None, None, None, GenerationConfig(top_p=0.0))
+    assert resolve_sampling(None, 0.5, None, GenerationConfig(top_p=0.0, top_k=-1)) == (1.0, 0.5, 0)
+
+
+def test_a_whole_number_is_a_temperature() -> None:
+    logits = torch.tensor([[1.0, 3.0]])
+    assert torch.equal(Sampling(2).probabilities(logits), Sampling(2.0).probabilities(logits))
 
 
 def test_pick_is_the_inverse_of_the_distribution_function() -> None:
