@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
+from draftsmith.models.families import layer_configs
 from draftsmith.recipes.schema import TargetSection
 
 # Dense bf16 matrix products by the vendors' data sheets, and memory bandwidth.
@@ -138,8 +139,9 @@ def target_forward_bytes(config: Any, size: TargetSize, rows: int, tokens: int, 
     """
     places, unit = rows * tokens, size.activation_bytes
     hidden = config.hidden_size
-    heads, groups, head_dim = attention_shape(config)
-    attention = (4 * heads + 4 * groups) * head_dim * unit * places
+    shapes = attention_shapes(config)
+    heads = max(heads for heads, _, _ in shapes)
+    attention = max((4 * heads + 4 * groups) * head_dim for heads, groups, head_dim in shapes) * unit * places
     # Eager attention returns its scores, which outlive the layer's MLP: in its precision twice, masked, in float32.
     scores = rows * heads * tokens**2 * (3 * unit + 4) if size.eager_attention else 0
     if size.expert_parameters:
@@ -151,14 +153,14 @@ def target_forward_bytes(config: Any, size: TargetSize, rows: int, tokens: int, 
     return 2 * captured_layers * hidden * unit * places + residual + scores + max(attention, mlp)
 
 
-def attention_shape(config: Any) -> tuple[int, int, int]:
-    """(query heads, key/value heads, head dimension) of a text config."""
-    heads = config.num_attention_heads
-    return (
-        heads,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )
+def attention_shapes(config: Any) -> list[tuple[int, int, int]]:
+    """(query heads, key/value heads, head dimension) of each layer of a text config."""
+    shapes = []
+    for layer in layer_configs(config):
+        heads = layer.num_attention_heads
+        groups = getattr(layer, "num_key_value_heads", None) or heads
+        shapes.append((heads, groups, getattr(layer, "head_dim", None) or layer.hidden_size // heads))
+    return shapes
 
 
 def target_forward_flops(config: Any, size: TargetSize, rows: int, tokens: int, head_columns: int) -> float:
@@ -166,15 +168,13 @@ def target_forward_flops(config: Any, size: TargetSize, rows: int, tokens: int, 
 
     Two per parameter and token; attention over half the square (causal). Norms and activations are left out.
     """
-    heads, _, head_dim = attention_shape(config)
-    attention = 2 * heads * head_dim * tokens**2 * rows * config.num_hidden_layers
+    attention = sum(2 * heads * head_dim for heads, _, head_dim in attention_shapes(config)) * tokens**2 * rows
     return 2.0 * size.active_parameters * rows * tokens + attention + 2.0 * size.head_parameters * head_columns
 
 
 def cache_bytes_per_token(config: Any, size: TargetSize) -> int:
     """Keys and values of one token in all layers. Sliding layers are counted in full: the pool allocates them so."""
-    _, groups, head_dim = attention_shape(config)
-    return 2 * config.num_hidden_layers * groups * head_dim * size.activation_bytes
+    return sum(2 * groups * head_dim for _, groups, head_dim in attention_shapes(config)) * size.activation_bytes
 
 
 # Share of a device's bandwidth that decoding reaches, and the least time of one step in this process's Python.

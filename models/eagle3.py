@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from draftsmith.models.families import layer_configs
 from draftsmith.models.layers import Attention, GatedMLP, rotary
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -67,8 +68,11 @@ class Eagle3Config:
         Args:
             config: the target's text config; vocab_size: rows of its head.
         """
-        heads = num_attention_heads or config.num_attention_heads
-        width = intermediate_size or getattr(config, "intermediate_size", None)
+        # Where layers differ, those that see everything are the model for the drafter, which does, too.
+        types = getattr(config, "layer_types", None) or []
+        layer = layer_configs(config)[types.index("full_attention") if "full_attention" in types else 0]
+        heads = num_attention_heads or layer.num_attention_heads
+        width = intermediate_size or getattr(layer, "intermediate_size", None)
         if width is None:
             raise UserError(
                 "drafter.intermediate_size: the target's config names no width of its MLPs; give one, for example "
@@ -81,8 +85,8 @@ class Eagle3Config:
             hidden_size=config.hidden_size,
             intermediate_size=width,
             num_attention_heads=heads,
-            num_key_value_heads=num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            num_key_value_heads=num_key_value_heads or getattr(layer, "num_key_value_heads", None) or heads,
+            head_dim=getattr(layer, "head_dim", None) or config.hidden_size // layer.num_attention_heads,
             vocab_size=vocab_size,
             draft_vocab_size=draft_vocab_size,
             capture_layers=capture_layers,

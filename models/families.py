@@ -163,6 +163,12 @@ def _shortened_window(decoder: nn.Module, config: Any, window: int) -> Iterator[
             holder.sliding_window = window
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """The text config as each layer reads it: Gemma 4 gives layers that see everything wider heads than the others."""
+    # Releases of transformers before such configs have the one for all layers.
+    return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+
+
 def scaled_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
     """What a family does to its logits [..., V] after the head, in its own order."""
     divisor = getattr(config, "logits_scaling", None)  # Granite

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from draftsmith.data_gen.generators import GenerationSettings
 from draftsmith.data_gen.generators import generate as generate_answers
@@ -21,6 +21,13 @@ from draftsmith.eval.decode import decode
 from draftsmith.eval.policies import PolicyProposer
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import load_config, load_tokenizer
+from draftsmith.models.costs import (
+    attention_shapes,
+    cache_bytes_per_token,
+    target_forward_bytes,
+    target_forward_flops,
+    target_size,
+)
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
@@ -55,6 +62,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0} | SLIDING),
     "gemma3": ("gemma3_text", SLIDING),
+    # Its full layers have wider heads, and fewer of them hold keys and values.
+    "gemma4": (
+        "gemma4_text",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
+            "global_head_dim": 16,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 320,
+            "num_kv_shared_layers": 0,
+        },
+    ),
     "gpt_oss": ("gpt_oss", EXPERTS | SLIDING),
     "phi3": ("phi3", {"sliding_window": WINDOW}),
     "glm4": ("glm4", {}),
@@ -85,7 +106,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {}),
     "gpt2": ("gpt2", {}),
 }
-SCALES = {"gemma": 32**0.5, "gemma2": 32**0.5, "gemma3": 32**0.5, "granite": 3.0}
+SCALES = {"gemma": 32**0.5, "gemma2": 32**0.5, "gemma3": 32**0.5, "gemma4": 32**0.5, "granite": 3.0}
 everywhere = pytest.mark.parametrize("name", FAMILIES)
 
 
@@ -300,6 +321,22 @@ def test_a_scaled_embedding_equals_the_slow_twin() -> None:
         torch.testing.assert_close(mine, twin, rtol=1e-4, atol=1e-4)
     drafter.config = replace(shape, embedding_scale=1.0)
     assert (outputs(drafter)[0] - wanted[0]).abs().max() > 1e-2
+
+
+def test_layers_of_several_shapes_are_counted_each() -> None:
+    target = target_of("gemma4")
+    shapes = [(4, 2, 8), (4, 1, 16)] * 3 + [(4, 1, 16)]
+    assert attention_shapes(target.config) == shapes
+    shape = drafter_of("gemma4").config
+    assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (4, 1, 16)
+    size = target_size(target.model.config)
+    cache = DynamicCache(config=target.config)
+    target.model(torch.tensor([some_tokens(5, 1)]), past_key_values=cache)
+    layers: list[Any] = cache.layers
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+    assert cache_bytes_per_token(target.config, size) * 5 == held
+    assert target_forward_bytes(target.config, size, 2, 30, 3) > 0
+    assert target_forward_flops(target.config, size, 2, 30, 10) > 0
 
 
 def test_drafters_from_before_the_scale_still_load() -> None:
