@@ -28,11 +28,16 @@ the messages begin with the same), `tools` (function schemas, also as JSON text)
 `meta`. `prompt_records` says how tool calls are written. meta["benchmark"] is the source's short name: a benchmark's, a
 file's without folder and ending, `org/name`, `stdlib:train`.
 
+Ids are unique in one reading. Where two sources give different conversations one id, the later source's short name goes
+before it: `second/0`. The same conversation again, or an id twice in one source, is rejected.
+
 User turns may follow each other (`turns` always do). Whoever generates puts an assistant turn after each user turn that
 has none: [user, user] becomes [user, assistant, user, assistant].
 """
 
+import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,37 +68,57 @@ def read_conversations(
 def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """What stands before each answer: a user turn, system messages before it, tool calls and results behind it.
 
-    Answers are left out; an assistant turn that calls tools is kept, with the results that follow it.
+    A system message between a question and its answer stays there. Answers are left out; an assistant turn that calls
+    tools is kept, with the results that follow it.
     """
     pending: list[dict[str, Any]] = []
+    behind: list[dict[str, Any]] = []  # system messages behind a question: of it, unless another user turn comes first
+    asked = answered = False
     for message in messages:
         role = message["role"]
-        if role == "assistant" and not message.get("tool_calls"):
-            continue
-        asked = any(earlier["role"] == "user" for earlier in pending)
-        if asked and role not in ("assistant", "tool"):
+        if role in ("assistant", "tool"):
+            pending, behind = [*pending, *behind], []
+            if role == "assistant" and not message.get("tool_calls"):
+                answered = asked
+            else:
+                pending.append(message)
+        elif asked and not answered and role != "user":
+            behind.append(message)
+        elif asked:
             yield pending
-            pending = []
-        pending.append(message)
-    if any(message["role"] == "user" for message in pending):
-        yield pending
+            pending, behind = [*behind, message], []
+            asked, answered = role == "user", False
+        else:
+            pending.append(message)
+            asked = role == "user"
+    if asked:
+        yield [*pending, *behind]
 
 
 def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
     places: dict[str, str] = {}  # id -> where it was first seen
+    contents: dict[str, int] = {}  # id -> hash of what it holds
     benchmarks = short_names(names)
     barren = []
     for name in names:
         usable, rejected_before = 0, rejects.total
+        own: dict[str, str] = {}  # as `places`, ids as this source writes them
         for line, record in records(name, rejects):
             try:
                 conversation = to_conversation(record, _default_id(name, line, places), name, line, benchmarks[name])
-                if conversation.id in places:
-                    raise ValueError(f"duplicate id: '{conversation.id}' is also at {places[conversation.id]}")
+                given = conversation.id
+                asked = [conversation.messages, conversation.images, conversation.meta.get("tools")]
+                content = hash(json.dumps(asked, default=str))
+                if contents.get(given) != content and given not in own and given in places:
+                    # Another source's number, and another conversation. The same in every run: sources are ordered.
+                    conversation = replace(conversation, id=f"{benchmarks[name]}/{given}")
+                if (taken := own.get(given) or places.get(conversation.id)) is not None:
+                    raise ValueError(f"duplicate id: '{given}' is also at {taken}")
             except ValueError as error:
                 rejects.add(name, line, str(error), record)
                 continue
-            places[conversation.id] = f"{name}:{line}"
+            places[conversation.id] = own[given] = f"{name}:{line}"
+            contents[conversation.id] = content
             usable += 1
             yield conversation
         if not usable:

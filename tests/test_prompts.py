@@ -9,7 +9,7 @@ import pytest
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompt_records import Conversation
 from draftsmith.recipes.prompt_sources import json_array
-from draftsmith.recipes.prompts import read_conversations
+from draftsmith.recipes.prompts import questions, read_conversations
 from draftsmith.recipes.rejects import Rejects
 
 USER = {"role": "user", "content": "Hi"}
@@ -245,6 +245,43 @@ def test_duplicate_id_is_rejected_with_both_places(tmp_path: Path):
     (entry,) = kept(tmp_path / "rejects.jsonl")
     assert (entry["source"], entry["line"]) == (second, 2)
     assert entry["reason"] == f"duplicate id: 'good' is also at {first}:1"
+
+
+def test_equal_ids_of_other_sources_are_told_apart(tmp_path: Path):
+    first = write_lines(tmp_path / "first.jsonl", {"id": 0, "prompt": "a"}, {"id": 1, "prompt": "b"})
+    second = write_lines(
+        tmp_path / "second.jsonl", {"id": 0, "prompt": "c"}, {"id": 1, "prompt": "b"}, {"id": 0, "prompt": "d"}
+    )
+    rejects = Rejects(tmp_path / "rejects.jsonl")
+    for limit, ids in ((None, ["0", "1", "second/0"]), (3, ["0", "1", "second/0"])):
+        assert [c.id for c in read([first, second], rejects if limit is None else None, limit)] == ids
+    same, twice = kept(tmp_path / "rejects.jsonl")
+    assert same["reason"] == f"duplicate id: '1' is also at {first}:2"  # the same conversation
+    assert twice["reason"] == f"duplicate id: '0' is also at {second}:1" and twice["line"] == 3
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ("us", ["us"]),
+        ("usa", ["us"]),
+        ("usau", ["us", "u"]),
+        ("uasu", ["u", "su"]),
+        ("usu", ["u", "su"]),
+        ("suusa", ["su", "us"]),
+        ("usctau", ["usct", "u"]),
+        ("uctsau", ["ucts", "u"]),
+        ("uu", ["u", "u"]),
+        ("usausa", ["us", "us"]),
+    ],
+)
+def test_what_stands_before_each_answer(roles: str, expected: list[str]):
+    """u user, s system, a answer, c call of a tool, t its result."""
+    names = {"u": "user", "s": "system", "a": "assistant", "c": "assistant", "t": "tool"}
+    messages = [
+        {"role": names[role], "content": role} | ({"tool_calls": [{}]} if role == "c" else {}) for role in roles
+    ]
+    assert ["".join(m["content"] for m in question) for question in questions(messages)] == expected
 
 
 def test_conversations_know_their_place(tmp_path: Path):
