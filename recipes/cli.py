@@ -9,6 +9,7 @@ if __name__ == "__main__":
 """
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -69,24 +70,35 @@ def parse_command(
 def run(main: Callable[[], None]) -> None:
     """Call `main`. A UserError prints its problems on stderr and exits with 2, Ctrl-C exits with 130.
 
-    Any other exception is a defect of ours and keeps its traceback.
+    So does a place where the system lets us write nothing. Any other exception is a defect of ours and keeps its
+    traceback.
     """
     _quiet_third_parties()
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
+        problems = error.problems if isinstance(error, UserError) else _unwritable(error)
+        if not problems:
+            raise
         # Under a launcher every process speaks for itself: a problem of one rank alone must not be lost.
         rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        if len(error.problems) == 1:
-            text = f"{rank}error: {error.problems[0]}"
+        if len(problems) == 1:
+            text = f"{rank}error: {problems[0]}"
         else:
-            text = "\n".join([f"{rank}error: {len(error.problems)} problems", *(f"  - {p}" for p in error.problems)])
+            text = "\n".join([f"{rank}error: {len(problems)} problems", *(f"  - {p}" for p in problems)])
         sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def _unwritable(error: OSError) -> list[str]:
+    """In words, where the user can do something about it: rights, a read-only disk, a file in a folder's place."""
+    if error.filename is None or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        return []
+    return [f"{error.filename}: {error.strerror}; name another output_dir, or mend the rights"]
 
 
 def _quiet_third_parties() -> None:

@@ -6,6 +6,7 @@ number is wanted, `no` (false for YAML 1.1) where "no" is one of the choices, an
 """
 
 import difflib
+import os
 import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from draftsmith.recipes.benchmark_prompts import benchmark_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import check_source
 from draftsmith.recipes.schema import Recipe
@@ -340,7 +342,7 @@ def _suggestion(path: KeyPath) -> str:
 
 
 def _missing_files(source: _Source) -> list[str]:
-    """Problems with the local files that a recipe names as input; checked on the raw values, beside type errors."""
+    """Problems with the local files that a recipe names; checked on the raw values, beside type errors."""
     problems = []
     model = _raw(source, ("target", "model"))
     # "org/name" and "name" may be hub ids; anything else can only be a local directory.
@@ -352,16 +354,50 @@ def _missing_files(source: _Source) -> list[str]:
         where = source.place(("target", "chat_template"))
         problems.append(f"{where}: `target.chat_template`: no such file: {template}")
     for key in ("data", "eval"):
+        seen: dict[str, str] = {}
         given = _raw(source, (key, "prompts"))
         for index, name in enumerate(given if isinstance(given, list) else [given]):
             path: KeyPath = (key, "prompts", index) if isinstance(given, list) else (key, "prompts")
-            problem = check_source(name) if isinstance(name, str) else None
+            if not isinstance(name, str):
+                continue
+            problem = check_source(name)
+            if (same := _identified(name)) in seen:
+                problem = f"{name} is given twice, first as {seen[same]}"
+            elif (conversations := _raw(source, ("data", "conversations"))) and same == _identified(str(conversations)):
+                problem = f"{name} is data.conversations, too; name another file there, regenerate would write to it"
+            seen[same] = name
             if problem is not None:
                 problems.append(f"{source.place(path)}: `{_dotted(path)}`: {problem}")
-    output = _raw(source, ("output_dir",))
-    if isinstance(output, str) and Path(output).is_file():
-        problems.append(f"{source.place(('output_dir',))}: `output_dir`: {output} is a file; name a folder")
+    for path in (("output_dir",), ("data", "conversations"), ("eval", "out")):
+        written = _raw(source, path)
+        problem = _output_problem(Path(written), path[-1] != "conversations") if isinstance(written, str) else None
+        if problem is not None:
+            problems.append(f"{source.place(path)}: `{_dotted(path)}`: {problem}")
     return problems
+
+
+def _identified(name: str) -> str:
+    """One text for one source, however its path is written."""
+    named = benchmark_of(name)
+    if named is not None and named[1] is None:
+        return named[0]
+    if name.startswith(("stdlib:", "hf:")):
+        return name
+    return str(Path(named[1] if named and named[1] else name).resolve())
+
+
+def _output_problem(path: Path, folder: bool) -> str | None:
+    """What stands in the way of writing to `path`, or None."""
+    if folder and path.is_file():
+        return f"{path} is a file; name a folder"
+    if not folder and path.is_dir():
+        return f"{path} is a folder; name a file"
+    above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    if above is not None and not above.is_dir():
+        return f"{path} cannot be made: {above} is a file"
+    if above is not None and not path.exists() and not os.access(above, os.W_OK):
+        return f"{path} cannot be made: {above} cannot be written"
+    return None
 
 
 def _raw(source: _Source, path: KeyPath) -> Any:

@@ -187,6 +187,8 @@ class ContenderSection(Section):
     def _drafts_what_it_can(self) -> "ContenderSection":
         if self.proposer == "prompt_lookup" and self.tree.policy != "chain":
             raise ValueError("prompt lookup drafts chains: say tree: {policy: chain, nodes: 11}")
+        if self.proposer == "prompt_lookup" and self.tree.draw == "sampled":
+            raise ValueError("prompt lookup copies tokens and draws none: leave tree.draw out")
         return self
 
 

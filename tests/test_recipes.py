@@ -1,5 +1,6 @@
 """Recipes: what is read, what is refused, and how a script tells its user."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -220,6 +221,40 @@ def test_output_dir_that_is_a_file(write, tmp_path: Path):
     assert "is a file; name a folder" in problem
 
 
+def test_outputs_that_cannot_be_written(write, tmp_path: Path):
+    (tmp_path / "taken").touch()
+    (tmp_path / "folder").mkdir()
+    for key, name, expected in [
+        ("output_dir", "taken/run", f"{tmp_path / 'taken'} is a file"),
+        ("eval.out", "taken/a/b", f"{tmp_path / 'taken'} is a file"),
+        ("eval.out", "taken", "is a file; name a folder"),
+        ("data.conversations", "taken/c.jsonl", f"{tmp_path / 'taken'} is a file"),
+        ("data.conversations", "folder", "is a folder; name a file"),
+    ]:
+        (problem,) = problems_of(write(SMALLEST), f"{key}={tmp_path / name}")
+        assert f"`{key}`: {tmp_path / name}" in problem and expected in problem
+
+
+def test_no_prompt_file_twice_and_none_is_overwritten(write, tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "x"}\n')
+    again = tmp_path / "." / "b" / ".." / "a.jsonl"
+    (tmp_path / "b").mkdir()
+    (problem,) = problems_of(write(SMALLEST), f"eval.prompts=[{path}, stdlib:heldout, {tmp_path}/b/../a.jsonl]")
+    assert "`eval.prompts.2`" in problem and f"is given twice, first as {path}" in problem
+    (problem,) = problems_of(write(SMALLEST), "data.prompts=[hf:a/b, hf:a/b]")
+    assert "`data.prompts.1`: hf:a/b is given twice" in problem
+    for key in ("data.prompts", "eval.prompts"):
+        (problem,) = problems_of(write(SMALLEST), f"{key}={path}", f"data.conversations={again}")
+        assert f"`{key}`: {path} is data.conversations, too" in problem
+
+
+def test_prompt_lookup_draws_nothing(write):
+    tree = "{policy: chain, nodes: 8, draw: sampled}"
+    (problem,) = problems_of(write(SMALLEST), f"eval.also=[{{name: copy, proposer: prompt_lookup, tree: {tree}}}]")
+    assert "prompt lookup copies tokens and draws none" in problem
+
+
 @pytest.mark.parametrize(
     ("model", "is_path"),
     [
@@ -326,6 +361,12 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
         cli.run(fail(KeyboardInterrupt()))
     assert caught.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(SystemExit) as caught:
+        cli.run(fail(PermissionError(errno.EACCES, "Permission denied", "runs/x")))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("error: runs/x: Permission denied; name another output_dir")
+    with pytest.raises(FileNotFoundError):
+        cli.run(fail(FileNotFoundError(errno.ENOENT, "No such file", "ours")))
     with pytest.raises(ZeroDivisionError):  # a defect of ours keeps its traceback
         cli.run(fail(ZeroDivisionError()))
     monkeypatch.setenv("WORLD_SIZE", "2")
