@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.models.families import attention_kinds
@@ -105,11 +105,43 @@ def _variables_read(template: str, where: str) -> set[str]:
     try:
         # Blocks that transformers and no other Jinja knows; they read nothing.
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", template))
-        return meta.find_undeclared_variables(tree)
+        # Jinja's own list also has what a branch may have left unset: `{% if a %}{% set b = 1 %}{% endif %}{{ b }}`.
+        return meta.find_undeclared_variables(tree) & _read_unset(tree, set())
     except TemplateSyntaxError as error:
         raise UserError(
             f"{where}: the chat template is no Jinja template: line {error.lineno}: {error.message}"
         ) from error
+
+
+def _read_unset(node: nodes.Node, known: set[str]) -> set[str]:
+    """Names that `node` reads before anything in sight has set them, in whatever branch; adds to `known` what it sets.
+
+    What loops, macros and blocks set is not in sight behind them.
+    """
+    inner = known
+    if isinstance(node, nodes.Name):
+        if node.ctx == "load":
+            return {node.name} - known
+        known.add(node.name)
+        return set()
+    if isinstance(node, nodes.Assign):  # its value is read before its name is set
+        parts: list[nodes.Node] = [node.node, node.target]
+    elif isinstance(node, nodes.AssignBlock):
+        return _read_unset(nodes.Scope(node.body), known) | _read_unset(node.target, known)
+    elif isinstance(node, nodes.For):
+        iterated = _read_unset(node.iter, known)
+        inner = set(known)
+        parts = [node.target, *([node.test] if node.test else []), *node.body, *node.else_]
+        return iterated.union(*[_read_unset(part, inner) for part in parts])
+    elif isinstance(node, nodes.With):
+        given = set().union(*[_read_unset(value, known) for value in node.values])
+        inner = set(known)
+        return given.union(*[_read_unset(part, inner) for part in (*node.targets, *node.body)])
+    else:
+        parts = list(node.iter_child_nodes())
+        if isinstance(node, nodes.Macro | nodes.CallBlock | nodes.FilterBlock | nodes.Block | nodes.Scope):
+            inner = set(known)
+    return set().union(*[_read_unset(part, inner) for part in parts])
 
 
 def _literal(value: str | int | float | bool) -> str:

@@ -153,7 +153,9 @@ def _shortened_window(decoder: nn.Module, config: Any, window: int) -> Iterator[
     """The decoder with a window of `_TRIED_WINDOW` wherever it holds one of `window`: in its configs, in its layers."""
     modules = list(decoder.modules())
     configs = {id(each): each for each in (config, *(getattr(module, "config", config) for module in modules))}
-    holders = [each for each in (*modules, *configs.values()) if getattr(each, "sliding_window", None) == window]
+    holders: list[Any] = [
+        each for each in (*modules, *configs.values()) if getattr(each, "sliding_window", None) == window
+    ]
     try:
         for holder in holders:
             holder.sliding_window = _TRIED_WINDOW

@@ -161,6 +161,31 @@ def test_variables_that_nobody_reads_are_refused(tmp_path: Path, args: dict[str,
         load_tokenizer(section(tmp_path, template_args=args))
 
 
+@pytest.mark.parametrize(
+    ("template", "switches"),
+    [
+        ("{% for m in messages %}{% if m.a %}{% set b = m.a %}{% endif %}{{ b }}{% endfor %}", "none"),
+        ("{% if messages %}{% set b = 1 %}{% else %}{% set b = 2 %}{% endif %}{{ b }}", "none"),
+        ("{% set b %}{{ c }}{% endset %}{% for c in b %}{{ c }}{% endfor %}", "c"),
+        ("{% macro f(b, c=d) %}{{ b }}{{ c }}{% endmacro %}{{ f(1) }}", "d"),
+        ("{% with b = c %}{{ b }}{% endwith %}", "c"),
+        ("{% set b = b | default(false) %}{{ b }}", "b"),
+        ("{%- if not b is defined %}{% set b = 1 %}{% endif %}{{ b }}", "b"),
+        ("{% if c %}{% set b = b or c %}{% endif %}{{ b }}", "b, c"),
+        # What a loop sets is gone behind it, so the second one is from outside.
+        ("{% for m in messages %}{% set b = m %}{{ b }}{% endfor %}{{ b }}", "b"),
+        (
+            "{% macro f() %}{% if b is defined %}{{ b }}{% endif %}{% endmacro %}{% for b in messages %}{% endfor %}",
+            "b",
+        ),
+    ],
+)
+def test_what_a_template_sets_itself_is_no_switch(tmp_path: Path, template: str, switches: str) -> None:
+    make_dir(tmp_path, template)
+    with pytest.raises(UserError, match=f"does not read 'none_such'; what it reads: {switches}$"):
+        load_tokenizer(section(tmp_path, template_args={"none_such": 1}))
+
+
 def test_thinking_is_said_once(tmp_path: Path) -> None:
     make_dir(tmp_path, THINKING)
     with pytest.raises(UserError, match=r"enable_thinking is what target\.thinking sets"):
