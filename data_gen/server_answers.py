@@ -18,7 +18,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-_TOKEN_ID = re.compile(r"token_id:(\d+)")
+from draftsmith.recipes.rejects import is_unicode
+
+_TOKEN_ID = re.compile(r"token_id:(\d{1,9})")
 # What two correct detokenisers may differ in: blanks at the start and around special tokens, and how many signs stand
 # for bytes that are no UTF-8 (the end of a cut answer).
 _LOOSE = re.compile(r"[\s\ufffd]+")
@@ -47,6 +49,7 @@ class Completion:
     stopped_at: int | str | None = None  # the token or text that ended it, where the server names it
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    model: str | None = None  # the name that the server gives itself
 
     def add(self, body: Any) -> int:
         """Takes a whole reply, or the next piece of a streamed one; the number of tokens in it, as far as is known.
@@ -58,6 +61,8 @@ class Completion:
             raise BadAnswer("the reply is no JSON object")
         if body.get("error"):
             raise BadAnswer(f"error in the reply: {error_text(body)}")
+        if isinstance(body.get("model"), str):
+            self.model = body["model"]
         usage = body.get("usage")
         if isinstance(usage, dict):
             self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
@@ -73,10 +78,14 @@ class Completion:
             raise BadAnswer("the text of the reply is no text")
         self.text += text
         if ids is not None:
-            self.token_ids = [*(self.token_ids or []), *ids]
+            self.token_ids = self.token_ids or []
+            self.token_ids += ids
         if isinstance(choice.get("prompt_token_ids"), list):
             self.prompt_token_ids = choice["prompt_token_ids"]
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        reason = choice.get("finish_reason")
+        if reason is not None and not isinstance(reason, str):
+            raise BadAnswer(f"the finish_reason of the reply is no text: {short(repr(reason))}")
+        self.finish_reason = reason or self.finish_reason
         for key in ("stop_reason", "matched_stop"):  # vLLM, SGLang
             if choice.get(key) is not None:
                 self.stopped_at = choice[key]
@@ -118,7 +127,9 @@ def read_answer(
     if said.finish_reason in (None, "abort", "error"):
         raise Unfinished(f"finish_reason {said.finish_reason}: the server did not finish the answer")
     if said.finish_reason not in ("stop", "length"):
-        raise Refused(f"finish_reason {said.finish_reason}: the server ended the answer")
+        raise Refused(f"finish_reason {short(said.finish_reason)}: the server ended the answer")
+    if not is_unicode(said.text):
+        raise BadAnswer("the text of the reply holds half a character")
     if said.prompt_token_ids is not None and said.prompt_token_ids != prompt_ids:
         raise BadAnswer(f"it answers another prompt than the {len(prompt_ids)} tokens that it was sent")
     if said.prompt_tokens is not None and said.prompt_tokens != len(prompt_ids):
@@ -146,7 +157,9 @@ def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:
     ids: list[Any] = said.token_ids or []
     wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocabulary.size), None)
     if wrong is not None:
-        raise BadAnswer(f"token id {wrong!r} is none of the target's {vocabulary.size}: is another model served?")
+        raise BadAnswer(
+            f"token id {short(repr(wrong))} is none of the target's {vocabulary.size}: is another model served?"
+        )
     if len(ids) > limit:
         raise BadAnswer(f"{len(ids)} tokens where at most {limit} were asked for")
     stripped = said.finish_reason == "stop" and (not ids or ids[-1] not in vocabulary.stop_ids)
@@ -157,7 +170,7 @@ def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:
         spellings = (vocabulary.text(ids), vocabulary.text(bare), vocabulary.text(ids, skip_special_tokens=True))
         if _loose(said.text) not in map(_loose, spellings):
             raise BadAnswer(
-                f"its tokens are {_short(spellings[0])} for the target's tokenizer, its text is {_short(said.text)}: "
+                f"its tokens are {short(spellings[0])} for the target's tokenizer, its text is {short(said.text)}: "
                 "is another model served?"
             )
     return ids
@@ -175,7 +188,9 @@ def _stripped_stop(said: Completion, written: int, retokenised: bool, vocabulary
     if at in vocabulary.stop_ids:
         return int(at)
     if at is not None:
-        raise BadAnswer(f"it stopped at {at!r}, which is none of the stop tokens {list(vocabulary.stop_ids)}")
+        raise BadAnswer(
+            f"it stopped at {short(repr(at))}, which is none of the stop tokens {list(vocabulary.stop_ids)}"
+        )
     if not retokenised and said.completion_tokens == written:
         raise BadAnswer("finish_reason stop, and no stop token among the tokens")
     return vocabulary.usual_stop
@@ -186,7 +201,7 @@ def error_text(body: Any) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
             return error_text(body[key])
-    return _short(body if isinstance(body, str) else repr(body))
+    return short(body if isinstance(body, str) else repr(body))
 
 
 def _token_ids(choice: dict[str, Any]) -> list[Any] | None:
@@ -214,6 +229,8 @@ def _loose(text: str) -> str:
     return _LOOSE.sub("", text)
 
 
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 200 else text[:200] + "..."
+def short(text: str, length: int = 200) -> str:
+    """A server's words on one line: no control characters (of a terminal, say), no half characters; "..." at a cut."""
+    start = text[: 10 * length]
+    words = "".join(character for character in " ".join(start.split()) if character.isprintable())
+    return words if len(words) <= length and len(start) == len(text) else words[:length] + "..."

@@ -4,21 +4,26 @@ A try ends in one of four ways: a reply; `Failed` (another try may succeed); `Re
 answered); `UserError` (no prompt will be: a key, a URL or a name is wrong). The key is never part of a message.
 """
 
+import asyncio
 import contextlib
 import email.utils
 import json
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
 
-from draftsmith.data_gen.server_answers import BadAnswer, Refused, error_text
+from draftsmith.data_gen.server_answers import BadAnswer, Refused, error_text, short
 from draftsmith.recipes.errors import UserError
 
 CONNECT_SECONDS = 10.0
+# What a reply may have: for itself, and for each token of prompt and answer (id, text, logprobs, a stream's frame).
+REPLY_BYTES, REPLY_BYTES_PER_TOKEN = 2**20, 2**12
+ERROR_BYTES = 2**16  # read of what a server says besides
+_ENVIRONMENT = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _TRY_AGAIN = (408, 409, 425, 429)  # and 5xx
 _OF_THE_PROMPT = (400, 413, 422)
 _TOO_LONG = re.compile(r"context|too long|longer than|too many tokens|max_model_len|max_tokens|exceed", re.IGNORECASE)
@@ -38,17 +43,28 @@ class Client:
 
     Args:
         key_variable: name of the environment variable with the servers' key.
-        silence_seconds: longest pause between two signs of life.
+        silence_seconds: longest wait for a whole reply; in a stream, for the next token.
 
     Raises:
-        UserError: the key is not where it should be.
+        UserError: the key is not where it should be, or the environment's proxies or certificates cannot be used.
     """
 
     def __init__(self, key_variable: str | None, silence_seconds: float):
-        self._variable, self._key = key_variable, _api_key(key_variable)
-        self._client = httpx.AsyncClient(
+        self._variable, self._key, self._seconds = key_variable, _api_key(key_variable), silence_seconds
+        try:
+            self._client = self._connections()
+        except Exception as error:  # of any kind: it is the environment that is read here
+            given = [name for name in _ENVIRONMENT if os.environ.get(name) or os.environ.get(name.lower())]
+            said = str(error) if isinstance(error, ImportError | OSError) else type(error).__name__
+            raise UserError(
+                f"data.generator: no connection can be set up with the environment variables {', '.join(given)} "
+                f"({said}): mend or unset them"
+            ) from None
+
+    def _connections(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=httpx.Timeout(silence_seconds, connect=CONNECT_SECONDS, pool=None),
+            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # the rest by deadlines: bytes alone are no progress
             # As many connections as requests. An idle one is dropped before servers do it (5 seconds in uvicorn): a
             # request on a connection that is just being closed fails.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
@@ -59,65 +75,82 @@ class Client:
 
     async def models(self, url: str, timeout: float) -> dict[str, int | None]:
         """{served name: its longest sequence, where that is said}. Raises Failed, UserError."""
-        reply = await self._send("GET", url, "/models", timeout=timeout)
-        try:
-            return {str(item["id"]): item.get("max_model_len") for item in json.loads(reply.content)["data"]}
-        except (ValueError, KeyError, TypeError, AttributeError):
+        with self.translated():
+            async with _Deadline(timeout), self._client.stream("GET", url + "/models") as reply:
+                await self._check_status(url, reply)
+                content = await _whole(reply, REPLY_BYTES)
+            found: dict[str, int | None] = {"\n": None}
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                found = {str(item["id"]): item.get("max_model_len") for item in json.loads(content)["data"]}
+            if all(name.isprintable() for name in found):
+                return found
             raise UserError(
                 f"data.generator.base_urls: {url}/models lists no models: is this an OpenAI-compatible server?"
-            ) from None
+            )
 
-    async def complete(self, url: str, body: dict[str, Any], take: Callable[[Any], None]) -> None:
+    async def complete(self, url: str, body: dict[str, Any], take: Callable[[Any], int]) -> None:
         """Sends a completion request; `take` gets the reply, or every piece of it if body["stream"].
+
+        Args:
+            take: returns the number of tokens that it was given.
 
         Raises Failed, BadAnswer, Refused, UserError.
         """
-        if not body["stream"]:
-            take(_parsed((await self._send("POST", url, "/completions", json=body)).content))
-            return
-        done = False
-        async with self._translated(), self._client.stream("POST", url + "/completions", json=body) as reply:
-            if reply.status_code != 200:
-                await reply.aread()
-            self._check_status(url, reply)
-            async for line in _lines(reply):
-                if line.startswith(b"data:"):
-                    data = line[5:].strip()
-                    done = done or data == b"[DONE]"
-                    if not done:
-                        take(_parsed(data))
-        if not done:
-            raise Failed("the stream ended before [DONE]")
+        most = REPLY_BYTES + REPLY_BYTES_PER_TOKEN * (len(body["prompt"]) + body["max_tokens"])
+        with self.translated():
+            async with (
+                _Deadline(self._seconds) as deadline,
+                self._client.stream("POST", url + "/completions", json=body) as reply,
+            ):
+                await self._check_status(url, reply)
+                if not body["stream"]:
+                    take(_parsed(await _whole(reply, most)))
+                    return
+                plain = True
+                async with contextlib.aclosing(_lines(reply, most)) as lines:
+                    async for line in lines:
+                        plain = plain and line.lstrip()[:1] in (b"", b"{")
+                        if line.startswith(b"data:"):
+                            data = line[5:].strip()
+                            if data == b"[DONE]":
+                                return  # whatever the connection does next
+                            if take(_parsed(data)):
+                                deadline.reset()
+        raise Failed(
+            "it does not stream: set data.generator.stream=false" if plain else "the stream ended before [DONE]"
+        )
 
-    async def _send(self, method: str, url: str, path: str, **arguments: Any) -> httpx.Response:
-        async with self._translated():
-            reply = await self._client.request(method, url + path, **arguments)
-        self._check_status(url, reply)
-        return reply
-
-    @contextlib.asynccontextmanager
-    async def _translated(self) -> AsyncIterator[None]:
-        """The HTTP library's exceptions in our words."""
+    @contextlib.contextmanager
+    def translated(self) -> Iterator[None]:
+        """The HTTP library's exceptions in our words; and no key in any of them, whatever the server said."""
         try:
-            yield
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Failed(f"cannot be reached: {self._say(str(error) or 'no connection in time')}", True) from None
-        except httpx.TimeoutException:
-            raise Failed("no sign of life in time (data.generator.timeout_seconds)") from None
-        except httpx.TransportError as error:
-            raise Failed(f"the connection broke: {self._say(str(error) or type(error).__name__)}") from None
+            try:
+                yield
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                raise Failed(f"cannot be reached: {short(str(error)) or 'no connection in time'}", True) from None
+            except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
+                raise Failed(f"the connection broke: {short(str(error)) or type(error).__name__}") from None
+            except RecursionError:
+                raise BadAnswer("the reply is nested too deeply") from None
+        except UserError as error:
+            raise UserError([self.fit(problem) for problem in error.problems]) from None
+        except (Failed, BadAnswer, Refused) as error:
+            error.args = (self.fit(str(error)),)
+            raise
 
-    def _check_status(self, url: str, reply: httpx.Response) -> None:
+    async def _check_status(self, url: str, reply: httpx.Response) -> None:
         status = reply.status_code
         if status == 200:
             return
-        said = f"{status}: {self._say(_error_of(reply))}"
+        said = f"{status}: {_error_of(await _start(reply)) or short(reply.reason_phrase)}"
         if status in _TRY_AGAIN or status >= 500:
             raise Failed(said, busy=status == 429, pause=_retry_after(reply))
         asked = reply.request.method == "POST"
         if status in _OF_THE_PROMPT and asked:
             raise Refused(f"longer than the server takes: {said}" if _TOO_LONG.search(said) else f"refused: {said}")
         advice = "is this the URL of an OpenAI-compatible server, up to /v1?"
+        if status < 400:  # one of several servers may be moving
+            raise Failed(f"{said}; {advice}")
         if status in (401, 403):
             advice = "it wants a key: name the environment variable that holds it in data.generator.api_key_env"
             if self._variable:
@@ -126,34 +159,95 @@ class Client:
             advice = "it must have /v1/completions and serve data.generator.served_model"
         raise UserError(f"data.generator.base_urls: {url} says {said}; {advice}")
 
-    def _say(self, text: str) -> str:
-        """What a server said, fit to be printed and kept."""
-        return text.replace(self._key, "***") if self._key else text
+    def fit(self, text: str) -> str:
+        """What a server said, fit to be printed and kept: the key, or the start of it before a cut, is taken out."""
+        text = short(text, 2000)
+        key = self._key or ""
+        for secret in {key, " ".join(key.split()), repr(key)[1:-1], json.dumps(key)[1:-1]} - {""}:
+            text = text.replace(secret, "***")
+            for length in range(len(secret) - 1, 2, -1):
+                text = text.replace(secret[:length] + "...", "***...")
+        return text
 
 
-async def _lines(reply: httpx.Response) -> AsyncIterator[bytes]:
-    """Lines of a stream of events. The library's own would also split at U+2028 and its like, which JSON may hold."""
-    rest = b""
+class _Deadline:
+    """Ends what is done within it after some seconds, as Failed. `reset` starts them anew."""
+
+    def __init__(self, seconds: float):
+        self._seconds, self._expired = seconds, False
+
+    def reset(self) -> None:
+        self._until = time.monotonic() + self._seconds  # looked at when the timer rings: tokens come by thousands
+
+    async def __aenter__(self) -> "_Deadline":
+        self._task = asyncio.current_task()
+        self.reset()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ring)
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._expired:
+            raise Failed(f"no answer within {self._seconds:g} seconds (data.generator.timeout_seconds)") from None
+
+    def _ring(self) -> None:
+        left = self._until - time.monotonic()
+        if left > 0:
+            self._timer = asyncio.get_running_loop().call_later(left, self._ring)
+        elif self._task is not None:
+            self._expired = True
+            self._task.cancel()
+
+
+async def _start(reply: httpx.Response) -> bytes:
+    """The first ERROR_BYTES of a reply, or a few more."""
+    start = bytearray()
     async for piece in reply.aiter_bytes():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            yield line
+        start += piece
+        if len(start) > ERROR_BYTES:
+            break
+    return bytes(start)
+
+
+async def _whole(reply: httpx.Response, most: int) -> bytes:
+    return b"".join([piece async for piece in _bounded(reply, most)])
+
+
+async def _bounded(reply: httpx.Response, most: int) -> AsyncIterator[bytes]:
+    received = 0
+    async for piece in reply.aiter_bytes():
+        received += len(piece)
+        if received > most:
+            raise Failed(f"a reply of more than {most:,} bytes")
+        yield piece
+
+
+async def _lines(reply: httpx.Response, most: int) -> AsyncGenerator[bytes, None]:
+    """Lines of a stream of events. The library's own would also split at U+2028 and its like, which JSON may hold."""
+    rest = bytearray()
+    async for piece in _bounded(reply, most):
+        rest += piece
+        if b"\n" in piece:
+            *lines, last = bytes(rest).split(b"\n")
+            rest = bytearray(last)
+            for line in lines:
+                yield line
     if rest:
-        yield rest
+        yield bytes(rest)
 
 
 def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:
-        raise BadAnswer(f"the reply is no JSON: {error_text(data[:200].decode('utf-8', 'replace'))}") from None
+        raise BadAnswer(f"the reply is no JSON: {short(data.decode('utf-8', 'replace'))}") from None
 
 
-def _error_of(reply: httpx.Response) -> str:
+def _error_of(content: bytes) -> str:
     try:
-        return error_text(json.loads(reply.content))
-    except ValueError:
-        return error_text(reply.text or reply.reason_phrase)
+        return error_text(json.loads(content))
+    except (ValueError, RecursionError):
+        return short(content.decode("utf-8", "replace"))
 
 
 def _retry_after(reply: httpx.Response) -> float:
@@ -179,10 +273,11 @@ def normalised_urls(urls: list[str]) -> list[str]:
         where = f"data.generator.base_urls[{number}]"
         try:
             parsed = httpx.URL(url.strip())
-        except httpx.InvalidURL as error:
+            host = parsed.host
+        except (httpx.InvalidURL, ValueError) as error:  # also names that IDNA does not know
             problems.append(f"{where}: no URL: {error}")
             continue
-        if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.fragment:
+        if parsed.scheme not in ("http", "https") or not host or parsed.query or parsed.fragment:
             problems.append(f"{where}: must be like http://host:8000/v1")
         elif parsed.userinfo:
             problems.append(

@@ -36,6 +36,7 @@ FIRST_PAUSE_SECONDS = 0.5  # before the second try of a request; doubles, with j
 FIRST_LOOK_SECONDS = 1.0  # before a server that is set aside is looked at again; doubles
 LONGEST_PAUSE_SECONDS = 30.0
 FAILURES_IN_A_ROW = 3  # then a server is set aside
+TRIAL_SECONDS = 15.0  # for the first answer of one token; then those start that are ready
 HEARTBEAT_SECONDS = 1.0  # how often a caller hears from us while no answer comes
 _END: Any = object()
 
@@ -73,6 +74,7 @@ class Server:
     tokens: int = 0
     failed_tries: int = 0
     last_failure: str = ""
+    calls_itself: str = ""  # the model of its last reply
 
 
 def generate_from_servers(
@@ -121,6 +123,7 @@ def generate_from_servers(
             for task in done:
                 yield task.result()
             if not done:
+                servers.check_hope(all(server.aside for server in servers.servers))
                 yield None
     finally:
         for task in done | waiting:  # several may have failed of one cause: asyncio wants each of them looked at
@@ -158,10 +161,10 @@ class Servers:
         self.loop.close()
 
     async def _close(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=1.0)  # a deadline that ends at the same time may swallow the first
         await self._client.close()
 
     @property
@@ -175,8 +178,17 @@ class Servers:
             + f"{server.failed_tries:,} failed tries"
             + (f" (the last: {server.last_failure})" if server.last_failure else "")
             + (", set aside" if server.aside else "")
+            + (
+                f", was asked for {self.model} and says that it is {server.calls_itself}"
+                if self._is_other(server)
+                else ""
+            )
             for server in self.servers
         ]
+
+    def _is_other(self, server: Server) -> bool:
+        """Said, not refused: some servers answer with a path or another name of the same model."""
+        return server.calls_itself not in ("", self.model)
 
     # Before the first prompt.
 
@@ -193,14 +205,15 @@ class Servers:
         problems = [str(one) for one in found if isinstance(one, UserError)]
         listed = {s.url: one for s, one in zip(self.servers, found, strict=True) if isinstance(one, dict)}
         if not problems and listed:
-            self.model = self.model or _only_model(listed)
+            with self._client.translated():
+                self.model = self.model or _only_model(listed)
             for url, models in listed.items():
                 try:
                     _check_served(url, models, self.model, self._settings.max_length)
                 except UserError as error:
                     problems.append(str(error))
         if problems:
-            raise UserError(problems)
+            raise UserError([self._client.fit(problem) for problem in problems])
         for server, one in zip(self.servers, found, strict=True):
             if isinstance(one, Failed):
                 server.aside, server.last_failure = True, str(one)
@@ -219,12 +232,21 @@ class Servers:
         Raises:
             UserError: a server refuses, or none of them manages it.
         """
-        ready = [server for server in self.servers if not server.aside]
-        for server, error in zip(ready, await _gather(self._ask_one(s) for s in ready), strict=True):
-            if isinstance(error, UserError):
+        trials = {self.loop.create_task(self._ask_one(s)): s for s in self.servers if not s.aside}
+        done, silent = await asyncio.wait(trials, timeout=TRIAL_SECONDS)
+        while silent and None not in [trial.exception() for trial in done]:  # they may still be warming up
+            print(f"note: waiting for a first answer of {', '.join(trials[trial].url for trial in silent)}")
+            more, silent = await asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED)
+            done |= more
+        for trial in silent:
+            trial.cancel()
+        for trial, server in trials.items():
+            error = Failed(f"no answer of one token within {TRIAL_SECONDS:g} seconds")
+            if trial in done and not isinstance(error := trial.exception(), Failed | None):
                 raise error
             if error is not None:
                 server.aside, server.failed_tries, server.last_failure = True, 1, str(error)
+                print(f"note: {server.url} is set aside for now: {server.last_failure}")
         if all(server.aside for server in self.servers):
             lines = [f"data.generator.base_urls: {server.url}: {server.last_failure}" for server in self.servers]
             raise UserError([*lines, "no server gives an answer of one token: see to them first"])
@@ -240,7 +262,6 @@ class Servers:
             said = Completion()
             try:
                 await self._ask(server, self._body("try out", prompt, 1, server), said)
-                read_answer(said, prompt, 1, self._vocabulary)
             except Refused as error:
                 raise UserError(
                     f"data.generator.base_urls: {server.url}/completions refuses a prompt of one token id: {error}; "
@@ -265,8 +286,7 @@ class Servers:
             server.in_flight += 1
             said = Completion()
             try:
-                await self._ask(server, self._body(key, prompt_ids, limit, server), said)
-                ids, reason, retokenised = read_answer(said, prompt_ids, limit, self._vocabulary)
+                ids, reason, retokenised = await self._ask(server, self._body(key, prompt_ids, limit, server), said)
             except Refused as error:
                 self._note_success(server, 0)
                 return Unanswered(key, str(error), refused=True)
@@ -274,7 +294,7 @@ class Servers:
                 self._note_failure(server, error)
                 tries += 1
                 if tries > self._section.max_retries:
-                    reason = f"{error} (after {tries} tries, the last at {server.url})"
+                    reason = f"{error} (after {tries} tries)"
                     return Unanswered(key, reason, refused=isinstance(error, Unfinished))
             else:
                 server.answers += 1
@@ -287,18 +307,25 @@ class Servers:
             pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (tries - 1))
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
 
-    async def _ask(self, server: Server, body: dict[str, Any], said: Completion) -> None:
-        """One try: fills `said`. Raises BadAnswer, Failed, Refused, UserError."""
-        received = 0
+    async def _ask(self, server: Server, body: dict[str, Any], said: Completion) -> tuple[list[int], str, bool]:
+        """One try: fills `said`, and reads it. Raises BadAnswer, Failed, Refused, UserError."""
+        received, limit = 0, body["max_tokens"]
 
-        def take(piece: Any) -> None:
+        def take(piece: Any) -> int:
             nonlocal received
             tokens = said.add(piece)
             received += tokens
             self.tokens_received += tokens
+            if len(said.token_ids or ()) > limit:
+                raise BadAnswer(f"{len(said.token_ids or ())} tokens where at most {limit} were asked for")
+            if said.model is not None:
+                server.calls_itself = self._client.fit(said.model)
+            return tokens
 
         try:
             await self._client.complete(server.url, body, take)
+            with self._client.translated():
+                return read_answer(said, body["prompt"], body["max_tokens"], self._vocabulary)
         except BaseException:
             self.tokens_received -= received  # they will come again
             raise
@@ -368,11 +395,12 @@ class Servers:
         if not server.aside and (unreachable or (server.failures >= FAILURES_IN_A_ROW and not busy)):
             server.aside = True
             self._revive_later(server)
-        self._check_hope()
+        self.check_hope(all(s.failures or s.aside for s in self.servers))
 
-    def _check_hope(self) -> None:
+    def check_hope(self, all_fail: bool) -> None:
+        """Raises UserError where all servers fail, and have done so for give_up_seconds."""
         silent = time.monotonic() - self._last_good
-        if silent > self._section.give_up_seconds and all(s.failures or s.aside for s in self.servers):
+        if all_fail and silent > self._section.give_up_seconds:
             lines = [f"{server.url}: {server.last_failure}" for server in self.servers]
             self._fatal = UserError(
                 [
@@ -400,10 +428,11 @@ class Servers:
                 models = await self._client.models(server.url, CONNECT_SECONDS)
                 _check_served(server.url, models, self.model, self._settings.max_length)
                 await self._ask_one(server)
-            except (Failed, UserError) as error:
-                server.last_failure = str(error)
+            except Exception as error:  # of any kind: else nobody would look at this server again
+                known = isinstance(error, Failed | UserError)
+                server.last_failure = str(error) if known else self._client.fit(f"{type(error).__name__}: {error}")
                 with contextlib.suppress(UserError):  # kept, and raised where an answer is waited for
-                    self._check_hope()
+                    self.check_hope(all(s.failures or s.aside for s in self.servers))
             else:
                 server.aside, server.failures = False, 0
                 self._wake()

@@ -55,6 +55,13 @@ class Manners:
     lie: Callable[[Reply], None] | None = None  # changes the reply before it is sent
     lie_to: Callable[[list[int]], bool] = field(default=lambda prompt_ids: True)
     done: bool = True  # ends streams by [DONE]
+    linger: float = 0.0  # seconds for which it keeps the connection open after that
+    raw: bytes | None = (
+        None  # a whole response that it gives at first to a prompt of `lie_to`
+    )
+    raw_models: bytes | None = None  # the same for the list of models
+    drip: bytes | None = None  # what it sends after `raw` every 0.02 seconds, for ever
+    mute: threading.Event | None = None  # it answers nothing, not even the trial, until this is set
 
 
 class FakeServer:
@@ -182,6 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
         fake = self.server.fake
         if not self._welcome():
             return
+        if fake.manners.raw_models is not None:
+            self._raw(fake.manners.raw_models)
+            return
         if self.path != "/v1/models":
             self._send(404, {"detail": "Not Found"})
             return
@@ -209,7 +219,14 @@ class _Handler(BaseHTTPRequestHandler):
             fake.busy += 1
             fake.busiest = max(fake.busiest, fake.busy)
         try:
-            if not trial and fake.draw(manners.fail):
+            if manners.mute is not None:
+                manners.mute.wait(60)
+            if not trial and manners.raw is not None and fake.asked[prompt] == 1 and manners.lie_to(body["prompt"]):
+                self._raw(manners.raw)
+                while manners.drip is not None:
+                    self._write(manners.drip.decode())
+                    time.sleep(0.02)
+            elif not trial and fake.draw(manners.fail):
                 headers = {} if manners.retry_after is None else {"Retry-After": manners.retry_after}
                 self._send(manners.status, {"error": {"message": manners.message}}, headers)
             elif body["stream"]:
@@ -240,8 +257,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._write(f"data: {json.dumps(piece, ensure_ascii=False)}\n\n")
         if manners.done:
             self._write("data: [DONE]\n\n")
+            time.sleep(0 if len(body["prompt"]) == 1 else manners.linger)
         self.close_connection = True
         fake.note_answer(tuple(body["prompt"]))
+
+    def _raw(self, response: bytes) -> None:
+        self.wfile.write(response)
+        self.wfile.flush()
+        self.close_connection = True
 
     def _write(self, text: str) -> None:
         self.wfile.write(text.encode())
@@ -264,6 +287,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
+
+
+def response(
+    body: bytes, status: int = 200, headers: str = "Content-Type: application/json", whole: bool = True
+) -> bytes:
+    """One for `Manners.raw`; `whole` where nothing drips after it."""
+    length = f"Content-Length: {len(body)}\r\n" * whole
+    return f"HTTP/1.1 {status} So\r\n{headers}\r\n{length}Connection: close\r\n\r\n".encode() + body
 
 
 def _drop(connection: socket.socket) -> None:

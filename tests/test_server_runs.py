@@ -58,7 +58,6 @@ def test_keys_are_used_and_never_shown(place: Place, monkeypatch: pytest.MonkeyP
         ({"max_model_len": 128}, {}, r"serves at most 128 tokens .* rows have up to 200"),
         ({"status": 404, "fail": 1.0}, {}, r"/v1 says 404: out of order; it must have /v1/completions"),
         ({"status": 403, "fail": 1.0}, {}, r"/v1 says 403"),
-        ({"status": 301, "fail": 1.0}, {}, r"/v1 says 301"),
     ],
 )
 def test_what_holds_for_every_prompt_ends_the_run(

@@ -1,0 +1,234 @@
+"""Servers that are odd, broken or hostile: each costs a try, none ends or stalls a run, and no key gets out."""
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.data_gen import server_client, server_generator
+from draftsmith.data_gen.server_client import Client, normalised_urls
+from draftsmith.recipes.errors import UserError
+from tests.fake_server import FakeServer, Reply, response
+from tests.server_place import Place
+
+DEEP = b"[" * 200_000
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Place:
+    return Place(tmp_path, monkeypatch, capsys)
+
+
+def completion(**choice: Any) -> bytes:
+    return response(json.dumps({"choices": [{"text": "cat", "finish_reason": "stop", **choice}]}).encode())
+
+
+ODD = {
+    "no gzip": (response(b"garbage", headers="Content-Encoding: gzip"), "the connection broke"),
+    "deep": (response(DEEP), "nested too deeply"),
+    "deep 500": (response(DEEP, 500), "500: [["),
+    "half a character": (completion(text="cat \ud800"), "half a character"),
+    "half a character in an error": (response(b'{"error": "so \\ud800"}', 500), "500: so"),
+    "a terminal's escapes": (response(b'{"error": "so \\u001b[31mred"}', 500), "500: so [31mred"),
+    "an id of 5,000 digits": (completion(logprobs={"tokens": ["token_id:" + "9" * 5000]}), "no stop token|the text|"),
+    "a number of 5,000 digits": (response(b"9" * 5000), "the reply is no JSON"),
+    "a reason that is no text": (completion(finish_reason={"type": "stop"}), "finish_reason of the reply is no text"),
+    "moved": (response(b"gone elsewhere", 302), "302: gone elsewhere"),
+    "accepted": (response(b"later", 202), "202: later"),
+    "a charset that is none": (response(b"ab", 500, "Content-Type: text/plain; charset=hex"), "500: ab"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_replies_cost_a_try(place: Place, name: str) -> None:
+    place.ask(6, turns=1)
+    raw, message = ODD[name]
+    with FakeServer(place.tokenizer, raw=raw) as odd, FakeServer(place.tokenizer) as other:
+        place.use(odd, other, max_retries=20)
+        printed = place.run()
+    if name == "an id of 5,000 digits":  # no id at all: the text counts
+        assert len(place.records()) == 6
+        return
+    place.check()
+    assert odd.asked.total() > odd.answered.total() and message in printed
+    assert "\x1b" not in printed
+
+
+def test_odd_lists_of_models(place: Place) -> None:
+    place.ask(1)
+    for raw, problem in (
+        (response(DEEP), "lists no models"),
+        (response(b'{"data": [{"id": "\\ud800"}]}'), "lists no models"),
+        (response(b"garbage", headers="Content-Encoding: gzip"), "no server can be reached"),
+    ):
+        with FakeServer(place.tokenizer, raw_models=raw) as server:
+            place.use(server)
+            problems, _ = place.fails()
+        assert problem in problems[-1]
+
+
+def test_a_server_that_comes_back_as_garbage_hangs_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the look at it raises, it is looked at again, and the run gives up in time."""
+    place.ask(4)
+    with FakeServer(place.tokenizer, tear=1.0) as server:
+        place.use(server, give_up_seconds=0.5, max_retries=10**6)
+
+        async def broken(*_: Any) -> Any:
+            raise KeyError("a defect")
+
+        looks = server_generator.Servers._ask_one
+        trials: list[int] = []
+
+        async def once(self: Any, server: Any) -> None:
+            trials.append(1)
+            await (looks if len(trials) == 1 else broken)(self, server)
+
+        monkeypatch.setattr(server_generator.Servers, "_ask_one", once)
+        problems, _ = place.fails()
+    assert "no server has given an answer for" in problems[1] and len(trials) > 2
+
+
+@pytest.mark.parametrize(
+    ("stream", "drip"), [(False, b" "), (True, b": ping\n\n"), (True, b'data: {"choices": []}\n\n')]
+)
+def test_bytes_alone_are_no_progress(place: Place, stream: bool, drip: bytes) -> None:
+    place.ask(2, turns=1)
+    raw = response(b"", headers="Content-Type: text/event-stream", whole=False)
+    with FakeServer(place.tokenizer, raw=raw, drip=drip) as server:
+        place.use(server, stream=stream, timeout_seconds=0.4, max_retries=30)
+        started = time.monotonic()
+        printed = place.run()
+    place.check()
+    assert "no answer within 0.4 seconds" in printed and time.monotonic() - started < 20
+
+
+def test_tokens_are_progress(place: Place) -> None:
+    place.ask(2, turns=1)
+    with FakeServer(place.tokenizer, seconds=1.5) as server:
+        place.use(server, stream=True, timeout_seconds=1.0)
+        assert "0 failed tries" in place.run()
+    place.check()
+
+
+@pytest.mark.parametrize(
+    ("stream", "drip", "message"),
+    [
+        (False, b" " * 2**16, "a reply of more than"),
+        (True, b"x" * 2**16, "a reply of more than"),
+        (True, b'data: {"choices": [{"token_ids": [7]}]}\n\n', "25 tokens where at most 24 were asked for"),
+    ],
+)
+def test_replies_without_end_are_left(
+    place: Place, monkeypatch: pytest.MonkeyPatch, stream: bool, drip: bytes, message: str
+) -> None:
+    monkeypatch.setattr(server_client, "REPLY_BYTES", 2**18)
+    place.ask(2, turns=1)
+    raw = response(b"", headers="Content-Type: text/event-stream", whole=False)
+    with FakeServer(place.tokenizer, raw=raw, drip=drip) as server:
+        place.use(server, stream=stream, max_retries=30)
+        assert message in place.run()
+    place.check()
+
+
+def test_what_follows_the_end_of_a_stream_is_not_waited_for(place: Place) -> None:
+    place.ask(3, turns=1)
+    with FakeServer(place.tokenizer, linger=20) as server:
+        place.use(server, stream=True, timeout_seconds=5)
+        started = time.monotonic()
+        assert "0 failed tries" in place.run()
+        assert time.monotonic() - started < 5
+    place.check()
+
+
+def test_plain_json_where_a_stream_was_asked_for_is_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.ask(1)
+    with FakeServer(place.tokenizer) as server:
+        monkeypatch.setattr(server, "pieces", lambda reply: [])
+        server.manners.done = False
+        place.use(server, stream=True)
+        problems, _ = place.fails()
+    assert "it does not stream: set data.generator.stream=false" in problems[0]
+
+
+def test_a_silent_server_does_not_keep_the_others_waiting(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_generator, "TRIAL_SECONDS", 0.3)
+    place.ask(10)
+    mute = threading.Event()
+    with FakeServer(place.tokenizer, mute=mute) as silent, FakeServer(place.tokenizer) as other:
+        place.use(silent, other)
+        assert f"note: {silent.url} is set aside for now: no answer of one token within 0.3" in place.run()
+        place.check()
+        # Alone, it is waited for.
+        place.path.unlink()
+        threading.Timer(1.0, mute.set).start()
+        place.use(silent)
+        assert f"note: waiting for a first answer of {silent.url}" in place.run()
+    place.check()
+
+
+def test_another_name_in_the_reply_is_said(place: Place) -> None:
+    def rename(reply: Reply) -> None:
+        reply["model"] = "/models/other"
+
+    place.ask(2)
+    with FakeServer(place.tokenizer, lie=rename) as server:
+        place.use(server)
+        assert "was asked for fake and says that it is /models/other" in place.run()
+        server.manners.lie = None
+        place.path.unlink()
+        assert "says that it is" not in place.run()
+
+
+# The key.
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        response(b'{"error": {"message": "bad key Bearer sk-verysecret"}}'),
+        response(b"bad key Bearer sk-verysecret"),
+        response(b'{"error": "' + b"x" * 192 + b' sk-verysecret"}', 500),
+        response(b" " * 1995 + b" sk-verysecret", 500),
+        completion(finish_reason="sk-verysecret"),
+        completion(stop_reason="sk-verysecret", token_ids=[7]),
+        response(b'{"error": "sk-\\u001bverysecret"}', 400),
+    ],
+)
+def test_the_key_is_not_in_what_servers_say(place: Place, monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-verysecret")
+    place.ask(8, turns=3)
+    with FakeServer(place.tokenizer, key="sk-verysecret", raw=raw) as server:
+        server.manners.lie_to = lambda ids: sum(ids) % 2 == 0
+        place.use(server, api_key_env="MY_KEY", max_retries=1)
+        printed = place.run()
+        assert server.asked.total() > server.answered.total()
+    written = place.path.read_text() + (place.rejects.read_text() if place.rejects.exists() else "")
+    assert "sk-" not in printed + written and "secret" not in printed + written
+
+
+# The environment.
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ALL_PROXY", "socks5://localhost:1"),
+        ("SSL_CERT_FILE", "/nope"),
+        ("HTTPS_PROXY", "ftp://me:hunter2@x"),
+        ("NO_PROXY", "[::1"),
+    ],
+)
+def test_an_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://localhost:1")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"environment variables .*{name}") as error:
+        Client(None, 1.0)
+    assert "hunter2" not in str(error.value)
+
+
+def test_hosts_that_are_none() -> None:
+    with pytest.raises(UserError, match=r"base_urls\[0\]: no URL"):
+        normalised_urls(["http://xn--a:1"])
