@@ -56,9 +56,7 @@ class Manners:
     lie_to: Callable[[list[int]], bool] = field(default=lambda prompt_ids: True)
     done: bool = True  # ends streams by [DONE]
     linger: float = 0.0  # seconds for which it keeps the connection open after that
-    raw: bytes | None = (
-        None  # a whole response that it gives at first to a prompt of `lie_to`
-    )
+    raw: bytes | None = None  # a whole response that it gives at first to a prompt of `lie_to`
     raw_models: bytes | None = None  # the same for the list of models
     drip: bytes | None = None  # what it sends after `raw` every 0.02 seconds, for ever
     mute: threading.Event | None = None  # it answers nothing, not even the trial, until this is set

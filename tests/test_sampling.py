@@ -38,7 +38,7 @@ SAMPLINGS = {
     "top-p": Sampling(1.0, top_p=0.8),
     "T=0.5, top-k, top-p": Sampling(0.5, top_p=0.9, top_k=3),
 }
-Law = dict[Hashable, float]
+Law = dict[Any, float]  # by outcome
 
 
 class EnumeratedDraws:
