@@ -172,6 +172,7 @@ class ConversationLog:
             self._file.truncate(self.content.whole_bytes)
             print(f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off; it is made anew")
         self._synced = time.monotonic()
+        self.appended = 0  # lines of this run
 
     def identify(self, name: str, value: str) -> None:
         """Names the target by what is known only once it is loaded or reached; refuses another one's lines.
@@ -193,6 +194,7 @@ class ConversationLog:
         if not is_unicode(text):
             text = json.dumps(record | {"generator": self._generator})  # lone surrogates as \\ud800
         append_line(self._file, self.path, text.encode() + b"\n")
+        self.appended += 1  # at once: an interrupt may come before the next line
         if time.monotonic() - self._synced > SECONDS_BETWEEN_SYNCS:
             os.fsync(self._file.fileno())
             self._synced = time.monotonic()

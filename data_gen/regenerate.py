@@ -144,15 +144,14 @@ def regenerate(
                     finished = asked.take(answered)
                 if finished is not None:
                     log.append(finished)
-                    tally.written += 1
                     tally.unasked += finished.get("unasked_turns", 0)
                 bar.set_postfix_str(tally.progress(servers), refresh=False)
-                bar.update(tally.written + asked.rejected + len(asked.failed) - bar.n)
+                bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
                 if answer is None:
                     bar.refresh()
-            bar.update(tally.written + asked.rejected + len(asked.failed) - bar.n)
+            bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
     finally:  # also what was written until an interrupt
-        print(f"{tally.summary()}; {rejects.summary()}")
+        print(f"{log.appended:,} conversations written, {tally.summary()}; {rejects.summary()}")
         for line in servers.summary() if servers is not None else ():
             print(line)
         if asked.failed:
@@ -162,9 +161,9 @@ def regenerate(
                 f"{len(asked.failed):,} conversations got no answer in this run ({named}); {first}: {reason}. The same "
                 "command asks them again"
             )
-    if asked.failed and not tally.written:
+    if asked.failed and not log.appended:
         raise UserError("data.generator: not one conversation was answered; see above")
-    if not tally.written and not log.content.done:
+    if not log.appended and not log.content.done:
         raise UserError(f"data.prompts: not one of {len(conversations):,} conversations could be asked; see above")
 
 
@@ -172,7 +171,6 @@ def regenerate(
 class _Tally:
     """What a run has done."""
 
-    written: int = 0  # conversations
     unasked: int = 0  # user turns
     turns: int = 0
     tokens: int = 0
@@ -200,7 +198,7 @@ class _Tally:
     def summary(self) -> str:
         rate = self.tokens / max(time.monotonic() - self.started, 1e-3)
         text = (
-            f"{self.written:,} conversations written, {self.turns:,} answers, {self.tokens:,} tokens, {rate:,.0f} "
+            f"{self.turns:,} answers, {self.tokens:,} tokens, {rate:,.0f} "
             f"tokens/s, {self.cut / max(self.turns, 1):.1%} of the answers cut by length, {self.unasked:,} user turns "
             "not asked"
         )

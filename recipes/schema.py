@@ -51,7 +51,7 @@ class GeneratorSection(Section):
     stream: bool = False
     """Receive answers token by token: progress moves while they are written, and a dead server is noticed sooner."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Longest silence of a server before a request is tried again (with `stream`, between two tokens)."""
+    """Longest wait for a whole answer before it is asked for again; with `stream`, for its next token."""
     max_retries: int = Field(default=8, ge=0)
     """Further tries of one request, with growing pauses, before its conversation is given up for this run."""
     give_up_seconds: float = Field(default=900.0, gt=0)
