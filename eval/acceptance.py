@@ -30,7 +30,7 @@ from draftsmith.eval.report import (
 from draftsmith.eval.speculator import Speculator, check_drafter
 from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import provenance
-from draftsmith.models.costs import decoding_lines
+from draftsmith.models.costs import decoding_lines, threads
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import Sampling
@@ -113,11 +113,6 @@ def how_made(recipe: Recipe, target: Target) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "made": provenance(files) | {"date": now, "hardware": hardware},
     }
-
-
-def threads() -> str:
-    count = torch.get_num_threads()
-    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def print_plan(recipe: Recipe, asked: list[Question], contenders: list[ContenderSection]) -> None:

@@ -316,7 +316,13 @@ def device_here(wanted: str = "auto") -> Device:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Device(properties.name, properties.total_memory, is_cpu=False)
-    return Device(f"CPU, {torch.get_num_threads()} threads", host_memory_bytes(), is_cpu=True)
+    return Device(f"CPU, {threads()}", host_memory_bytes(), is_cpu=True)
+
+
+def threads() -> str:
+    """How many threads torch computes with, in words."""
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' if count > 1 else ''}"
 
 
 def _accelerator() -> str | None:
