@@ -69,7 +69,7 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
             record: Any = None
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(raw)
-            if record is None and not (content.done or _may_be_torn(raw)):
+            if record is None and not _may_be_torn(raw, bool(content.done)):
                 raise _not_ours(path, number)  # never cut off what somebody else wrote
             try:
                 if record is not None:
@@ -94,9 +94,11 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
     return content
 
 
-def _may_be_torn(raw: bytes) -> bool:
-    """Could a kill or a power cut, which may leave zeros, have left this of a first line of ours?"""
-    return raw.startswith(_START) or _START.startswith(raw) or not raw.strip(b"\0\n")
+def _may_be_torn(raw: bytes, behind_ours: bool) -> bool:
+    """Could a kill or a power cut, which may leave zeros, have left this of a line of ours? It then has no end."""
+    if not raw.strip(b"\0\n"):
+        return True
+    return not raw.endswith(b"\n") and (behind_ours or raw.startswith(_START) or _START.startswith(raw))
 
 
 def _not_ours(path: Path, line: int) -> UserError:
@@ -169,10 +171,20 @@ class ConversationLog:
             self._file.close()
             raise
         if self.content.torn_bytes:
+            kept = "" if self.content.done else self._keep_torn()
             self._file.truncate(self.content.whole_bytes)
-            print(f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off; it is made anew")
+            print(
+                f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off{kept}; it is made "
+                "anew"
+            )
         self._synced = time.monotonic()
         self.appended = 0  # lines of this run
+
+    def _keep_torn(self) -> str:
+        """No whole line shows that the file is ours: what is cut off it is kept beside it."""
+        beside = self.path.with_name(self.path.name + ".torn")
+        beside.write_bytes(self.path.read_bytes())
+        return f" (kept in {beside})"
 
     def identify(self, name: str, value: str) -> None:
         """Names the target by what is known only once it is loaded or reached; refuses another one's lines.

@@ -76,6 +76,8 @@ class Completion:
         text, ids = choice.get("text") or "", _token_ids(choice)
         if not isinstance(text, str):
             raise BadAnswer("the text of the reply is no text")
+        if self.finish_reason and (text or ids):
+            raise BadAnswer("the reply goes on behind its finish_reason")
         self.text += text
         if ids is not None:
             self.token_ids = self.token_ids or []

@@ -37,6 +37,7 @@ FIRST_LOOK_SECONDS = 1.0  # before a server that is set aside is looked at again
 LONGEST_PAUSE_SECONDS = 30.0
 FAILURES_IN_A_ROW = 3  # then a server is set aside
 TRIAL_SECONDS = 15.0  # for the first answer of one token; then those start that are ready
+PIECES_PER_TOKEN = 4  # of a stream of text; beyond that it has no end
 HEARTBEAT_SECONDS = 1.0  # how often a caller hears from us while no answer comes
 _END: Any = object()
 
@@ -97,38 +98,40 @@ def generate_from_servers(
     loop = servers.loop
     loop.run_until_complete(servers.try_out())
     waiting: set[asyncio.Task] = set()
-    done: set[asyncio.Task] = set()
     exhausted = False
-    try:
-        while True:
-            while not exhausted and len(waiting) < servers.concurrency:
-                prompt = next(prompts, _END)
-                exhausted = prompt is _END
-                if prompt is _END or prompt is None:
-                    break
-                key, prompt_ids = prompt
-                waiting.add(loop.create_task(servers.answer(key, prompt_ids)))
-            if not waiting:
-                if not exhausted:
-                    raise RuntimeError("the prompts wait for an answer, but none is being written")
-                return
-            some = asyncio.wait(waiting, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            try:
-                done, waiting = loop.run_until_complete(some)
-            except (KeyboardInterrupt, SystemExit):
-                for task in waiting:
-                    if task.done() and not task.cancelled() and task.exception() is None:
-                        yield task.result()
-                raise
-            for task in done:
-                yield task.result()
-            if not done:
-                servers.check_hope(all(server.aside for server in servers.servers))
-                yield None
-    finally:
-        for task in done | waiting:  # several may have failed of one cause: asyncio wants each of them looked at
-            if task.done() and not task.cancelled():
-                task.exception()
+    while True:
+        while not exhausted and len(waiting) < servers.concurrency:
+            prompt = next(prompts, _END)
+            exhausted = prompt is _END
+            if prompt is _END or prompt is None:
+                break
+            key, prompt_ids = prompt
+            task = loop.create_task(servers.answer(key, prompt_ids))
+            task.add_done_callback(_look_at)
+            waiting.add(task)
+        if not waiting:
+            if not exhausted:
+                raise RuntimeError("the prompts wait for an answer, but none is being written")
+            return
+        some = asyncio.wait(waiting, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            done, waiting = loop.run_until_complete(some)
+        except (KeyboardInterrupt, SystemExit):
+            for task in waiting:
+                if task.done() and not task.cancelled() and task.exception() is None:
+                    yield task.result()
+            raise
+        for task in done:
+            yield task.result()
+        if not done:
+            servers.check_hope(all(server.aside for server in servers.servers))
+            yield None
+
+
+def _look_at(task: asyncio.Task) -> None:
+    """Several may fail of one cause, and one alone is raised: asyncio complains of those that nobody looked at."""
+    if not task.cancelled():
+        task.exception()
 
 
 class Servers:
@@ -318,6 +321,8 @@ class Servers:
             self.tokens_received += tokens
             if len(said.token_ids or ()) > limit:
                 raise BadAnswer(f"{len(said.token_ids or ())} tokens where at most {limit} were asked for")
+            if received > PIECES_PER_TOKEN * limit:
+                raise BadAnswer(f"a stream of {received} pieces where at most {limit} tokens were asked for")
             if said.model is not None:
                 server.calls_itself = self._client.fit(said.model)
             return tokens

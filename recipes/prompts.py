@@ -111,7 +111,10 @@ def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
                 content = hash(json.dumps(asked, default=str))
                 if contents.get(given) != content and given not in own and given in places:
                     # Another source's number, and another conversation. The same in every run: sources are ordered.
-                    conversation = replace(conversation, id=f"{benchmarks[name]}/{given}")
+                    free = f"{benchmarks[name]}/{given}"
+                    while free in places:
+                        free = f"{benchmarks[name]}/{free}"
+                    conversation = replace(conversation, id=free)
                 if (taken := own.get(given) or places.get(conversation.id)) is not None:
                     raise ValueError(f"duplicate id: '{given}' is also at {taken}")
             except ValueError as error:

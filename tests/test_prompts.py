@@ -247,6 +247,13 @@ def test_duplicate_id_is_rejected_with_both_places(tmp_path: Path):
     assert entry["reason"] == f"duplicate id: 'good' is also at {first}:1"
 
 
+def test_an_id_is_qualified_until_it_is_free(tmp_path: Path):
+    for name, ids in {"a": ["0", "b/0"], "b": ["0"]}.items():
+        lines = [json.dumps({"id": i, "prompt": f"{name} asks {i}"}) for i in ids]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    assert [c.id for c in read([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])] == ["0", "b/0", "b/b/0"]
+
+
 def test_equal_ids_of_other_sources_are_told_apart(tmp_path: Path):
     first = write_lines(tmp_path / "first.jsonl", {"id": 0, "prompt": "a"}, {"id": 1, "prompt": "b"})
     second = write_lines(

@@ -422,6 +422,20 @@ def test_a_whole_line_of_another_kind_is_never_cut_off(tmp_path: Path) -> None:
         assert path.read_text() == line
 
 
+def test_a_first_line_that_is_cut_off_is_kept_beside(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """No whole line shows whose it was."""
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": "a", "messages": [')
+    with ConversationLog(path, {"target": "t"}) as log:
+        log.append({"id": "a", "asked_digest": "d", "turns": []})
+    assert (tmp_path / "c.jsonl.torn").read_text() == '{"id": "a", "messages": ['
+    assert "c.jsonl.torn" in capsys.readouterr().out
+    whole = path.read_text()
+    path.write_text(whole + '{"id": "b"')
+    with ConversationLog(path, {"target": "t"}):
+        assert path.read_text() == whole
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -430,6 +444,7 @@ def test_a_whole_line_of_another_kind_is_never_cut_off(tmp_path: Path) -> None:
         '{"prompt": "x", "id": "a"}',
         "some text",
         "some text\n",
+        '{"id": "a", "prompt": "x",}\n',  # begins as ours do, and has an end
         "[" * 100_000,
         "null",
     ],

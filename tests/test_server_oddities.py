@@ -119,6 +119,8 @@ def test_tokens_are_progress(place: Place) -> None:
         (False, b" " * 2**16, "a reply of more than"),
         (True, b"x" * 2**16, "a reply of more than"),
         (True, b'data: {"choices": [{"token_ids": [7]}]}\n\n', "25 tokens where at most 24 were asked for"),
+        (True, b'data: {"choices": [{"text": "a"}]}\n\n', "97 pieces where at most 24 tokens were asked for"),
+        (True, b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\n', "goes on behind its finish_reason"),
     ],
 )
 def test_replies_without_end_are_left(
