@@ -1,16 +1,20 @@
-"""Draft trees: what a proposer hands to the target, and the two kinds of proposer.
+"""Draft trees, what hands them to the target (`Proposer`), and what they are grown from (`Drafting`).
 
-A tree of N nodes is stored flat, parents before children, shallower nodes first. Node 0 is the root: the last token
-that the target itself produced, which the target has not read yet.
+B trees lie side by side, one for each answer that is being decoded. A tree of N nodes is stored flat, parents before
+children, shallower nodes first. Node 0 is the root: the last token that the target itself produced, which the target
+has not read yet.
 
     tokens   r a b c d e        r
     parents -1 0 0 1 1 2       / \\
     depths   0 1 1 2 2 2      a   b
                              / \\   \\
                             c   d   e
+
+Where trees of one batch differ in size, the smaller ones are padded behind their last node; a single tree never is.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -20,79 +24,156 @@ from draftsmith.models.vocab import DraftVocab
 
 
 class DraftTree:
-    """Nodes with their parents; everything else is derived once.
+    """Nodes with their parents; everything else is derived once, without asking the device for a number.
 
     Args:
-        tokens: [N] target token ids, the root first.
-        parents: [N] index of each node's parent, -1 for the root; a parent stands before its children.
-        drawn_from: [N, V] the distribution that the child of each node was drawn from, for chains that were drawn and
-            not chosen; the last row, which has no child, is zero. None: all nodes were chosen by rank.
+        tokens: [B, N] target token ids, the root first; on padding any token.
+        parents: [B, N] index of each node's parent, -1 for the root; a parent stands before its children. 0 on padding.
+        depth: no node is deeper: the number of draft calls bounds it.
+        sizes: [B] nodes of each tree, the padding left out; None: there is none.
+        drawn_from: [B, N, V] the distribution that the child of each node was drawn from, for chains that were drawn
+            and not chosen; the row of a node without child is zero. None: all nodes were chosen by rank.
+        is_chain: each node is the child of the one before it, in all trees.
     """
 
-    def __init__(self, tokens: torch.Tensor, parents: torch.Tensor, drawn_from: torch.Tensor | None = None):
-        self.tokens = tokens
-        self.parents = parents
-        self.drawn_from = drawn_from
-        # [N, N] row i marks i and its ancestors. One hop a level, for all nodes at once: as many steps as the tree is
-        # deep.
-        self.ancestors = torch.eye(len(tokens), dtype=torch.bool, device=tokens.device)
-        self.depths = torch.zeros_like(parents)  # [N]
-        nodes = torch.arange(len(tokens), device=tokens.device)
-        above = parents
-        while bool((alive := above >= 0).any()):
-            self.ancestors[nodes[alive], above[alive]] = True
-            self.depths += alive
-            above = torch.where(alive, parents[above.clamp(min=0)], -1)
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        depth: int,
+        sizes: torch.Tensor | None = None,
+        drawn_from: torch.Tensor | None = None,
+        is_chain: bool = False,
+    ):
+        self.tokens, self.parents, self.depth = tokens, parents, depth
+        self.sizes, self.drawn_from, self.is_chain = sizes, drawn_from, is_chain
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    @property
+    def rows(self) -> int:
+        """B."""
+        return self.tokens.shape[0]
+
+    @property
+    def nodes(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def ancestors(self) -> torch.Tensor:
+        """[B, N, N] bool: row i marks i and its ancestors."""
+        rows, nodes, device = self.rows, self.nodes, self.tokens.device
+        if self.is_chain:
+            return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().expand(rows, nodes, nodes)
+        # One hop, then two, four, eight: squared until the deepest node reaches its root. Floats, for fast products.
+        reach = torch.eye(nodes, device=device).repeat(rows, 1, 1)
+        reach.scatter_(2, self.parents.clamp(min=0)[..., None], 1.0)
+        hops = 1
+        while hops < self.depth:
+            reach = torch.bmm(reach, reach).clamp_(max=1)
+            hops *= 2
+        return reach > 0
+
+    @cached_property
+    def depths(self) -> torch.Tensor:
+        """[B, N]; on padding some number that means nothing."""
+        if self.is_chain:
+            return torch.arange(self.nodes, device=self.tokens.device).expand(self.rows, -1)
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def real(self) -> torch.Tensor | None:
+        """[B, N] bool, false on padding; None where there is none."""
+        if self.sizes is None:
+            return None
+        return torch.arange(self.nodes, device=self.tokens.device) < self.sizes[:, None]
+
+    def pruned(self, limits: Sequence[int]) -> "DraftTree":
+        """Without the nodes of tree b that are deeper than limits[b]."""
+        if self.depth <= min(limits):
+            return self
+        kept = self.depths <= torch.tensor(limits, device=self.tokens.device)[:, None]
+        sizes = (kept if self.real is None else kept & self.real).sum(1)  # shallower nodes stand first
+        nodes = int(sizes.max())
+        drawn_from = self.drawn_from
+        if drawn_from is not None:  # nothing was drawn from the nodes that are leaves now
+            childless = torch.arange(nodes, device=self.tokens.device) >= sizes[:, None] - 1
+            drawn_from = drawn_from[:, :nodes].masked_fill(childless[..., None], 0)
+        return DraftTree(
+            self.tokens[:, :nodes],
+            self.parents[:, :nodes],
+            min(self.depth, max(limits)),
+            None if self.rows == 1 else sizes,
+            drawn_from,
+            self.is_chain,
+        )
 
     @classmethod
-    def root_only(cls, token: int, device: torch.device) -> "DraftTree":
-        """No draft at all: a round of plain decoding."""
-        return cls.chain([token], device)
+    def root_only(cls, tokens: Sequence[int], device: torch.device) -> "DraftTree":
+        """No drafts at all: a round of plain decoding."""
+        return cls.chains([[token] for token in tokens], device)
 
     @classmethod
-    def chain(cls, tokens: Sequence[int], device: torch.device) -> "DraftTree":
-        """Each token the child of the one before it."""
-        return cls(torch.tensor(tokens, device=device), torch.arange(-1, len(tokens) - 1, device=device))
+    def chains(cls, tokens: Sequence[Sequence[int]], device: torch.device) -> "DraftTree":
+        """Each token the child of the one before it; row b's chain begins with its root."""
+        sizes = [len(chain) for chain in tokens]
+        nodes = max(sizes)
+        padded = [[*chain, *[chain[0]] * (nodes - len(chain))] for chain in tokens]
+        parents = torch.arange(-1, nodes - 1, device=device).expand(len(tokens), -1)
+        lengths = None if min(sizes) == nodes else torch.tensor(sizes, device=device)
+        return cls(torch.tensor(padded, device=device), parents, nodes - 1, lengths, is_chain=True)
 
 
 class Proposer(Protocol):
     """What the decoding loop needs. It is told of every committed token, also of rounds it did not draft."""
 
-    reads_features: bool  # whether `observe` needs the target's states; where not, nobody pays for them
+    capture_layers: tuple[int, ...]  # the target states that `observe` needs; where none, nobody pays for them
 
-    def reset(self, draws: Draws | None = None) -> None:
-        """Forgets everything: a new conversation begins. `draws` are its random numbers, for proposers that sample."""
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        """Forgets everything: `rows` new answers begin. `draws` are their random numbers, for proposers that sample."""
 
-    def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
-        """`tokens` are all committed tokens so far, the unread root last; `features` [n, F] the target's captured
-        states of those positions that were verified since the last call (all but the root have one by now)."""
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows alone, in this order: the others' answers are done."""
 
-    def propose(self, root: int) -> tuple[DraftTree, int]:
-        """A tree below `root`, and how many drafter calls it took."""
+    def observe(
+        self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]
+    ) -> None:
+        """What was committed since the last call.
+
+        Args:
+            committed: all tokens of each row so far, prompt included, the unread root last.
+            features: [B, n, F] the target's captured states of the positions that were verified since the last call
+                (all but the root have one by now); row b's are the first counts[b], the rest is padding. None without
+                `capture_layers`.
+        """
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        """Trees below the last committed tokens, and how many drafter calls each took."""
         ...
 
 
 class Drafting(Protocol):
-    """A drafter inside one conversation: distributions for a policy to grow a tree from (`eval.policies`).
+    """A drafter inside B answers: distributions for a policy to grow trees from (`eval.policies`).
 
     Slots number the columns drafted in this round: slot 0 is the last committed column, every `expand` adds one slot a
     token, in order.
     """
 
     vocab: DraftVocab
+    capture_layers: tuple[int, ...]
 
-    def reset(self) -> None: ...
+    def reset(self, rows: int) -> None: ...
 
-    def observe(self, tokens: Sequence[int], features: torch.Tensor) -> None: ...
+    def keep(self, rows: Sequence[int]) -> None: ...
+
+    def observe(
+        self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]
+    ) -> None: ...
 
     def root_log_probs(self) -> torch.Tensor:
-        """[Vd] of the root's children, from the last committed column (slot 0)."""
+        """[B, Vd] of the roots' children, from the last committed columns (slot 0)."""
         ...
 
     def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        """Feeds `tokens` [b] (target ids, nodes of this depth; the root's children have depth 1) under `parent_slots`
-        [b] and returns [b, Vd], the log-probabilities of their children."""
+        """Feeds `tokens` [B, b] (target ids, nodes of this depth; a root's children have depth 1) under `parent_slots`
+        [B, b] and returns [B, b, Vd], the log-probabilities of their children."""
         ...

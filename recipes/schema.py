@@ -6,7 +6,7 @@ arguments.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -137,50 +137,163 @@ class TrainSection(Section):
     validation_conversations: int = Field(default=64, ge=0)
     """Conversations kept out of training, drawn by a hash of their id; 0 switches validation off."""
     validate_every_steps: int = Field(default=200, ge=1)
+    eval_replay: int = Field(default=0, ge=0)
+    """Validation conversations whose answers are replayed with eval.tree after every checkpoint: the acceptance that
+    decoding would have, in metrics.jsonl. 0 switches it off."""
     trackers: list[str] = []
     """Experiment trackers of accelerate, for example tensorboard or wandb. metrics.jsonl is always written."""
 
 
+class DddSection(Section):
+    threshold: float = Field(default=-0.3, le=0)
+    """Drafting ends once the log of the beam's total probability falls below this; with a cut vocabulary, tune it anew."""
+    at: list[Annotated[int, Field(ge=1)]] | Literal["every"] = [5, 7, 9]
+    """Draft calls after which the beam is tested. Each test waits for the device, so the paper tests at three; on a CPU
+    `every` costs nothing."""
+
+
+class SvipSection(Section):
+    c: float = Field(default=0.15, gt=0)
+    h: float = Field(default=0.3, gt=0)
+    """Drafting ends after a token whose distribution has entropy H (nats) with c * H > h^2."""
+
+
+class C2tSection(Section):
+    classifier: str | None = None
+    """Directory of the trained classifier."""
+    beta: float = Field(default=0.5, ge=0, le=1)
+    """Nodes below this confidence are neither verified nor expanded."""
+    beam: int | None = Field(default=15, ge=1)
+    """Most nodes kept at a level, by confidence (the paper's K2). null: all that pass beta."""
+    entropy_over: int = Field(default=1000, ge=1)
+    """Likeliest tokens that the entropy is taken over (the paper's M)."""
+
+
+Policy = Literal["chain", "static", "eagle2", "ddd", "svip", "svip_tree", "c2t"]
+CHAINS = ("chain", "svip")  # policies whose trees are chains
+DRAFT_CALLS = {"eagle2": 8, "ddd": 11, "svip": 40, "svip_tree": 11, "c2t": 10}  # where the recipe gives none
+
+
 class TreeSection(Section):
-    policy: Literal["eagle2", "chain"] = "eagle2"
-    nodes: int = Field(default=60, ge=2)
-    """Nodes that the target verifies in one forward pass, the root included."""
+    policy: Policy | Literal["auto"] = "eagle2"
+    """How draft trees grow and stop (eval/policies.py); `auto` measures this machine and takes the fastest."""
+    nodes: int | None = Field(default=None, ge=2)
+    """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6, that is 5
+    drafted tokens; for svip draft_calls + 1; for static what the paths hold; for c2t no limit but beam's."""
     draft_calls: int | None = Field(default=None, ge=1)
-    """Calls of the drafter in a round: the greatest depth of the tree. Default: 8 for eagle2, nodes - 1 for a chain."""
-    top_k: int = Field(default=10, ge=1)
-    """Children proposed per node and beam width of eagle2."""
+    """Most calls of the drafter in a round: the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for eagle2,
+    11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Children proposed per node, and the beam width of eagle2, ddd and svip_tree. Default: 10; 15 for c2t."""
+    paths: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None = None
+    """The nodes of a static tree below the root, each as the ranks of the children that lead to it: [[0], [1], [0, 0]] is
+    the likeliest child, the next likeliest, and the likeliest child of the former. Default: EAGLE-1's 25 nodes."""
+    vocab_size: int | None = Field(default=None, ge=1)
+    """FR-Spec: draft only the so many most frequent tokens of the drafter's vocabulary, by eval.token_counts."""
+    ddd: DddSection = DddSection()
+    svip: SvipSection = SvipSection()
+    """Of svip and svip_tree."""
+    c2t: C2tSection = C2tSection()
     draw: Literal["likeliest", "sampled"] = "likeliest"
     """How a chain's tokens are chosen when eval.temperature is above 0: the drafter's likeliest ones, or drawn from its
     own distribution. Both are lossless."""
 
     @model_validator(mode="after")
     def _possible(self) -> "TreeSection":
-        if self.policy == "chain" and self.draft_calls not in (None, self.nodes - 1):
+        owners = {"paths": ["static"], "ddd": ["ddd"], "svip": ["svip", "svip_tree"], "c2t": ["c2t"]}
+        for key, policies in owners.items():
+            if key in self.model_fields_set and self.policy not in policies:
+                raise ValueError(f"{key} says how policy {' or '.join(policies)} works, but policy is {self.policy}")
+        if self.policy == "auto":
+            given = self.model_fields_set - {"policy", "vocab_size"}
+            if given:
+                raise ValueError(f"auto chooses {', '.join(sorted(given))} itself: leave it out, or name a policy")
+            return self
+        if self.draw == "sampled" and self.policy not in CHAINS:
+            raise ValueError(f"{self.policy} ranks nodes by their probability; draw: sampled is for chains")
+        if self.policy in CHAINS and None not in (self.nodes, self.draft_calls) and self.draft_calls != self.most - 1:
             raise ValueError(
-                f"a chain of {self.nodes} nodes (root included) takes {self.nodes - 1} draft calls, "
-                f"not {self.draft_calls}: leave draft_calls out"
+                f"a chain of {self.nodes} nodes (root included) takes {self.most - 1} draft calls, "
+                f"not {self.draft_calls}: leave one of the two out"
             )
-        if self.policy == "eagle2":
-            if self.draw == "sampled":
-                raise ValueError("eagle2 ranks nodes by their probability; draw: sampled is for chains")
-            most = 1 + self.top_k + (self.calls - 1) * self.top_k**2
-            if self.nodes > most:
+        if self.policy == "static":
+            self._check_paths()
+        if self.policy in ("eagle2", "ddd", "svip_tree"):
+            possible = 1 + self.width + (self.calls - 1) * self.width**2
+            if self.most > possible:
                 raise ValueError(
-                    f"{self.nodes} nodes cannot be drawn from {self.calls} draft calls with top_k {self.top_k}: "
-                    f"at most {most}"
+                    f"{self.most} nodes cannot be drawn from {self.calls} draft calls with top_k {self.width}: "
+                    f"at most {possible}"
                 )
+        if self.policy == "c2t" and self.c2t.classifier is None:
+            raise ValueError("c2t needs c2t.classifier, the directory of a trained classifier")
         return self
+
+    def _check_paths(self) -> None:
+        if self.paths is None:
+            return
+        known = {tuple(path) for path in self.paths}
+        if len(known) < len(self.paths):
+            raise ValueError("paths: a node stands there twice")
+        orphans = [list(path) for path in sorted(known) if len(path) > 1 and path[:-1] not in known]
+        if orphans:
+            raise ValueError(f"paths: {orphans[0]} hangs below {orphans[0][:-1]}, which is no node of the tree")
+        if self.nodes is not None or self.draft_calls is not None:
+            raise ValueError("a static tree is what its paths say: leave nodes and draft_calls out")
+
+    @property
+    def most(self) -> int:
+        """Most nodes verified in a round, the root included; for c2t without a limit, what the beam allows."""
+        if self.nodes is not None:
+            return self.nodes
+        if self.policy in CHAINS:
+            return (self.draft_calls or DRAFT_CALLS.get(self.policy, 5)) + 1
+        if self.policy == "static":
+            return len(self.static_paths) + 1
+        if self.policy == "c2t":
+            levels = [self.width**level for level in range(1, self.calls + 1)]
+            return 1 + sum(min(self.c2t.beam or level, level) for level in levels)
+        return 60
+
+    @property
+    def width(self) -> int:
+        """Children proposed per node."""
+        return self.top_k or (15 if self.policy == "c2t" else 10)
 
     @property
     def calls(self) -> int:
-        return self.draft_calls or (self.nodes - 1 if self.policy == "chain" else 8)
+        """Most draft calls in a round."""
+        if self.policy == "static":
+            return max(map(len, self.static_paths))
+        if self.policy in CHAINS:
+            return self.most - 1
+        return self.draft_calls or DRAFT_CALLS[self.policy]
+
+    @property
+    def static_paths(self) -> list[list[int]]:
+        """EAGLE-1's tree where none is given (arXiv 2401.15077: 25 nodes below the root, 5 deep)."""
+        return self.paths if self.paths is not None else EAGLE1_PATHS
+
+
+EAGLE1_PATHS = [
+    *([0], [1], [2], [3]),
+    *([0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [2, 1], [3, 0]),
+    *([0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 1, 1], [0, 2, 0], [0, 2, 1], [1, 0, 0]),
+    *([0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 0, 2]),
+    *([0, 0, 0, 0, 0], [0, 0, 0, 0, 1]),
+]
 
 
 class ContenderSection(Section):
     name: str
     """Its row in the table."""
-    proposer: Literal["drafter", "prompt_lookup"] = "drafter"
-    """Who drafts: the trained drafter, or a copy of what followed the last words earlier in the text."""
+    proposer: Literal["drafter", "prompt_lookup", "causal_lm"] = "drafter"
+    """Who drafts: the trained drafter, a copy of what followed the last words earlier in the text, or a small causal LM
+    with the target's tokenizer."""
+    drafter: str | None = None
+    """Directory of a trained drafter. None: eval.drafter."""
+    draft_model: TargetSection | None = None
+    """The small model of proposer causal_lm."""
     tree: TreeSection = TreeSection()
 
     @model_validator(mode="after")
@@ -189,7 +302,26 @@ class ContenderSection(Section):
             raise ValueError("prompt lookup drafts chains: say tree: {policy: chain, nodes: 11}")
         if self.proposer == "prompt_lookup" and self.tree.draw == "sampled":
             raise ValueError("prompt lookup copies tokens and draws none: leave tree.draw out")
+        if self.proposer == "prompt_lookup" and self.tree.vocab_size is not None:
+            raise ValueError("prompt lookup has no vocabulary to cut: leave tree.vocab_size out")
+        if self.proposer != "drafter" and self.drafter is not None:
+            raise ValueError(f"drafter is for proposer drafter, not {self.proposer}")
+        if (self.proposer == "causal_lm") != (self.draft_model is not None):
+            raise ValueError("draft_model and proposer causal_lm go together: give both or neither")
         return self
+
+
+class PlannerSection(Section):
+    """What `policy: auto` and eval/plan.py choose among, and by what."""
+
+    answers: str | None = None
+    """Recorded answers of the target that tau is predicted from: a generations.jsonl, or regenerated conversations.
+    Default: the conversations that training keeps for validation."""
+    max_answers: int = Field(default=16, ge=1)
+    candidates: list[TreeSection] = []
+    """Trees to choose among. Empty: chains of 2 to 8 tokens, and EAGLE-2 trees of 8 to 60 nodes in several depths."""
+    context: int | None = Field(default=None, ge=1)
+    """Committed tokens at which costs are measured. None: the mean over the recorded answers."""
 
 
 class EvalSection(Section):
@@ -209,8 +341,21 @@ class EvalSection(Section):
     """1 switches it off."""
     top_k: int = Field(default=0, ge=0)
     """0 switches it off."""
-    mode: Literal["decode"] = "decode"
+    mode: Literal["decode", "replay"] = "decode"
+    """`decode` runs the target; `replay` finds what would have been accepted from its recorded answers, many times
+    faster, without speeds."""
+    answers: str | None = None
+    """Recorded answers to replay: a generations.jsonl, or regenerated conversations. Default: generations.jsonl in
+    eval.out."""
+    batch_size: int = Field(default=1, ge=1)
+    """Answers decoded side by side by everyone, plain decoding too. Speeds are then those of the batch."""
+    replay_batch_size: int = Field(default=32, ge=1)
+    """Answers replayed side by side: memory against speed; results do not change."""
+    token_counts: str | None = None
+    """How often each token was seen: what tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors, which
+    data_gen/rank_vocab.py writes."""
     tree: TreeSection = TreeSection()
+    planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
     """Further rows of the table, measured on the same prompts in the same run, interleaved."""
     bootstrap_samples: int = Field(default=2000, ge=100)
@@ -254,6 +399,11 @@ class Recipe(Section):
     @property
     def draft_vocab_path(self) -> Path:
         return Path(self.output_dir) / "draft_vocab.safetensors"
+
+    @property
+    def token_counts_path(self) -> Path:
+        """How often each target token stands in a supervised position; what FR-Spec's cuts rank by."""
+        return Path(self.eval.token_counts or Path(self.output_dir) / "token_counts.safetensors")
 
     @property
     def drafter_dir(self) -> Path:
