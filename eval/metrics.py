@@ -7,9 +7,15 @@
     accepted_histogram      rounds in which 0, 1, 2, ... drafted tokens were accepted
     acceptance_by_position  of the rounds in which the first i drafted tokens of a path were accepted, the share in
                             which the next one was, too: conditional, as EAGLE's n-alpha
+    wasted_nodes_per_round  drafted tokens that the target verified and that do not stand in the answer
+    draft_milliseconds_per_call, verify_milliseconds_per_round
+                            means; answers decoded side by side share the time of a round, and each counts its share
+    overhead_share          time_share's `other`: neither drafting (the growing of trees included) nor the target's
+                            forward pass
     speedup                 tokens per second over those of plain decoding, each summed over all prompts before it is
                             divided: long answers weigh more
     mean_prompt_speedup     the mean of that ratio prompt by prompt: every prompt weighs the same
+    tau_ratio, speed_ratio  tau, and tokens per second, over those of the main contender
     matches_target          measured: every greedy answer equals plain decoding's of the same run, token for token; null
                             where answers were drawn. False is rounding in bfloat16 and float16, where a forward over
                             several tokens has other last bits than one over a single token; in float32, a defect
@@ -17,7 +23,9 @@
                             true even beside a matches_target that is false
 
 Only tokens that stand in the answer count: nothing after a stop token, nothing beyond the budget. Times exclude the
-prefill. Intervals are 95 % bootstrap intervals over conversations.
+prefill. Intervals are 95 % bootstrap intervals over conversations. All contenders answered the same conversations and
+are resampled together, so the intervals of the ratios are paired: what makes a prompt easy for both sides cancels, and
+two contenders can differ clearly though their own intervals overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +41,8 @@ CHUNK = 200  # resamplings multiplied at a time: their counts are floats then
 # What a turn adds to the sums; the two last ones a whole conversation.
 SUMMED = (
     *("tokens", "rounds", "accepted", "nodes", "calls", "draft", "verify", "seconds"),
-    *("plain_tokens", "plain_rounds", "plain_seconds", "prompt_speedup", "has_speedup"),
+    *("plain_tokens", "plain_rounds", "plain_seconds", "main_tokens", "main_rounds", "main_seconds"),
+    *("prompt_speedup", "has_speedup"),
 )
 COLUMN = {name: i for i, name in enumerate(SUMMED)}
 
@@ -49,7 +58,7 @@ class Turns:
     """One contender's turns as numbers, from which every subset is summed.
 
     Args:
-        generations, baseline: one each per turn, in the same order.
+        generations, baseline, main: one each per turn, in the same order; plain decoding's and the main contender's.
 
     Attributes:
         sums: [turns, len(SUMMED)].
@@ -59,10 +68,10 @@ class Turns:
         conversations: [turns] numbers; equal ones rise and fall together.
     """
 
-    def __init__(self, generations: Sequence[Generation], baseline: Sequence[Generation]):
+    def __init__(self, generations: Sequence[Generation], baseline: Sequence[Generation], main: Sequence[Generation]):
         pairs = list(zip(generations, baseline, strict=True))
         depth = 1 + max((max(g.accepted_per_round, default=0) for g, _ in pairs), default=0)
-        self.sums = np.array([_sums(g, b) for g, b in pairs], dtype=float)
+        self.sums = np.array([_sums(g, b, m) for (g, b), m in zip(pairs, main, strict=True)], dtype=float)
         self.histogram = np.array([np.bincount(_whole(g.accepted_per_round), minlength=depth) for g, _ in pairs])
         # Of those that accepted at least i, all tried position i, but for rounds that were cut there.
         at_least = self.histogram[:, ::-1].cumsum(1)[:, ::-1]
@@ -81,10 +90,10 @@ def _whole(counts: list[int]) -> np.ndarray:
     return np.array(counts, dtype=int)  # an empty list would become floats
 
 
-def _sums(g: Generation, b: Generation) -> tuple[float, ...]:
+def _sums(g: Generation, plain: Generation, main: Generation) -> tuple[float, ...]:
     counts = (len(g.token_ids) - 1, g.rounds, sum(g.accepted_per_round), sum(g.tree_nodes), sum(g.draft_calls))
-    plain = (len(b.token_ids) - 1, b.rounds, b.decode_seconds)
-    return (*counts, g.draft_seconds, g.verify_seconds, g.decode_seconds, *plain, 0, 0)
+    others = [number for b in (plain, main) for number in (len(b.token_ids) - 1, b.rounds, b.decode_seconds)]
+    return (*counts, g.draft_seconds, g.verify_seconds, g.decode_seconds, *others, 0, 0)
 
 
 def summarise(
@@ -93,24 +102,35 @@ def summarise(
     bootstrap_samples: int,
     seed: int,
     sampled: bool = False,
+    main: Sequence[Generation] | None = None,
 ) -> dict[str, Any]:
     """acceptance.json's numbers for one contender against plain decoding of the same prompts in the same run.
 
     Args:
         generations, baseline: one each per turn, in the same order.
-        sampled: answers were drawn, so that two of them need not be equal token for token.
+        sampled: whether they are equal token for token says nothing: they were drawn, or replayed.
+        main: the main contender's, for the ratios to it; None: these are.
     """
-    return _summary(Turns(generations, baseline), np.arange(len(generations)), bootstrap_samples, seed, sampled)
+    return _summary(
+        Turns(generations, baseline, main or generations), np.arange(len(generations)), bootstrap_samples, seed, sampled
+    )
 
 
 def summarise_all(
-    results: dict[str, list[Generation]], plain: str, bootstrap_samples: int, seed: int, sampled: bool = False
+    results: dict[str, list[Generation]],
+    plain: str,
+    bootstrap_samples: int,
+    seed: int,
+    sampled: bool = False,
+    main: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The same numbers for every contender, in total and by part.
 
     Args:
         results: one generation per turn for each contender, the same turns in the same order.
         plain: who among them decodes plainly.
+        sampled: as in `summarise`.
+        main: whom the others are compared with. None: the first that is not plain.
 
     Returns:
         contenders: {contender: numbers}
@@ -119,7 +139,8 @@ def summarise_all(
         turns: {"1": {contender: numbers}, "2": ...}: first turns, and all later ones where there are any
     """
     baseline = results[plain]
-    tables = {name: Turns(generations, baseline) for name, generations in results.items()}
+    first = results[main or next((name for name in results if name != plain), plain)]
+    tables = {name: Turns(generations, baseline, first) for name, generations in results.items()}
     parts: dict[str, dict[str, list[int]]] = {"benchmarks": {}, "categories": {}, "turns": {}}
     for row, g in enumerate(baseline):
         parts["benchmarks"].setdefault(g.benchmark, []).append(row)
@@ -157,6 +178,8 @@ def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, 
     interval = bootstrap(per_prompt, bootstrap_samples, seed)
     rounds, seconds = total["rounds"], total["seconds"]
     rate, plain_rate = _ratio(total["tokens"], seconds), _ratio(total["plain_tokens"], total["plain_seconds"])
+    main_tau = _ratio(total["main_tokens"], total["main_rounds"])
+    main_rate = _ratio(total["main_tokens"], total["main_seconds"])
     return {
         "prompts": len(per_prompt),
         "answers": len(rows),
@@ -172,19 +195,33 @@ def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, 
             interval(lambda s, i=i: s[:, first + depth + i] / s[:, first + i]) for i in range(len(shares))
         ],
         "tree_nodes_per_round": _rounded(_ratio(total["nodes"], rounds)),
+        "tree_nodes_per_round_interval": interval(_of("nodes", "rounds")),
+        "wasted_nodes_per_round": _rounded(_ratio(total["nodes"] - rounds - total["accepted"], rounds)),
+        "wasted_nodes_per_round_interval": interval(_wasted),
         "draft_calls_per_round": _rounded(_ratio(total["calls"], rounds)),
+        "draft_calls_per_round_interval": interval(_of("calls", "rounds")),
+        "draft_milliseconds_per_call": _milliseconds(total, "draft", "calls"),
+        "verify_milliseconds_per_round": _milliseconds(total, "verify", "rounds"),
         "tokens_per_second": _rounded(rate, 2),
         "tokens_per_second_interval": interval(_of("tokens", "seconds")),
         "baseline_tokens_per_second": _rounded(plain_rate, 2),
-        "speedup": _rounded(_ratio(rate or 0, plain_rate or 0)),
+        "speedup": _rounded(_over(rate, plain_rate)),
         "speedup_interval": interval(_speedup),
         "mean_prompt_speedup": _rounded(_ratio(total["prompt_speedup"], total["has_speedup"])),
         "mean_prompt_speedup_interval": interval(_of("prompt_speedup", "has_speedup")),
+        "tau_ratio": _rounded(_over(_ratio(total["tokens"], rounds), main_tau)),
+        "tau_ratio_interval": interval(lambda s: _of("tokens", "rounds")(s) / _of("main_tokens", "main_rounds")(s)),
+        "speed_ratio": _rounded(_over(rate, main_rate)),
+        "speed_ratio_interval": interval(lambda s: _of("tokens", "seconds")(s) / _of("main_tokens", "main_seconds")(s)),
         "time_share": {
             "draft": _rounded(_ratio(total["draft"], seconds)),
             "verify": _rounded(_ratio(total["verify"], seconds)),
-            "other": _rounded(_ratio(seconds - total["draft"] - total["verify"], seconds)),
+            "other": _rounded(_ratio(_other(total), seconds)),
         },
+        "overhead_share": _rounded(_ratio(_other(total), seconds)),
+        "overhead_share_interval": interval(
+            lambda s: np.maximum(0, 1 - _of("draft", "seconds")(s) - _of("verify", "seconds")(s))
+        ),
         "predicted_speedup": _rounded(_predicted(total)),
         "matches_target": None if sampled else bool(turns.equal[rows].all()),
     }
@@ -192,6 +229,21 @@ def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, 
 
 def _of(numerator: str, denominator: str) -> Statistic:
     return lambda s: s[:, COLUMN[numerator]] / s[:, COLUMN[denominator]]
+
+
+def _wasted(s: np.ndarray) -> np.ndarray:
+    """Of a round's nodes the root is no draft, and the accepted ones are not wasted."""
+    return (s[:, COLUMN["nodes"]] - s[:, COLUMN["accepted"]]) / s[:, COLUMN["rounds"]] - 1
+
+
+def _other(total: dict[str, float]) -> float:
+    """Seconds; never below zero by rounding."""
+    return max(0.0, total["seconds"] - total["draft"] - total["verify"])
+
+
+def _milliseconds(total: dict[str, float], spent: str, count: str) -> float | None:
+    """None where nothing was timed (replay)."""
+    return _rounded(_ratio(1000 * total[spent], total[count])) if total["seconds"] else None
 
 
 def _speedup(s: np.ndarray) -> np.ndarray:
@@ -248,6 +300,10 @@ def _predicted(total: dict[str, float]) -> float | None:
 
 def _ratio(a: float, b: float) -> float | None:
     return float(a / b) if b else None
+
+
+def _over(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else _ratio(a, b)
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:

@@ -83,6 +83,14 @@ def test_summary_of_traces() -> None:
     assert summary["tokens_per_second"] == 8.0 and summary["baseline_tokens_per_second"] == 4.0
     assert summary["speedup"] == 2.0
     assert summary["time_share"] == {"draft": 0.2, "verify": 0.5, "other": 0.3}
+    assert summary["overhead_share"] == 0.3 and summary["overhead_share_interval"] == [0.3, 0.3]
+    # 8 nodes a round are 7 drafts; 5 of 21 were accepted. 0.2 s for 21 calls, 0.5 s for 3 forwards.
+    assert summary["wasted_nodes_per_round"] == pytest.approx(16 / 3, abs=1e-4)
+    assert summary["wasted_nodes_per_round_interval"] == pytest.approx([16 / 3, 16 / 3], abs=1e-4)
+    assert summary["tree_nodes_per_round_interval"] == [8, 8] and summary["draft_calls_per_round_interval"] == [7, 7]
+    assert summary["draft_milliseconds_per_call"] == pytest.approx(200 / 21, abs=1e-4)
+    assert summary["verify_milliseconds_per_round"] == pytest.approx(500 / 3, abs=1e-4)
+    assert summary["tau_ratio"] == summary["speed_ratio"] == 1  # of itself
     # tau * T_t / (T_draft + T_v) = 8/3 * (2/8) / (0.7/3)
     assert summary["predicted_speedup"] == pytest.approx(8 / 3 * 0.25 / (0.7 / 3), abs=1e-3)
     assert summary["matches_target"] is True
@@ -134,6 +142,54 @@ def test_intervals_against_a_slow_twin() -> None:
         accepted.append(sum(sum(g.accepted_per_round) for g in drawn) / rounds)
     assert row["tau_interval"] == pytest.approx(np.percentile(taus, (2.5, 97.5)), abs=0.03)
     assert row["accepted_per_round_interval"] == pytest.approx(np.percentile(accepted, (2.5, 97.5)), abs=0.03)
+
+
+def test_ratios_to_the_main_contender_are_paired() -> None:
+    """Against a slow twin that draws the same prompts for both sides; what all prompts share has no spread at all."""
+    chance = random.Random(4)
+    mine = [random_trace(chance) for _ in range(30)]
+    others = [random_trace(chance) for _ in range(30)]
+    for g in (*mine, *others):
+        g.decode_seconds = chance.uniform(1, 3)
+    plain = [trace([0] * 8, False, 9)] * 30
+    row = summarise_all({"plain": plain, "main": mine, "other": others}, "plain", 4000, 0)["contenders"]["other"]
+
+    def ratios(rows: list[int]) -> tuple[float, float]:
+        tokens = [sum(len(side[i].token_ids) - 1 for i in rows) for side in (others, mine)]
+        rounds = [sum(side[i].rounds for i in rows) for side in (others, mine)]
+        seconds = [sum(side[i].decode_seconds for i in rows) for side in (others, mine)]
+        return tokens[0] / rounds[0] / (tokens[1] / rounds[1]), tokens[0] / seconds[0] / (tokens[1] / seconds[1])
+
+    assert (row["tau_ratio"], row["speed_ratio"]) == pytest.approx(ratios(list(range(30))), abs=1e-4)
+    drawn = np.array([ratios(chance.choices(range(30), k=30)) for _ in range(4000)])
+    for name, values in zip(("tau_ratio_interval", "speed_ratio_interval"), drawn.T, strict=True):
+        assert row[name] == pytest.approx(np.percentile(values, (2.5, 97.5)), rel=0.05)
+
+    # Prompts of very different speed, the other always a quarter faster: apart from it, nothing is sure; of it, all.
+    faster = [Generation(**vars(g)) for g in mine]
+    for g in faster:
+        g.decode_seconds /= 1.25
+    rows = summarise_all({"plain": plain, "main": mine, "faster": faster}, "plain", 500, 0, main="main")["contenders"]
+    assert rows["faster"]["speed_ratio_interval"] == [1.25, 1.25]
+    low, high = rows["faster"]["tokens_per_second_interval"]
+    assert low < rows["main"]["tokens_per_second_interval"][1] and high > 1.25 * low
+    assert rows["main"]["speed_ratio"] == 1.0
+
+
+def test_what_was_not_timed_has_no_speeds() -> None:
+    """Replay knows rounds and no seconds."""
+    drafted = [trace([2, 0, 3], False, 9) for _ in range(3)]
+    plain = [trace([0] * 8, False, 9) for _ in range(3)]
+    for g in (*drafted, *plain):
+        g.draft_seconds = g.verify_seconds = g.decode_seconds = 0.0
+    row = summarise_all({"plain": plain, "a": drafted}, "plain", 100, 0, sampled=True)["contenders"]["a"]
+    assert row["tau"] == pytest.approx(8 / 3, abs=1e-4) and row["tau_ratio"] == 1
+    assert row["matches_target"] is None and row["predicted_speedup"] is None
+    timed = ("tokens_per_second", "speedup", "mean_prompt_speedup", "speed_ratio", "overhead_share")
+    for name in (*timed, *(f"{name}_interval" for name in timed)):
+        assert row[name] is None, name
+    assert row["draft_milliseconds_per_call"] is None and row["verify_milliseconds_per_round"] is None
+    assert set(row["time_share"].values()) == {None}
 
 
 def conversation(benchmark: str, name: str, category: str | None, turns: int, accepted: int) -> list[Generation]:
