@@ -20,8 +20,11 @@ Two kinds of trees are sampled from:
 - chains drawn from the drafter (`DraftTree.drawn_from`): q is the drafter's distribution, which is zero outside a cut
   draft vocabulary. p - q is formed over the target's whole vocabulary.
 
-Shapes: N nodes, V tokens.
+Shapes: B trees, N nodes, V tokens, A = depth of the deepest node + 1.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -29,54 +32,79 @@ from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.sampling import Draws, Sampling
 
 
-def accept_greedy(tree: DraftTree, logits_NV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Path (ascending node indices, the root first) and bonus token (scalar)."""
-    best = logits_NV.argmax(-1)  # [N]
-    last = _deepest(tree, tree.tokens == best[tree.parents.clamp(min=0)])
-    return tree.ancestors[last].nonzero().flatten(), best[last]
+@dataclass(frozen=True)
+class Accepted:
+    """What one round keeps of B trees; still on the device."""
+
+    path: torch.Tensor  # [B, A] node indices, ascending, the root first; behind the end of a path anything
+    length: torch.Tensor  # [B] nodes of the path, the root included
+    bonus: torch.Tensor  # [B] the target's token after it
 
 
-def accept_sampled(
-    tree: DraftTree, logits_NV: torch.Tensor, sampling: Sampling, draws: Draws
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Path (ascending node indices, the root first) and bonus token (scalar), drawn by the target's law.
+def accept_greedy(tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
+    """The path of likeliest tokens as far as the tree holds it."""
+    best = logits_BNV.argmax(-1)  # [B, N]
+    last = _deepest(tree, tree.tokens == best.gather(1, tree.parents.clamp(min=0)))
+    return _accepted(tree, last, best.gather(1, last[:, None])[:, 0])
+
+
+def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling, draws: Sequence[Draws]) -> Accepted:
+    """A path and a bonus token drawn by the target's law.
 
     All nodes are tried at once: a node that its walk never reaches is tried for nothing.
+
+    Args:
+        draws: the random numbers of each row.
     """
-    p_NV = sampling.probabilities(logits_NV)
+    p_BNV = sampling.probabilities(logits_BNV)
+    each = torch.arange(tree.rows, device=p_BNV.device)
     parents = tree.parents.clamp(min=0)  # the root's own entry means nothing
-    of_node = p_NV[parents, tree.tokens]  # [N] p(x) after the node's parent
+    of_node = p_BNV[each[:, None], parents, tree.tokens]  # [B, N] p(x) after the node's parent
     if tree.drawn_from is None:
         chances, earlier = _chances_by_rank(tree, of_node)
-        accepted = draws.events(chances)
-        last = _deepest(tree, accepted & ~(earlier & accepted).any(1))  # an earlier sibling goes before
-        rest_V = p_NV[last].clone()
-        children = (tree.parents == last).nonzero().flatten()
-        rest_V[tree.tokens[children]] = 0
+        accepted = _events(chances, draws)
+        last = _deepest(tree, accepted & ~(earlier & accepted[:, None]).any(2))  # an earlier sibling goes before
+        p_BV = p_BNV[each, last]
+        child = tree.parents == last[:, None] if tree.real is None else (tree.parents == last[:, None]) & tree.real
+        rest_BV = p_BV.scatter_reduce(1, tree.tokens, (~child).to(p_BV.dtype), "prod")  # zero for children's tokens
     else:
-        q_NV = tree.drawn_from
-        last = _deepest(tree, draws.events((of_node / q_NV[parents, tree.tokens]).clamp(max=1)))
-        rest_V = (p_NV[last] - q_NV[last]).clamp(min=0)
+        q_BNV = tree.drawn_from
+        chances = (of_node / q_BNV[each[:, None], parents, tree.tokens]).clamp(max=1)
+        last = _deepest(tree, _events(chances, draws))
+        p_BV = p_BNV[each, last]
+        rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
     # A rejection that rounding alone allowed leaves nothing over.
-    bonus = draws.token(torch.where(rest_V.sum() > 0, rest_V, p_NV[last]))
-    return tree.ancestors[last].nonzero().flatten(), bonus
+    rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
+    return _accepted(tree, last, torch.stack([draw.token(rest) for draw, rest in zip(draws, rest_BV, strict=True)]))
+
+
+def _events(chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
+    return torch.stack([draw.events(chances) for draw, chances in zip(draws, chances_BN, strict=True)])
 
 
 def _chances_by_rank(tree: DraftTree, of_node: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """([N] chance of each node once its earlier siblings are rejected, [N, N] row i marks the earlier siblings of i).
+    """([B, N] chance of each node once its earlier siblings are rejected, [B, N, N] row i marks these siblings of i).
 
     A token that an earlier sibling has holds nothing more: its chance is zero.
     """
-    earlier = (tree.parents[:, None] == tree.parents[None]).tril(diagonal=-1)
-    repeated = (earlier & (tree.tokens[:, None] == tree.tokens[None])).any(1)
+    earlier = (tree.parents[:, :, None] == tree.parents[:, None]).tril(diagonal=-1)
+    repeated = (earlier & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(2)
     mass = torch.where(repeated, 0.0, of_node.double())
-    left = 1 - earlier.double() @ mass
+    left = 1 - (earlier.double() @ mass[..., None])[..., 0]
     return torch.where(mass > 0, mass / left.clamp(min=torch.finfo(torch.float64).tiny), 0.0), earlier
 
 
 def _deepest(tree: DraftTree, right: torch.Tensor) -> torch.Tensor:
-    """The deepest node whose whole path is right, the root aside: the first such node where siblings repeat a token."""
-    wrong = ~right
-    wrong[0] = False
-    path_right = ~(tree.ancestors & wrong).any(1)
-    return torch.where(path_right, tree.depths, -1).argmax()
+    """[B] the deepest node whose whole path is right, the root aside: the first one where siblings repeat a token."""
+    wrong = ~right if tree.real is None else ~(right & tree.real)
+    wrong[:, 0] = False
+    path_right = ~(tree.ancestors & wrong[:, None]).any(2)
+    return torch.where(path_right, tree.depths, -1).argmax(1)
+
+
+def _accepted(tree: DraftTree, last: torch.Tensor, bonus: torch.Tensor) -> Accepted:
+    each = torch.arange(tree.rows, device=last.device)
+    on_path = tree.ancestors[each, last]  # [B, N]
+    # A stable sort moves the nodes of the path to the front and leaves them in order.
+    path = (~on_path).to(torch.uint8).argsort(dim=1, stable=True)[:, : tree.depth + 1]
+    return Accepted(path, on_path.sum(1), bonus)

@@ -1,4 +1,4 @@
-"""The decoding loop: draft a tree, verify it in one forward, accept a path, commit it.
+"""The decoding loop: draft a tree, verify it in one forward, accept a path, commit it. B answers side by side.
 
     prefill the prompt  -> first token (the target's)
     round:  observe     target states of what was committed go to the proposer
@@ -8,12 +8,16 @@
             commit      the path stays in the cache, the bonus becomes the next root
 
 Plain decoding is the same loop with a root alone. Accepted positions always reach the drafter with the target's own
-states, never with drafted ones.
+states, never with drafted ones. A round waits for the device once, for its tokens; policies that grow trees by what
+they see wait for their own tests besides (`eval.policies`).
+
+Who verifies is a `Verifier`: the target (`TargetVerifier`), or its recorded answer (`eval.replay`).
 """
 
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -25,7 +29,11 @@ from draftsmith.models.target import Target
 
 @dataclass
 class Generation:
-    """One decoded answer and what it took. Times are in seconds and exclude the prefill, except `prefill_seconds`."""
+    """One decoded answer and what it took. Times are in seconds and exclude the prefill, except `prefill_seconds`.
+
+    The time of a round is shared evenly by the answers that were decoded in it, so that sums over answers are time that
+    passed.
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]  # stop token included, nothing after it
@@ -48,6 +56,107 @@ class Generation:
         return len(self.accepted_per_round)
 
 
+@dataclass(frozen=True)
+class Round:
+    """What one round gave, on the host."""
+
+    new_tokens: list[list[int]]  # of each row: the accepted drafted tokens and the bonus
+    nodes: list[int]  # of each row's tree
+
+
+class Verifier(Protocol):
+    """Says which drafted tokens are the target's, and hands its states to the proposer."""
+
+    device: torch.device
+    features: torch.Tensor | None  # [B, n, F] states of what was read or committed last, row b's in its first counts[b]
+    counts: list[int]
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        """Reads the prompts: the first token of each answer."""
+        ...
+
+    def limits(self) -> list[int]:
+        """How deep the tree of each row may be."""
+        ...
+
+    def verify(self, tree: DraftTree) -> None:
+        """The target's forward over all nodes."""
+
+    def accept(self, tree: DraftTree) -> Round:
+        """Commits a path of each tree that was verified."""
+        ...
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows alone, in this order."""
+
+
+class TargetVerifier:
+    """The target itself.
+
+    Args:
+        capture: layers whose states the proposer reads.
+        draws: the random numbers of each row; needed unless `sampling` is greedy.
+    """
+
+    def __init__(
+        self, target: Target, capture: Sequence[int], sampling: Sampling = GREEDY, draws: Sequence[Draws] | None = None
+    ):
+        if draws is None and not sampling.greedy:
+            raise ValueError("sampling needs draws: models.sampling.SeededDraws(seed, key)")
+        self.device = target.device
+        self.session = target.session(capture)
+        self.sampling, self.draws = sampling, None if sampling.greedy or draws is None else list(draws)
+        self.positions: int = target.config.max_position_embeddings
+        self.logits = torch.empty(0)
+        self.features: torch.Tensor | None = None
+        self.counts: list[int] = []
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+        logits_BV, self.features = self.session.prefill(prompts)
+        self.counts = [len(prompt) for prompt in prompts]
+        if self.draws is None:
+            return logits_BV.argmax(-1).tolist()
+        p_BV = self.sampling.probabilities(logits_BV)
+        return [int(draw.token(p_V)) for draw, p_V in zip(self.draws, p_BV, strict=True)]
+
+    def limits(self) -> list[int]:
+        # A node of depth d stands at position length + d.
+        return [max(0, self.positions - 1 - length) for length in self.session.lengths]
+
+    def verify(self, tree: DraftTree) -> None:
+        self.logits, self.features = self.session.verify(tree)
+
+    def accept(self, tree: DraftTree) -> Round:
+        if self.draws is None:
+            accepted = accept_greedy(tree, self.logits)
+        else:
+            accepted = accept_sampled(tree, self.logits, self.sampling, self.draws)
+        sizes = accepted.length if tree.sizes is None else tree.sizes
+        on_path = tree.tokens.gather(1, accepted.path)
+        numbers = torch.cat((torch.stack((accepted.length, sizes, accepted.bonus), dim=1), on_path), dim=1)
+        rows = numbers.tolist()  # the one wait for the device in a round
+        self.counts = [length for length, *_ in rows]
+        self.session.commit(self.counts, None if tree.is_chain else accepted.path)
+        if self.features is not None:
+            path = accepted.path[:, : max(self.counts)]
+            if tree.is_chain:
+                self.features = self.features[:, : path.shape[1]]
+            else:
+                self.features = self.features[torch.arange(tree.rows, device=self.device)[:, None], path]
+        return Round(
+            [[*tokens[1:length], bonus] for length, _, bonus, *tokens in rows],
+            [tree.nodes if tree.sizes is None else size for _, size, *_ in rows],
+        )
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.session.keep(rows)
+        self.counts = [self.counts[row] for row in rows]
+        if self.draws is not None:
+            self.draws = [self.draws[row] for row in rows]
+        if self.features is not None:
+            self.features = self.features[torch.tensor(rows, device=self.device)][:, : max(self.counts)]
+
+
 def decode(
     target: Target,
     proposer: Proposer | None,
@@ -57,57 +166,95 @@ def decode(
     sampling: Sampling = GREEDY,
     draws: Draws | None = None,
 ) -> Generation:
-    """One answer, with `proposer` drafting or plain where it is None.
+    """One answer; see `decode_batch`."""
+    rows = None if draws is None else [draws]
+    return decode_batch(target, proposer, [prompt_token_ids], stop_ids, max_new_tokens, sampling, rows)[0]
+
+
+def decode_batch(
+    target: Target,
+    proposer: Proposer | None,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: Collection[int],
+    max_new_tokens: int,
+    sampling: Sampling = GREEDY,
+    draws: Sequence[Draws] | None = None,
+) -> list[Generation]:
+    """One answer to each prompt, decoded side by side, with `proposer` drafting or plain where it is None.
 
     Greedy tokens are those of plain greedy decoding whatever the proposer drafts (exactly in float32; in lower
     precision as far as the target's forward over several tokens rounds like the one over a single token). Sampled
     tokens have the law of plain sampling; which ones they are hangs on `draws` and on what was drafted.
 
     Args:
-        draws: the random numbers of this answer; needed unless `sampling` is greedy.
+        draws: the random numbers of each answer; needed unless `sampling` is greedy.
     """
-    if draws is None and not sampling.greedy:
-        raise ValueError("sampling needs draws: models.sampling.SeededDraws(seed, key)")
-    session = target.session(capture=proposer is not None and proposer.reads_features)
-    clock = _Clock(target.device)
-    logits, features = session.prefill(torch.tensor(prompt_token_ids, device=target.device))
-    first = logits.argmax() if draws is None or sampling.greedy else draws.token(sampling.probabilities(logits))
-    out = Generation(list(prompt_token_ids), [int(first)], [], last_round_cut=False)
-    out.prefill_seconds = clock.lap()
+    capture = () if proposer is None else proposer.capture_layers
+    verifier = TargetVerifier(target, capture, sampling, draws)
+    return run_rounds(verifier, proposer, prompts, stop_ids, max_new_tokens, verifier.draws)
+
+
+def run_rounds(
+    verifier: Verifier,
+    proposer: Proposer | None,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: Collection[int],
+    max_new_tokens: int,
+    draws: Sequence[Draws] | None = None,
+) -> list[Generation]:
+    """The loop itself; answers that end drop out, the others go on."""
+    clock = _Clock(verifier.device)
+    first = verifier.prefill(prompts)
+    prefill_seconds = clock.lap() / len(prompts)
+    answers = [
+        Generation(list(prompt), [token], [], last_round_cut=False, prefill_seconds=prefill_seconds)
+        for prompt, token in zip(prompts, first, strict=True)
+    ]
     if proposer is not None:
-        proposer.reset(draws)
-    committed = [*prompt_token_ids, out.token_ids[0]]
-    began = time.perf_counter()
-    while out.token_ids[-1] not in stop_ids and len(out.token_ids) < max_new_tokens:
-        clock.lap()
-        root = committed[-1]
-        if proposer is None:
-            tree, calls = DraftTree.root_only(root, target.device), 0
-        else:
-            proposer.observe(committed, features)
-            tree, calls = proposer.propose(root)
-        out.draft_seconds += clock.lap()
-        logits_NV, node_features = session.verify(tree)
-        out.verify_seconds += clock.lap()
-
-        if draws is None or sampling.greedy:
-            path, bonus = accept_greedy(tree, logits_NV)
-        else:
-            path, bonus = accept_sampled(tree, logits_NV, sampling, draws)
-        session.commit(path)
-        features = None if node_features is None else node_features[path]
-        new_tokens = torch.cat((tree.tokens[path[1:]], bonus[None])).tolist()
-        committed.extend(new_tokens)
-
-        kept = cut(new_tokens, stop_ids, max_new_tokens - len(out.token_ids))
-        out.token_ids.extend(new_tokens[:kept])
-        out.accepted_per_round.append(min(kept, len(new_tokens) - 1))
-        out.last_round_cut = kept < len(new_tokens)
-        out.tree_nodes.append(len(tree))
-        out.draft_calls.append(calls)
+        proposer.reset(len(prompts), draws)
+    live = list(answers)
+    committed = [[*answer.prompt_token_ids, *answer.token_ids] for answer in answers]
     clock.lap()
-    out.decode_seconds = time.perf_counter() - began
-    return out
+    while True:
+        going = [
+            i
+            for i, answer in enumerate(live)
+            if answer.token_ids[-1] not in stop_ids and len(answer.token_ids) < max_new_tokens
+        ]
+        if not going:
+            return answers
+        if len(going) < len(live):
+            live, committed = [live[i] for i in going], [committed[i] for i in going]
+            verifier.keep(going)
+            if proposer is not None:
+                proposer.keep(going)
+        share = 1 / len(live)
+        other = clock.lap()
+        if proposer is None:
+            tree, calls = DraftTree.root_only([tokens[-1] for tokens in committed], verifier.device), [0] * len(live)
+        else:
+            proposer.observe(committed, verifier.features, verifier.counts)
+            tree, calls = proposer.propose()
+        tree = tree.pruned(verifier.limits())
+        draft = clock.lap()
+        verifier.verify(tree)
+        verify = clock.lap()
+        done = verifier.accept(tree)
+        for answer, tokens, text, nodes, call_count in zip(
+            live, done.new_tokens, committed, done.nodes, calls, strict=True
+        ):
+            text.extend(tokens)
+            kept = cut(tokens, stop_ids, max_new_tokens - len(answer.token_ids))
+            answer.token_ids.extend(tokens[:kept])
+            answer.accepted_per_round.append(min(kept, len(tokens) - 1))
+            answer.last_round_cut = kept < len(tokens)
+            answer.tree_nodes.append(nodes)
+            answer.draft_calls.append(call_count)
+        other += clock.lap()
+        for answer in live:
+            answer.draft_seconds += draft * share
+            answer.verify_seconds += verify * share
+            answer.decode_seconds += (draft + verify + other) * share
 
 
 def cut(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int) -> int:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.metrics import tau
-from draftsmith.eval.policies import PolicyProposer
+from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.models.chat import (
     Message,
     RenderError,
@@ -101,7 +101,7 @@ class Speculator:
     def proposer(self, tree: TreeSection, sampling: Sampling = GREEDY) -> Proposer:
         """Drafts trees of this shape with the drafter, for answers drawn by `sampling`."""
         drawn = sampling if tree.draw == "sampled" else GREEDY
-        return PolicyProposer(Eagle3Drafting(self.drafter), tree.policy, tree.nodes, tree.calls, tree.top_k, drawn)
+        return PolicyProposer(Eagle3Drafting(self.drafter), policy_of(tree, drawn))
 
     def answer(
         self,

@@ -28,7 +28,8 @@ class DraftTree:
 
     Args:
         tokens: [B, N] target token ids, the root first; on padding any token.
-        parents: [B, N] index of each node's parent, -1 for the root; a parent stands before its children. 0 on padding.
+        parents: [B, N] index of each node's parent, -1 for the root; a parent stands before its children. On
+            padding any earlier node.
         depth: no node is deeper: the number of draft calls bounds it.
         sizes: [B] nodes of each tree, the padding left out; None: there is none.
         drawn_from: [B, N, V] the distribution that the child of each node was drawn from, for chains that were drawn
@@ -134,9 +135,7 @@ class Proposer(Protocol):
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order: the others' answers are done."""
 
-    def observe(
-        self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]
-    ) -> None:
+    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
         """What was committed since the last call.
 
         Args:

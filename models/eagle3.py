@@ -22,7 +22,8 @@ from torch import nn
 from torch.nn import functional
 
 from draftsmith.models.families import layer_configs
-from draftsmith.models.layers import Attention, GatedMLP, rotary
+from draftsmith.models.key_values import KeyValues, Kind
+from draftsmith.models.layers import Attention, GatedMLP, grouped_attention, rotary
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 
@@ -172,98 +173,107 @@ class Eagle3Drafter(nn.Module):
 
 
 class Eagle3Drafting:
-    """An EAGLE-3 drafter inside one conversation: a `models.draft_tree.Drafting`.
+    """An EAGLE-3 drafter inside B answers: a `models.draft_tree.Drafting`.
 
     Column t of the cache holds key and value of (target feature of position t, token t+1) at position t, never of a
     drafted feature: accepted columns are read again from the target's states (`observe`). Drafted columns of the round
-    stand behind them in the same buffer and are overwritten by the next round:
+    stand behind them in the same buffers (`models.key_values`) and are overwritten by the next round:
 
         buffer   | 0 1 2 ... S-1 | slot 1  slot 2 ... |        slot 0 is column S-1, whose output drafts the root's
         children
                    committed       this round's tree
+
+    Args:
+        cut: FR-Spec (arXiv 2502.14856): draft these tokens alone, by their rows of the drafter's head; probabilities
+            are those among them. None: all that the drafter knows.
     """
 
-    def __init__(self, drafter: Eagle3Drafter):
+    def __init__(self, drafter: Eagle3Drafter, cut: DraftVocab | None = None):
         self.drafter = drafter
-        self.vocab = drafter.vocab
+        self.vocab = drafter.vocab if cut is None else cut.to(drafter.fc.weight.device)
+        self.head_rows = None if cut is None else drafter.lm_head.weight[drafter.vocab.to_draft(self.vocab.target_ids)]
+        self.capture_layers = drafter.config.capture_layers
         self.device = drafter.fc.weight.device
-        self._reserve(256)
-        self.reset()
+        self.reset(0)
 
-    def reset(self) -> None:
-        self.length = 0  # S, committed columns
-        self.slots = 1
-        self.outputs = torch.empty(0)  # [slots, H] outputs of the round's columns, slot 0 first
-        self.visible = torch.empty(0)  # [slots, slots] ancestors of each slot
+    def reset(self, rows: int) -> None:
+        config = self.drafter.config
+        kind = Kind(config.num_key_value_heads, config.head_dim, self.drafter.norm.weight.dtype, self.device)
+        self.columns = KeyValues([(kind, kind)], [0] * rows, capacity=512)
+        self.outputs = torch.empty(0)  # [B, slots, H] outputs of the round's columns, slot 0 first
+        self.visible = torch.empty(0)  # [B, slots - 1, slots - 1] which of the drafted slots each of them sees
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.columns.keep(rows)
+        self.outputs = self.outputs[torch.tensor(rows, device=self.device)]
 
     @torch.no_grad()
-    def observe(self, tokens: Sequence[int], features: torch.Tensor) -> None:
-        """New columns from target states [n, F]; only the last one's output is needed, the others leave
+    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+        """New columns from target states [B, n, F]; only the last one's output is needed, the others leave
         key and value."""
-        first, count = self.length, len(features)
-        drafter, attention = self.drafter, self.drafter.midlayer.self_attn
-        feature = drafter.fuse(features)[None]  # [1, n, H]
-        following = torch.tensor(tokens[first + 1 : first + 1 + count], device=self.device)[None]  # [1, n]
-        x = drafter.midlayer.attention_input(feature, drafter.embed(following))
-        cos, sin = drafter.rotary(x, torch.arange(first, first + count, device=self.device)[None])
-        self._write(first, *attention.keys_values(x, cos, sin))
-        self.length += count
-        query = attention.queries(x[:, -1:], cos[:, -1:], sin[:, -1:])
-        attended = self._attend(query, self.length, None)
-        self.outputs = drafter.midlayer.finish(feature[:, -1:], attended)[0]
-        self.slots = 1
-        self.visible = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        assert features is not None
+        drafter, attention, columns = self.drafter, self.drafter.midlayer.self_attn, self.columns
+        rows, most = len(counts), features.shape[1]
+        read = [
+            [*tokens[done + 1 : done + 1 + count], *[0] * (most - count)]
+            for tokens, done, count in zip(committed, columns.lengths, counts, strict=True)
+        ]
+        columns.place(0, most)
+        feature = drafter.fuse(features)  # [B, n, H]
+        x = drafter.midlayer.attention_input(feature, drafter.embed(torch.tensor(read, device=self.device)))
+        cos, sin = drafter.rotary(x, columns.positions(most, self.device))
+        keys, values = columns.write(0, *attention.keys_values(x, cos, sin))
+        columns.commit(counts)
+        if rows > 1:
+            each = torch.arange(rows, device=self.device)
+            last = torch.tensor(counts, device=self.device) - 1
+            x, cos, sin, feature = (states[each, last][:, None] for states in (x, cos, sin, feature))  # [B, 1, ...]
+        else:
+            x, cos, sin, feature = (states[:, -1:] for states in (x, cos, sin, feature))
+        mask = None  # row b sees its own columns alone; the others' may reach farther
+        if not columns.even:
+            lengths = torch.tensor(columns.lengths, device=self.device)
+            mask = (torch.arange(keys.shape[2], device=self.device) < lengths[:, None])[:, None]
+        else:
+            keys, values = keys[:, :, : columns.lengths[0]], values[:, :, : columns.lengths[0]]
+        attended = grouped_attention(attention.queries(x, cos, sin), keys, values, mask)
+        self.outputs = drafter.midlayer.finish(feature, attended)
+        self.visible = torch.empty((rows, 0, 0), dtype=torch.bool, device=self.device)
 
     @torch.no_grad()
     def root_log_probs(self) -> torch.Tensor:
-        return functional.log_softmax(self.drafter.logits(self.outputs[0]), dim=-1)
+        return self._log_probs(self.outputs[:, 0])
 
     @torch.no_grad()
     def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        count = len(tokens)
-        drafter, attention = self.drafter, self.drafter.midlayer.self_attn
-        feature = self.outputs[parent_slots][None]  # [1, b, H]
-        x = drafter.midlayer.attention_input(feature, drafter.embed(tokens)[None])
+        rows, count = tokens.shape
+        drafter, attention, columns = self.drafter, self.drafter.midlayer.self_attn, self.columns
+        each = torch.arange(rows, device=self.device)[:, None]
+        feature = self.outputs[each, parent_slots]  # [B, b, H]
+        x = drafter.midlayer.attention_input(feature, drafter.embed(tokens))
+        before = self.visible.shape[1]  # drafted slots so far: slot s stands at index s - 1
+        columns.place(before, count)
         # The tree's columns at depth d stand at position S-1+d: the column of unroll step d (models.alignment).
-        position = torch.full((1, count), self.length - 1 + depth, device=self.device)
-        cos, sin = drafter.rotary(x, position)
-        self._write(self.length + self.slots - 1, *attention.keys_values(x, cos, sin))
+        position = columns.positions(1, self.device) + (depth - 1)
+        cos, sin = drafter.rotary(x, position.expand(-1, count))
+        keys, values = columns.write(0, *attention.keys_values(x, cos, sin))
 
-        before, after = self.slots, self.slots + count
-        visible = torch.zeros(after, after, dtype=torch.bool, device=self.device)
-        visible[:before, :before] = self.visible
-        visible[before:, :before] = self.visible[parent_slots]
-        visible[before:, before:] = torch.eye(count, dtype=torch.bool, device=self.device)
-        self.visible, self.slots = visible, after
+        # A new slot sees what its parent sees, and itself. Slot 0 is committed: it sees none of the drafted ones.
+        of_parents = functional.pad(self.visible, (0, 0, 1, 0))[each, parent_slots]  # [B, b, before]
+        itself = torch.eye(count, dtype=torch.bool, device=self.device).expand(rows, -1, -1)
+        seen_slots = torch.cat((of_parents, itself), dim=2)  # [B, b, before + b]
+        self.visible = torch.cat((functional.pad(self.visible, (0, count)), seen_slots), dim=1)
 
-        committed = torch.ones(count, self.length - 1, dtype=torch.bool, device=self.device)
-        mask = torch.cat((committed, visible[before:]), dim=1)  # [b, S - 1 + slots]: slot 0 is column S - 1
-        attended = self._attend(attention.queries(x, cos, sin), self.length - 1 + after, mask)
-        outputs = drafter.midlayer.finish(feature, attended)[0]  # [b, H]
-        self.outputs = torch.cat((self.outputs, outputs))
-        return functional.log_softmax(drafter.logits(outputs), dim=-1)
+        mask = columns.seen(seen_slots)  # [B, b, S + slots]
+        attended = grouped_attention(attention.queries(x, cos, sin), keys, values, mask)
+        outputs = drafter.midlayer.finish(feature, attended)  # [B, b, H]
+        self.outputs = torch.cat((self.outputs, outputs), dim=1)
+        return self._log_probs(outputs)
 
-    def _attend(self, query: torch.Tensor, columns: int, mask: torch.Tensor | None) -> torch.Tensor:
-        """Queries [1, A, b, D] over the first `columns` of the buffer: [1, A, b, D]."""
-        return functional.scaled_dot_product_attention(
-            query, self.keys[:, :, :columns], self.values[:, :, :columns], attn_mask=mask, enable_gqa=True
-        )
-
-    def _write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        end = start + keys.shape[2]
-        if end > self.keys.shape[2]:
-            self._reserve(2 * end)
-        self.keys[:, :, start:end] = keys
-        self.values[:, :, start:end] = values
-
-    def _reserve(self, columns: int) -> None:
-        config = self.drafter.config
-        grown = torch.empty(
-            (2, 1, config.num_key_value_heads, columns, config.head_dim),
-            dtype=self.drafter.norm.weight.dtype,
-            device=self.device,
-        )
-        if hasattr(self, "keys"):
-            grown[0, :, :, : self.keys.shape[2]] = self.keys
-            grown[1, :, :, : self.values.shape[2]] = self.values
-        self.keys, self.values = grown[0], grown[1]
+    def _log_probs(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Layer outputs [..., H] to log-probabilities [..., Vd]."""
+        if self.head_rows is None:
+            logits = self.drafter.logits(outputs)
+        else:
+            logits = functional.linear(self.drafter.norm(outputs), self.head_rows).float()
+        return functional.log_softmax(logits, dim=-1)

@@ -33,17 +33,18 @@ class AttentionKinds:
     window: int | None  # a sliding layer sees this many tokens, the asking one included; None: no layer slides
     mixed: bool  # some layers slide, others see everything
 
-    def masks(self, seen: torch.Tensor, distance: torch.Tensor, dtype: torch.dtype) -> Any:
+    def masks(self, seen: torch.Tensor, distance: torch.Tensor | None, dtype: torch.dtype) -> Any:
         """Additive masks as the decoder takes them: one, or one per kind of layer where kinds are mixed.
 
         A sliding layer sees key j from query i iff `seen` and position i - position j < window.
 
         Args:
             seen: bool [..., Q, K], what causality and the tree allow.
-            distance: int [..., Q, K], position of the query minus position of the key.
+            distance: int [..., Q, K], position of the query minus position of the key; needed where there is a window.
         """
         if self.window is None:
             return _additive(seen, dtype)
+        assert distance is not None
         sliding = _additive(seen & (distance < self.window), dtype)
         if not self.mixed:
             return sliding

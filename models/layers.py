@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -33,6 +34,21 @@ def rotate(states_BACD: torch.Tensor, cos_BCD: torch.Tensor, sin_BCD: torch.Tens
     first, second = states_BACD.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return states_BACD * cos_BCD[:, None] + turned * sin_BCD[:, None]
+
+
+def grouped_attention(
+    query_BACD: torch.Tensor, keys_BGLD: torch.Tensor, values_BGLD: torch.Tensor, mask_BCL: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention of A query heads that share G key/value heads: [B, A, C, D]. L columns looked at; mask: true is seen.
+
+    The heads of a group are laid side by side as queries of its one key head, so that no key is copied for them.
+    """
+    heads, columns = query_BACD.shape[1:3]
+    groups = keys_BGLD.shape[1]
+    shared = heads // groups
+    query = query_BACD.reshape(len(query_BACD), groups, shared * columns, -1)
+    mask = None if mask_BCL is None else mask_BCL.repeat(1, shared, 1)[:, None]  # [B, 1, shared * C, L]
+    return functional.scaled_dot_product_attention(query, keys_BGLD, values_BGLD, attn_mask=mask).view(query_BACD.shape)
 
 
 class Attention(nn.Module):

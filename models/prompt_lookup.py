@@ -20,19 +20,39 @@ class PromptLookup:
         max_ngram: longest n-gram looked for; shorter ones follow down to 1.
     """
 
-    reads_features = False
+    capture_layers = ()
 
     def __init__(self, draft_tokens: int, device: torch.device, max_ngram: int = 3):
         self.draft_tokens, self.device, self.max_ngram = draft_tokens, device, max_ngram
-        self.reset()
+        self.texts: list[_Text] = []
 
-    def reset(self, draws: Draws | None = None) -> None:
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.texts = [_Text(self.max_ngram) for _ in range(rows)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+
+    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+        for text, tokens in zip(self.texts, committed, strict=True):
+            text.extend(tokens)
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        chains = [[text.tokens[-1], *text.continuation(self.draft_tokens)] for text in self.texts]
+        return DraftTree.chains(chains, self.device), [0] * len(chains)
+
+
+class _Text:
+    """One answer's tokens, and where each n-gram of them ended."""
+
+    def __init__(self, max_ngram: int):
+        self.max_ngram = max_ngram
         self.tokens: list[int] = []
         # The latest end (index of the following token) of every n-gram, and the one before that: the last n-gram's own
         # occurrence has nothing behind it.
         self.ends: dict[tuple[int, ...], tuple[int, int | None]] = {}
 
-    def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
+    def extend(self, tokens: Sequence[int]) -> None:
+        """`tokens` are all so far."""
         for end in range(len(self.tokens) + 1, len(tokens) + 1):
             self.tokens.append(tokens[end - 1])
             for n in range(1, min(self.max_ngram, end) + 1):
@@ -40,10 +60,10 @@ class PromptLookup:
                 previous = self.ends.get(ngram)
                 self.ends[ngram] = (end, previous[0] if previous else None)
 
-    def propose(self, root: int) -> tuple[DraftTree, int]:
+    def continuation(self, length: int) -> list[int]:
+        """At most `length` tokens that once followed the longest known n-gram at the end; none where none is known."""
         for n in range(min(self.max_ngram, len(self.tokens)), 0, -1):
             _, earlier = self.ends[tuple(self.tokens[-n:])]
             if earlier is not None:
-                continuation = self.tokens[earlier : earlier + self.draft_tokens]
-                return DraftTree.chain([root, *continuation], self.device), 0
-        return DraftTree.root_only(root, self.device), 0
+                return self.tokens[earlier : earlier + length]
+        return []

@@ -6,7 +6,8 @@ A target is any `AutoModelForCausalLM` whose decoder is a list of layers. Three 
 - `TargetSession.prefill` / `verify` / `commit`: decoding, one forward over a whole draft tree;
 - `logits`: the head over chosen positions only.
 
-Shapes: B rows, T tokens, N tree nodes, P cached tokens, H hidden size, F = captured layers * H, V vocabulary.
+Shapes: B rows, T tokens, N tree nodes, P cached tokens, H hidden size, F = captured layers * H, V vocabulary;
+n, S, A as in `models.key_values`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +21,12 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.families import scaled_logits, tried_attention
+from draftsmith.models.key_values import KeyValues, Kind
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 
@@ -171,8 +174,8 @@ class Target:
             last = self.decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
         return TargetStates(torch.cat(captured, dim=-1), last)
 
-    def session(self, capture: bool = True) -> "TargetSession":
-        """A fresh conversation with an empty cache; without `capture` no states are kept (nor paid for)."""
+    def session(self, capture: Sequence[int] = ()) -> "TargetSession":
+        """Fresh conversations with an empty cache, of which the states of these layers are given back."""
         return TargetSession(self, capture)
 
     @contextmanager
@@ -219,17 +222,18 @@ class Target:
         what siblings do is compared with what another root does.
         """
         device, vocab, siblings = self.device, self.vocab_size, list(range(20, 50))
-        parents = torch.tensor([-1] + [0] * (len(siblings) + 1), device=device)
+        parents = torch.tensor([[-1] + [0] * (len(siblings) + 1)], device=device)
 
         def logits_of(node: int, tokens: list[int]) -> torch.Tensor:
-            session = self.session(capture=False)
-            session.prefill(torch.tensor([1, 2, 3], device=device) % vocab)
-            logits_NV, _ = session.verify(DraftTree(torch.tensor(tokens, device=device) % vocab, parents))
+            session = self.session()
+            session.prefill([[token % vocab for token in (1, 2, 3)]])
+            tree = DraftTree(torch.tensor([tokens], device=device) % vocab, parents, depth=1)
+            logits_BNV, _ = session.verify(tree)
             layers: list[Any] = session.cache.layers
             held = {layer.keys.shape[2] for layer in layers if layer.keys is not None}
             if held != {3 + len(tokens)}:
                 raise ValueError(f"its cache holds keys of {sorted(held)} tokens after {3 + len(tokens)}")
-            return logits_NV[node]
+            return logits_BNV[0, node]
 
         try:
             wanted = logits_of(1, [0, 7, *siblings])
@@ -262,28 +266,86 @@ def _constant_ratio(scaled: torch.Tensor, rows: torch.Tensor) -> float:
     return float(f"{scale:.6g}") if (x - scale * y).norm() < 1e-2 * x.norm() else 1.0
 
 
-class TargetSession:
-    """One conversation: a key/value cache that holds exactly the committed tokens.
+class _BufferedLayer(DynamicLayer):
+    """A layer of transformers' cache that writes into `KeyValues`."""
 
-    A round is `verify` (writes the tree's nodes behind the cache) then `commit` (keeps one path, drops the rest).
+    def __init__(self, buffers: KeyValues, index: int):
+        super().__init__()
+        self.buffers, self.index = buffers, index
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = self.buffers.write(self.index, key_states, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return max(self.buffers.lengths)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.buffers.end, 0
+
+
+class TargetSession:
+    """B conversations side by side: a key/value cache that holds exactly the committed tokens of each.
+
+    A round is `verify` (writes the trees' nodes behind the cache) then `commit` (keeps one path each, drops the rest).
+
+    Args:
+        capture: layers whose states `prefill` and `verify` give back; none are kept, nor paid for, where empty.
     """
 
-    def __init__(self, target: Target, capture: bool):
+    def __init__(self, target: Target, capture: Sequence[int] = ()):
         self.target = target
-        self.capture = capture
+        self.capture = tuple(capture)
+        self.buffers = KeyValues([], [], 0)
         self.cache = DynamicCache()
-        self.length = 0  # committed tokens
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of each row."""
+        return self.buffers.lengths
 
     @torch.no_grad()
-    def prefill(self, prompt_ids_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Reads the prompt: (logits [V] after its last token, captured states [T, F] of all its tokens or None)."""
-        last, captured = self._forward(input_ids=prompt_ids_T[None])
-        self.length = len(prompt_ids_T)
-        return self.target.logits(last[-1]), captured
+    def prefill(self, prompts: Sequence[Sequence[int]], room: int = 256) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Reads the prompts, one by one, so that none hangs on its neighbours' lengths.
+
+        Args:
+            room: columns to reserve behind the longest prompt; more are taken where they do not do.
+
+        Returns:
+            logits [B, V] after the last token of each; captured states [B, T, F] of all tokens, padded behind the
+            shorter prompts, or None.
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        logits, captured = [], []
+        for row, prompt in enumerate(prompts):
+            self.cache = DynamicCache()
+            last, states = self._forward(input_ids=torch.tensor([prompt], device=self.target.device))
+            logits.append(self.target.logits(last[:, -1]))
+            captured.append(states)
+            layers: list[Any] = self.cache.layers
+            if row == 0:
+                kinds = [None if at.keys is None else (Kind.of(at.keys), Kind.of(at.values)) for at in layers]
+                self.buffers = KeyValues(kinds, lengths, max(lengths) + room)
+            for index, layer in enumerate(layers):
+                if layer.keys is not None:
+                    self.buffers.fill(row, index, layer.keys, layer.values)
+        buffered: list[Any] = [
+            DynamicLayer() if kinds is None else _BufferedLayer(self.buffers, index)
+            for index, kinds in enumerate(self.buffers.kinds)
+        ]
+        self.cache = DynamicCache()
+        self.cache.layers = buffered
+        if not self.capture:
+            return torch.cat(logits), None
+        longest = max(lengths)
+        return torch.cat(logits), torch.cat([functional.pad(s, (0, 0, 0, longest - s.shape[1])) for s in captured])
 
     @torch.no_grad()
     def verify(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One forward over all nodes: (logits [N, V], captured states [N, F] or None).
+        """One forward over all nodes: (logits [B, N, V], captured states [B, N, F] or None); of padding, anything.
 
         Node i stands at position P + depth(i) and sees the P committed tokens, its ancestors and itself:
 
@@ -296,33 +358,46 @@ class TargetSession:
         In layers with a sliding window, those of them that stand less than the window before it: the cache holds every
         token, so that windows roll back, too.
         """
-        position_N = self.length + tree.depths
-        mask = None  # of a single token transformers makes the same one, windows included
-        if len(tree) > 1:
-            past = torch.arange(self.length, device=self.target.device)
-            seen = functional.pad(tree.ancestors, (self.length, 0), value=True)  # [N, P + N]
-            distance = position_N[:, None] - torch.cat((past, position_N))
-            mask = self.target.kinds.masks(seen[None, None], distance, self.target.dtype)
-        last, captured = self._forward(input_ids=tree.tokens[None], attention_mask=mask, position_ids=position_N[None])
+        last, captured = self.append(tree.tokens, tree.depths, tree.ancestors)
         return self.target.logits(last), captured
 
-    def commit(self, path: torch.Tensor) -> None:
-        """Keeps the nodes of `path` (ascending node indices, root first) and forgets the others.
+    @torch.no_grad()
+    def append(
+        self, tokens_Bn: torch.Tensor, depths_BS: torch.Tensor, visible_BnS: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One forward over n new slots behind the committed tokens: (final states [B, n, H], captured ones or None).
 
-        A node never stands before its own depth, so rows move left only; they are gathered before they are written.
+        Args:
+            depths_BS: how far behind the first uncommitted position each slot of this round stands, the new ones last.
+            visible_BnS: which slots of this round each new one sees, itself included.
         """
-        first, kept = self.length, len(path)
-        rows = first + path
-        for layer in self.cache.layers:
-            for name in ("keys", "values"):
-                states = getattr(layer, name)  # [1, heads, P + N, head_dim]; None where another layer's are read
-                if states is not None and states.shape[2] != first + kept:
-                    states[:, :, first : first + kept] = states[:, :, rows]
-                    setattr(layer, name, states[:, :, : first + kept])
-        self.length += kept
+        buffers, count = self.buffers, tokens_Bn.shape[1]
+        buffers.place(visible_BnS.shape[2] - count, count)
+        if len(buffers.lengths) == 1:
+            position_BS = depths_BS + buffers.lengths[0]
+        else:
+            position_BS = depths_BS + buffers.positions(1, depths_BS.device)
+        position_Bn = position_BS[:, -count:]
+        distance = None
+        if self.target.kinds.window is not None:
+            distance = (position_Bn[:, :, None] - buffers.key_positions(position_BS)[:, None])[:, None]
+        mask = self.target.kinds.masks(buffers.seen(visible_BnS)[:, None], distance, self.target.dtype)
+        return self._forward(input_ids=tokens_Bn, attention_mask=mask, position_ids=position_Bn)
+
+    def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
+        """Keeps the first counts[b] nodes of path_BA[b] (ascending, the root first) and forgets the others.
+
+        Args:
+            path_BA: None where each path is nodes 0, 1, 2, ..., as in a chain: nothing has to move.
+        """
+        self.buffers.commit(counts, path_BA)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows alone, in this order."""
+        self.buffers.keep(rows)
 
     def _forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(final states [n, H], captured states [n, F] or None) of one row behind the cache."""
-        with self.target._capturing(self.target.capture_layers) if self.capture else nullcontext([]) as captured:
+        """(final states [B, n, H], captured states [B, n, F] or None) behind the cache."""
+        with self.target._capturing(self.capture) if self.capture else nullcontext([]) as captured:
             output = self.target.decoder(**inputs, past_key_values=self.cache, use_cache=True)
-        return output.last_hidden_state[0], torch.cat(captured, dim=-1)[0] if self.capture else None
+        return output.last_hidden_state, torch.cat(captured, dim=-1) if self.capture else None

@@ -146,7 +146,7 @@ class TrainSection(Section):
 
 class DddSection(Section):
     threshold: float = Field(default=-0.3, le=0)
-    """Drafting ends once the log of the beam's total probability falls below this; with a cut vocabulary, tune it anew."""
+    """Drafting ends once the log of the beam's total probability is below this; tune it anew for a cut vocabulary."""
     at: list[Annotated[int, Field(ge=1)]] | Literal["every"] = [5, 7, 9]
     """Draft calls after which the beam is tested. Each test waits for the device, so the paper tests at three; on a CPU
     `every` costs nothing."""
@@ -181,13 +181,13 @@ class TreeSection(Section):
     """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6, that is 5
     drafted tokens; for svip draft_calls + 1; for static what the paths hold; for c2t no limit but beam's."""
     draft_calls: int | None = Field(default=None, ge=1)
-    """Most calls of the drafter in a round: the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for eagle2,
-    11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
+    """Most calls of the drafter in a round: the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for
+    eagle2, 11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
     top_k: int | None = Field(default=None, ge=1)
     """Children proposed per node, and the beam width of eagle2, ddd and svip_tree. Default: 10; 15 for c2t."""
     paths: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None = None
-    """The nodes of a static tree below the root, each as the ranks of the children that lead to it: [[0], [1], [0, 0]] is
-    the likeliest child, the next likeliest, and the likeliest child of the former. Default: EAGLE-1's 25 nodes."""
+    """The nodes of a static tree below the root, each as the ranks of the children that lead to it: [[0], [1], [0, 0]]
+    is the likeliest child, the next likeliest, and the likeliest child of the former. Default: EAGLE-1's 25 nodes."""
     vocab_size: int | None = Field(default=None, ge=1)
     """FR-Spec: draft only the so many most frequent tokens of the drafter's vocabulary, by eval.token_counts."""
     ddd: DddSection = DddSection()
@@ -352,8 +352,8 @@ class EvalSection(Section):
     replay_batch_size: int = Field(default=32, ge=1)
     """Answers replayed side by side: memory against speed; results do not change."""
     token_counts: str | None = None
-    """How often each token was seen: what tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors, which
-    data_gen/rank_vocab.py writes."""
+    """How often each token was seen: what tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors,
+    which data_gen/rank_vocab.py writes."""
     tree: TreeSection = TreeSection()
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []

@@ -1,0 +1,179 @@
+"""Keys and values of B answers in preallocated buffers: written in place, rolled back by forgetting.
+
+Row b holds its committed columns from 0 on; the columns of this round, its *slots*, stand right behind them and are
+overwritten by the next round:
+
+    row 0   | 0 1 2 3 4 5 6 7 | slot 0  slot 1  slot 2 |  -  -  -
+    row 1   | 0 1 2 3 4 | slot 0  slot 1  slot 2 |  -  -  -  -  -
+              committed
+
+Drafters and targets share this: a target's slots are the nodes of a draft tree, a drafter's are the columns that it
+drafts.
+
+Shapes: B rows, n new slots, S slots of this round so far (the new ones last), L columns looked at, A path length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the keys (or values) of a layer look like; layers that look alike share a buffer."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, states: torch.Tensor) -> "Kind":
+        """Of states [B, heads, columns, head_dim]."""
+        return cls(states.shape[1], states.shape[3], states.dtype, states.device)
+
+
+class KeyValues:
+    """The buffers of all layers.
+
+    Args:
+        kinds: of each layer's keys and of its values; None for a layer that keeps none of its own.
+        lengths: committed columns of each row.
+        capacity: columns that there is room for at first; buffers grow where it does not do.
+    """
+
+    def __init__(self, kinds: Sequence[tuple[Kind, Kind] | None], lengths: Sequence[int], capacity: int):
+        self.kinds, self.lengths = list(kinds), list(lengths)
+        count: dict[Kind, int] = {}
+        self._places: list[list[tuple[Kind, int]]] = []  # of a layer's keys and values: which buffer, where in it
+        for pair in self.kinds:
+            self._places.append([])
+            for kind in pair or ():
+                self._places[-1].append((kind, count.get(kind, 0)))
+                count[kind] = count.get(kind, 0) + 1
+        rows = len(self.lengths)
+        # [states of that kind, B, heads, capacity, head_dim]; zeros, for a mask hides numbers but not NaN.
+        self._buffers = {
+            kind: torch.zeros((n, rows, kind.heads, capacity, kind.head_dim), dtype=kind.dtype, device=kind.device)
+            for kind, n in count.items()
+        }
+        self._rebuilt(capacity)
+
+    def _rebuilt(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._views = [[self._buffers[kind][i] for kind, i in places] for places in self._places]
+        self._moved()
+
+    def _moved(self) -> None:
+        """The lengths changed."""
+        self.even = min(self.lengths, default=0) == max(self.lengths, default=0)
+        self._on_devices: dict[torch.device, torch.Tensor] = {}
+        self.end = max(self.lengths, default=0)
+
+    def _starts(self, device: torch.device) -> torch.Tensor:
+        """[B, 1] committed columns."""
+        if device not in self._on_devices:
+            self._on_devices[device] = torch.tensor(self.lengths, device=device)[:, None]
+        return self._on_devices[device]
+
+    def positions(self, count: int, device: torch.device) -> torch.Tensor:
+        """[B, count] columns from the first slot on."""
+        if len(self.lengths) == 1:
+            return torch.arange(self.lengths[0], self.lengths[0] + count, device=device)[None]
+        return self._starts(device) + torch.arange(count, device=device)
+
+    def place(self, first_slot: int, count: int) -> None:
+        """What is written next are the slots from `first_slot` on."""
+        self.end = max(self.lengths) + first_slot + count
+        if self.end > self.capacity:
+            self._grow(max(self.end, 2 * self.capacity))
+            self.end = max(self.lengths) + first_slot + count
+        self._first, self._count = first_slot, count
+        self._columns: dict[torch.device, torch.Tensor] = {}
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes [B, heads, n, head_dim] each; returns all columns up to the last one written, [B, heads, L, head_dim].
+
+        Columns that are not a row's own hold anything: masks hide them (`seen`).
+        """
+        buffers = self._views[layer]
+        if self.even:
+            start = self.lengths[0] + self._first
+            for buffer, states in zip(buffers, (keys, values), strict=True):
+                buffer[:, :, start : self.end] = states
+        else:
+            device = keys.device
+            if device not in self._columns:
+                self._columns[device] = self._starts(device) + torch.arange(
+                    self._first, self._first + self._count, device=device
+                )
+            rows = torch.arange(len(self.lengths), device=device)[:, None]
+            for buffer, states in zip(buffers, (keys, values), strict=True):
+                buffer[rows, :, self._columns[device]] = states.transpose(1, 2)
+        return buffers[0][:, :, : self.end], buffers[1][:, :, : self.end]
+
+    def seen(self, visible_BnS: torch.Tensor) -> torch.Tensor:
+        """[B, n, L] bool: what the new slots see: committed columns of their row, and the slots in `visible_BnS`."""
+        if self.even:
+            return functional.pad(visible_BnS, (self.lengths[0], 0), value=True)
+        device, slots = visible_BnS.device, visible_BnS.shape[2]
+        starts = self._starts(device)
+        committed = torch.arange(self.end, device=device) < starts  # [B, L]
+        at = (starts + torch.arange(slots, device=device))[:, None].expand_as(visible_BnS)
+        return committed[:, None].repeat(1, visible_BnS.shape[1], 1).scatter_(2, at, visible_BnS)
+
+    def key_positions(self, slot_positions_BS: torch.Tensor) -> torch.Tensor:
+        """[B, L] positions of all columns: committed ones count from 0; those of the slots are given."""
+        device, rows = slot_positions_BS.device, len(self.lengths)
+        if self.even:
+            past = torch.arange(self.lengths[0], device=device).expand(rows, -1)
+            return torch.cat((past, slot_positions_BS), dim=1)
+        at = self.positions(slot_positions_BS.shape[1], device)
+        return torch.arange(self.end, device=device).repeat(rows, 1).scatter_(1, at, slot_positions_BS)
+
+    def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
+        """The first counts[b] slots of path_BA[b] become committed columns; the others are forgotten.
+
+        Args:
+            path_BA: slots in ascending order; behind counts[b] of them anything. None: slots 0, 1, 2, ..., which stand
+                where they belong.
+        """
+        if path_BA is not None:
+            self._gather(counts, path_BA)
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._moved()
+
+    def _gather(self, counts: Sequence[int], path_BA: torch.Tensor) -> None:
+        """A slot never stands before its place on the path, and all are read before any is written."""
+        if len(self.lengths) == 1:
+            first, kept = self.lengths[0], counts[0]
+            for kind, buffer in self._buffers.items():
+                source = path_BA[0, :kept].to(kind.device) + first
+                buffer[:, :, :, first : first + kept] = buffer.index_select(3, source)
+            return
+        for kind, buffer in self._buffers.items():
+            path = path_BA.to(kind.device)
+            starts, rows = self._starts(kind.device), torch.arange(len(path), device=kind.device)[:, None]
+            target = starts + torch.arange(path.shape[1], device=kind.device)
+            buffer[:, rows, :, target] = buffer[:, rows, :, starts + path]
+
+    def fill(self, row: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Columns 0, 1, ... of one row and layer, [1, heads, columns, head_dim] each."""
+        for buffer, states in zip(self._views[layer], (keys, values), strict=True):
+            buffer[row, :, : states.shape[2]] = states[0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Goes on with these rows, in this order."""
+        for kind, buffer in self._buffers.items():
+            self._buffers[kind] = buffer.index_select(1, torch.tensor(rows, device=kind.device))
+        self.lengths = [self.lengths[row] for row in rows]
+        self._rebuilt(self.capacity)
+
+    def _grow(self, capacity: int) -> None:
+        for kind, buffer in self._buffers.items():
+            grown = buffer.new_zeros((*buffer.shape[:3], capacity, kind.head_dim))
+            grown[:, :, :, : self.capacity] = buffer
+            self._buffers[kind] = grown
+        self._rebuilt(capacity)
