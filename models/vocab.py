@@ -5,9 +5,16 @@
     d2t[i]         5    8    8   39         an offset, EAGLE-3's form: target = i + d2t[i]
     t2d            True at 5, 9, 10, 42     bool over the target's vocabulary
 
+While decoding, a cut of it leaves the rarest tokens out once more (FR-Spec, arXiv 2502.14856). The drafter stays what
+it is: of its head, only the cut's rows are multiplied.
+
+    cut id         0    1    2              target ids 5, 9, 42
+    rows of head   0    1    3              `rows_of`
+
 V tokens in the target's vocabulary, D in the draft vocabulary.
 """
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,8 +23,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
+from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.recipes.errors import UserError
 
 
@@ -121,17 +129,13 @@ class DraftVocab:
 
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
         """Writes d2t and t2d as safetensors; the file is complete or not there. Metadata values are text."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(path.name + ".tmp")
         tensors = {"d2t": self.d2t.cpu().contiguous(), "t2d": self.t2d.cpu().contiguous()}
-        save_file(tensors, unfinished, metadata=dict(metadata or {}))
-        os.replace(unfinished, path)
+        _write(Path(path), tensors, dict(metadata or {}))
 
     @staticmethod
     def load(path: str | Path) -> "DraftVocab":
         """Reads what `save` wrote. Raises UserError where the file is missing, unreadable or inconsistent."""
-        with _open(path) as file:
+        with _open(path, "draft vocabulary; data_gen/rank_vocab.py writes it") as file:
             missing = {"d2t", "t2d"}.difference(file.keys())
             if missing:
                 raise UserError(f"{path}: no {' and no '.join(sorted(missing))} in it; not a draft vocabulary")
@@ -140,17 +144,30 @@ class DraftVocab:
 
 def load_metadata(path: str | Path) -> dict[str, str]:
     """The texts saved beside a draft vocabulary: tokenizer_fingerprint, counted_tokens, covered_share."""
-    with _open(path) as file:
+    with _open(path, "draft vocabulary; data_gen/rank_vocab.py writes it") as file:
         return file.metadata() or {}
 
 
-def _open(path: str | Path):
+def _open(path: str | Path, missing: str):
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such draft vocabulary; data_gen/rank_vocab.py writes it") from None
+        raise UserError(f"{path}: no such {missing}") from None
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: not a readable safetensors file: {error}") from error
+        why = "it is a folder" if Path(path).is_dir() else error
+        raise UserError(f"{path}: not a readable safetensors file: {why}") from error
+
+
+def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """The file is complete or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".tmp")
+    # Written by Python: an OSError names the file that could not be, safetensors' own errors do not.
+    unfinished.write_bytes(save(tensors, metadata=metadata))
+    os.replace(unfinished, path)
+
+
+# Ranking.
 
 
 def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = ()) -> DraftVocab:
@@ -159,25 +176,157 @@ def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = ()) -> Draf
     Args:
         counts: [V] how often each target token was seen.
         size: D, exactly.
-        must_have: target ids that are inside however rare they are (stop tokens).
+        must_have: target ids that are inside however rare they are (stop tokens), where the target has them.
 
     Raises:
         UserError: fewer distinct tokens were seen than `size` asks for, or it exceeds the target's vocabulary.
     """
-    vocab_size, fixed = len(counts), sorted(set(must_have))
+    vocab_size = len(counts)
+    # Configs name stop tokens that the target has no row for: it never says them, nor need a drafter.
+    fixed = sorted(token for token in set(must_have) if 0 <= token < vocab_size)
     if size > vocab_size:
         raise UserError(f"drafter.vocab_size: {size} is more than the target's vocabulary of {vocab_size} tokens")
     if size == vocab_size:
         return DraftVocab.full(vocab_size)
     if size < len(fixed):
         raise UserError(f"drafter.vocab_size: {size} has no room for the {len(fixed)} stop tokens {fixed}")
-    priority = counts.long().clone()
-    priority[torch.tensor(fixed, dtype=torch.int64)] = torch.iinfo(torch.int64).max
-    available = int((priority > 0).sum())
+    inside = torch.zeros(vocab_size, dtype=torch.bool)
+    inside[fixed] = True
+    available = int(((counts > 0) | inside).sum())
     if available < size:
         raise UserError(
             f"drafter.vocab_size: {size} draft tokens asked for, but supervised positions hold only {available} "
             f"distinct tokens (stop tokens included); set it to {available} or less, or regenerate more conversations"
         )
-    chosen = priority.sort(descending=True, stable=True).indices[:size]
-    return DraftVocab(chosen.sort().values, vocab_size)
+    return DraftVocab(_most_frequent(counts, inside, size), vocab_size)
+
+
+def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> DraftVocab:
+    """The `size` most frequent tokens of a drafter's vocabulary, for decoding; ties go to the lower id.
+
+    Any size up to the drafter's is possible: unlike in `rank`, where a token that nobody saw would be trained for
+    nothing, tokens that were never counted fill up behind the others. FR-Spec's script appends its stop tokens to the
+    list; here they take the place of the rarest tokens, none stands twice, and `size` is exact.
+
+    Args:
+        vocab: what the drafter was trained to propose, the target's whole vocabulary or a part.
+        counts: [V] how often each target token was seen.
+        must_have: target ids that are inside however rare they are (stop tokens), where `vocab` has them.
+
+    Raises:
+        UserError: more tokens than the drafter has, no room for the stop tokens, or counts of another vocabulary.
+    """
+    if len(counts) != vocab.target_vocab_size:
+        raise UserError(
+            f"eval.tree.vocab_size: the token counts are of a vocabulary of {len(counts)} tokens, the drafter's target "
+            f"has {vocab.target_vocab_size}; run data_gen/rank_vocab.py for this target"
+        )
+    if size > vocab.size:
+        raise UserError(
+            f"eval.tree.vocab_size: {size} is more than the {vocab.size} tokens of the drafter's vocabulary"
+        )
+    target_ids = vocab.target_ids.cpu()
+    inside = torch.isin(target_ids, torch.tensor(list(must_have), dtype=torch.int64))
+    if size < int(inside.sum()):
+        raise UserError(
+            f"eval.tree.vocab_size: {size} has no room for the {int(inside.sum())} stop tokens "
+            f"{target_ids[inside].tolist()}"
+        )
+    rows = _most_frequent(counts.cpu()[target_ids], inside, size)
+    return DraftVocab(target_ids[rows].to(vocab.target_ids.device), vocab.target_vocab_size)
+
+
+def rows_of(vocab: DraftVocab, cut: DraftVocab) -> torch.Tensor:
+    """[size] int64 draft ids in `vocab` of the tokens of `cut`, a part of it: the rows of the drafter's head."""
+    rows = vocab.to_draft(cut.target_ids.to(vocab.target_ids.device))
+    if vocab.target_vocab_size != cut.target_vocab_size or (rows < 0).any():
+        raise ValueError("not a cut of this draft vocabulary")
+    return rows
+
+
+def covered_share(counts: torch.Tensor, vocab: DraftVocab) -> float:
+    """Which share of the counted tokens the vocabulary holds. `counts`: [V], not all zero."""
+    return int(counts[vocab.target_ids.to(counts.device)].sum()) / int(counts.sum())
+
+
+def _most_frequent(counts: torch.Tensor, inside: torch.Tensor, size: int) -> torch.Tensor:
+    """[size] ascending places in `counts` [n]: all that `inside` [n] marks, then the greatest, the first of equals."""
+    priority = counts.long().masked_fill(inside, torch.iinfo(torch.int64).max)
+    return priority.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+# Token counts: what a cut ranks by.
+
+
+def save_token_counts(path: str | Path, counts: torch.Tensor, fingerprint: str, stop_ids: Iterable[int]) -> None:
+    """Writes counts [V] and what they are of as safetensors; the file is complete or not there.
+
+    Args:
+        fingerprint: `models.chat.tokenizer_fingerprint` of the tokenizer that the tokens are of.
+        stop_ids: its stop tokens, which belong into every cut.
+    """
+    metadata = {
+        "tokenizer_fingerprint": fingerprint,
+        "counted_tokens": str(int(counts.sum())),
+        "stop_ids": json.dumps(sorted(stop_ids)),
+    }
+    _write(Path(path), {"counts": counts.cpu().long().contiguous()}, metadata)
+
+
+def load_token_counts(path: str | Path) -> tuple[torch.Tensor, dict[str, str]]:
+    """Counts [V] int64 and the texts saved beside them: tokenizer_fingerprint, counted_tokens, stop_ids (a JSON list).
+
+    Raises:
+        UserError: no such file, or one that `save_token_counts` did not write.
+    """
+    with _open(
+        path, "token counts; `python data_gen/rank_vocab.py <recipe>` writes <output_dir>/token_counts.safetensors"
+    ) as file:
+        if "counts" not in file.keys():  # noqa: SIM118 (safetensors' file is no dict)
+            raise UserError(f"{path}: no counts in it; not token counts as data_gen/rank_vocab.py writes them")
+        counts, metadata = file.get_tensor("counts"), file.metadata() or {}
+    missing = {"tokenizer_fingerprint", "counted_tokens", "stop_ids"} - metadata.keys()
+    if missing:
+        raise UserError(
+            f"{path}: its metadata has no {' and no '.join(sorted(missing))}; write it with data_gen/rank_vocab.py or "
+            "models.vocab.save_token_counts"
+        )
+    wrong = _what_is_wrong(counts, metadata)
+    if wrong:
+        raise UserError(f"{path}: {wrong}; write it anew with data_gen/rank_vocab.py")
+    return counts, metadata
+
+
+def _what_is_wrong(counts: torch.Tensor, metadata: Mapping[str, str]) -> str | None:
+    if counts.dtype != torch.int64 or counts.dim() != 1 or len(counts) == 0:
+        return f"counts must be a non-empty int64 vector, not {counts.dtype} of shape {tuple(counts.shape)}"
+    if int(counts.min()) < 0:
+        token = int((counts < 0).nonzero()[0])
+        return f"token {token} was seen {int(counts[token])} times"
+    total = int(counts.sum())
+    if metadata["counted_tokens"] != str(total):
+        return f"its counts add up to {total}, its metadata says counted_tokens {metadata['counted_tokens']}"
+    if total == 0:
+        return "no token was counted"
+    try:
+        stops = json.loads(metadata["stop_ids"])
+    except ValueError:
+        stops = None
+    if not isinstance(stops, list) or not all(type(stop) is int for stop in stops):
+        return f"stop_ids must be a JSON list of token ids, not {metadata['stop_ids']}"
+    return None
+
+
+def check_counts(path: str | Path, metadata: Mapping[str, str], fingerprint: str) -> None:
+    """Refuses token counts of another tokenizer than the target's, whose fingerprint is given.
+
+    Raises:
+        UserError: with both fingerprints.
+    """
+    counted_with = metadata["tokenizer_fingerprint"]
+    if counted_with != fingerprint:
+        raise UserError(
+            f"eval.token_counts: {path} was counted with a tokenizer of fingerprint {counted_with[:16]}, the target's "
+            f"has {fingerprint[:16]} (a fingerprint covers {FINGERPRINT_COVERS}); run data_gen/rank_vocab.py for this "
+            "target"
+        )

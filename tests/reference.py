@@ -166,3 +166,10 @@ def sampled_walk(
 
     walk((0,), 1.0)
     return law
+
+
+def most_frequent(tokens: list[int], counts: list[int], size: int, must_have: list[int]) -> list[int]:
+    """The `size` most frequent of `tokens`, ascending: those of `must_have` first, then by count, then by id."""
+    fixed = [token for token in tokens if token in must_have]
+    others = sorted((token for token in tokens if token not in must_have), key=lambda token: (-counts[token], token))
+    return sorted(fixed + others[: size - len(fixed)])

@@ -13,9 +13,20 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from draftsmith.data_gen import rank_vocab
-from draftsmith.models.chat import stop_ids
-from draftsmith.models.vocab import DraftVocab, load_metadata, rank
+from draftsmith.models.chat import stop_ids, tokenizer_fingerprint
+from draftsmith.models.vocab import (
+    DraftVocab,
+    check_counts,
+    covered_share,
+    cut,
+    load_metadata,
+    load_token_counts,
+    rank,
+    rows_of,
+    save_token_counts,
+)
 from draftsmith.recipes.errors import UserError
+from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 
 
@@ -111,6 +122,165 @@ def test_rank_refuses_more_than_was_seen() -> None:
     assert rank(counts, 6).is_full  # nothing to choose, however little was seen
 
 
+def test_stop_tokens_that_the_target_has_no_row_for_change_nothing() -> None:
+    counts = torch.tensor([0, 4, 0, 2, 0, 0])
+    assert rank(counts, 3, must_have=[5, 6, -1]).target_ids.tolist() == [1, 3, 5]
+    assert cut(DraftVocab.full(6), counts, 2, must_have=[5, 6, -1]).target_ids.tolist() == [1, 5]
+
+
+# A cut for decoding (FR-Spec).
+
+
+def random_case(chance: random.Random) -> tuple[DraftVocab, list[int], int, list[int]]:
+    """(drafter's vocabulary, counts, size, stop tokens) over 30 tokens: many ties, many tokens that nobody saw."""
+    ids = sorted(chance.sample(range(30), chance.randint(4, 30)))
+    counts = [chance.choice([0, 0, 0, 1, 2, 2, 5]) for _ in range(30)]
+    stops = chance.sample(range(30), 3)
+    size = chance.randint(max(1, len(set(stops) & set(ids))), len(ids))
+    return DraftVocab(torch.tensor(ids), 30), counts, size, stops
+
+
+def test_cut_equals_its_slow_twin() -> None:
+    for seed in range(200):
+        vocab, counts, size, stops = random_case(random.Random(seed))
+        ours = cut(vocab, torch.tensor(counts), size, stops)
+        assert ours.target_ids.tolist() == reference.most_frequent(vocab.target_ids.tolist(), counts, size, stops)
+        # What FR-Spec's script gets wrong: stop tokens twice, or cut off again, and lists longer than asked for.
+        assert ours.size == size == len(set(ours.target_ids.tolist()))
+        assert set(stops) & set(vocab.target_ids.tolist()) <= set(ours.target_ids.tolist())
+        assert ours.target_vocab_size == 30
+
+
+def test_cuts_are_nested_and_a_cut_of_a_cut_is_a_cut() -> None:
+    for seed in range(50):
+        chance = random.Random(seed)
+        vocab, counts, size, stops = random_case(chance)
+        larger = cut(vocab, torch.tensor(counts), size, stops)
+        smaller = chance.randint(max(1, int(larger.t2d[stops].sum())), size)
+        once, twice = (cut(base, torch.tensor(counts), smaller, stops) for base in (vocab, larger))
+        assert once.same_as(twice)
+        assert (larger.t2d | ~once.t2d).all()
+        assert cut(vocab, torch.tensor(counts), vocab.size, stops).same_as(vocab)
+
+
+def test_rows_of_a_cut_select_its_tokens_rows_of_the_head() -> None:
+    for seed in range(50):
+        vocab, counts, size, stops = random_case(random.Random(seed))
+        ours = cut(vocab, torch.tensor(counts), size, stops)
+        rows = rows_of(vocab, ours)
+        assert rows.dtype == torch.int64 and rows.shape == (size,)
+        names = [f"row of {token}" for token in vocab.target_ids.tolist()]  # a head whose rows tell whose they are
+        assert [names[row] for row in rows] == [f"row of {token}" for token in ours.target_ids.tolist()]
+
+
+def test_rows_of_what_is_no_cut_are_refused() -> None:
+    vocab = DraftVocab(torch.tensor([5, 9, 10]), 12)
+    for other in (DraftVocab(torch.tensor([5, 8]), 12), DraftVocab(torch.tensor([5, 9]), 11)):
+        with pytest.raises(ValueError, match="not a cut of this draft vocabulary"):
+            rows_of(vocab, other)
+
+
+def test_tokens_that_nobody_saw_fill_up_a_cut_by_id() -> None:
+    counts = torch.tensor([0, 4, 0, 2, 0, 0])
+    assert cut(DraftVocab.full(6), counts, 4, must_have=[5]).target_ids.tolist() == [0, 1, 3, 5]
+    # All stop tokens of the target, of which EAGLE-3's own vocabulary may lack some.
+    own = DraftVocab(torch.tensor([0, 2, 3, 4]), 6)
+    assert cut(own, counts, 2, must_have=[4, 5]).target_ids.tolist() == [3, 4]
+
+
+def test_cut_refuses_what_cannot_be() -> None:
+    counts, own = torch.tensor([0, 4, 0, 2, 0, 1]), DraftVocab(torch.tensor([1, 3, 4, 5]), 6)
+    with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: 5 is more than the 4 tokens of the drafter's"):
+        cut(own, counts, 5, [4])
+    with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: 1 has no room for the 2 stop tokens \[4, 5\]"):
+        cut(own, counts, 1, [2, 4, 5])
+    assert cut(own, counts, 2, [2, 4, 5]).target_ids.tolist() == [4, 5]
+    with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: .* of 5 tokens, the drafter's target has 6"):
+        cut(own, counts[:5], 2, [4])
+
+
+def test_covered_share() -> None:
+    counts = torch.tensor([0, 4, 0, 2, 0, 2])
+    assert covered_share(counts, DraftVocab(torch.tensor([0, 1, 3]), 6)) == 0.75
+    assert covered_share(counts, DraftVocab.full(6)) == 1.0
+    with pytest.raises(ZeroDivisionError):
+        covered_share(torch.zeros(6, dtype=torch.int64), DraftVocab.full(6))
+
+
+# Token counts on disk.
+
+
+def test_token_counts_round_trip(tmp_path: Path) -> None:
+    path, counts = tmp_path / "run" / "token_counts.safetensors", torch.tensor([3, 0, 5])
+    save_token_counts(path, counts, "ab" * 32, {2, 1})
+    loaded, metadata = load_token_counts(path)
+    assert torch.equal(loaded, counts) and loaded.dtype == torch.int64
+    assert metadata == {"tokenizer_fingerprint": "ab" * 32, "counted_tokens": "8", "stop_ids": "[1, 2]"}
+    save_token_counts(path, counts + 1, "cd" * 32, [2])  # only a ranking: replaced
+    assert load_token_counts(path)[0].tolist() == [4, 1, 6]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+GOOD = {"tokenizer_fingerprint": "ab" * 32, "counted_tokens": "6", "stop_ids": "[4]"}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changed", "message"),
+    [
+        ({"count": torch.tensor([1, 2, 3])}, {}, "no counts in it"),
+        ({"counts": torch.tensor([1, 2, 3])}, None, "no counted_tokens and no stop_ids and no tokenizer_fingerprint"),
+        ({"counts": torch.tensor([1.0, 2.0, 3.0])}, {}, r"int64 vector, not torch\.float32 of shape \(3,\)"),
+        ({"counts": torch.tensor([1, 2, 3], dtype=torch.int32)}, {}, r"not torch\.int32"),
+        ({"counts": torch.tensor([[1, 2, 3]])}, {}, r"of shape \(1, 3\)"),
+        ({"counts": torch.tensor(6)}, {}, r"of shape \(\)"),
+        ({"counts": torch.tensor([], dtype=torch.int64)}, {"counted_tokens": "0"}, r"of shape \(0,\)"),
+        ({"counts": torch.tensor([5, -2, 3])}, {}, "token 1 was seen -2 times"),
+        ({"counts": torch.tensor([1, 2, 4])}, {}, "add up to 7, its metadata says counted_tokens 6"),
+        ({"counts": torch.tensor([1, 2, 3])}, {"counted_tokens": "many"}, "counted_tokens many"),
+        ({"counts": torch.tensor([0, 0])}, {"counted_tokens": "0"}, "no token was counted"),
+        *(
+            ({"counts": torch.tensor([1, 2, 3])}, {"stop_ids": text}, "stop_ids must be a JSON list of token ids")
+            for text in ("4", "[4", '["4"]', "[true]", "{}")
+        ),
+    ],
+)
+def test_damaged_token_counts_are_refused(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], changed: dict[str, str] | None, message: str
+) -> None:
+    path = tmp_path / "counts.safetensors"
+    save_file({"counts": torch.tensor([1, 2, 3])}, path, metadata=GOOD)
+    load_token_counts(path)
+    save_file(tensors, path, metadata=None if changed is None else GOOD | changed)
+    with pytest.raises(UserError, match=message) as caught:
+        load_token_counts(path)
+    assert str(path) in str(caught.value) and "data_gen/rank_vocab.py" in str(caught.value)
+
+
+def test_files_that_are_no_token_counts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "counts.safetensors"
+    with pytest.raises(UserError, match=r"no such token counts; `python data_gen/rank_vocab\.py <recipe>` writes"):
+        load_token_counts(path)
+    save_file({"counts": torch.arange(100)}, path, metadata=GOOD)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:5], whole[:-8], b"not tensors at all"):
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match="not a readable safetensors file"):
+            load_token_counts(path)
+    with pytest.raises(UserError, match="not a readable safetensors file: it is a folder"):
+        load_token_counts(tmp_path)
+    some_vocab().save(path)
+    with pytest.raises(UserError, match="no counts in it"):
+        load_token_counts(path)
+
+
+def test_counts_of_another_tokenizer_are_refused_with_both_sides() -> None:
+    check_counts("counts", GOOD, "ab" * 32)
+    with pytest.raises(
+        UserError, match=r"eval\.token_counts: counts was .* abababababababab, .* has cdcdcdcdcdcdcdcd \("
+    ):
+        check_counts("counts", GOOD, "cd" * 32)
+
+
 def test_stop_ids_of_config_and_tokenizer() -> None:
     tokenizer = make_tokenizer()
     assert stop_ids(tokenizer, GenerationConfig()) == (4,)
@@ -181,6 +351,35 @@ def test_script_counts_what_training_reads(run_script) -> None:
     assert len(metadata["tokenizer_fingerprint"]) == 64
 
 
+def test_script_writes_what_decoding_cuts_by(run_script) -> None:
+    printed = run_script("drafter.vocab_size=12")
+    outputs = [line["turns"][0]["output_token_ids"] for line in run_script.lines]
+    expected = Counter(token for output in outputs if len(output) < 17 for token in output)
+    path = run_script.out / "token_counts.safetensors"
+    assert f"{path}: written" in printed
+    counts, metadata = load_token_counts(path)
+    assert {token: count for token, count in enumerate(counts.tolist()) if count} == expected
+    assert len(counts) == VOCAB_SIZE
+    fingerprint = tokenizer_fingerprint(make_tokenizer())
+    total = expected.total()
+    assert metadata == {"tokenizer_fingerprint": fingerprint, "counted_tokens": str(total), "stop_ids": "[4]"}
+    check_counts(path, metadata, fingerprint)
+    # The table: the share that the most frequent tokens cover, the stop token always among them (it was never seen).
+    shown = dict(line.split() for line in printed.splitlines() if line.endswith("%"))
+    by_count = sorted(expected.values(), reverse=True)
+    wanted = {size: sum(by_count[: size - 1]) / total for size in (4, 8, 16, 32, 64, 128, 256)} | {VOCAB_SIZE: 1.0}
+    assert shown == {str(size): f"{share:.2%}" for size, share in wanted.items()}
+    # A drafter of the run, cut for decoding: what was chosen for training is the cut of the whole at that size.
+    trained = DraftVocab.load(run_script.out / "draft_vocab.safetensors")
+    assert cut(DraftVocab.full(VOCAB_SIZE), counts, 12, [4]).same_as(trained)
+    before = counts
+    run_script.lines.append(run_script.lines[1])
+    (run_script.out / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run_script.lines))
+    run_script("drafter.vocab_size=12")
+    again = load_token_counts(path)[0]
+    assert again.sum() - before.sum() == len(run_script.lines[1]["turns"][0]["output_token_ids"])
+
+
 def test_script_never_changes_a_mapping_under_a_drafter(run_script) -> None:
     assert "written" in run_script("drafter.vocab_size=12")
     assert "unchanged" in run_script("drafter.vocab_size=12")
@@ -212,7 +411,9 @@ def test_script_refuses_sizes_that_cannot_be(run_script) -> None:
 
 
 def test_script_plan_writes_nothing(run_script) -> None:
-    assert "writes 12 of 320 target tokens" in run_script("drafter.vocab_size=12", "--plan")
+    printed = run_script("drafter.vocab_size=12", "--plan")
+    assert "writes 12 of 320 target tokens" in printed
+    assert f"writes how often each was seen to {run_script.out / 'token_counts.safetensors'}" in printed
     assert [file.name for file in run_script.out.iterdir()] == ["conversations.jsonl"]
 
 
