@@ -221,6 +221,25 @@ def test_token_counts_round_trip(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_kill_while_writing_leaves_the_old_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token_counts.safetensors"
+    save_token_counts(path, torch.tensor([3, 0, 5]), "ab" * 32, [2])
+    whole = Path.write_bytes
+
+    def torn(file: Path, content: bytes) -> None:
+        whole(file, content[:20])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", torn)
+    with pytest.raises(KeyboardInterrupt):
+        save_token_counts(path, torch.tensor([1, 1, 1]), "ab" * 32, [2])
+    assert load_token_counts(path)[0].tolist() == [3, 0, 5]
+    monkeypatch.undo()
+    save_token_counts(path, torch.tensor([1, 1, 1]), "ab" * 32, [2])
+    assert load_token_counts(path)[0].tolist() == [1, 1, 1]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
 GOOD = {"tokenizer_fingerprint": "ab" * 32, "counted_tokens": "6", "stop_ids": "[4]"}
 
 
