@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.sampling import Draws, Sampling
@@ -62,7 +63,7 @@ def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling
     of_node = p_BNV[each[:, None], parents, tree.tokens]  # [B, N] p(x) after the node's parent
     if tree.drawn_from is None:
         chances, earlier = _chances_by_rank(tree, of_node)
-        accepted = _events(chances, draws)
+        accepted = _events(tree, chances, draws)
         last = _deepest(tree, accepted & ~(earlier & accepted[:, None]).any(2))  # an earlier sibling goes before
         p_BV = p_BNV[each, last]
         child = tree.parents == last[:, None] if tree.real is None else (tree.parents == last[:, None]) & tree.real
@@ -70,7 +71,7 @@ def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling
     else:
         q_BNV = tree.drawn_from
         chances = (of_node / q_BNV[each[:, None], parents, tree.tokens]).clamp(max=1)
-        last = _deepest(tree, _events(chances, draws))
+        last = _deepest(tree, _events(tree, chances, draws))
         p_BV = p_BNV[each, last]
         rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
     # A rejection that rounding alone allowed leaves nothing over.
@@ -78,8 +79,11 @@ def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling
     return _accepted(tree, last, torch.stack([draw.token(rest) for draw, rest in zip(draws, rest_BV, strict=True)]))
 
 
-def _events(chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
-    return torch.stack([draw.events(chances) for draw, chances in zip(draws, chances_BN, strict=True)])
+def _events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
+    """[B, N] bool. Padding takes no random numbers: a row's draws do not hang on its neighbours."""
+    sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
+    events = [draw.events(chances[:size]) for draw, chances, size in zip(draws, chances_BN, sizes, strict=True)]
+    return torch.stack([functional.pad(row, (0, tree.nodes - len(row))) for row in events])
 
 
 def _chances_by_rank(tree: DraftTree, of_node: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,10 +76,12 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> torch.Tensor:
-        """[B, N]; on padding some number that means nothing."""
+        """[B, N]; 0 on padding, which then stands at a position that the target has."""
         if self.is_chain:
-            return torch.arange(self.nodes, device=self.tokens.device).expand(self.rows, -1)
-        return self.ancestors.sum(-1) - 1
+            depths = torch.arange(self.nodes, device=self.tokens.device).expand(self.rows, -1)
+        else:
+            depths = self.ancestors.sum(-1) - 1
+        return depths if self.real is None else depths * self.real
 
     @cached_property
     def real(self) -> torch.Tensor | None:

@@ -1,20 +1,25 @@
 """The decoding loop is lossless, stops exactly, and counts what it says. Trees against slow twins."""
 
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.eval.accept import accept_greedy
-from draftsmith.eval.decode import cut, decode
-from draftsmith.eval.policies import PolicyProposer, grow_chain, grow_eagle2
+from draftsmith.eval.decode import cut, decode, decode_batch
+from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
+from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.schema import TreeSection
 from tests import reference
 from tests.conftest import make_target
 
@@ -49,70 +54,93 @@ def generate(target: Target, prompt: list[int], max_new_tokens: int, stop: int =
     return out[0, len(prompt) :].tolist()
 
 
+Nodes = tuple[list[int], list[int]]  # tokens and parents
+Spoil = Callable[[int, list[int]], Nodes]
+
+
 class Oracle:
     """Drafts what it was told the target will say, spoiled by `spoil` (an adversary's hand)."""
 
-    reads_features = True
+    capture_layers = (2, 3, 4)
 
-    def __init__(self, answer: list[int], prompt_length: int, nodes: int, spoil) -> None:
-        self.answer, self.prompt_length, self.nodes, self.spoil = answer, prompt_length, nodes, spoil
-        self.features: list[torch.Tensor] = []
+    def __init__(self, answers: list[list[int]], prompts: list[list[int]], nodes: int, spoil: Spoil) -> None:
+        self.answers, self.prompts, self.nodes, self.spoil = answers, prompts, nodes, spoil
+        self.features: list[list[torch.Tensor]] = []  # of each row, those that are done included
 
-    def reset(self, draws: object = None) -> None:
-        self.features, self.seen = [], 0
+    def reset(self, rows: int, draws: object = None) -> None:
+        self.features = [[] for _ in range(rows)]
+        self.live = list(range(rows))
 
-    def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
+    def keep(self, rows: Sequence[int]) -> None:
+        self.live = [self.live[row] for row in rows]
+
+    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
         assert features is not None
-        self.seen = len(tokens) - self.prompt_length
-        self.features.append(features)
-        assert sum(map(len, self.features)) == len(tokens) - 1  # every committed position, once, but for the root
+        self.committed = committed
+        for row, tokens, states, count in zip(self.live, committed, features, counts, strict=True):
+            self.features[row].append(states[:count])
+            assert sum(map(len, self.features[row])) == len(tokens) - 1  # every position once, but for the root
 
-    def propose(self, root: int) -> tuple[DraftTree, int]:
-        return self.spoil(root, self.answer[self.seen : self.seen + self.nodes]), 1
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        trees = []
+        for row, tokens in zip(self.live, self.committed, strict=True):
+            seen = len(tokens) - len(self.prompts[row])
+            trees.append(self.spoil(tokens[-1], self.answers[row][seen : seen + self.nodes]))
+        return side_by_side(trees), [1] * len(trees)
 
 
-def spoiled_chain(root: int, future: list[int]) -> DraftTree:
+def side_by_side(trees: list[Nodes]) -> DraftTree:
+    """Trees of different sizes, padded; a single one is not."""
+    widest = max(len(tokens) for tokens, _ in trees)
+    depths = [len(reference.draft_tree_ancestors(parents)[i]) - 1 for _, parents in trees for i in range(len(parents))]
+    return DraftTree(
+        torch.tensor([tokens + [0] * (widest - len(tokens)) for tokens, _ in trees]),
+        torch.tensor([parents + [0] * (widest - len(parents)) for _, parents in trees]),
+        max(depths),
+        sizes=None if len(trees) == 1 else torch.tensor([len(tokens) for tokens, _ in trees]),
+    )
+
+
+def chain(tokens: list[int]) -> Nodes:
+    return tokens, list(range(-1, len(tokens) - 1))
+
+
+def spoiled_chain(root: int, future: list[int]) -> Nodes:
     """Right twice, then wrong."""
-    return DraftTree.chain([root, *future[:2], *[(t + 1) % 320 for t in future[2:]]], torch.device("cpu"))
+    return chain([root, *future[:2], *[(t + 1) % 320 for t in future[2:]]])
 
 
-def always_token_zero(root: int, future: list[int]) -> DraftTree:
-    return DraftTree.chain([root, 0, 0, 0], torch.device("cpu"))
+def always_token_zero(root: int, future: list[int]) -> Nodes:
+    return chain([root, 0, 0, 0])
 
 
-def stop_in_the_middle(root: int, future: list[int]) -> DraftTree:
-    return DraftTree.chain([root, *future[:1], STOP, *future[2:]], torch.device("cpu"))
+def random_tokens(root: int, future: list[int]) -> Nodes:
+    chance = random.Random(root)
+    return [root, *[chance.randrange(320) for _ in range(6)]], [-1, 0, 0, 1, 1, 2, 4]
 
 
-def duplicated_siblings(root: int, future: list[int]) -> DraftTree:
+def stop_in_the_middle(root: int, future: list[int]) -> Nodes:
+    return chain([root, *future[:1], STOP, *future[2:]])
+
+
+def duplicated_siblings(root: int, future: list[int]) -> Nodes:
     token = future[0] if future else 7
     after = future[1] if len(future) > 1 else 8
-    tokens = torch.tensor([root, token, token, 9, after, after])
-    return DraftTree(tokens, torch.tensor([-1, 0, 0, 0, 1, 2]))
+    return [root, token, token, 9, after, after], [-1, 0, 0, 0, 1, 2]
 
 
-def longer_than_the_budget(root: int, future: list[int]) -> DraftTree:
-    return DraftTree.chain([root, *future, *range(10, 60)], torch.device("cpu"))
+def longer_than_the_budget(root: int, future: list[int]) -> Nodes:
+    return chain([root, *future, *range(10, 60)])
 
 
-SPOILS = [spoiled_chain, always_token_zero, stop_in_the_middle, duplicated_siblings, longer_than_the_budget]
+def another_size_every_time(root: int, future: list[int]) -> Nodes:
+    return chain([root, *future[: root % 5]])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "policy", [("chain", 5, 4, 1), ("eagle2", 20, 4, 4), ("eagle2", 60, 6, 10)], ids=["chain", "tree20", "tree60"]
-)
-@pytest.mark.parametrize("draft_tokens", [None, 40], ids=["full", "cut"])
-def test_greedy_decoding_equals_generate(family: str, policy: tuple, draft_tokens: int | None) -> None:
-    target, drafter = make_pair(family, draft_tokens, tie_word_embeddings=family == "qwen2")
-    chance = random.Random(5)
-    for length in (1, 9, 30):
-        prompt = [chance.randrange(5, 320) for _ in range(length)]
-        expected = generate(target, prompt, 40)
-        proposer = PolicyProposer(Eagle3Drafting(drafter), *policy)
-        out = decode(target, proposer, prompt, {STOP}, 40)
-        assert out.token_ids == expected
-        assert sum(out.accepted_per_round) + out.rounds - out.last_round_cut + 1 == len(out.token_ids)
+SPOILS = [
+    *(spoiled_chain, always_token_zero, random_tokens, stop_in_the_middle, duplicated_siblings),
+    *(longer_than_the_budget, another_size_every_time),
+]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -126,15 +154,46 @@ def test_prompt_lookup_and_plain_decoding_equal_generate(family: str) -> None:
 
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 23])
-def test_adversarial_drafts_change_nothing(spoil, max_new_tokens: int) -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_adversarial_drafts_change_nothing(spoil: Spoil, max_new_tokens: int, rows: int) -> None:
     target = Target(make_target())
-    prompt = [11, 12, 13]
-    expected = generate(target, prompt, max_new_tokens)
-    oracle = Oracle(generate(target, prompt, 80, stop=-1), len(prompt), 6, spoil)
-    out = decode(target, oracle, prompt, {STOP}, max_new_tokens)
-    assert out.token_ids == expected
+    prompts = [[11, 12, 13], [21, 22, 23, 24, 25, 26], [7]][:rows]
+    expected = [generate(target, prompt, max_new_tokens) for prompt in prompts]
+    oracle = Oracle([generate(target, prompt, 80, stop=-1) for prompt in prompts], prompts, 6, spoil)
+    answers = decode_batch(target, oracle, prompts, {STOP}, max_new_tokens)
+    assert [answer.token_ids for answer in answers] == expected
+    for answer in answers:
+        assert sum(answer.accepted_per_round) + answer.rounds - answer.last_round_cut + 1 == len(answer.token_ids)
     if spoil is spoiled_chain and max_new_tokens == 23:
-        assert set(out.accepted_per_round[:-1]) == {2}  # the right drafts are really accepted
+        assert all(set(answer.accepted_per_round[:-1]) == {2} for answer in answers)  # right drafts are accepted
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_answers_side_by_side_are_those_of_each_alone(spoil: Spoil) -> None:
+    """Rounds and counts, too: also where answers end at different times and trees differ in size."""
+    target = Target(make_target("gemma2", sliding_window=8))
+    prompts = [[11, 12, 13], [21, 22, 23, 24, 25, 26], [7], list(range(30, 60)), [5, 9]]
+    futures = [generate(target, prompt, 80, stop=-1) for prompt in prompts]
+    stop = futures[1][9]  # ends the second answer early
+    together = decode_batch(target, Oracle(futures, prompts, 6, spoil), prompts, {stop}, 30)
+    for prompt, future, answer in zip(prompts, futures, together, strict=True):
+        alone = decode(target, Oracle([future], [prompt], 6, spoil), prompt, {stop}, 30)
+        for name in ("token_ids", "accepted_per_round", "last_round_cut", "tree_nodes", "draft_calls"):
+            assert getattr(answer, name) == getattr(alone, name), name
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_drafts_end_where_the_target_s_positions_end(family: str, rows: int) -> None:
+    """GPT-2 looks positions up in a table: one beyond it is an error, not a longer context."""
+    target = Target(make_target(family, max_position_embeddings=32, n_positions=32))
+    prompts = [[11, 12, 13], [21, 22, 23, 24, 25]][:rows]
+    budget = 32 - len(prompts[-1])
+    futures = [generate(target, prompt, budget, stop=-1) for prompt in prompts]
+    oracle = Oracle([[*future, *range(60)] for future in futures], prompts, 40, longer_than_the_budget)
+    answers = decode_batch(target, oracle, prompts, {-1}, budget)
+    assert [answer.token_ids for answer in answers] == futures
+    assert max(nodes for answer in answers for nodes in answer.tree_nodes) <= 32
 
 
 def test_a_stop_token_inside_an_accepted_path_ends_the_answer_there() -> None:
@@ -144,29 +203,83 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_answer_there() -> None:
     future = generate(target, prompt, 30, stop=-1)
     stop = future[3]
     end = future.index(stop) + 1
-    oracle = Oracle(future, len(prompt), 12, lambda root, rest: DraftTree.chain([root, *rest], torch.device("cpu")))
+    oracle = Oracle([future], [prompt], 12, lambda root, rest: chain([root, *rest]))
     out = decode(target, oracle, prompt, {stop}, 30)
     assert out.token_ids == future[:end]
     assert out.accepted_per_round == [end - 1]
     assert out.last_round_cut
 
 
-def test_the_proposer_sees_the_target_s_own_states_of_what_was_committed() -> None:
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_proposer_sees_the_target_s_own_states_of_what_was_committed(rows: int) -> None:
     """Whatever stood beside the accepted path in the tree: never a drafted or a rejected node's state."""
     target = Target(make_target())
-    prompt = [11, 12, 13]
-    future = generate(target, prompt, 40, stop=-1)
+    prompts = [[11, 12, 13], [21, 22, 23, 24, 25, 26], [7]][:rows]
+    futures = [generate(target, prompt, 40, stop=-1) for prompt in prompts]
 
-    def right_path_behind_wrong_ones(root: int, rest: list[int]) -> DraftTree:
+    def right_path_behind_wrong_ones(root: int, rest: list[int]) -> Nodes:
         tokens = [root, (rest[0] + 1) % 320, (rest[0] + 2) % 320, rest[0], 9, rest[1] if len(rest) > 1 else 8]
-        return DraftTree(torch.tensor(tokens), torch.tensor([-1, 0, 0, 0, 1, 3]))
+        return tokens, [-1, 0, 0, 0, 1, 3]
 
-    oracle = Oracle(future, len(prompt), 6, right_path_behind_wrong_ones)
-    out = decode(target, oracle, prompt, {-1}, 25)
-    assert 2 in out.accepted_per_round
-    seen = torch.cat(oracle.features)
-    expected = target.states(torch.tensor([prompt + future])).captured[0, : len(seen)]
-    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+    oracle = Oracle(futures, prompts, 6, right_path_behind_wrong_ones)
+    answers = decode_batch(target, oracle, prompts, {-1}, 25)
+    for prompt, future, answer, features in zip(prompts, futures, answers, oracle.features, strict=True):
+        assert 2 in answer.accepted_per_round
+        seen = torch.cat(features)
+        expected = target.states(torch.tensor([prompt + future])).captured[0, : len(seen)]
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_the_states_asked_for_are_captured() -> None:
+    target = Target(make_target())
+    session = target.session((1, 5))
+    _, captured = session.prefill([[11, 12, 13]])
+    expected = Target(target.model, (1, 5)).states(torch.tensor([[11, 12, 13]])).captured
+    assert captured is not None
+    torch.testing.assert_close(captured, expected, rtol=1e-4, atol=1e-4)
+    assert target.session().prefill([[11, 12, 13]])[1] is None
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for the device: a number or a shape that hangs on data."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonzero", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        boolean = name in ("index", "index_put_") and any(
+            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+        )
+        if name in self.NAMES or boolean:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tree", ["chain", "static", "eagle2"])
+def test_a_round_waits_for_the_device_once(rows: int, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its one wait is the list of accepted tokens (`tolist`, which is counted by itself)."""
+    target, drafter = make_pair("llama", 40)
+    lists = 0
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor: torch.Tensor) -> Any:
+        nonlocal lists
+        lists += 1
+        return tolist(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", counted)
+    policy = policy_of(TreeSection(policy=tree, **{"nodes": 12} if tree == "eagle2" else {}), GREEDY)  # type: ignore[arg-type]
+    proposer = PolicyProposer(Eagle3Drafting(drafter), policy)
+    with Waits() as waits:
+        answers = decode_batch(target, proposer, [[5, 6, 7], [8, 9], [10]][:rows], {-1}, 12)
+    rounds = max(answer.rounds for answer in answers)
+    assert lists == rounds + 1  # the prefill's token, too
+    assert waits.seen == []
 
 
 @pytest.mark.parametrize(
@@ -280,31 +393,68 @@ def random_tree(chance: random.Random, nodes: int) -> tuple[list[int], list[int]
 
 def test_tree_ancestors_depths_and_acceptance_against_slow_twins() -> None:
     chance = random.Random(0)
-    for _ in range(200):
-        nodes = chance.randint(1, 14)
-        tokens, parents = random_tree(chance, nodes)
-        tree = DraftTree(torch.tensor(tokens), torch.tensor(parents))
-        ancestors = reference.draft_tree_ancestors(parents)
-        assert [set(row.nonzero().flatten().tolist()) for row in tree.ancestors] == ancestors
-        assert tree.depths.tolist() == [len(a) - 1 for a in ancestors]
-        logits = torch.randn(nodes, 6, generator=torch.Generator().manual_seed(chance.randrange(10**6)))
-        path, bonus = accept_greedy(tree, logits)
-        best = logits.argmax(-1).tolist()
-        twin, twin_bonus = reference.greedy_path(tokens, parents, best)
-        walked = [tokens[i] for i in path.tolist()]
-        # Repeated siblings: the twin may take another copy, and a shorter path below it; ours is never shorter.
-        assert len(path) >= len(twin)
-        if len({(p, t) for p, t in zip(parents, tokens, strict=True)}) == nodes:
-            assert (path.tolist(), int(bonus)) == (twin, twin_bonus)
-        assert all(best[a] == t for a, t in zip(path.tolist(), walked[1:], strict=False))
+    for _ in range(100):
+        trees = [random_tree(chance, chance.randint(1, 14)) for _ in range(chance.randint(1, 3))]
+        tree = side_by_side(trees)
+        logits = torch.randn(
+            len(trees), tree.nodes, 6, generator=torch.Generator().manual_seed(chance.randrange(10**6))
+        )
+        accepted = accept_greedy(tree, logits)
+        for row, (tokens, parents) in enumerate(trees):
+            nodes = len(tokens)
+            ancestors = reference.draft_tree_ancestors(parents)
+            found = [set(marks.nonzero().flatten().tolist()) for marks in tree.ancestors[row, :nodes]]
+            assert found == ancestors
+            assert tree.depths[row, :nodes].tolist() == [len(a) - 1 for a in ancestors]
+            path, bonus = accepted.path[row, : int(accepted.length[row])].tolist(), int(accepted.bonus[row])
+            best = logits[row].argmax(-1).tolist()
+            twin, twin_bonus = reference.greedy_path(tokens, parents, best)
+            # Repeated siblings: the twin may take another copy, and a shorter path below it; ours is never shorter.
+            assert len(path) >= len(twin)
+            if len({(p, t) for p, t in zip(parents, tokens, strict=True)}) == nodes:
+                assert (path, bonus) == (twin, twin_bonus)
+            assert all(best[a] == tokens[b] for a, b in itertools.pairwise(path))
+            assert bonus == best[path[-1]]
+
+
+def test_pruning_leaves_the_shallower_nodes_and_nothing_drawn_from_new_leaves() -> None:
+    chance = random.Random(1)
+    for _ in range(60):
+        trees = [random_tree(chance, chance.randint(1, 14)) for _ in range(chance.randint(1, 3))]
+        depths = [[len(a) - 1 for a in reference.draft_tree_ancestors(parents)] for _, parents in trees]
+        order = [sorted(range(len(d)), key=lambda i, d=d: d[i]) for d in depths]
+        trees = [
+            ([tokens[i] for i in o], [-1 if parents[i] < 0 else o.index(parents[i]) for i in o])
+            for (tokens, parents), o in zip(trees, order, strict=True)
+        ]
+        limits = [chance.randint(0, 4) for _ in trees]
+        pruned = side_by_side(trees).pruned(limits)
+        sizes = [pruned.nodes] * len(trees) if pruned.sizes is None else pruned.sizes.tolist()
+        for row, ((tokens, parents), limit, size) in enumerate(zip(trees, limits, sizes, strict=True)):
+            kept = sum(d <= limit for d in depths[row])
+            assert size == kept
+            assert pruned.tokens[row, :size].tolist() == tokens[:kept]
+            assert pruned.parents[row, :size].tolist() == parents[:kept]
+    q = torch.rand(1, 4, 6)
+    q[:, 3] = 0
+    drawn = DraftTree(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-1, 0, 1, 2]]), 3, drawn_from=q, is_chain=True)
+    left = drawn.pruned([2]).drawn_from
+    assert left is not None
+    assert left.shape == (1, 3, 6)
+    assert torch.equal(left[:, :2], q[:, :2])
+    assert not left[:, 2].any()
 
 
 def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     lookup = PromptLookup(3, torch.device("cpu"))
     tokens = [1, 2, 3, 50, 9, 2, 3, 60, 61, 62, 1, 2, 3]
-    lookup.observe(tokens[:7], torch.empty(0))
-    lookup.observe(tokens, torch.empty(0))
-    assert lookup.propose(3)[0].tokens.tolist() == [3, 50, 9, 2]  # (1, 2, 3) beats the later (2, 3)
-    lookup.reset()
-    lookup.observe([5, 6, 7], torch.empty(0))
-    assert len(lookup.propose(7)[0]) == 1  # nothing to copy: a round of plain decoding
+    lookup.reset(2)
+    lookup.observe([tokens[:7], [5, 6]], None, [6, 1])
+    lookup.observe([tokens, [5, 6, 7]], None, [6, 1])
+    tree, calls = lookup.propose()
+    assert calls == [0, 0]
+    assert tree.tokens[0].tolist() == [3, 50, 9, 2]  # (1, 2, 3) beats the later (2, 3)
+    assert tree.sizes is not None
+    assert tree.sizes.tolist() == [4, 1]  # nothing to copy: a round of plain decoding
+    lookup.keep([1])
+    assert lookup.propose()[0].tokens.tolist() == [[7]]

@@ -17,11 +17,11 @@ from transformers import GenerationConfig
 from draftsmith.data_gen.generators import resolve_sampling
 from draftsmith.eval.accept import accept_sampled
 from draftsmith.eval.decode import Generation, decode
-from draftsmith.eval.policies import PolicyProposer
+from draftsmith.eval.policies import Chain, Eagle2, PolicyProposer
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
-from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws, pick
+from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws, pick
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -179,20 +179,31 @@ def random_tree(chance: torch.Generator, nodes: int, tokens: int) -> DraftTree:
         depths.append(depths[parent] + 1)
     order = sorted(range(nodes), key=lambda i: depths[i])
     place = {old: new for new, old in enumerate(order)}
-    return DraftTree(
-        torch.randint(tokens, (nodes,), generator=chance),
-        torch.tensor([-1 if parents[old] < 0 else place[parents[old]] for old in order]),
+    return one_tree(
+        torch.randint(tokens, (nodes,), generator=chance).tolist(),
+        [-1 if parents[old] < 0 else place[parents[old]] for old in order],
     )
 
 
-def outcome(tree: DraftTree, path: torch.Tensor, bonus: torch.Tensor) -> tuple[int, ...]:
+def one_tree(tokens: list[int], parents: list[int], drawn_from: torch.Tensor | None = None) -> DraftTree:
+    q = None if drawn_from is None else drawn_from[None]
+    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), len(tokens) - 1, drawn_from=q)
+
+
+def accept_one(tree: DraftTree, logits: torch.Tensor, sampling: Sampling, draws: Draws) -> tuple[list[int], int]:
+    """Path and bonus of a single tree."""
+    accepted = accept_sampled(tree, logits[None], sampling, [draws])
+    return accepted.path[0, : int(accepted.length)].tolist(), int(accepted.bonus)
+
+
+def outcome(tree: DraftTree, path: list[int], bonus: int) -> tuple[int, ...]:
     """The tokens that a round adds."""
-    return (*tree.tokens[path[1:]].tolist(), int(bonus))
+    return (*tree.tokens[0, path[1:]].tolist(), bonus)
 
 
 def uneven_tree(chance: torch.Generator) -> DraftTree:
     """Behind the second sibling the tree goes deeper: the first one must still go before."""
-    return DraftTree(torch.tensor([0, 1, 2, 3, 1]), torch.tensor([-1, 0, 0, 2, 3]))
+    return one_tree([0, 1, 2, 3, 1], [-1, 0, 0, 2, 3])
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
@@ -201,14 +212,14 @@ def uneven_tree(chance: torch.Generator) -> DraftTree:
 def test_a_round_on_a_ranked_tree_equals_the_walk(shape: Callable, seed: int, sampling: Sampling) -> None:
     chance = torch.Generator().manual_seed(seed)
     tree = shape(chance)
-    logits = torch.randn(len(tree), VOCAB, generator=chance) * 2
+    logits = torch.randn(tree.nodes, VOCAB, generator=chance) * 2
 
     def round_of(draws: EnumeratedDraws) -> Hashable:
-        path, bonus = accept_sampled(tree, logits, sampling, draws)
-        return (*path.tolist(), "bonus", int(bonus))
+        path, bonus = accept_one(tree, logits, sampling, draws)
+        return (*path, "bonus", bonus)
 
     p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
-    walk = reference.sampled_walk(tree.tokens.tolist(), tree.parents.tolist(), p, None)
+    walk = reference.sampled_walk(tree.tokens[0].tolist(), tree.parents[0].tolist(), p, None)
     assert_same_law(enumerate_law(round_of), {(*path, "bonus", bonus): w for (path, bonus), w in walk.items()})
 
 
@@ -227,10 +238,10 @@ def test_a_round_on_a_drawn_chain_equals_the_walk_and_has_the_target_s_law(sampl
         weight = float(q[0, a] * q[1, b])
         if weight == 0:
             continue
-        tree = DraftTree(torch.tensor([0, a, b]), torch.tensor([-1, 0, 1]), q)
+        tree = one_tree([0, a, b], [-1, 0, 1], q)
 
         def round_of(draws: EnumeratedDraws, tree: DraftTree = tree) -> tuple[int, ...]:
-            return outcome(tree, *accept_sampled(tree, logits, sampling, draws))
+            return outcome(tree, *accept_one(tree, logits, sampling, draws))
 
         law = enumerate_law(round_of)
         walk = reference.sampled_walk([0, a, b], [-1, 0, 1], p, q.tolist())
@@ -246,9 +257,9 @@ def test_a_round_on_a_drawn_chain_equals_the_walk_and_has_the_target_s_law(sampl
 def test_the_bonus_behind_a_path_that_is_wholly_accepted_is_processed_too() -> None:
     """PosS draws it from the plain softmax, whatever the temperature (0.187 off at T = 0.5)."""
     logits = torch.tensor([[0.0, 60.0, 0.0, 0.0, 0.0], [2.0, 1.0, 0.5, 0.0, -1.0]])
-    tree = DraftTree.chain([0, 1], CPU)
+    tree = DraftTree.chains([[0, 1]], CPU)
     for sampling in SAMPLINGS.values():
-        law = enumerate_law(lambda draws, s=sampling: outcome(tree, *accept_sampled(tree, logits, s, draws)))
+        law = enumerate_law(lambda draws, s=sampling: outcome(tree, *accept_one(tree, logits, s, draws)))
         p = reference.processed(logits[1].tolist(), sampling.temperature, sampling.top_p, sampling.top_k)
         assert_same_law(law, {(1, token): weight for token, weight in enumerate(p)})
         assert max(abs(a - b) for a, b in zip(p, logits[1].softmax(-1).tolist(), strict=True)) > 0.01 or sampling == (
@@ -257,9 +268,9 @@ def test_the_bonus_behind_a_path_that_is_wholly_accepted_is_processed_too() -> N
 
 
 def test_a_rejected_token_never_comes_back_as_the_bonus_of_a_ranked_tree() -> None:
-    tree = DraftTree(torch.tensor([0, 1, 2, 1]), torch.tensor([-1, 0, 0, 0]))
+    tree = one_tree([0, 1, 2, 1], [-1, 0, 0, 0])
     logits = torch.zeros(4, VOCAB)
-    law = enumerate_law(lambda draws: outcome(tree, *accept_sampled(tree, logits, Sampling(1.0), draws)))
+    law = enumerate_law(lambda draws: outcome(tree, *accept_one(tree, logits, Sampling(1.0), draws)))
     assert {tokens for tokens in law if len(tokens) == 1} == {(0,), (3,), (4,)}
     # One in five each: two as drafted, three as the residual.
     assert sum(w for tokens, w in law.items() if tokens[0] == 1) == pytest.approx(0.2, abs=1e-6)
@@ -270,10 +281,31 @@ def test_a_temperature_near_zero_keeps_what_greedy_decoding_keeps() -> None:
     """litgpt accepts at temperature 0 by a coin weighted with the untempered probabilities; a token that is not the
     likeliest must then never be accepted, nor drawn."""
     logits = torch.tensor([[1.0, 0.9, 0.0, 0.0, 0.0]]).expand(3, -1)
-    tree = DraftTree.chain([0, 1, 0], CPU)
+    tree = DraftTree.chains([[0, 1, 0]], CPU)
     for sampling in (Sampling(1e-4), GREEDY):
-        law = enumerate_law(lambda draws, s=sampling: outcome(tree, *accept_sampled(tree, logits, s, draws)))
+        law = enumerate_law(lambda draws, s=sampling: outcome(tree, *accept_one(tree, logits, s, draws)))
         assert_same_law(law, {(0,): 1.0})
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["ranked", "drawn"])
+def test_a_tree_among_others_is_accepted_as_it_is_alone(drawn: bool) -> None:
+    """Whatever its neighbours' sizes: the same random numbers, the same path and bonus."""
+    chance = torch.Generator().manual_seed(3)
+    sizes, widest = [2, 5, 3], 5
+    tokens = torch.randint(VOCAB, (3, widest), generator=chance)
+    parents = [list(range(-1, widest - 1)) if drawn else [-1, 0, 0, 1, 2]] * 3
+    logits = torch.randn(3, widest, VOCAB, generator=chance)
+    q = torch.rand(3, widest, VOCAB, generator=chance).softmax(-1) if drawn else None
+    for row, size in enumerate(sizes if q is not None else []):
+        q[row, size - 1 :] = 0  # type: ignore[index]
+    together = DraftTree(tokens, torch.tensor(parents), widest - 1, sizes=torch.tensor(sizes), drawn_from=q)
+    for seed in range(20):
+        accepted = accept_sampled(together, logits, Sampling(1.0), [SeededDraws(seed, row) for row in range(3)])
+        for row, size in enumerate(sizes):
+            alone = one_tree(tokens[row, :size].tolist(), parents[row][:size], None if q is None else q[row, :size])
+            path, bonus = accept_one(alone, logits[row, :size], Sampling(1.0), SeededDraws(seed, row))
+            assert accepted.path[row, : int(accepted.length[row])].tolist() == path
+            assert int(accepted.bonus[row]) == bonus
 
 
 # The whole loop: the law of the first tokens of an answer.
@@ -310,9 +342,9 @@ def answers_of(target: Target, prompt: list[int], length: int, sampling: Samplin
 
 PROPOSERS: dict[str, Callable[[Eagle3Drafter, Sampling], Any]] = {
     "plain": lambda drafter, sampling: None,
-    "chain": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), "chain", 3, 2, 1),
-    "drawn chain": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), "chain", 3, 2, 1, sampling),
-    "tree": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), "eagle2", 4, 2, 2),
+    "chain": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), Chain(2)),
+    "drawn chain": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), Chain(2, sampling=sampling)),
+    "tree": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), Eagle2(nodes=4, draft_calls=2, top_k=2)),
     "prompt lookup": lambda drafter, sampling: PromptLookup(2, CPU),
 }
 
@@ -338,7 +370,7 @@ def test_the_same_seed_gives_the_same_answer_and_sampling_without_draws_is_refus
     sampling = Sampling(1.0)
 
     def answer(seed: int) -> Generation:
-        proposer = PolicyProposer(Eagle3Drafting(drafter), "chain", 3, 2, 1, sampling)
+        proposer = PolicyProposer(Eagle3Drafting(drafter), Chain(2, sampling=sampling))
         return decode(target, proposer, [1, 3, 0], set(), 30, sampling, SeededDraws(seed, ("id", 0)))
 
     assert answer(0).token_ids == answer(0).token_ids
