@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from draftsmith.models.families import layer_configs
-from draftsmith.models.key_values import KeyValues, Kind
+from draftsmith.models.key_values import KeyValues, Kind, seen_by_children
 from draftsmith.models.layers import Attention, GatedMLP, grouped_attention, rotary
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -258,12 +258,7 @@ class Eagle3Drafting:
         cos, sin = drafter.rotary(x, position.expand(-1, count))
         keys, values = columns.write(0, *attention.keys_values(x, cos, sin))
 
-        # A new slot sees what its parent sees, and itself. Slot 0 is committed: it sees none of the drafted ones.
-        of_parents = functional.pad(self.visible, (0, 0, 1, 0))[each, parent_slots]  # [B, b, before]
-        itself = torch.eye(count, dtype=torch.bool, device=self.device).expand(rows, -1, -1)
-        seen_slots = torch.cat((of_parents, itself), dim=2)  # [B, b, before + b]
-        self.visible = torch.cat((functional.pad(self.visible, (0, count)), seen_slots), dim=1)
-
+        seen_slots, self.visible = seen_by_children(self.visible, parent_slots)
         mask = columns.seen(seen_slots)  # [B, b, S + slots]
         attended = grouped_attention(attention.queries(x, cos, sin), keys, values, mask)
         outputs = drafter.midlayer.finish(feature, attended)  # [B, b, H]

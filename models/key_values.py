@@ -177,3 +177,21 @@ class KeyValues:
             grown[:, :, :, : self.capacity] = buffer
             self._buffers[kind] = grown
         self._rebuilt(capacity)
+
+
+def seen_by_children(visible_BSS: torch.Tensor, parent_slots_Bb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What new slots of a drafter's tree see: what their parents see, and themselves.
+
+    Args:
+        visible_BSS: which of the drafted slots so far each of them sees. Slots count from 1: slot s stands at s - 1.
+        parent_slots_Bb: 0 for children of the root, which is committed: it sees none of the drafted slots.
+
+    Returns:
+        [B, b, S + b] what each new slot sees, and [B, S + b, S + b] all slots.
+    """
+    (rows, count), device = parent_slots_Bb.shape, visible_BSS.device
+    each = torch.arange(rows, device=device)[:, None]
+    of_parents = functional.pad(visible_BSS, (0, 0, 1, 0))[each, parent_slots_Bb]  # [B, b, S]
+    itself = torch.eye(count, dtype=torch.bool, device=device).expand(rows, -1, -1)
+    seen_BbS = torch.cat((of_parents, itself), dim=2)
+    return seen_BbS, torch.cat((functional.pad(visible_BSS, (0, count)), seen_BbS), dim=1)

@@ -173,3 +173,10 @@ def most_frequent(tokens: list[int], counts: list[int], size: int, must_have: li
     fixed = [token for token in tokens if token in must_have]
     others = sorted((token for token in tokens if token not in must_have), key=lambda token: (-counts[token], token))
     return sorted(fixed + others[: size - len(fixed)])
+
+
+@torch.no_grad()
+def log_probs_after(model, text: list[int], only: list[int] | None = None) -> torch.Tensor:
+    """[V] log-probabilities of the token after `text`, read whole and without a cache; among the tokens `only`."""
+    logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].double()
+    return torch.log_softmax(logits if only is None else logits[only], dim=-1)

@@ -1,0 +1,200 @@
+"""A small causal LM as a drafter for a larger one with the same vocabulary: plain speculative decoding
+(Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
+
+It reads tokens alone, never the target's states. What it has drafted stands in its key/value cache, and where the
+target takes a drafted token, its key and value are already those of the committed one:
+
+    cache     | p p p p r | a b c            r the last round's root, a b c drafted behind it
+    committed   p p p p r   a b  x           a and b were accepted, x is the target's own: the new root
+    cache     | p p p p r   a b  x |         a and b stay, x alone is fed; its output drafts the new root's children
+
+In a tree the drafted tokens on the accepted path are gathered; the rest is fed again. The target may have accepted a
+token whose slot was never filled (leaves are verified, not fed) or that another proposer drafted: that is fed, too.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from draftsmith.models.families import scaled_logits
+from draftsmith.models.key_values import seen_by_children
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
+
+
+def load_draft_model(section: TargetSection) -> Target:
+    """A causal LM that drafts. It may have any number of layers: none of its states is captured.
+
+    Raises:
+        UserError: as `load_causal_lm` and `Target`: a cache that cannot be rolled back rules out drafters, too.
+    """
+    return Target(load_causal_lm(section), capture_layers=(0,))
+
+
+def check_vocabulary(small: Target, target: Target) -> None:
+    """Token ids of the one must be those of the other; equal tokenizers are for the caller to check.
+
+    Raises:
+        UserError: vocabularies of different sizes.
+    """
+    if small.vocab_size != target.vocab_size:
+        raise UserError(
+            f"draft_model: {small.name} has a vocabulary of {small.vocab_size} tokens, the target {target.name} one of "
+            f"{target.vocab_size}; a draft model must share the target's tokenizer"
+        )
+
+
+class CausalLMDrafting:
+    """A small causal LM inside B answers: a `models.draft_tree.Drafting`.
+
+    Slot 0 is the root, the last column of the cache. The drafted slots stand behind it in the session's buffers
+    (`models.key_values`), drafted slot s at the session's slot s - 1.
+
+    Args:
+        target: the small LM, in the role of the drafter.
+        cut: FR-Spec (arXiv 2502.14856): draft these tokens alone, by their rows of the LM's head; probabilities are
+            those among them. None: the whole vocabulary.
+
+    Raises:
+        UserError: a cut of another vocabulary.
+    """
+
+    capture_layers: tuple[int, ...] = ()
+
+    def __init__(self, target: Target, cut: DraftVocab | None = None):
+        if cut is not None and cut.target_vocab_size != target.vocab_size:
+            raise UserError(
+                f"draft_model: {target.name} has a vocabulary of {target.vocab_size} tokens, the cut is one of "
+                f"{cut.target_vocab_size}"
+            )
+        self.lm, self.device = target, target.device
+        self.vocab = (DraftVocab.full(target.vocab_size) if cut is None else cut).to(self.device)
+        self.positions: int | None = getattr(target.config, "max_position_embeddings", None)
+        self.head_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        if cut is not None:
+            bias = getattr(target.head, "bias", None)
+            ids = self.vocab.target_ids
+            self.head_rows = (target.head_weight[ids], None if bias is None else bias[ids])
+        self.reset(0)
+
+    def reset(self, rows: int) -> None:
+        self.session = self.lm.session()
+        self.prefilled = False
+        self._begin_round(torch.empty(0))
+
+    def _begin_round(self, log_probs: torch.Tensor) -> None:
+        self.log_probs_of_root = log_probs  # [B, Vd]
+        # The drafted slots of this round, one entry for each `expand`: their tokens and the slots of their parents,
+        # [B, b] each, and their depth.
+        self.drafted: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self.visible: torch.Tensor | None = None  # [B, S, S] which drafted slots each of them sees; None: a chain's
+
+    def keep(self, rows: Sequence[int]) -> None:
+        index = torch.tensor(rows, device=self.device)
+        self.session.keep(rows)
+        self.log_probs_of_root = self.log_probs_of_root[index]
+        self.drafted = [(tokens[index], parents[index], depth) for tokens, parents, depth in self.drafted]
+        self.visible = None if self.visible is None else self.visible[index]
+
+    @torch.no_grad()
+    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+        """Catches up on what was committed, the root included, in one forward; `features` and `counts` are not read."""
+        if not self.prefilled:
+            logits_BV, _ = self.session.prefill(committed)
+            self.prefilled = True
+            if self.head_rows is not None:
+                logits_BV = logits_BV[:, self.vocab.target_ids]
+            self._begin_round(functional.log_softmax(logits_BV, dim=-1))
+            return
+        self._keep_drafted(committed)
+        rest = [tokens[length:] for tokens, length in zip(committed, self.session.lengths, strict=True)]
+        counts = [len(tokens) for tokens in rest]
+        rows, most = len(rest), max(counts)
+        padded = torch.tensor([[*tokens, *[0] * (most - len(tokens))] for tokens in rest], device=self.device)
+        # Padding stands behind the shorter rows, at the position of their last token.
+        depths_BS = torch.arange(most, device=self.device).expand(rows, -1)
+        if min(counts) < most:
+            depths_BS = depths_BS.minimum(torch.tensor(counts, device=self.device)[:, None] - 1)
+        last, _ = self.session.append(padded, depths_BS, self._chain(most, most))
+        self.session.commit(counts)
+        if min(counts) == most:
+            ends = last[:, -1]
+        else:
+            ends = last[torch.arange(rows, device=self.device), torch.tensor(counts, device=self.device) - 1]
+        self._begin_round(self._log_probs(ends))
+
+    def _keep_drafted(self, committed: Sequence[Sequence[int]]) -> None:
+        """Commits the drafted slots on each row's path, but never the root's own: its output is needed."""
+        if not self.drafted:
+            return
+        tokens = torch.cat([tokens for tokens, _, _ in self.drafted], dim=1).tolist()
+        parents = torch.cat([parents for _, parents, _ in self.drafted], dim=1).tolist()
+        paths: list[list[int]] = []  # of each row: indices of drafted slots, root's child first
+        for row, length in enumerate(self.session.lengths):
+            # Siblings with one token have one key, so the first stands for all, and for the parents of their children.
+            slot_of: dict[tuple[int, int], int] = {}
+            first = [0]
+            for slot, (parent, token) in enumerate(zip(parents[row], tokens[row], strict=True), start=1):
+                first.append(slot_of.setdefault((first[parent], token), slot))
+            at, path = 0, []
+            for token in committed[row][length:-1]:
+                if (at, token) not in slot_of:
+                    break
+                at = slot_of[at, token]
+                path.append(at - 1)
+            paths.append(path)
+        most = max(map(len, paths))
+        in_place = all(path == list(range(len(path))) for path in paths)
+        padded = None
+        if not in_place:
+            padded = torch.tensor([path + [0] * (most - len(path)) for path in paths], device=self.device)
+        self.session.commit([len(path) for path in paths], padded)
+
+    def root_log_probs(self) -> torch.Tensor:
+        return self.log_probs_of_root
+
+    @torch.no_grad()
+    def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        count = tokens.shape[1]
+        before = sum(tokens.shape[1] for tokens, _, _ in self.drafted)
+        self.drafted.append((tokens, parent_slots, depth))
+        if before + count == depth:  # one slot at every depth so far
+            depths_S = torch.arange(depth, device=self.device)
+            seen_BbS = self._chain(1, depth)
+        else:
+            if self.visible is None:
+                self.visible = self._chain(before, before)
+            seen_BbS, self.visible = seen_by_children(self.visible, parent_slots)
+            depths = [each - 1 for tokens, _, each in self.drafted for _ in range(tokens.shape[1])]
+            depths_S = torch.tensor(depths, device=self.device)
+        depths_BS = self._depths(depths_S, depth - 1)
+        last, _ = self.session.append(tokens, depths_BS, seen_BbS)
+        return self._log_probs(last)
+
+    def _chain(self, count: int, slots: int) -> torch.Tensor:
+        """[B, n, S] what the last `count` slots of a chain see."""
+        seen = torch.ones((count, slots), dtype=torch.bool, device=self.device)
+        return (seen if count == 1 else seen.tril(slots - count)).expand(len(self.session.lengths), -1, -1)
+
+    def _depths(self, depths_S: torch.Tensor, deepest: int) -> torch.Tensor:
+        """[B, S] how far behind the cache slots stand, but at no position that the LM does not have.
+
+        Learned positions end; what is drafted behind them is cut off before it is verified.
+        """
+        lengths, positions = self.session.lengths, self.positions
+        depths_BS = depths_S.expand(len(lengths), -1)
+        if positions is None or max(lengths) + deepest < positions:
+            return depths_BS
+        most = [max(0, positions - 1 - length) if length < positions else deepest for length in lengths]
+        return depths_BS.minimum(torch.tensor(most, device=self.device)[:, None])
+
+    def _log_probs(self, last: torch.Tensor) -> torch.Tensor:
+        """Final states [..., H] to log-probabilities [..., Vd]."""
+        if self.head_rows is None:
+            logits = self.lm.logits(last)
+        else:
+            logits = scaled_logits(self.lm.config, functional.linear(last, *self.head_rows)).float()
+        return functional.log_softmax(logits, dim=-1)

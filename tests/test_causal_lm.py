@@ -1,0 +1,173 @@
+"""A small causal LM as a drafter: its cache stays right whatever the target accepts, and it changes no answer."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from draftsmith.eval.decode import decode, decode_batch
+from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
+from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.sampling import Draws
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
+from tests import reference
+from tests.conftest import make_target
+
+STOP = 4
+SHAPES = [[3, 4, 2], [1, 1, 1, 1], [1, 2, 1], [2, 1, 1, 3]]  # new slots of each depth
+
+
+def small_lm(family: str = "llama", num_layers: int = 2, seed: int = 11, **overrides) -> Target:
+    return Target(make_target(family, num_layers, seed, **overrides), capture_layers=(0,))
+
+
+@pytest.mark.parametrize("cut", [None, 50], ids=["full", "cut"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("lengths", [[9], [5, 17, 1]], ids=["B1", "B3"])
+def test_log_probs_equal_a_plain_forward_over_every_path(lengths: list[int], family: str, cut: int | None) -> None:
+    """Random trees, of which a random path is accepted, round after round; rows end, others go on.
+
+    Some accepted tokens were drafted, some were not, some rounds drafted nothing.
+    """
+    settings = (
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]} if "gemma" in family else {}
+    )
+    lm = small_lm(family, **settings)
+    chance = random.Random(7)
+    vocab = None
+    if cut is not None:
+        vocab = DraftVocab(torch.tensor(sorted(chance.sample(range(320), cut))), 320)
+    drafting = CausalLMDrafting(lm, vocab)
+
+    def same(ours: torch.Tensor, path: list[int]) -> None:
+        # Float32 against float32: masked and in one go against alone.
+        expected = reference.log_probs_after(lm.model, path, None if vocab is None else vocab.target_ids.tolist())
+        torch.testing.assert_close(ours.double(), expected, rtol=0, atol=2e-5)
+
+    committed = [[chance.randrange(5, 320) for _ in range(length)] for length in lengths]
+    drafting.reset(len(committed))
+    fed: list[int] = []
+    most_missing = 0
+    lm.decoder.register_forward_pre_hook(
+        lambda _module, _args, inputs: fed.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    for round_number in range(9):
+        fed.clear()
+        drafting.observe(committed, None, [])
+        if round_number:
+            assert fed == [most_missing], "drafted tokens that were accepted are fed again"
+        for row, path in enumerate(committed):
+            same(drafting.root_log_probs()[row], path)
+        # paths[row][slot] is the text up to that slot; few tokens, so that siblings repeat some.
+        paths: list[list[list[int]]] = [[list(path)] for path in committed]
+        levels = [list(range(1))] * len(committed)
+        for depth, count in enumerate(SHAPES[round_number % 4] if round_number != 5 else [], start=1):
+            parents = [[chance.choice(level) for _ in range(count)] for level in levels]
+            tokens = [[chance.randrange(5, 12) for _ in range(count)] for _ in levels]
+            log_probs = drafting.expand(torch.tensor(parents), torch.tensor(tokens), depth)
+            for row, known in enumerate(paths):
+                first = len(known)
+                known += [[*known[p], t] for p, t in zip(parents[row], tokens[row], strict=True)]
+                levels[row] = list(range(first, first + count))
+                for i in range(count):
+                    same(log_probs[row, i], known[first + i])
+        missing: list[int] = []
+        for row, known in enumerate(paths):
+            begin, accepted = len(committed[row]), list(chance.choice(known))
+            # Without a token of its own, the new root is a drafted one.
+            fewest = 1 if len(accepted) == begin else 0
+            also = [chance.randrange(5, 320) for _ in range(chance.randrange(fewest, 3))]
+            committed[row] = [*accepted, *also]
+            # What stands in no slot must be fed, and the last token in any case.
+            drafted = {tuple(path) for path in known}
+            held = begin
+            while tuple(committed[row][: held + 1]) in drafted and held + 1 < len(committed[row]):
+                held += 1
+            missing.append(len(committed[row]) - held)
+        if round_number == 4 and len(committed) > 1:
+            going = [2, 0]
+            drafting.keep(going)
+            committed = [committed[row] for row in going]
+            missing = [missing[row] for row in going]
+        most_missing = max(missing)
+
+
+class Chain:
+    """A `Proposer` of greedy chains from any `Drafting`; counts what the target accepts."""
+
+    capture_layers = ()
+
+    def __init__(self, drafting: CausalLMDrafting, length: int):
+        self.drafting, self.length = drafting, length
+        self.committed: Sequence[Sequence[int]] = []
+
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.drafting.reset(rows)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.drafting.keep(rows)
+
+    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+        self.committed = committed
+        self.drafting.observe(committed, features, counts)
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        rows = len(self.committed)
+        log_probs = self.drafting.root_log_probs()
+        chain = [torch.tensor([[text[-1]] for text in self.committed])]
+        for depth in range(1, self.length + 1):
+            chain.append(self.drafting.vocab.to_target(log_probs.argmax(-1, keepdim=True)))
+            if depth < self.length:
+                log_probs = self.drafting.expand(torch.full((rows, 1), depth - 1), chain[-1], depth)[:, 0]
+        parents = torch.arange(-1, self.length).expand(rows, -1)
+        return DraftTree(torch.cat(chain, dim=1), parents, self.length, is_chain=True), [self.length] * rows
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("length", [1, 4])
+def test_greedy_answers_are_those_of_plain_decoding(family: str, length: int) -> None:
+    """By a stranger, whose drafts are wrong, and by the target itself, whose drafts are right."""
+    target = Target(make_target(family))
+    chance = random.Random(3)
+    prompts = [[chance.randrange(5, 320) for _ in range(n)] for n in (1, 12, 30)]
+    expected = [decode(target, None, prompt, {STOP}, 40).token_ids for prompt in prompts]
+    assert len({len(answer) for answer in expected}) > 1 or len(expected[0]) == 40
+    for lm in (small_lm(family), target):
+        proposer = Chain(CausalLMDrafting(lm), length)
+        alone = [decode(target, proposer, prompt, {STOP}, 40) for prompt in prompts]
+        assert [out.token_ids for out in alone] == expected
+        together = decode_batch(target, proposer, prompts, {STOP}, 40)
+        assert [out.token_ids for out in together] == expected
+        if lm is target:
+            assert all(n == length for out in alone + together for n in out.accepted_per_round[:-1])
+
+
+def test_learned_positions_end_and_drafting_does_not_fall_over_their_edge() -> None:
+    """The target's answer fills its 32 positions; the small LM has as many, and drafts beyond them."""
+    target, small = Target(make_target(max_position_embeddings=32)), small_lm("gpt2", max_position_embeddings=32)
+    prompts = [[7, 8, 9], [10, 11, 12, 13, 14]]
+    for proposer in (Chain(CausalLMDrafting(small), 6), None):
+        answers = decode_batch(target, proposer, prompts, {-1}, 27)
+        assert [len(prompt + out.token_ids) for prompt, out in zip(prompts, answers, strict=True)] == [30, 32]
+
+
+def test_another_vocabulary_is_refused() -> None:
+    target, small = Target(make_target()), small_lm(vocab_size=300)
+    with pytest.raises(UserError, match=r"300 tokens.* 320"):
+        check_vocabulary(small, target)
+    with pytest.raises(UserError, match=r"300 tokens.* 320"):
+        CausalLMDrafting(small, DraftVocab(torch.arange(5), 320))
+    check_vocabulary(small_lm(), target)
+
+
+def test_loading_takes_any_number_of_layers(tmp_path) -> None:
+    """EAGLE-3's default capture layers, which small models are too shallow for, are not asked for."""
+    make_target(num_layers=1).save_pretrained(tmp_path)
+    small = load_draft_model(TargetSection(model=str(tmp_path), dtype="float32", device="cpu"))
+    assert small.num_layers == 1 and small.vocab_size == 320
+    with pytest.raises(UserError, match=r"target\.model"):
+        load_draft_model(TargetSection(model=str(tmp_path / "nothing")))
