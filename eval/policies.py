@@ -1,127 +1,479 @@
-"""How a draft tree grows: policies over any `models.draft_tree.Drafting`.
+"""How draft trees grow: policies over any `models.draft_tree.Drafting`, for B answers side by side.
 
-A policy asks the drafter for log-probabilities and decides which nodes to expand and which to keep. The number of
-drafter calls includes the first, which reads the newly committed tokens and drafts the root's children.
+A policy asks the drafter for log-probabilities, decides which nodes to expand, which to keep and when to stop. The
+number of draft calls includes the first, which reads the newly committed tokens and drafts the root's children.
+
+    Chain       one token after the other; with `Svip` until one was uncertain
+    StaticTree  the same ranks every round
+    Eagle2      the best nodes of a beam search; with `Ddd` or `SvipTree` until the beam is worth no further call
+    C2T         what a classifier deems likely to be accepted
+
+The value of a node is the product of draft probabilities along its path (temperature 1, over the draft vocabulary),
+kept as its logarithm. A child never exceeds its parent, and where nodes are ranked, ties go to the earlier and so to
+the shallower one: what is kept is connected. A NaN counts as the lowest value.
+
+A batch grows until its last row has stopped. A row's tree and its number of calls are those it would have alone: what
+is drafted behind its stop is never verified. Nothing waits for the device but the tests of the policies that stop by
+what they see, once a test.
+
+Shapes: B rows, b nodes that are expanded in one call, K children of each, T drafted nodes of all calls, S slots,
+N nodes of the final trees, Vd draft vocabulary, V target vocabulary.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from torch.nn import functional
 
+from draftsmith.eval.stopping import Calls, Ddd, Stop, Svip, SvipTree
+from draftsmith.models.c2t import C2tClassifier, node_features
 from draftsmith.models.draft_tree import Drafting, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TreeSection
 
 
-def grow_chain(drafting: Drafting, root: int, nodes: int) -> DraftTree:
-    """The likeliest token after the likeliest token: `nodes` - 1 draft calls."""
-    log_probs = drafting.root_log_probs()
-    tokens = [torch.tensor([root], device=log_probs.device)]
-    for depth in range(1, nodes):
-        tokens.append(drafting.vocab.to_target(log_probs.argmax(-1, keepdim=True)))
-        if depth + 1 < nodes:
-            parent = torch.tensor([depth - 1], device=log_probs.device)
-            log_probs = drafting.expand(parent, tokens[-1], depth)[0]
-    parents = torch.arange(-1, nodes - 1, device=log_probs.device)
-    return DraftTree(torch.cat(tokens), parents)
+class TreePolicy(Protocol):
+    def grow(
+        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
+    ) -> tuple[DraftTree, list[int]]:
+        """A tree below each root, and how many draft calls it took.
+
+        Args:
+            roots_B: [B] target token ids, on the drafter's device.
+            draws: the random numbers of each row, for policies that sample.
+        """
+        ...
 
 
-def grow_sampled_chain(drafting: Drafting, root: int, nodes: int, sampling: Sampling, draws: Draws) -> DraftTree:
-    """Each token drawn from the drafter's distribution after the one before it: `nodes` - 1 draft calls.
+@dataclass(frozen=True)
+class Chain:
+    """One token after the other: `draft_tokens` of them, in as many calls.
 
-    The drafter's log-probabilities pass through the same temperature, top-k and top-p as the target's logits, which
-    brings the two closest; any distribution would be lossless.
+    Args:
+        stop: ends chains earlier.
+        sampling: tokens are drawn from the drafter's distribution, passed through the same temperature, top-k and top-p
+            as the target's logits, which brings the two closest; any distribution would be lossless. Greedy takes the
+            likeliest tokens.
+
+    A distribution that holds a NaN, or no token at all, is replaced by the uniform one.
     """
-    log_probs = drafting.root_log_probs()
-    tokens = [torch.tensor([root], device=log_probs.device)]
-    q_NV = log_probs.new_zeros(nodes, drafting.vocab.target_vocab_size)
-    for depth in range(1, nodes):
-        q_V = sampling.probabilities(log_probs)  # over the draft vocabulary
-        q_NV[depth - 1, drafting.vocab.target_ids] = q_V
-        tokens.append(drafting.vocab.to_target(draws.token(q_V)[None]))
-        if depth + 1 < nodes:
-            parent = torch.tensor([depth - 1], device=log_probs.device)
-            log_probs = drafting.expand(parent, tokens[-1], depth)[0]
-    return DraftTree(torch.cat(tokens), torch.arange(-1, nodes - 1, device=log_probs.device), q_NV)
+
+    draft_tokens: int
+    stop: Svip | None = None
+    sampling: Sampling = GREEDY
+
+    def grow(
+        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
+    ) -> tuple[DraftTree, list[int]]:
+        if draws is None and not self.sampling.greedy:
+            raise ValueError("a drawn chain needs draws: models.sampling.SeededDraws(seed, key)")
+        rows, device, vocab = len(roots_B), roots_B.device, drafting.vocab
+        slots_BN = torch.arange(self.draft_tokens, device=device).expand(rows, -1)  # depth d is fed below slot d - 1
+        tokens, drawn_from = [roots_B[:, None]], []
+        calls = Calls(rows, self.draft_tokens)
+        log_probs = drafting.root_log_probs()  # [B, Vd]
+        for call in range(1, self.draft_tokens + 1):
+            if self.sampling.greedy:
+                drafted_B = log_probs.max(-1).indices  # argmax, but several times faster on a CPU
+            else:
+                assert draws is not None
+                q = self._probabilities(log_probs)
+                drawn_from.append(q)
+                drafted_B = self._drawn(q, draws, calls.going)
+            tokens.append(vocab.to_target(drafted_B)[:, None])
+            if call == self.draft_tokens or (self.stop and calls.stop(self.stop.stops(log_probs), call)):
+                break
+            log_probs = drafting.expand(slots_BN[:, call - 1 : call], tokens[-1], call)[:, 0]
+        longest = len(tokens) - 1
+        drawn = None if self.sampling.greedy else torch.stack(drawn_from, dim=1)  # [B, N - 1, Vd]
+        sizes = None
+        if min(calls.of_row) < longest:
+            sizes = torch.tensor(calls.of_row, device=device) + 1
+            if drawn is not None:
+                behind = torch.arange(longest, device=device) >= sizes[:, None] - 1
+                drawn = drawn.masked_fill(behind[..., None], 0)
+        tree = DraftTree(
+            torch.cat(tokens, dim=1),
+            torch.arange(-1, longest, device=device).expand(rows, -1),
+            longest,
+            sizes,
+            None if drawn is None else _over_target(drawn, vocab),
+            is_chain=True,
+        )
+        return tree, calls.of_row
+
+    def _probabilities(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """[B, Vd], whatever the drafter gave."""
+        q = self.sampling.probabilities(log_probs)
+        return torch.where(q.sum(-1, keepdim=True) > 0.5, q, 1 / q.shape[-1])
+
+    @staticmethod
+    def _drawn(q: torch.Tensor, draws: Sequence[Draws], going: Sequence[bool]) -> torch.Tensor:
+        """[B] draft ids; rows that have stopped use up no random number."""
+        nothing = torch.zeros((), dtype=torch.long, device=q.device)
+        return torch.stack(
+            [draw.token(q_V) if goes else nothing for draw, q_V, goes in zip(draws, q, going, strict=True)]
+        )
 
 
-def grow_eagle2(drafting: Drafting, root: int, nodes: int, draft_calls: int, top_k: int) -> DraftTree:
-    """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): expand the best `top_k` nodes of each level, keep the best
-    `nodes` - 1 of all that were proposed.
+def _over_target(drawn: torch.Tensor, vocab: DraftVocab) -> torch.Tensor:
+    """Distributions over the draft vocabulary [B, N - 1, Vd] as `DraftTree.drawn_from` [B, N, V]."""
+    if vocab.is_full:
+        return functional.pad(drawn, (0, 0, 0, 1))
+    rows, above, _ = drawn.shape
+    drawn_from = drawn.new_zeros(rows, above + 1, vocab.target_vocab_size)
+    drawn_from[:, :above].index_copy_(2, vocab.target_ids, drawn)
+    return drawn_from
 
-    The value of a node is the product of draft probabilities along its path (temperature 1, over the draft vocabulary).
-    A child never exceeds its parent, and ties go to the shallower node, so what is kept is connected.
+
+@dataclass(frozen=True)
+class _Level:
+    """One draft call of a static tree, as indices on one device."""
+
+    width: int  # children proposed per expanded node
+    chosen: torch.Tensor  # [n] the level's nodes among all that were proposed
+    expanded: torch.Tensor  # [b] those of them with children, which the next call expands
+    slots: torch.Tensor  # [1, b] slots of their parents
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """The same tree every round: each node is the child of a fixed rank (EAGLE-1, arXiv 2401.15077, figure 7).
+
+    Args:
+        paths: the nodes below the root, each as the ranks of the children that lead to it, 0 the likeliest. A node's
+            parent is among them. Ranks that the draft vocabulary has not are left out, with what hangs below them.
     """
-    log_probs = drafting.root_log_probs()
-    width = min(top_k, len(log_probs))
-    scores, drafted = log_probs.topk(width)
-    tokens = drafting.vocab.to_target(drafted)  # [k] the beam: nodes of the current level
-    device = tokens.device
-    # Every proposed node, level by level: all children of a beam stand together, in the order of their parents.
-    history_tokens, history_scores = [tokens], [scores]
-    history_parents = [torch.full((width,), -1, device=device)]  # index in the history; -1 is the root
-    beam = torch.arange(width, device=device)  # [k] history index of each beam node
-    slots = torch.zeros(width, dtype=torch.long, device=device)  # [k] slot of each beam node's parent
-    proposed, next_slot = width, 1
-    for depth in range(1, draft_calls):
-        log_probs = drafting.expand(slots, tokens, depth)  # [k, Vd]
-        best, drafted = log_probs.clamp(max=0).topk(width)  # [k, k]
-        child_scores = (scores[:, None] + best).flatten()
-        child_tokens = drafting.vocab.to_target(drafted).flatten()
-        history_tokens.append(child_tokens)
-        history_scores.append(child_scores)
-        history_parents.append(beam.repeat_interleave(width))
-        scores, chosen = child_scores.topk(min(top_k, len(child_scores)))
-        tokens, beam = child_tokens[chosen], proposed + chosen
-        slots = next_slot + chosen // width
-        proposed, next_slot = proposed + len(child_tokens), next_slot + len(log_probs)
 
-    all_scores = torch.cat(history_scores)
-    # A stable sort leaves equal scores in history order, which is by depth.
-    kept = all_scores.argsort(descending=True, stable=True)[: nodes - 1].sort().values  # [N - 1]
-    place = torch.zeros(proposed + 1, dtype=torch.long, device=device)
-    place[kept] = torch.arange(1, len(kept) + 1, device=device)  # the last entry is the root's: index -1 leads to 0
-    parents = place[torch.cat(history_parents)[kept]]
+    paths: tuple[tuple[int, ...], ...]
+    _plans: dict[tuple[int, torch.device], tuple[list[_Level], torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def grow(
+        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
+    ) -> tuple[DraftTree, list[int]]:
+        rows = len(roots_B)
+        log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
+        levels, parents = self._plan(log_probs.shape[-1], log_probs.device)
+        tokens = [roots_B[:, None]]
+        for call, level in enumerate(levels, start=1):
+            drafted = log_probs.topk(level.width).indices.flatten(1)
+            tokens.append(drafting.vocab.to_target(drafted.index_select(1, level.chosen)))
+            if call < len(levels):
+                fed = tokens[-1].index_select(1, level.expanded)
+                log_probs = drafting.expand(level.slots.expand(rows, -1), fed, call)
+        tree = DraftTree(torch.cat(tokens, dim=1), parents.expand(rows, -1), len(levels))
+        return tree, [len(levels)] * rows
+
+    def _plan(self, vocab_size: int, device: torch.device) -> tuple[list[_Level], torch.Tensor]:
+        """(levels, [N] parents), made once for a device."""
+        plan = self._plans.get((vocab_size, device))
+        if plan is None:
+            plan = self._plans[vocab_size, device] = self._indices(vocab_size, device)
+        return plan
+
+    def _indices(self, vocab_size: int, device: torch.device) -> tuple[list[_Level], torch.Tensor]:
+        paths = sorted((path for path in self.paths if max(path) < vocab_size), key=lambda path: (len(path), path))
+        known = {(), *paths}
+        if len(known) != len(paths) + 1 or any(path[:-1] not in known for path in paths):
+            raise ValueError("paths: every node once, and its parent with it")
+        node = {path: i for i, path in enumerate([(), *paths])}
+        inner = {path[:-1] for path in paths}
+        slot: dict[tuple[int, ...], int] = {(): 0}  # of every node that is expanded
+        levels: list[_Level] = []
+        expanded: list[tuple[int, ...]] = [()]
+        for depth in range(1, max(map(len, paths), default=0) + 1):
+            here = [path for path in paths if len(path) == depth]
+            width = 1 + max(path[-1] for path in here)
+            chosen = [expanded.index(path[:-1]) * width + path[-1] for path in here]
+            expanded = [path for path in here if path in inner]
+            for path in expanded:
+                slot[path] = len(slot)
+            levels.append(
+                _Level(
+                    width,
+                    torch.tensor(chosen, device=device),
+                    torch.tensor([here.index(path) for path in expanded], dtype=torch.long, device=device),
+                    torch.tensor([[slot[path[:-1]] for path in expanded]], dtype=torch.long, device=device),
+                )
+            )
+        return levels, torch.tensor([-1, *(node[path[:-1]] for path in paths)], device=device)
+
+
+def _children(values_Bb: torch.Tensor, log_probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `width` likeliest children of each node, the likeliest first: (values, draft ids), both [B, b, width].
+
+    The top-k takes NaNs first; they then have the lowest value. No child exceeds its parent.
+    """
+    best, drafted = log_probs.topk(width)
+    best = best.clamp_(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
+    return values_Bb[..., None] + best, drafted
+
+
+def _best_nodes(
+    drafting: Drafting,
+    roots_B: torch.Tensor,
+    values_BT: torch.Tensor,
+    drafted_BT: torch.Tensor,
+    parents_BT: torch.Tensor,
+    counts: Sequence[int],
+    depth: int,
+) -> DraftTree:
+    """The trees of the best drafted nodes: counts[b] of row b, ties to the earlier one.
+
+    Args:
+        values_BT: a child's is never above its parent's, and stands behind it.
+        drafted_BT: draft ids.
+        parents_BT: 1 + index of each node's parent among the T, 0 for the root's children.
+        depth: of the deepest node, or more.
+    """
+    rows, drafted_nodes = values_BT.shape
+    most, device = max(counts), values_BT.device
+    kept = values_BT.argsort(dim=1, descending=True, stable=True)[:, :most]
+    sizes = None
+    if min(counts) < most:
+        sizes = torch.tensor(counts, device=device) + 1
+        behind = torch.arange(1, most + 1, device=device) >= sizes[:, None]
+        kept = kept.masked_fill(behind, drafted_nodes)  # sorted behind all nodes
+    kept = kept.sort(dim=1).values  # [B, N - 1] drafted order: parents first, shallower nodes first
+    # Where each drafted node stands in the tree: the root at 0, and a last entry for the padding.
+    place = kept.new_zeros(rows, drafted_nodes + 2)
+    place.scatter_(1, kept + 1, torch.arange(1, most + 1, device=device).expand(rows, -1))
+    if sizes is not None:
+        kept = kept.clamp(max=drafted_nodes - 1)
+    parents = place.gather(1, parents_BT.gather(1, kept))
+    tokens = drafting.vocab.to_target(drafted_BT.gather(1, kept))
     return DraftTree(
-        torch.cat((torch.tensor([root], device=device), torch.cat(history_tokens)[kept])),
-        torch.cat((torch.tensor([-1], device=device), parents)),
+        torch.cat((roots_B[:, None], tokens), dim=1), functional.pad(parents, (1, 0), value=-1), depth, sizes
     )
 
 
-class PolicyProposer:
-    """A drafter and a policy together: a `models.draft_tree.Proposer`.
+@dataclass(frozen=True)
+class Eagle2:
+    """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): expand the best `top_k` nodes of each level, keep the best
+    `nodes` - 1 of all that were proposed.
 
     Args:
-        sampling: draws the tokens of a chain from the drafter by this; greedy takes the likeliest ones.
+        nodes: of the tree, the root included; fewer where fewer are proposed.
+        draft_calls: the first included; the greatest depth.
+        top_k: children proposed per node, and width of the beam.
+        stop: ends the search earlier; None: it never looks.
     """
 
-    reads_features = True
+    nodes: int
+    draft_calls: int
+    top_k: int
+    stop: Stop | None = None
 
-    def __init__(
-        self,
-        drafting: Drafting,
-        policy: str,
-        nodes: int,
-        draft_calls: int,
-        top_k: int,
-        sampling: Sampling = GREEDY,
-    ):
-        self.drafting = drafting
-        self.policy, self.nodes, self.draft_calls, self.top_k = policy, nodes, draft_calls, top_k
-        self.sampling = sampling
-        self.draws: Draws | None = None
+    def grow(
+        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
+    ) -> tuple[DraftTree, list[int]]:
+        rows, device = len(roots_B), roots_B.device
+        log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
+        width = min(self.top_k, log_probs.shape[-1])  # K
+        values_Bb = log_probs.new_zeros(rows, 1)  # of the expanded nodes: the root's is 1
+        # All proposed nodes, call by call: the K children of an expanded node stand together, so that node t of them
+        # hangs below slot t // K. Slot 0 is the root, the others are filled in the order in which nodes are expanded.
+        values, drafted = [], []
+        in_slots = [torch.full((rows, 1), -1, device=device)]  # [B, S] index of each slot's node; -1 is the root
+        proposed = [0]  # nodes after so many calls
+        calls = Calls(rows, self.draft_calls)
+        for call in range(1, self.draft_calls + 1):
+            children, ids = _children(values_Bb, log_probs, width)
+            children, ids = children.flatten(1), ids.flatten(1)  # [B, b * K]
+            if rows > 1 and not all(calls.going):
+                # Behind every node of a row that has stopped: among equal values the earlier ones go first.
+                assert calls.stopped_B is not None
+                children.masked_fill_(calls.stopped_B[:, None], -math.inf)
+            values.append(children)
+            drafted.append(ids)
+            proposed.append(proposed[-1] + children.shape[1])
+            if call == self.draft_calls:
+                break
+            beam, chosen = children.topk(min(self.top_k, children.shape[1]))  # [B, K]
+            if self.stop is not None:
+                stopping_B = self.stop.stops(call, values_Bb, log_probs, beam)
+                if stopping_B is not None and calls.stop(stopping_B, call):
+                    break
+            tokens = drafting.vocab.to_target(ids.gather(1, chosen))
+            in_slots.append(chosen + proposed[-2])
+            log_probs = drafting.expand(in_slots[-1] // width, tokens, call)
+            values_Bb = beam
+        parents = (torch.cat(in_slots, dim=1) + 1)[..., None].expand(-1, -1, width).flatten(1)  # [B, T]
+        counts = [min(self.nodes - 1, proposed[made]) for made in calls.of_row]
+        tree = _best_nodes(
+            drafting, roots_B, torch.cat(values, dim=1), torch.cat(drafted, dim=1), parents, counts, max(calls.of_row)
+        )
+        return tree, calls.of_row
 
-    def reset(self, draws: Draws | None = None) -> None:
-        self.drafting.reset()
-        self.draws = draws
 
-    def observe(self, tokens: Sequence[int], features: torch.Tensor | None) -> None:
-        assert features is not None
-        self.drafting.observe(tokens, features)
+@dataclass(frozen=True)
+class C2T:
+    """C2T's growth (arXiv 2502.13652, section 3.3): of the `top_k` children of every frontier node keep those that the
+    classifier gives at least `beta`, at most `beam` a level; they are verified, and they are the next frontier.
 
-    def propose(self, root: int) -> tuple[DraftTree, int]:
-        if self.policy == "chain" and not self.sampling.greedy:
-            assert self.draws is not None
-            return grow_sampled_chain(self.drafting, root, self.nodes, self.sampling, self.draws), self.draft_calls
-        if self.policy == "chain":
-            return grow_chain(self.drafting, root, self.nodes), self.draft_calls
-        return grow_eagle2(self.drafting, root, self.nodes, self.draft_calls, self.top_k), self.draft_calls
+    Args:
+        classifier: `models.c2t`; it moves to the drafter's device.
+        beta: least confidence. It depends on how the classifier was trained (its negative_ratio).
+        beam: most nodes kept at a level, those of the greatest confidence (K2); None: all. Ties go to children of
+            better parents, and among siblings to the likelier one.
+        top_k: children looked at per node (K). 1: chains.
+        draft_calls: most calls (d_max).
+        nodes: most nodes of the tree, the root included: of those that were kept the most probable; None: all. A level
+            then never keeps more than could end there: the most probable of it.
+        entropy_over: likeliest tokens that the entropy is taken over (M), as in the classifier's training.
+
+    Paths end where no child is kept, so a tree may be its root alone. A NaN in a distribution is a NaN in the
+    confidence of all its children: none is kept.
+    """
+
+    classifier: C2tClassifier
+    beta: float
+    beam: int | None
+    top_k: int
+    draft_calls: int
+    nodes: int | None = None
+    entropy_over: int = 1000
+
+    def grow(
+        self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
+    ) -> tuple[DraftTree, list[int]]:
+        rows, device = len(roots_B), roots_B.device
+        if self.classifier.output.weight.device != device:
+            self.classifier.to(device)
+        log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
+        width = min(self.top_k, log_probs.shape[-1])  # K
+        values_Bb = log_probs.new_zeros(rows, 1)  # of the frontier
+        real_Bb: torch.Tensor | None = None  # [B, b] false on its padding; None: there is none
+        # All kept nodes, level by level. Each of them is expanded in its turn, so node t fills slot t + 1.
+        values, drafted, parents = [], [], []
+        first_slot = 0  # of the frontier
+        calls, counts = [0] * rows, [0] * rows
+        going = [True] * rows
+        for call in range(1, self.draft_calls + 1):
+            calls = [call if goes else made for made, goes in zip(calls, going, strict=True)]
+            children, ids = _children(values_Bb, log_probs, width)  # [B, b, K]
+            confidence = self.classifier.confidence(node_features(children, log_probs, call, self.entropy_over))
+            passed = confidence >= self.beta
+            if real_Bb is not None:
+                passed &= real_Bb[..., None]
+            # Those that passed first, by confidence; the others behind them.
+            order = torch.where(passed, confidence, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)
+            count_B = passed.flatten(1).sum(1)
+            if self.beam is not None:
+                count_B = count_B.clamp(max=self.beam)
+            kept = count_B.tolist()  # the one wait for the device
+            if not any(kept):
+                break
+            chosen = order[:, : max(kept)]
+            children, ids = children.flatten(1), ids.flatten(1)
+            values_Bb = children.gather(1, chosen)
+            if self.nodes is not None and max(kept) > self.nodes - 1:
+                chosen, values_Bb, count_B = self._most_probable(chosen, values_Bb, count_B)
+                kept = [min(count, self.nodes - 1) for count in kept]
+            real_Bb = None
+            if min(kept) < chosen.shape[1]:
+                real_Bb = torch.arange(chosen.shape[1], device=device) < count_B[:, None]
+            counts = [count + more for count, more in zip(counts, kept, strict=True)]
+            going = [more > 0 for more in kept]
+            parents.append(chosen // width + first_slot)
+            first_slot = sum(level.shape[1] for level in values) + 1
+            drafted.append(ids.gather(1, chosen))
+            # Nodes of probability zero still rank before the padding.
+            lowest = torch.finfo(values_Bb.dtype).min
+            ranked = values_Bb.clamp(min=lowest)
+            values.append(ranked if real_Bb is None else ranked.masked_fill(~real_Bb, -math.inf))
+            if call < self.draft_calls:
+                log_probs = drafting.expand(parents[-1], drafting.vocab.to_target(drafted[-1]), call)
+        if not values:
+            return DraftTree(roots_B[:, None], torch.full((rows, 1), -1, device=device), 0), calls
+        if self.nodes is not None:
+            counts = [min(count, self.nodes - 1) for count in counts]
+        tree = _best_nodes(
+            drafting,
+            roots_B,
+            torch.cat(values, dim=1),
+            torch.cat(drafted, dim=1),
+            torch.cat(parents, dim=1),
+            counts,
+            len(values),
+        )
+        return tree, calls
+
+    def _most_probable(
+        self, chosen: torch.Tensor, values_Bb: torch.Tensor, count_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A level cut to the most probable nodes that the whole tree could hold; ties to the earlier one."""
+        assert self.nodes is not None
+        behind = torch.arange(chosen.shape[1], device=chosen.device) >= count_B[:, None]
+        lowest = torch.finfo(values_Bb.dtype).min
+        order = values_Bb.clamp(min=lowest).masked_fill(behind, -math.inf)
+        order = order.argsort(dim=1, descending=True, stable=True)[:, : self.nodes - 1]
+        return chosen.gather(1, order), values_Bb.gather(1, order), count_B.clamp(max=self.nodes - 1)
+
+
+def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
+    """The policy that a recipe's section describes, for answers drawn by `sampling`.
+
+    Raises:
+        UserError: c2t.classifier is no classifier, or was trained on another entropy.
+        ValueError: policy auto, which has to be resolved first.
+    """
+    if tree.policy in ("chain", "svip"):
+        drawn = sampling if tree.draw == "sampled" else GREEDY
+        return Chain(tree.calls, Svip(tree.svip.c, tree.svip.h) if tree.policy == "svip" else None, drawn)
+    if tree.policy == "static":
+        return StaticTree(tuple(map(tuple, tree.static_paths)))
+    if tree.policy == "eagle2":
+        return Eagle2(tree.most, tree.calls, tree.width)
+    if tree.policy == "ddd":
+        at = tuple(tree.ddd.at) if isinstance(tree.ddd.at, list) else tree.ddd.at
+        return Eagle2(tree.most, tree.calls, tree.width, Ddd(tree.ddd.threshold, at))
+    if tree.policy == "svip_tree":
+        return Eagle2(tree.most, tree.calls, tree.width, SvipTree(tree.svip.c, tree.svip.h))
+    if tree.policy == "c2t":
+        section = tree.c2t
+        assert section.classifier is not None  # the schema sees to it
+        classifier = C2tClassifier.load(section.classifier)
+        if classifier.config.entropy_over != section.entropy_over:
+            raise UserError(
+                f"tree.c2t.entropy_over: {section.entropy_over}, but the classifier in {section.classifier} was "
+                f"trained on entropies over {classifier.config.entropy_over} tokens; set it to that"
+            )
+        return C2T(classifier, section.beta, section.beam, tree.width, tree.calls, tree.nodes, section.entropy_over)
+    raise ValueError(f"policy {tree.policy}: choose one first")
+
+
+class PolicyProposer:
+    """A drafter and a policy together: a `models.draft_tree.Proposer`."""
+
+    def __init__(self, drafting: Drafting, policy: TreePolicy):
+        self.drafting, self.policy = drafting, policy
+        self.capture_layers = drafting.capture_layers
+        self.draws: list[Draws] | None = None
+        self.roots: list[int] = []
+
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.drafting.reset(rows)
+        self.draws = None if draws is None else list(draws)
+        self.roots = []
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.drafting.keep(rows)
+        self.roots = [self.roots[row] for row in rows if self.roots]
+        if self.draws is not None:
+            self.draws = [self.draws[row] for row in rows]
+
+    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+        self.drafting.observe(committed, features, counts)
+        self.roots = [tokens[-1] for tokens in committed]
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        roots_B = torch.tensor(self.roots, device=self.drafting.vocab.target_ids.device)
+        return self.policy.grow(self.drafting, roots_B, self.draws)
