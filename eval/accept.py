@@ -45,7 +45,7 @@ class Accepted:
 def accept_greedy(tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
     """The path of likeliest tokens as far as the tree holds it."""
     best = logits_BNV.argmax(-1)  # [B, N]
-    last = _deepest(tree, tree.tokens == best.gather(1, tree.parents.clamp(min=0)))
+    last = deepest(tree, tree.tokens == best.gather(1, tree.parents.clamp(min=0)))
     return _accepted(tree, last, best.gather(1, last[:, None])[:, 0])
 
 
@@ -64,14 +64,14 @@ def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling
     if tree.drawn_from is None:
         chances, earlier = _chances_by_rank(tree, of_node)
         accepted = _events(tree, chances, draws)
-        last = _deepest(tree, accepted & ~(earlier & accepted[:, None]).any(2))  # an earlier sibling goes before
+        last = deepest(tree, accepted & ~(earlier & accepted[:, None]).any(2))  # an earlier sibling goes before
         p_BV = p_BNV[each, last]
         child = tree.parents == last[:, None] if tree.real is None else (tree.parents == last[:, None]) & tree.real
         rest_BV = p_BV.scatter_reduce(1, tree.tokens, (~child).to(p_BV.dtype), "prod")  # zero for children's tokens
     else:
         q_BNV = tree.drawn_from
         chances = (of_node / q_BNV[each[:, None], parents, tree.tokens]).clamp(max=1)
-        last = _deepest(tree, _events(tree, chances, draws))
+        last = deepest(tree, _events(tree, chances, draws))
         p_BV = p_BNV[each, last]
         rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
     # A rejection that rounding alone allowed leaves nothing over.
@@ -98,7 +98,7 @@ def _chances_by_rank(tree: DraftTree, of_node: torch.Tensor) -> tuple[torch.Tens
     return torch.where(mass > 0, mass / left.clamp(min=torch.finfo(torch.float64).tiny), 0.0), earlier
 
 
-def _deepest(tree: DraftTree, right: torch.Tensor) -> torch.Tensor:
+def deepest(tree: DraftTree, right: torch.Tensor) -> torch.Tensor:
     """[B] the deepest node whose whole path is right, the root aside: the first one where siblings repeat a token."""
     wrong = ~right if tree.real is None else ~(right & tree.real)
     wrong[:, 0] = False

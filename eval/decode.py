@@ -199,10 +199,15 @@ def run_rounds(
     proposer: Proposer | None,
     prompts: Sequence[Sequence[int]],
     stop_ids: Collection[int],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     draws: Sequence[Draws] | None = None,
 ) -> list[Generation]:
-    """The loop itself; answers that end drop out, the others go on."""
+    """The loop itself; answers that end drop out, the others go on.
+
+    Args:
+        max_new_tokens: of every answer, or of each.
+    """
+    budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
     clock = _Clock(verifier.device)
     first = verifier.prefill(prompts)
     prefill_seconds = clock.lap() / len(prompts)
@@ -219,12 +224,13 @@ def run_rounds(
         going = [
             i
             for i, answer in enumerate(live)
-            if answer.token_ids[-1] not in stop_ids and len(answer.token_ids) < max_new_tokens
+            if answer.token_ids[-1] not in stop_ids and len(answer.token_ids) < budgets[i]
         ]
         if not going:
             return answers
         if len(going) < len(live):
             live, committed = [live[i] for i in going], [committed[i] for i in going]
+            budgets = [budgets[i] for i in going]
             verifier.keep(going)
             if proposer is not None:
                 proposer.keep(going)
@@ -240,11 +246,11 @@ def run_rounds(
         verifier.verify(tree)
         verify = clock.lap()
         done = verifier.accept(tree)
-        for answer, tokens, text, nodes, call_count in zip(
-            live, done.new_tokens, committed, done.nodes, calls, strict=True
+        for answer, budget, tokens, text, nodes, call_count in zip(
+            live, budgets, done.new_tokens, committed, done.nodes, calls, strict=True
         ):
             text.extend(tokens)
-            kept = cut(tokens, stop_ids, max_new_tokens - len(answer.token_ids))
+            kept = cut(tokens, stop_ids, budget - len(answer.token_ids))
             answer.token_ids.extend(tokens[:kept])
             answer.accepted_per_round.append(min(kept, len(tokens) - 1))
             answer.last_round_cut = kept < len(tokens)

@@ -168,11 +168,16 @@ class Target:
         return scaled_logits(self.config, self.head(last)).float()
 
     @torch.no_grad()
-    def states(self, input_ids_BT: torch.Tensor) -> TargetStates:
-        """One causal pass over right-padded rows. Padding comes last, so no counted position ever sees it."""
-        with self._capturing(self.capture_layers) as captured:
+    def states(self, input_ids_BT: torch.Tensor, capture: Sequence[int] | None = None) -> TargetStates:
+        """One causal pass over right-padded rows. Padding comes last, so no counted position ever sees it.
+
+        Args:
+            capture: the layers whose states are wanted, any or none; None: those of the target.
+        """
+        layers = self.capture_layers if capture is None else capture
+        with self._capturing(layers) as captured:
             last = self.decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
-        return TargetStates(torch.cat(captured, dim=-1), last)
+        return TargetStates(torch.cat(captured, dim=-1) if captured else last[..., :0], last)
 
     def session(self, capture: Sequence[int] = ()) -> "TargetSession":
         """Fresh conversations with an empty cache, of which the states of these layers are given back."""
