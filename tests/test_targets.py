@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from draftsmith.data_gen.generators import GenerationSettings
 from draftsmith.data_gen.generators import generate as generate_answers
 from draftsmith.eval.decode import decode
-from draftsmith.eval.policies import PolicyProposer
+from draftsmith.eval.policies import Eagle2, PolicyProposer
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.costs import (
@@ -161,37 +161,38 @@ def test_trees_equal_their_paths_read_alone_also_beyond_the_window(name: str) ->
         out = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
         return out.logits[0, -1], torch.cat([out.hidden_states[layer][0] for layer in target.capture_layers], dim=-1)
 
-    session = target.session()
-    logits, captured = session.prefill(torch.tensor(committed))
+    session = target.session(target.capture_layers)
+    logits, captured = session.prefill([committed])
     for seed in range(4):
         logits_alone, captured_alone = read_alone(committed)
-        assert_close(logits, logits_alone)
+        assert_close(logits[0], logits_alone)
         assert captured is not None
-        assert_close(captured, captured_alone[-len(captured) :])
+        assert_close(captured[0], captured_alone[-captured.shape[1] :])
 
         chance = random.Random(seed)
         parents = [-1, *sorted(chance.randrange(i) for i in range(1, 14))]
         if seed == 2:  # a path longer than the window, each of its nodes with a sibling before it
             parents = [-1, *(2 * (i // 2) for i in range(32))]
-        tree = DraftTree(torch.tensor(some_tokens(len(parents), 10 + seed)), torch.tensor(parents))
-        logits_NV, captured_NF = session.verify(tree)
-        assert captured_NF is not None
+        tokens = some_tokens(len(parents), 10 + seed)
+        tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]), depth=len(parents))
+        logits_BNV, captured_BNF = session.verify(tree)
+        assert captured_BNF is not None
         deepest = int(tree.depths.argmax())
         for node in {1, 9, deepest - 1, deepest}:
-            path = tree.ancestors[node].nonzero().flatten()
-            logits_alone, captured_alone = read_alone(committed + tree.tokens[path].tolist())
-            assert_close(logits_NV[node], logits_alone)
-            assert_close(captured_NF[node], captured_alone[-1])
-        path = tree.ancestors[deepest].nonzero().flatten()
-        session.commit(path)
-        committed += tree.tokens[path].tolist()
-        single = DraftTree.root_only(some_tokens(1, 20 + seed)[0], target.device)
-        logits_NV, captured = session.verify(single)
-        session.commit(torch.tensor([0]))
-        committed += single.tokens.tolist()
-        logits = logits_NV[0]
+            path = tree.ancestors[0, node].nonzero().flatten()
+            logits_alone, captured_alone = read_alone(committed + tree.tokens[0, path].tolist())
+            assert_close(logits_BNV[0, node], logits_alone)
+            assert_close(captured_BNF[0, node], captured_alone[-1])
+        path = tree.ancestors[0, deepest].nonzero().flatten()
+        session.commit([len(path)], path[None])
+        committed += tree.tokens[0, path].tolist()
+        single = DraftTree.root_only(some_tokens(1, 20 + seed), target.device)
+        logits_BNV, captured = session.verify(single)
+        session.commit([1])
+        committed += single.tokens[0].tolist()
+        logits = logits_BNV[:, 0]
     assert len(committed) > 2 * WINDOW
-    fresh, _ = target.session().prefill(torch.tensor(committed))
+    fresh, _ = target.session().prefill([committed])
     assert_close(logits, fresh)
 
 
@@ -207,7 +208,7 @@ def generate(target: Target, prompt: list[int], count: int) -> list[int]:
 @everywhere
 def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
     target = target_of(name)
-    drafting = PolicyProposer(Eagle3Drafting(drafter_of(name)), "eagle2", nodes=12, draft_calls=3, top_k=4)
+    drafting = PolicyProposer(Eagle3Drafting(drafter_of(name)), Eagle2(nodes=12, draft_calls=3, top_k=4))
     prompts = [some_tokens(5, 4), (some_tokens(9, 5) * 4)[:33]]  # within the window at first, and beyond it
     expected = [generate(target, prompt, 16) for prompt in prompts]
     for prompt, answer, lookup in zip(prompts, expected, (None, PromptLookup(6, target.device)), strict=True):
@@ -309,10 +310,11 @@ def test_a_scaled_embedding_equals_the_slow_twin() -> None:
 
     def outputs(drafter: Eagle3Drafter) -> list[torch.Tensor]:
         drafting = Eagle3Drafting(drafter)
-        drafting.observe(ids[:7], captured[0, :6])  # column 5 drafts below root ids[6]
+        drafting.reset(1)
+        drafting.observe([ids[:7]], captured[:, :6], [6])  # column 5 drafts below root ids[6]
         for step in range(1, steps):
-            drafting.expand(torch.tensor([step - 1]), torch.tensor(ids[6 + step : 7 + step]), step)
-        return list(drafting.outputs)
+            drafting.expand(torch.tensor([[step - 1]]), torch.tensor([ids[6 + step : 7 + step]]), step)
+        return list(drafting.outputs[0])
 
     slow = reference.SlowEagle3(drafter.state_dict(), target.embedding_table, shape)
     with torch.no_grad():

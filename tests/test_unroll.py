@@ -71,19 +71,54 @@ def test_unroll_equals_drafting_a_chain_with_a_cache(target: Target) -> None:
     for b, c in columns.counted(0).nonzero().tolist():
         t, row = int(columns.index[b, c]), ids[b].tolist()
         drafting = Eagle3Drafting(drafter)
+        drafting.reset(1)
         # In two portions, as rounds deliver them.
-        drafting.observe(row[: t + 1], captured[b, :t])
-        drafting.observe(row[: t + 2], captured[b, t : t + 1])
+        if t > 0:
+            drafting.observe([row[: t + 1]], captured[b : b + 1, :t], [t])
+        drafting.observe([row[: t + 2]], captured[b : b + 1, t : t + 1], [1])
         for step in range(int(columns.depth[b, c])):
             if step == 0:
                 log_probs = drafting.root_log_probs()
             else:
-                log_probs = drafting.expand(torch.tensor([step - 1]), ids[b, t + 1 + step : t + 2 + step], step)[0]
-            torch.testing.assert_close(drafting.outputs[step], outputs[step][b, c], atol=1e-5, rtol=1e-5)
+                tokens = ids[b : b + 1, t + 1 + step : t + 2 + step]
+                log_probs = drafting.expand(torch.tensor([[step - 1]]), tokens, step)[:, 0]
+            torch.testing.assert_close(drafting.outputs[0, step], outputs[step][b, c], atol=1e-5, rtol=1e-5)
             expected = torch.log_softmax(drafter.logits(outputs[step][b, c]), -1)
-            torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(log_probs[0], expected, atol=1e-5, rtol=1e-5)
             compared += 1
     assert compared == int(columns.depth.sum()) > 30
+
+
+def test_chains_side_by_side_equal_the_unroll(target: Target) -> None:
+    """Columns of a batch drafted at once, each a row with a prefix of its own length; some drop out on the way."""
+    drafter = make_drafter(target)
+    ids, span = make_rows([17, 12], target.vocab_size)
+    columns = columns_of(span, STEPS)
+    captured = target.states(ids).captured
+    outputs = list(unroll(drafter, captured, ids, columns, STEPS))
+    steps = 3
+    rows = [(b, c, int(columns.index[b, c])) for b, c in (columns.depth >= steps).nonzero().tolist()]
+    assert len({t for *_, t in rows[1:]}) > 3
+    drafting = Eagle3Drafting(drafter)
+    drafting.reset(len(rows))
+    # The columns up to t in two portions of different lengths; padding is far from zero.
+    first = [max(1, t // 2) for *_, t in rows]
+    rest = [t + 1 - done for (*_, t), done in zip(rows, first, strict=True)]
+    for counts, done in ((first, [0] * len(rows)), (rest, first)):
+        if counts is rest:
+            drafting.keep(range(1, len(rows)))
+            rows, counts, done = rows[1:], rest[1:], first[1:]
+        features = torch.full((len(rows), max(counts), captured.shape[2]), 1e3)
+        for i, (b, _, _) in enumerate(rows):
+            features[i, : counts[i]] = captured[b, done[i] : done[i] + counts[i]]
+        committed = [ids[b, : d + n + 1].tolist() for (b, *_), d, n in zip(rows, done, counts, strict=True)]
+        drafting.observe(committed, features, counts)
+    for step in range(steps):
+        if step > 0:
+            tokens = torch.stack([ids[b, t + 1 + step] for b, _, t in rows])[:, None]
+            drafting.expand(torch.full((len(rows), 1), step - 1), tokens, step)
+        expected = torch.stack([outputs[step][b, c] for b, c, _ in rows])
+        torch.testing.assert_close(drafting.outputs[:, step], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_unroll_equals_the_slow_twin_in_value_and_gradient(target: Target) -> None:
