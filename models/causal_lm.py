@@ -93,6 +93,8 @@ class CausalLMDrafting:
         self.visible: torch.Tensor | None = None  # [B, S, S] which drafted slots each of them sees; None: a chain's
 
     def keep(self, rows: Sequence[int]) -> None:
+        if not self.prefilled:  # an answer ended with its first token
+            return
         index = torch.tensor(rows, device=self.device)
         self.session.keep(rows)
         self.log_probs_of_root = self.log_probs_of_root[index]

@@ -205,7 +205,8 @@ class Eagle3Drafting:
 
     def keep(self, rows: Sequence[int]) -> None:
         self.columns.keep(rows)
-        self.outputs = self.outputs[torch.tensor(rows, device=self.device)]
+        if len(self.outputs):  # none yet where an answer ended with its first token
+            self.outputs = self.outputs[torch.tensor(rows, device=self.device)]
 
     @torch.no_grad()
     def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
