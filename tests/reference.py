@@ -4,6 +4,7 @@ They read a drafter's weights through its state_dict only.
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -180,3 +181,130 @@ def log_probs_after(model, text: list[int], only: list[int] | None = None) -> to
     """[V] log-probabilities of the token after `text`, read whole and without a cache; among the tokens `only`."""
     logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].double()
     return torch.log_softmax(logits if only is None else logits[only], dim=-1)
+
+
+# How draft trees grow. A table gives the log-probabilities of the tokens after each path of drafted tokens; a tree is
+# the paths of its nodes below the root.
+
+Path = tuple[int, ...]
+Table = Callable[[Path], list[float]]
+
+
+def entropy_in_nats(log_probs: list[float], over: int) -> float:
+    """-sum p log p over the `over` likeliest tokens."""
+    total = 0.0
+    for value in sorted(log_probs, reverse=True)[:over]:
+        if value > -math.inf:
+            total -= math.exp(value) * value
+    return total
+
+
+def by_likelihood(log_probs: list[float]) -> list[int]:
+    return sorted(range(len(log_probs)), key=lambda token: -log_probs[token])
+
+
+def path_value(table: Table, path: Path) -> float:
+    """Sum of log-probabilities along a path."""
+    return sum(table(path[:i])[token] for i, token in enumerate(path))
+
+
+def likeliest_chain(table: Table, tokens: int, c: float = 0.0, h: float = 1.0) -> tuple[list[Path], int]:
+    """(paths, draft calls): the likeliest token after the likeliest token, until one was uncertain (SVIP)."""
+    paths: list[Path] = []
+    here: Path = ()
+    while len(paths) < tokens:
+        log_probs = table(here)
+        here = (*here, by_likelihood(log_probs)[0])
+        paths.append(here)
+        if c * entropy_in_nats(log_probs, len(log_probs)) > h**2:
+            break
+    return paths, len(paths)
+
+
+def ranked_tree(table: Table, ranks: list[Path]) -> tuple[list[Path], int]:
+    """(paths, draft calls) of a static tree: each path of ranks, walked from the root."""
+    paths = []
+    for path in ranks:
+        here: Path = ()
+        for rank in path:
+            order = by_likelihood(table(here))
+            if rank >= len(order):
+                break
+            here = (*here, order[rank])
+        else:
+            paths.append(here)
+    return paths, max(map(len, paths))
+
+
+def eagle2_tree(
+    table: Table, nodes: int, calls: int, top_k: int, ends: Callable[[int, list[Path], list[Path]], bool] | None = None
+) -> tuple[list[Path], int]:
+    """(paths, draft calls). `ends` is asked after each call but the last: (calls so far, what was expanded, next beam).
+
+    All nodes that were ever proposed, sorted by their probability; the first nodes - 1 are kept.
+    """
+    expanded: list[Path] = [()]
+    proposed: list[Path] = []
+    call = 0
+    while True:
+        call += 1
+        children = [(*path, token) for path in expanded for token in by_likelihood(table(path))[:top_k]]
+        proposed += children
+        beam = sorted(children, key=lambda path: -path_value(table, path))[:top_k]
+        if call == calls or (ends is not None and ends(call, expanded, beam)):
+            break
+        expanded = beam
+    proposed.sort(key=lambda path: (-path_value(table, path), len(path)))
+    return proposed[: nodes - 1], call
+
+
+def ddd_ends(table: Table, threshold: float, at: Sequence[int] | None) -> Callable[[int, list[Path], list[Path]], bool]:
+    """The beam's total probability is below e^threshold; tested after the calls `at`, or after all."""
+
+    def ends(call: int, expanded: list[Path], beam: list[Path]) -> bool:
+        total = sum(math.exp(path_value(table, path)) for path in beam)
+        return (at is None or call in at) and total < math.exp(threshold)
+
+    return ends
+
+
+def svip_tree_ends(table: Table, c: float, h: float) -> Callable[[int, list[Path], list[Path]], bool]:
+    """The expected bound on acceptance, 1 - sqrt(c H) of a node weighted by its probability, is below 1 - h."""
+
+    def ends(call: int, expanded: list[Path], beam: list[Path]) -> bool:
+        weights = [math.exp(path_value(table, path)) for path in expanded]
+        bounds = [1 - math.sqrt(c * entropy_in_nats(table(path), len(table(path)))) for path in expanded]
+        return sum(w * bound for w, bound in zip(weights, bounds, strict=True)) / sum(weights) < 1 - h
+
+    return ends
+
+
+def c2t_tree(
+    table: Table,
+    confidence: Callable[[float, float, int], float],
+    beta: float,
+    beam: int | None,
+    top_k: int,
+    calls: int,
+    nodes: int | None,
+    entropy_over: int,
+) -> tuple[list[Path], int]:
+    """(paths, draft calls). `confidence` is asked with joint probability, the parent's entropy and the depth from 0."""
+    frontier: list[Path] = [()]
+    kept: list[Path] = []
+    depth = 0
+    while frontier and depth < calls:
+        candidates = []
+        for parent in frontier:
+            spread = entropy_in_nats(table(parent), entropy_over)
+            for token in by_likelihood(table(parent))[:top_k]:
+                path = (*parent, token)
+                candidates.append((path, confidence(math.exp(path_value(table, path)), spread, depth)))
+        passed = sorted((each for each in candidates if each[1] >= beta), key=lambda each: -each[1])
+        frontier = [path for path, _ in passed][:beam]
+        if nodes is not None:
+            frontier = sorted(frontier, key=lambda path: -path_value(table, path))[: nodes - 1]
+        kept += frontier
+        depth += 1
+    kept.sort(key=lambda path: (-path_value(table, path), len(path)))
+    return kept if nodes is None else kept[: nodes - 1], depth
