@@ -13,7 +13,10 @@ and of the small LM, the drafter's layers and attention. A call inside another i
 """
 
 import argparse
+import cProfile
 import json
+import pstats
+import re
 import statistics
 import sys
 import time
@@ -27,12 +30,12 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import TargetVerifier, decode
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.eval.speculator import Speculator
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer, render_prompt
-from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
@@ -63,6 +66,7 @@ class Call:
 class Contender:
     name: str
     answer: Callable[[list[int]], Call]
+    proposer: Proposer | None = None
     calls: list[list[Call]] = field(default_factory=list)  # [repeat][prompt]
 
     def seconds(self, repeat: int) -> float:
@@ -141,6 +145,7 @@ class Bench:
         self.target, self.stops, self.new_tokens = target, stops, new_tokens
         self.contenders: list[Contender] = []
         self.forwards = 0
+        self.clock: ForwardClock | None = None  # of the answer that is under way
         target.decoder.register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
@@ -171,7 +176,7 @@ class Bench:
 
         def answer(prompt: list[int]) -> Call:
             self.forwards = 0
-            clock = ForwardClock()
+            clock = self.clock = ForwardClock()
             with clock.over([*network_of_lm(self.target), *networks]):
                 began = time.perf_counter()
                 out = decode(self.target, proposer, prompt, self.stops, self.new_tokens)
@@ -179,7 +184,7 @@ class Bench:
             in_forwards = clock.since(ended - out.decode_seconds)
             return Call(out.token_ids, ended - began, self.forwards, out.decode_seconds, in_forwards)
 
-        self.contenders.append(Contender(name, answer))
+        self.contenders.append(Contender(name, answer, proposer))
 
     def run(self, prompts: list[list[int]], repeats: int) -> None:
         """Each prompt goes to everyone before the next one, each time in another order; a first pass is not counted."""
@@ -397,10 +402,9 @@ def make_small(target_dir: Path, conversations: Path, out: Path, epochs: int, se
 
 
 def profile(bench: Bench, name: str, prompts: list[list[int]]) -> None:
-    """What one decode costs: torch's operations, then Python's functions."""
-    import cProfile
-    import pstats
-
+    """What one decode costs: the loop's parts without the forwards in them, torch's operations, our functions."""
+    if name not in (GENERATE, ASSISTED):
+        print_parts(bench, name, prompts)
     answer = bench[name].answer
     answer(prompts[0])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operations:
@@ -409,7 +413,56 @@ def profile(bench: Bench, name: str, prompts: list[list[int]]) -> None:
     print(operations.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
     functions = cProfile.Profile()
     functions.runcall(answer, prompts[0])
-    pstats.Stats(functions).sort_stats("tottime").print_stats(35)
+    ours = re.escape(str(ROOT)) + r"/(eval|models)/"
+    pstats.Stats(functions).sort_stats("cumtime").print_stats(ours, 40)
+
+
+def print_parts(bench: Bench, name: str, prompts: list[list[int]]) -> None:
+    """Microseconds of each part of a round: the median call, with and without the model forwards inside."""
+    contender = bench[name]
+    taken: dict[str, list[tuple[float, float]]] = {}
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert bench.clock is not None
+            began, forwards = time.perf_counter(), len(bench.clock.intervals)
+            result = function(*args, **kwargs)
+            seconds = time.perf_counter() - began
+            inside = sum(end - begin for begin, end in bench.clock.intervals[forwards:])
+            taken.setdefault(part, []).append((seconds, seconds - inside))
+            return result
+
+        return call
+
+    owners: list[tuple[Any, str]] = [
+        (TargetVerifier, "verify"),
+        (TargetVerifier, "accept"),
+        (DraftTree, "pruned"),
+        (DraftTree, "root_only"),
+        *([(contender.proposer, "observe"), (contender.proposer, "propose")] if contender.proposer else []),
+    ]
+    before = [vars(owner).get(part) for owner, part in owners]
+    for owner, part in owners:
+        whole = timed(part, getattr(owner, part))
+        setattr(owner, part, staticmethod(whole) if part == "root_only" else whole)
+    try:
+        calls = [contender.answer(prompt) for prompt in prompts]
+    finally:
+        for (owner, part), own in zip(owners, before, strict=True):
+            if own is None:
+                delattr(owner, part)  # the class's own comes back
+            else:
+                setattr(owner, part, own)
+    rounds = sum(call.target_forwards - 1 for call in calls)
+    decode_seconds = sum(call.decode_seconds for call in calls)
+    forward_seconds = sum(call.forward_seconds for call in calls)
+    print(f"\n{name}: {rounds} rounds")
+    print(f"{'microseconds of a round':<28}{'with forwards':>16}{'without':>16}")
+    for part, seconds in taken.items():
+        with_forwards, without = (statistics.median(each[i] for each in seconds) * 1e6 for i in (0, 1))
+        print(f"{part:<28}{with_forwards:>16.0f}{without:>16.0f}")
+    whole, own = decode_seconds / rounds * 1e6, (decode_seconds - forward_seconds) / rounds * 1e6
+    print(f"{'all, mean':<28}{whole:>16.0f}{own:>16.0f}")
 
 
 def main() -> None:
