@@ -3,23 +3,31 @@
     python eval/acceptance.py recipes/demo.yaml
     python eval/acceptance.py recipes/demo.yaml eval.max_prompts=4 eval.tree.nodes=20     # a quick look
     python eval/acceptance.py recipes/demo.yaml --plan                                    # what it would do
+    python eval/acceptance.py recipes/demo.yaml --compare \\
+        "eval.tree.nodes=16" "ddd: eval.tree={policy: ddd}" "eval.drafter=runs/b/drafter" other.yaml
 
-Every prompt is decoded plainly and by each contender: the recipe's `eval.tree`, and those under `eval.also`. Writes
-<eval.out>/acceptance.json, generations.jsonl and report.html, and prints a table; eval/report.py builds the latter two
-again without decoding.
+Every prompt is decoded plainly and by each contender: the recipe's `eval.tree`, those under `eval.also`, and one for
+each argument of --compare, which is another recipe for the same target, or overrides of this one. Prompts and sampling
+are those of this recipe, for all. Writes <eval.out>/acceptance.json, generations.jsonl and report.html, and prints a
+table; eval/report.py builds the latter two again without decoding.
 """
 
+import argparse
 import os
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 import torch
 
 from draftsmith.eval.benchmarks import PLAIN, Bench, Question, load_questions
+from draftsmith.eval.compared import load_all
+from draftsmith.eval.contenders import Contender, Lineup, check_contenders, describe
 from draftsmith.eval.metrics import summarise_all
 from draftsmith.eval.report import (
+    UNDRAFTED,
     generations_path,
     print_table,
     print_written,
@@ -27,54 +35,50 @@ from draftsmith.eval.report import (
     write_acceptance,
     write_report,
 )
-from draftsmith.eval.speculator import Speculator, check_drafter
 from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import provenance
 from draftsmith.models.costs import decoding_lines, threads
 from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target import Target
-from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.cli import parse_arguments, run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Rejects
-from draftsmith.recipes.schema import ContenderSection, Recipe
+from draftsmith.recipes.schema import Recipe
 
 
 def main() -> None:
-    command = parse_command(__doc__)
-    recipe, section = command.recipe, command.recipe.target
+    command = parse_arguments(__doc__, extra=_compare_option)
+    recipe, contenders, notes = load_all(command.recipe_path, command.overrides, command.compare)
+    for note in notes:
+        print(f"note: {note}")
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
-    contenders = contenders_of(recipe)
     # A plan may come before the training; a drafter that the recipe names must be there.
     yet_to_train = command.plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
-    if not yet_to_train:
-        check_drafter(section, recipe.eval_drafter_dir)
+    check_contenders(recipe, contenders, recipe.drafter_dir if yet_to_train else None)
+    full = no_room(recipe)
+    if full and not command.plan:
+        raise UserError(full)
     rejects = Rejects(None if command.plan else recipe.eval_out / "prompts.rejects.jsonl")
     asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
     if command.plan:
         print_plan(recipe, asked, contenders)
+        if full:
+            print(f"CANNOT WORK: {full}")
         return
 
-    speculator = Speculator.load(section, recipe.eval_drafter_dir)
-    target = speculator.target
+    lineup = Lineup(recipe.target)
     sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
-    proposers: dict[str, Proposer | None] = {}
-    for contender in contenders:
-        proposers[contender.name] = (
-            PromptLookup(contender.tree.nodes - 1, target.device)
-            if contender.proposer == "prompt_lookup"
-            else speculator.proposer(contender.tree, sampling)
-        )
+    proposers: dict[str, Proposer | None] = {c.name: lineup.proposer(c, sampling) for c in contenders}
     bench = Bench(
-        target,
-        speculator.tokenizer,
-        speculator.stop_ids,
+        lineup.target,
+        lineup.tokenizer,
+        lineup.stop_ids,
         recipe.eval.max_new_tokens,
-        target.config.max_position_embeddings,
+        lineup.target.config.max_position_embeddings,
         sampling,
         recipe.eval.seed,
+        recipe.eval.batch_size,
     )
     shown = contenders[0].name
     recipe.eval_out.mkdir(parents=True, exist_ok=True)
@@ -82,64 +86,94 @@ def main() -> None:
     partial = log.with_name(log.name + ".partial")  # an older run's numbers and answers stay together until this one's
     with partial.open("w", encoding="utf-8") as file:
         results = bench.run(asked, proposers, shown, file, rejects)
-    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, not sampling.greedy)
+    settings = recipe.eval.bootstrap_samples, recipe.eval.seed
+    numbers = summarise_all(results, PLAIN, *settings, sampled=not sampling.greedy, main=shown)
     os.replace(partial, log)
-    path = write_acceptance(recipe, numbers, shown, PLAIN, how_made(recipe, target))
+    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
+    path = write_acceptance(recipe, numbers, described, shown, PLAIN, how_made(recipe, lineup, contenders))
     if rejects.total:
         print(rejects.summary())
     print_table(read_acceptance(path))
     print_written([path, log, *write_report(recipe)])
 
 
-def contenders_of(recipe: Recipe) -> list[ContenderSection]:
-    """The recipe's own tree first, then those under eval.also."""
-    tree = recipe.eval.tree
-    shape = f"chain of {tree.nodes - 1}" if tree.policy == "chain" else f"tree of {tree.nodes}"
-    contenders = [ContenderSection(name=f"{recipe.drafter.kind}, {shape}", tree=tree), *recipe.eval.also]
-    names = [PLAIN, *(contender.name for contender in contenders)]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"eval.also: names must differ; {', '.join(map(repr, repeated))} stands more than once")
-    return contenders
+def _compare_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--compare",
+        metavar="CONTENDER",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="further contenders, one an argument: a recipe file, or overrides of eval.tree, eval.drafter and "
+        'eval.token_counts in quotes, with or without a name: "wide: eval.tree.nodes=100 eval.tree.top_k=16"',
+    )
 
 
-def how_made(recipe: Recipe, target: Target) -> dict[str, Any]:
+def no_room(recipe: Recipe) -> str | None:
+    """Why not one prompt fits, or None."""
+    positions = load_config(recipe.target).get_text_config().max_position_embeddings
+    if recipe.eval.max_new_tokens < positions:
+        return None
+    return (
+        f"eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the target's "
+        f"{positions:,} positions"
+    )
+
+
+def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) -> dict[str, Any]:
     """Where the numbers come from, for acceptance.json and the report."""
+    target = lineup.target
     cuda = target.device.type == "cuda"
     hardware = torch.cuda.get_device_name(target.device) if cuda else f"{platform.machine()}, {threads()}"
-    files = {"drafter": recipe.eval_drafter_dir / "model.safetensors"}
+    directories = dict.fromkeys(c.drafter for c in contenders if c.drafter is not None)
+    files = {
+        "drafter" if directory == recipe.eval_drafter_dir else str(directory): directory / "model.safetensors"
+        for directory in directories
+    }
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     return {
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "target_identity": lineup.identity,
         "made": provenance(files) | {"date": now, "hardware": hardware},
     }
 
 
-def print_plan(recipe: Recipe, asked: list[Question], contenders: list[ContenderSection]) -> None:
+def print_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]) -> None:
     prompts = Counter(question.benchmark for question in asked)
     turns = Counter(turn for question in asked for turn in [question.benchmark] * len(question.turns))
     for name in prompts:
         print(f"prompts      {name}: {prompts[name]} ({turns[name]} turns)")
+    print(f"decoded by   {PLAIN}")
+    for contender in contenders:
+        print(f"             {contender.name}: {in_words(contender)}")
     names = [PLAIN, *(contender.name for contender in contenders)]
     answers = turns.total() * len(names)
-    print(f"decoded by   {'; '.join(names)}")
-    print(f"answers      {answers}, of at most {recipe.eval.max_new_tokens} new tokens each")
+    side_by_side = f", {recipe.eval.batch_size} side by side" if recipe.eval.batch_size > 1 else ""
+    print(f"answers      {answers}, of at most {recipe.eval.max_new_tokens} new tokens each{side_by_side}")
     print(f"time         {likely_time(recipe, names, turns.total())}")
-    there = recipe.eval_drafter_dir.exists()
-    missing = "" if there else ": not there; train/eagle3.py comes first, with this recipe. Its memory is not counted"
-    print(f"drafter      {recipe.eval_drafter_dir}{missing}")
-    weights = sum(file.stat().st_size for file in recipe.eval_drafter_dir.glob("*.safetensors"))
+    weights = 0
+    for directory in dict.fromkeys(c.drafter for c in contenders if c.drafter is not None):
+        missing = ": not there; train/eagle3.py comes first, with this recipe. Its memory is not counted"
+        print(f"drafter      {directory}{'' if directory.exists() else missing}")
+        weights += sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    if models := {c.draft_model.model for c in contenders if c.draft_model is not None}:
+        print(f"draft model  {', '.join(sorted(models))}: its memory is not counted")
     tokens = recipe.data.max_length + recipe.eval.max_new_tokens
-    config = load_config(recipe.target)
-    for line in decoding_lines(config, recipe.target, 1, tokens, weights):
+    for line in decoding_lines(load_config(recipe.target), recipe.target, recipe.eval.batch_size, tokens, weights):
         print(line)
     print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}")
-    positions = config.get_text_config().max_position_embeddings
-    if recipe.eval.max_new_tokens >= positions:
-        print(
-            f"CANNOT WORK: eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the "
-            f"target's {positions:,} positions"
-        )
+
+
+def in_words(contender: Contender) -> str:
+    """What the plan says of a contender, behind its name."""
+    tree = describe(contender)["tree"]
+    if tree["policy"] == "auto":
+        return "the fastest tree on this machine, measured first"
+    nodes = "as many nodes as its classifier lets pass" if tree["nodes"] is None else f"at most {tree['nodes']} nodes"
+    calls = "" if contender.proposer == "prompt_lookup" else f", at most {tree['draft_calls']} draft calls"
+    cut_to = f", from {tree['vocab_size']:,} tokens" if tree["vocab_size"] is not None else ""
+    return f"{tree['policy']}, {nodes}{calls}{cut_to}"
 
 
 def likely_time(recipe: Recipe, names: list[str], turns: int) -> str:

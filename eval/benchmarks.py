@@ -1,19 +1,19 @@
 """Runs contenders over evaluation prompts: conversations from any file that `recipes.prompts` reads, turn by turn.
 
 The answers that a file may hold are dropped: the target answers itself. A later turn's prompt holds the target's own
-earlier answers, from plain decoding, so that all contenders are asked exactly the same. Every prompt is decoded by
-everyone in turn, in an order that rotates from prompt to prompt: a machine that grows slower slows all alike.
+earlier answers, from plain decoding, so that all contenders are asked exactly the same. Every prompt, or batch of
+prompts, is decoded by everyone in turn, in an order that rotates: a machine that grows slower slows all alike.
 """
 
 import json
-from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.eval.decode import Generation, decode
+from draftsmith.eval.decode import Generation, decode_batch
 from draftsmith.eval.generation_log import record_of, token_texts
 from draftsmith.models.chat import RenderError, answer_message, as_text, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
@@ -86,6 +86,7 @@ class Bench:
     Attributes:
         max_length: tokens of prompt and answer that the target's positions allow.
         sampling: how everyone draws; the draws of an answer hang on `seed`, the turn and the contender alone.
+        batch_size: conversations decoded side by side, turn by turn: first turns together, then second turns.
     """
 
     target: Target
@@ -95,6 +96,7 @@ class Bench:
     max_length: int
     sampling: Sampling = GREEDY
     seed: int = 0
+    batch_size: int = 1
 
     def prompt(self, question: Question, messages: list[dict[str, Any]]) -> list[int]:
         """Token ids of the next prompt. Raises ValueError where it cannot be asked."""
@@ -109,12 +111,16 @@ class Bench:
             )
         return ids
 
-    def _answer(
-        self, proposer: Proposer | None, prompt: list[int], key: Hashable, max_new_tokens: int | None = None
-    ) -> Generation:
-        draws = SeededDraws(self.seed, key)
+    def _answers(
+        self,
+        proposer: Proposer | None,
+        prompts: Sequence[list[int]],
+        keys: Sequence[Hashable],
+        max_new_tokens: int | None = None,
+    ) -> list[Generation]:
+        draws = [SeededDraws(self.seed, key) for key in keys]
         budget = max_new_tokens or self.max_new_tokens
-        return decode(self.target, proposer, prompt, self.stop_ids, budget, self.sampling, draws)
+        return decode_batch(self.target, proposer, prompts, self.stop_ids, budget, self.sampling, draws)
 
     def run(
         self, asked: list[Question], proposers: dict[str, Proposer | None], shown: str, file: IO[str], rejects: Rejects
@@ -134,41 +140,57 @@ class Bench:
         names = list(everyone)
         results: dict[str, list[Generation]] = {name: [] for name in names}
         tokens = rounds = 0  # of `shown`
-        progress = tqdm(asked, desc="decode", unit="prompt")
-        for question in progress:
-            history: list[dict[str, Any]] = []
-            for number, messages in enumerate(question.turns, start=1):
-                history += messages
-                try:
-                    prompt = self.prompt(question, history)
-                except ValueError as error:
-                    rejects.add(question.source, question.line, str(error), {"id": question.id, "turn": number})
-                    break
-                if not results[PLAIN]:  # the first forwards of a process are slow; they are nobody's
-                    for proposer in everyone.values():
-                        self._answer(proposer, prompt, "warm-up", min(16, self.max_new_tokens))
-                first = len(results[PLAIN]) % len(names)
-                turn = {
-                    name: self._answer(everyone[name], prompt, (question.benchmark, question.id, number, name))
-                    for name in names[first:] + names[:first]
-                }
-                for name in names:
-                    generation = turn[name]
-                    generation.benchmark, generation.category = question.benchmark, question.category
-                    generation.conversation_id, generation.turn = question.id, number
-                    results[name].append(generation)
-                    texts = self._shown(generation, messages) if name == shown else None
-                    text = decode_answer(self.tokenizer, generation.token_ids)
-                    file.write(json.dumps(record_of(generation, name, text, texts)) + "\n")
-                file.flush()
-                tokens += len(turn[shown].token_ids) - 1
-                rounds += turn[shown].rounds
-                history.append(answer_message(self.tokenizer, turn[PLAIN].token_ids))
-            if rounds:
-                progress.set_postfix(tau=f"{tokens / rounds:.2f}")
+        decoded = 0  # batches of turns
+        with tqdm(total=len(asked), desc="decode", unit="prompt") as progress:
+            for start in range(0, len(asked), self.batch_size):
+                talks = [_Talk(question) for question in asked[start : start + self.batch_size]]
+                while turn := self._next_turn(talks, rejects):
+                    prompts = [talk.prompt for talk in turn]
+                    if not decoded:  # the first forwards of a process, and of a proposer, are slow; they are nobody's
+                        for proposer in everyone.values():
+                            self._answers(proposer, prompts, ["warm-up"] * len(turn), min(16, self.max_new_tokens))
+                    first = decoded % len(names)
+                    decoded += 1
+                    done = {
+                        name: self._answers(everyone[name], prompts, [talk.key(name) for talk in turn])
+                        for name in names[first:] + names[:first]
+                    }
+                    for row, talk in enumerate(turn):
+                        for name in names:
+                            generation = done[name][row]
+                            talk.sign(generation)
+                            results[name].append(generation)
+                            texts = self._shown(generation, talk.asked) if name == shown else None
+                            text = decode_answer(self.tokenizer, generation.token_ids)
+                            file.write(json.dumps(record_of(generation, name, text, texts)) + "\n")
+                        talk.history.append(answer_message(self.tokenizer, done[PLAIN][row].token_ids))
+                    file.flush()
+                    tokens += sum(len(generation.token_ids) - 1 for generation in done[shown])
+                    rounds += sum(generation.rounds for generation in done[shown])
+                if rounds:
+                    progress.set_postfix(tau=f"{tokens / rounds:.2f}")
+                progress.update(len(talks))
         if not results[PLAIN]:
             raise UserError(f"eval.prompts: not one of {len(asked)} prompts could be asked; {rejects.summary()}")
         return results
+
+    def _next_turn(self, talks: list["_Talk"], rejects: Rejects) -> list["_Talk"]:
+        """Those that go on, each with its next prompt."""
+        going = []
+        for talk in talks:
+            if talk.turn == len(talk.question.turns):
+                continue
+            talk.history += talk.question.turns[talk.turn]
+            talk.turn += 1
+            try:
+                talk.prompt = self.prompt(talk.question, talk.history)
+            except ValueError as error:
+                question = talk.question
+                rejects.add(question.source, question.line, str(error), {"id": question.id, "turn": talk.turn})
+                talk.turn = len(question.turns)
+            else:
+                going.append(talk)
+        return going
 
     def _shown(self, generation: Generation, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """What the report shows of an answer: the user's words before it, and its tokens' texts."""
@@ -177,3 +199,28 @@ class Bench:
             "question": as_text(asked)[0]["content"],
             "token_texts": token_texts(self.tokenizer, generation.token_ids),
         }
+
+
+@dataclass
+class _Talk:
+    """A question on its way."""
+
+    question: Question
+    turn: int = 0  # asked so far
+    history: list[dict[str, Any]] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)  # of the turn
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """The messages of the turn."""
+        return self.question.turns[self.turn - 1]
+
+    def key(self, contender: str) -> Hashable:
+        """What the draws of its answer hang on."""
+        return self.question.benchmark, self.question.id, self.turn, contender
+
+    def sign(self, generation: Generation) -> None:
+        """Whose turn it was."""
+        question = self.question
+        generation.benchmark, generation.category = question.benchmark, question.category
+        generation.conversation_id, generation.turn = question.id, self.turn

@@ -10,9 +10,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from draftsmith.eval import plots
+from draftsmith.eval import figures, plots
 from draftsmith.eval.generation_log import read_generations
 from draftsmith.eval.shapes import FORBIDDEN, ShownRecord, clean
+from draftsmith.eval.standing import Standing
 from draftsmith.recipes.errors import UserError
 
 DASH = "\u2013"
@@ -46,7 +47,7 @@ def build_html(
     environment.filters |= {"number": number, "interval": interval}
     contenders = acceptance["contenders"]
     main, plain = acceptance["contender"], acceptance["baseline"]
-    names = list(contenders)
+    standing = Standing.of(acceptance)
     longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(answers))))
     page = environment.get_template("report.html.jinja").render(
         acceptance=acceptance,
@@ -54,8 +55,12 @@ def build_html(
         main=main,
         plain=plain,
         numbers=contenders[main],
-        roles={name: plots.role_of(names, name, plain) for name in names},
-        verdict=verdict(contenders[main]),
+        drafting=standing.drafting,
+        many=standing.many,
+        ranks=standing.numbers if len(standing.drafting) > 1 else {},
+        roles=standing.roles,
+        replayed=acceptance["mode"] == "replay",
+        verdict=verdict(contenders[main], acceptance["mode"]),
         rounds_coarsely=rounds_coarsely(acceptance),
         different=[name for name, row in contenders.items() if row["matches_target"] is False],
         parts=list(plots.parts_of(acceptance)),
@@ -63,16 +68,19 @@ def build_html(
         training_figures=[_figure(plot) for plot in plots.training_plots(metrics)],
         answers=[_answer(record, longest) for record in answers],
         faults=faults,
-        light=plots.LIGHT,
-        dark=plots.DARK,
+        light=figures.LIGHT,
+        dark=figures.DARK,
         tints=TINTS,
+        DASH=DASH,
     )
     return clean(page)
 
 
-def verdict(numbers: dict[str, Any]) -> str:
+def verdict(numbers: dict[str, Any], mode: str = "decode") -> str:
     """What the speed-up and its interval allow to say."""
     value, bounds = numbers["speedup"], numbers["speedup_interval"]
+    if mode == "replay":
+        return "found by replaying recorded answers, which times nothing"
     if value is None:
         return "and no answer was long enough to time"
     if bounds is None:
@@ -103,8 +111,8 @@ def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
 # Figures and answers.
 
 
-def _figure(plot: plots.Plot) -> dict[str, Any]:
-    return {"title": plot.title, "svg": plots.to_svg(plot)}
+def _figure(plot: figures.Plot) -> dict[str, Any]:
+    return {"name": plot.name, "title": plot.title, "svg": figures.to_svg(plot)}
 
 
 def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[str, Any]], list[str]]:

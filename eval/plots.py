@@ -1,191 +1,26 @@
-"""The report's figures, drawn once by matplotlib: as SVG for the page, in the page's colours, and as PNG files.
+"""The report's figures: acceptance by position, accepted tokens, time, parts of a benchmark, and the training's curves.
 
-Colours go by role (`ink`, `grid`, `s1` for the first contender, ...). A PNG gets the light theme's values; an SVG gets
-CSS variables, so that a figure follows the reader's dark mode. Text stays text, in the page's font.
+Tables and figures stay readable with twenty contenders. Beyond `figures.SERIES` of them a colour is a family (same
+drafter and policy, other sizes), and each contender is its number, which stands in the table and in the legend of the
+comparison (`eval.comparison_plot`).
 """
 
-import io
-import re
 import textwrap
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
-from xml.sax.saxutils import escape
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-SERIES = 6  # colours for contenders, then they repeat; markers repeat after seven, so the pairs last for 42
+from draftsmith.eval.comparison_plot import comparison_plot
+from draftsmith.eval.figures import Colours, Plot, label, name_lines, new_figure, percent
+from draftsmith.eval.standing import Standing
+
 MARKERS = "oDs^vPX"
-LIGHT = {
-    **{"page": "#fcfcfb", "card": "#ffffff", "ink": "#1b1f24", "muted": "#5c6470", "grid": "#dfe3e8"},
-    **{"plain": "#69717d", "s1": "#1d5fc2", "s2": "#b4501a", "s3": "#1c7c54", "s4": "#7a3fb0", "s5": "#8a6500"},
-    **{"s6": "#b02a6f", "draft": "#3f4d63", "verify": "#93a1b5", "other": "#d3dae3"},
-    **{"t0": "#d6e6ff", "t1": "#fbe7bd", "t2": "#d3f0df", "t3": "#eedffa"},
-}
-DARK = {
-    **{"page": "#14171c", "card": "#1a1e25", "ink": "#e6e8eb", "muted": "#9ca6b4", "grid": "#2e353f"},
-    **{"plain": "#9ca6b4", "s1": "#7fb2ff", "s2": "#f5a26b", "s3": "#66cfa0", "s4": "#c6a0f5", "s5": "#dcb955"},
-    **{"s6": "#f291ba", "draft": "#c9d3e0", "verify": "#66728a", "other": "#3b4554"},
-    **{"t0": "#1f3d6b", "t1": "#544316", "t2": "#1b4d38", "t3": "#463161"},
-}
-ROLES = list(LIGHT)
-WIDTH = 360  # of every figure, in CSS pixels: a phone shows it nearly unscaled
-TAG = re.compile(r"<[^>]*>")  # matplotlib writes > as &gt; in attributes and texts
-
-Colours = Callable[[str], str]  # role -> what matplotlib takes
-
-
-@dataclass(frozen=True)
-class Plot:
-    """One figure: `draw` makes it afresh in given colours."""
-
-    name: str
-    title: str
-    description: str  # what it shows, in words, for those who do not see it
-    draw: Callable[[Colours], Figure]
-
-
-def role_of(names: Sequence[str], name: str, plain: str) -> str:
-    """The colour role of a contender, the same in every figure and table."""
-    return "plain" if name == plain else f"s{1 + [n for n in names if n != plain].index(name) % SERIES}"
-
-
-# Rendering.
-
-
-def to_svg(plot: Plot) -> str:
-    """The figure as an <svg> element that stands alone in a page: no fixed size, no fonts, no ids that could clash."""
-    marks = {role: f"#0a0b{i:02x}" for i, role in enumerate(ROLES)}
-    settings = {"svg.fonttype": "none", "svg.hashsalt": plot.name}
-    with _style(settings):
-        file = io.StringIO()
-        plot.draw(marks.__getitem__).savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    text = file.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    used = {name for tag in TAG.findall(text) for name in re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", tag)}
-
-    def rewritten(match: re.Match[str]) -> str:
-        tag = match[0]
-        for role, mark in marks.items():
-            tag = tag.replace(mark, f"var(--{role})")
-        tag = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--sans)", tag)
-        tag = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", tag)
-        # Hundredths of a pixel are enough.
-        return re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda m: re.sub(r"(\.\d{2})\d+", r"\1", m[0]), tag)
-
-    text = TAG.sub(rewritten, text)  # what stands between tags are names, which may look like anything
-    head = re.match(r'<svg .*?viewBox="([^"]+)".*?>', text, flags=re.S)
-    assert head is not None
-    label = escape(f"{plot.title}. {plot.description}", {'"': "&quot;"})
-    return f'<svg viewBox="{head[1]}" role="img" aria-label="{label}">' + text[head.end() :]
-
-
-def write_png(plot: Plot, path: Path) -> None:
-    """The figure as a PNG file in the light theme, its title on top, twice the page's resolution."""
-    with _style({"figure.facecolor": LIGHT["card"]}):
-        figure = plot.draw(LIGHT.__getitem__)
-        figure.suptitle(plot.title, x=0.02, ha="left", fontsize=13, color=LIGHT["ink"])
-        figure.savefig(path, dpi=144)
-
-
-@contextmanager
-def _style(settings: dict[str, Any]) -> Iterator[None]:
-    ours: Any = {
-        "font.size": 12,
-        "text.parse_math": False,  # names may hold dollar signs
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "path.simplify_threshold": 0.5,
-    }
-    with matplotlib.rc_context(ours | settings), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may be in any script
-        yield
-
-
-def _figure(colours: Colours, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """`rows` axes above each other that share the x axis, on `height` pixels."""
-    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
-    figure.get_layout_engine().set(w_pad=4 / 72, h_pad=4 / 72, hspace=0.03)  # type: ignore[union-attr]
-    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
-    for ax in axes:
-        ax.tick_params(colors=colours("muted"), labelsize=11, length=0)
-        ax.grid(axis="y", color=colours("grid"), linewidth=0.8)
-        ax.set_axisbelow(True)
-        ax.spines[["left", "bottom"]].set_visible(False)
-    return figure, list(axes)
-
-
-def _label(ax: Axes, colours: Colours, x: str | None = None, y: str | None = None) -> None:
-    """Axis titles; that of y stands on top, to be read without turning the head."""
-    if x is not None:
-        ax.set_xlabel(x, color=colours("muted"), fontsize=11)
-    if y is not None:
-        ax.set_title(y, color=colours("muted"), fontsize=11, loc="left")
-
-
-def _percent(ax: Axes) -> None:
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
-
-
-def _name_lines(
-    ax: Axes, colours: Colours, ends: Sequence[tuple[float, float, str, str]], gap: float, width: int = 15
-) -> None:
-    """Names of lines at the right margin, at the height of their ends but never over each other.
-
-    Args:
-        ends: (x, y, name, colour role) of each line's last point; the axes' limits must be set.
-        gap: least distance of two names, as a share of the axes' height.
-        width: characters of a row of a name; a name has two rows.
-    """
-    low, high = ax.get_ylim()
-    heights = _apart([(y - low) / (high - low) for _, y, _, _ in ends], min(gap, 1 / max(1, len(ends))))
-    right = ax.get_xlim()[1]
-    for (x, y, name, role), height in zip(ends, heights, strict=True):
-        at = low + height * (high - low)
-        if right - x > 0.05 * (right - ax.get_xlim()[0]):
-            ax.plot([x, right], [y, at], color=colours(role), linewidth=0.7, alpha=0.45, linestyle=(0, (1, 2)))
-        ax.annotate(
-            _rows(name, width),
-            (right, at),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=11,
-            color=colours(role),
-            annotation_clip=False,
-            linespacing=1.05,
-        )
-
-
-def _rows(name: str, width: int) -> str:
-    """`name` on at most two rows."""
-    return "\n".join(textwrap.wrap(name, width, max_lines=2, placeholder="…", break_on_hyphens=False)) or "?"
-
-
-def _apart(heights: list[float], gap: float) -> list[float]:
-    """The same heights moved as little as a sweep from below and one from above need to keep `gap` within 0..1."""
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    placed = [min(max(heights[i], gap / 2), 1 - gap / 2) for i in order]
-    for i in range(1, len(placed)):
-        placed[i] = max(placed[i], placed[i - 1] + gap)
-    top = 1 - gap / 2
-    for i in reversed(range(len(placed))):
-        placed[i] = min(placed[i], top)
-        top = placed[i] - gap
-    result = [0.0] * len(heights)
-    for i, height in zip(order, placed, strict=True):
-        result[i] = height
-    return result
-
-
-# Acceptance.
+ROW = 18  # pixels of a contender's row where there are many
+DASH = "\u2013"
 
 
 def parts_of(acceptance: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
@@ -206,44 +41,50 @@ def parts_of(acceptance: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[s
 
 
 def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
-    """By position, histogram, time, and tau by part where there are several parts."""
-    contenders, plain, main = acceptance["contenders"], acceptance["baseline"], acceptance["contender"]
-    drafting = {name: row for name, row in contenders.items() if name != plain and row["rounds"]}
+    """By position, histogram, time, tau by part where there are several parts, and the comparison of several."""
+    standing = Standing.of(acceptance)
+    drafting = {name: row for name, row in standing.drafting.items() if row["rounds"]}
     if not drafting:
         return []
-    names = list(contenders)
-    roles = {name: role_of(names, name, plain) for name in names}
-    markers = {name: MARKERS[i % len(MARKERS)] for i, name in enumerate(drafting)}
+    main = standing.main
+    timed = {name: row for name, row in standing.contenders.items() if row["tokens_per_second"]}
     shares = "; ".join(
         f"{name}: {', '.join(f'{share:.0%}' for share in row['acceptance_by_position']) or 'nothing accepted'}"
         for name, row in drafting.items()
     )
     counts = "; ".join(f"{name}: {row['accepted_per_round']:.2f} a round" for name, row in drafting.items())
     times = "; ".join(
-        f"{name}: {_milliseconds(row):.3g} ms a token, {_shares_in_words(row)}"
-        for name, row in contenders.items()
-        if row["tokens_per_second"]
+        f"{name}: {_milliseconds(row):.3g} ms a token, {_shares_in_words(row)}" for name, row in timed.items()
     )
-    plots = [
+    compared = comparison_plot(standing)
+    plots = [compared] if compared is not None else []
+    plots.append(
         Plot(
             "acceptance_by_position",
             "Acceptance by position",
             f"How often a drafted token is accepted when all before it were. {shares}.",
-            lambda colours: _by_position(colours, drafting, main, roles, markers),
-        ),
+            lambda colours: _by_position(colours, standing, drafting),
+        )
+    )
+    histograms = _shaded_histograms if standing.many else _histograms
+    plots.append(
         Plot(
             "accepted_histogram",
             "Drafted tokens accepted in a round",
-            f"Shares of rounds, a panel for each contender. {counts}.",
-            lambda colours: _histograms(colours, drafting, roles),
-        ),
-        Plot(
-            "time_per_token",
-            "Where the time of a token goes",
-            f"{times}.",
-            lambda colours: _times(colours, {n: r for n, r in contenders.items() if r["tokens_per_second"]}),
-        ),
-    ]
+            f"Shares of rounds, a {'row' if standing.many else 'panel'} for each contender. {counts}.",
+            lambda colours: histograms(colours, standing, drafting),
+        )
+    )
+    if timed:
+        draw = _times_in_rows if standing.many else _times
+        plots.append(
+            Plot(
+                "time_per_token",
+                "Where the time of a token goes",
+                f"{times}.",
+                lambda colours: draw(colours, standing, timed),
+            )
+        )
     parts = {
         f"{benchmark} / {name}" if kind == "category" and len(acceptance["benchmarks"]) > 1 else name: row
         for kind, benchmark, name, row in parts_of(acceptance)
@@ -256,16 +97,20 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
                 "tau_by_part",
                 "tau by benchmark",
                 f"{main}, with 95 % intervals. {words}.",
-                lambda colours: _by_part(colours, parts, list(drafting), main, roles, markers),
+                lambda colours: _by_part(colours, standing, list(drafting), parts),
             )
         )
     return plots
 
 
-def _by_position(
-    colours: Colours, drafting: dict[str, Any], main: str, roles: dict[str, str], markers: dict[str, str]
-) -> Figure:
-    figure, (ax,) = _figure(colours, 290)
+def _marker(standing: Standing, name: str) -> str:
+    return MARKERS[(standing.numbers[name] - 1) % len(MARKERS)]
+
+
+def _by_position(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
+    gap = 13 if standing.many else 40  # pixels between the names at the lines' ends
+    height = max(290, 60 + gap * len(drafting))
+    figure, (ax,) = new_figure(colours, height)
     ends = []
     for name, row in drafting.items():
         shares = row["acceptance_by_position"]
@@ -273,40 +118,79 @@ def _by_position(
             continue
         positions = range(1, len(shares) + 1)
         bounds = [b or [share, share] for b, share in zip(row["acceptance_by_position_interval"], shares, strict=True)]
-        colour = colours(roles[name])
-        if name == main:  # all of them over each other would hide the lines
+        colour, is_main = colours(standing.roles[name]), name == standing.main
+        if is_main:  # all of them over each other would hide the lines
             ax.fill_between(positions, *zip(*bounds, strict=True), color=colour, alpha=0.13, linewidth=0)  # type: ignore[arg-type]
-        ax.plot(positions, shares, color=colour, marker=markers[name], markersize=4, linewidth=1.8)
-        ends.append((positions[-1], shares[-1], name, roles[name]))
+        weight = 1.1 if standing.many and not is_main else 1.8
+        marks = {} if standing.many and not is_main else {"marker": _marker(standing, name), "markersize": 4}
+        ax.plot(positions, shares, color=colour, linewidth=weight, **marks)
+        shown = str(standing.numbers[name]) if standing.many else name
+        ends.append((positions[-1], shares[-1], shown, standing.roles[name]))
     ax.set_ylim(0, 1)
     longest = max((x for x, *_ in ends), default=1)
     ax.set_xlim(0.7, longest + 0.3)
     ax.xaxis.set_major_locator(MaxNLocator(min(longest, 10), integer=True))
-    _percent(ax)
-    _name_lines(ax, colours, ends, gap=0.14)
-    _label(ax, colours, "position in the draft", "accepted, where all before were")
+    percent(ax)
+    name_lines(ax, colours, ends, gap=gap / height)
+    label(ax, colours, "position in the draft", "accepted, where all before were")
     return figure
 
 
-def _histograms(colours: Colours, drafting: dict[str, Any], roles: dict[str, str]) -> Figure:
-    figure, axes = _figure(colours, 46 + 68 * len(drafting), len(drafting))
+def _histograms(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
+    figure, axes = new_figure(colours, 46 + 68 * len(drafting), len(drafting))
     deepest = max(len(row["accepted_histogram"]) for row in drafting.values())
     tallest = max(max(row["accepted_histogram"]) / row["rounds"] for row in drafting.values())
     for ax, (name, row) in zip(axes, drafting.items(), strict=True):
         shares = [count / row["rounds"] for count in row["accepted_histogram"]]
-        ax.bar(range(len(shares)), shares, width=0.82, color=colours(roles[name]))
+        ax.bar(range(len(shares)), shares, width=0.82, color=colours(standing.roles[name]))
         ax.set_ylim(0, tallest * 1.08)
         ax.set_xlim(-0.6, max(deepest, 4) - 0.4)
         ax.yaxis.set_major_locator(MaxNLocator(2))
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-        _percent(ax)
+        percent(ax)
         words = f"{textwrap.shorten(name, 36, placeholder='…') or '?'}: {row['accepted_per_round']:.2f}"
         ax.text(
-            0.99, 0.97, words, transform=ax.transAxes, ha="right", va="top", fontsize=11, color=colours(roles[name])
+            *(0.99, 0.97, words),
+            transform=ax.transAxes,
+            ha="right",
+            va="top",
+            fontsize=11,
+            color=colours(standing.roles[name]),
         )
-    _label(axes[-1], colours, "drafted tokens accepted in a round")
-    _label(axes[0], colours, y="share of rounds, and the mean")
+    label(axes[-1], colours, "drafted tokens accepted in a round")
+    label(axes[0], colours, y="share of rounds, and the mean")
     return figure
+
+
+def _shaded_histograms(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
+    """A row for each contender, darker where more rounds ended."""
+    figure, (ax,) = new_figure(colours, 60 + ROW * len(drafting))
+    deepest = max(max(len(row["accepted_histogram"]) for row in drafting.values()), 5)
+    tallest = max(max(row["accepted_histogram"]) / row["rounds"] for row in drafting.values())
+    for place, (name, row) in enumerate(drafting.items()):
+        for accepted, count in enumerate(row["accepted_histogram"]):
+            shade = (count / row["rounds"] / tallest) ** 0.7  # so that rare rounds are seen
+            ax.barh(place, 0.94, 0.86, accepted - 0.47, color=colours(standing.roles[name]), alpha=shade, linewidth=0)
+        ax.text(
+            *(deepest - 0.3, place, f"{row['accepted_per_round']:.2f}"),
+            va="center",
+            fontsize=10,
+            color=colours(standing.roles[name]),
+        )
+    _numbered_rows(ax, colours, standing, list(drafting))
+    ax.set_xlim(-0.6, deepest - 0.4 + 0.1 * deepest)
+    ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    label(ax, colours, "drafted tokens accepted in a round", "share of rounds by shade, and the mean")
+    return figure
+
+
+def _numbered_rows(ax: Axes, colours: Colours, standing: Standing, names: list[str]) -> None:
+    """The contenders' numbers at the left; plain decoding's is a dash."""
+    ax.set_yticks(range(len(names)), [str(standing.numbers.get(name, DASH)) for name in names], fontsize=10)
+    for tick, name in zip(ax.get_yticklabels(), names, strict=True):
+        tick.set_color(colours(standing.roles[name]))
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.grid(visible=False)
 
 
 def _milliseconds(row: dict[str, Any]) -> float:
@@ -317,51 +201,65 @@ def _shares_in_words(row: dict[str, Any]) -> str:
     return " · ".join(f"{part} {100 * share:.0f} %" for part, share in row["time_share"].items() if share is not None)
 
 
-def _times(colours: Colours, contenders: dict[str, Any]) -> Figure:
-    figure, (ax,) = _figure(colours, 44 + 46 * len(contenders))
-    for place, (name, row) in enumerate(contenders.items()):
-        left = 0.0
-        for part, share in row["time_share"].items():
-            width = (share or 0) * _milliseconds(row)
-            ax.barh(place, width, left=left, height=0.4, color=colours(part), linewidth=0)
-            left += width
-        label = textwrap.shorten(name, 30, placeholder="…") or "?"
-        ax.text(0, place - 0.27, label, va="bottom", fontsize=11, color=colours("ink"))
-        longest = max(_milliseconds(r) for r in contenders.values())
-        ax.text(
-            longest, place - 0.27, _shares_in_words(row), va="bottom", ha="right", fontsize=10, color=colours("muted")
-        )
-    ax.set_ylim(len(contenders) - 0.6, -0.75)
+def _time_bar(ax: Axes, colours: Colours, place: int, row: dict[str, Any], height: float) -> None:
+    left = 0.0
+    for part, share in row["time_share"].items():
+        width = (share or 0) * _milliseconds(row)
+        ax.barh(place, width, left=left, height=height, color=colours(part), linewidth=0)
+        left += width
+
+
+def _times(colours: Colours, standing: Standing, timed: dict[str, Any]) -> Figure:
+    figure, (ax,) = new_figure(colours, 44 + 46 * len(timed))
+    longest = max(map(_milliseconds, timed.values()))
+    for place, (name, row) in enumerate(timed.items()):
+        _time_bar(ax, colours, place, row, 0.4)
+        shown = textwrap.shorten(name, 30, placeholder="…") or "?"
+        above: Any = {"va": "bottom"}
+        ax.text(0, place - 0.27, shown, fontsize=11, color=colours("ink"), **above)
+        ax.text(longest, place - 0.27, _shares_in_words(row), ha="right", fontsize=10, color=colours("muted"), **above)
+    ax.set_ylim(len(timed) - 0.6, -0.75)
     ax.set_yticks([])
     ax.set_xlim(0, None)
     ax.grid(visible=False)
-    _label(ax, colours, "milliseconds per token")
+    label(ax, colours, "milliseconds per token")
     return figure
 
 
-def _by_part(
-    colours: Colours,
-    parts: dict[str, Any],
-    drafting: list[str],
-    main: str,
-    roles: dict[str, str],
-    markers: dict[str, str],
-) -> Figure:
-    figure, (ax,) = _figure(colours, 60 + 20 * len(parts))
+def _times_in_rows(colours: Colours, standing: Standing, timed: dict[str, Any]) -> Figure:
+    """A bar for each contender, by its number."""
+    figure, (ax,) = new_figure(colours, 74 + ROW * len(timed))
+    for place, row in enumerate(timed.values()):
+        _time_bar(ax, colours, place, row, 0.72)
+    _numbered_rows(ax, colours, standing, list(timed))
+    ax.set_xlim(0, None)
+    label(ax, colours, "milliseconds per token")
+    keys = [Patch(color=colours(part), label=part) for part in ("draft", "verify", "other")]
+    legend = ax.legend(
+        handles=keys, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=11, borderpad=0.2
+    )
+    for text in legend.get_texts():
+        text.set_color(colours("muted"))
+    return figure
+
+
+def _by_part(colours: Colours, standing: Standing, drafting: list[str], parts: dict[str, Any]) -> Figure:
+    figure, (ax,) = new_figure(colours, 60 + 20 * len(parts))
+    main = standing.main
     for place, row in enumerate(parts.values()):
         if (bounds := row[main]["tau_interval"]) is not None:
-            ax.plot(bounds, [place, place], color=colours(roles[main]), linewidth=2, alpha=0.5, solid_capstyle="round")
-        for name in drafting:
+            colour = colours(standing.roles[main])
+            ax.plot(bounds, [place, place], color=colour, linewidth=2, alpha=0.5, solid_capstyle="round")
+        for name in [*(other for other in drafting if other != main), *[main] * (main in drafting)]:
             if (value := row[name]["tau"]) is not None:
-                size = 6 if name == main else 4
-                ax.plot(
-                    value, place, marker=markers[name], markersize=size, color=colours(roles[name]), linestyle="none"
-                )
+                size, alpha = (6, 1.0) if name == main else (4, 0.6 if standing.many else 1.0)
+                colour, marker = colours(standing.roles[name]), _marker(standing, name)
+                ax.plot(value, place, marker, markersize=size, color=colour, alpha=alpha)
     ax.set_yticks(range(len(parts)), [textwrap.shorten(name, 24, placeholder="…") or "?" for name in parts])
     ax.set_ylim(len(parts) - 0.5, -0.5)
     ax.set_xlim(1, None)
     ax.grid(axis="x", color=colours("grid"), linewidth=0.8)
-    _label(ax, colours, "tau: tokens per verification")
+    label(ax, colours, "tau: tokens per verification")
     return figure
 
 
@@ -413,7 +311,7 @@ def _thinned(metrics: Sequence[dict[str, Any]], most: int = 240) -> list[dict[st
 
 
 def _curve(colours: Colours, lines: list[dict[str, Any]], name: str) -> Figure:
-    figure, (ax,) = _figure(colours, 220)
+    figure, (ax,) = new_figure(colours, 220)
     ax.plot([line["step"] for line in lines], [line[name] for line in lines], color=colours("s1"), linewidth=1.4)
     ends = [(lines[-1]["step"], lines[-1][name], "training", "s1")]
     checked = [(line["step"], line[f"validation_{name}"]) for line in lines if f"validation_{name}" in line]
@@ -422,22 +320,22 @@ def _curve(colours: Colours, lines: list[dict[str, Any]], name: str) -> Figure:
         ends.append((*checked[-1], "validation", "s2"))
     _over_steps(ax, colours)
     if checked:
-        _name_lines(ax, colours, ends, gap=0.1)
+        name_lines(ax, colours, ends, gap=0.1)
     return figure
 
 
 def _accuracy(colours: Colours, lines: list[dict[str, Any]]) -> Figure:
-    figure, (ax,) = _figure(colours, 220)
+    figure, (ax,) = new_figure(colours, 220)
     count = len(lines[-1]["accuracy"])
     steps = [line["step"] for line in lines]
     for i in range(count):
         fade = 1 - 0.6 * i / max(1, count - 1)
         ax.plot(steps, [line["accuracy"][i] for line in lines], color=colours("s1"), alpha=fade, linewidth=1.3)
     ax.set_ylim(0, 1)
-    _percent(ax)
+    percent(ax)
     _over_steps(ax, colours)
     ends = [(steps[-1], value, f"step {i + 1}", "s1") for i, value in enumerate(lines[-1]["accuracy"])]
-    _name_lines(ax, colours, ends, gap=0.09)
+    name_lines(ax, colours, ends, gap=0.09)
     return figure
 
 
@@ -448,4 +346,4 @@ def _over_steps(ax: Axes, colours: Colours) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(5))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     ax.set_ylim(0, None)
-    _label(ax, colours, "optimiser steps")
+    label(ax, colours, "optimiser steps")

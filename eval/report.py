@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.eval.figures import write_png
 from draftsmith.eval.html_report import build_html, choose_answers, rounds_coarsely
-from draftsmith.eval.plots import acceptance_plots, parts_of, training_plots, write_png
+from draftsmith.eval.plots import acceptance_plots, parts_of, training_plots
 from draftsmith.eval.shapes import Acceptance, MetricsLine, check, load
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
@@ -52,14 +53,22 @@ def metrics_path(recipe: Recipe) -> Path:
 
 # Files.
 
+UNDRAFTED = {"proposer": None, "drafter": None, "tree": None}
+
 
 def write_acceptance(
-    recipe: Recipe, numbers: dict[str, dict[str, Any]], main: str, baseline: str, made: dict[str, Any]
+    recipe: Recipe,
+    numbers: dict[str, dict[str, Any]],
+    described: dict[str, dict[str, Any]],
+    main: str,
+    baseline: str,
+    made: dict[str, Any],
 ) -> Path:
     """acceptance.json: the main contender's numbers on top, everyone's under their names. Whole or not there.
 
     Args:
         numbers: what `metrics.summarise_all` returns.
+        described: what each contender is, `UNDRAFTED` for plain decoding: `contenders.describe`.
         baseline: the contender that decodes plainly.
         made: how the numbers came about: `device`, `dtype` and `made`.
     """
@@ -69,11 +78,15 @@ def write_acceptance(
         "top_p": recipe.eval.top_p,
         "top_k": recipe.eval.top_k,
         "max_new_tokens": recipe.eval.max_new_tokens,
+        "batch_size": recipe.eval.replay_batch_size if recipe.eval.mode == "replay" else recipe.eval.batch_size,
+        "mode": recipe.eval.mode,
         "bootstrap_samples": recipe.eval.bootstrap_samples,
         "target": recipe.target.model,
         "drafter": str(recipe.eval_drafter_dir),
     }
-    content = {"contender": main, "baseline": baseline} | numbers["contenders"][main] | shared | made | numbers
+    contenders = {name: described[name] | row for name, row in numbers["contenders"].items()}
+    numbers = numbers | {"contenders": contenders}
+    content = {"contender": main, "baseline": baseline} | contenders[main] | shared | made | numbers
     path = recipe.eval_out / "acceptance.json"
     _write(path, json.dumps(content | {"recipe": dump_recipe(recipe)}, indent=2) + "\n")
     return path
@@ -155,7 +168,7 @@ def print_table(acceptance: dict[str, Any]) -> None:
     # Names are Text, never markup: that would read brackets and colons in them, and double a backslash.
     caption = Text(
         f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
-        f"95 %: bootstrap over prompts.\n{_equality(acceptance)}",
+        f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}\n{_equality(acceptance)}",
         style="table.caption",
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
@@ -186,7 +199,16 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _side_by_side(acceptance: dict[str, Any]) -> str:
+    """Speeds of a batch are not those of one answer alone."""
+    if acceptance["mode"] == "replay" or acceptance["batch_size"] == 1:
+        return ""
+    return f"\nSpeeds: {acceptance['batch_size']} answers decoded side by side, by plain decoding, too."
+
+
 def _equality(acceptance: dict[str, Any]) -> str:
+    if acceptance["mode"] == "replay":
+        return "Replayed: the rounds that decoding these recorded answers would have had. Nothing was timed."
     if acceptance["temperature"] > 0:
         return f"Answers were drawn at temperature {acceptance['temperature']}, by the target's own law (lossless)."
     different = [name for name, row in acceptance["contenders"].items() if row["matches_target"] is False]

@@ -75,11 +75,23 @@ class Numbers(Shape):
     acceptance_by_position: list[Number]
     acceptance_by_position_interval: list[Bounds]
     tree_nodes_per_round: Number | None
+    tree_nodes_per_round_interval: Bounds
+    wasted_nodes_per_round: Number | None
+    wasted_nodes_per_round_interval: Bounds
+    draft_calls_per_round: Number | None
+    draft_calls_per_round_interval: Bounds
+    draft_milliseconds_per_call: Number | None
+    verify_milliseconds_per_round: Number | None
     tokens_per_second: Annotated[Number, Field(ge=0)] | None
     speedup: Number | None
     speedup_interval: Bounds
     mean_prompt_speedup: Number | None
     mean_prompt_speedup_interval: Bounds
+    tau_ratio: Number | None
+    tau_ratio_interval: Bounds
+    speed_ratio: Number | None
+    speed_ratio_interval: Bounds
+    overhead_share: Number | None
     time_share: dict[Literal["draft", "verify", "other"], Number | None]
     predicted_speedup: Number | None
     matches_target: bool | None
@@ -90,9 +102,24 @@ class Numbers(Shape):
             raise ValueError("accepted_histogram does not add up to rounds")
         if self.rounds and self.accepted_per_round is None:
             raise ValueError("accepted_per_round is missing though there are rounds")
+        if self.rounds and None in (self.tau, self.tree_nodes_per_round):
+            raise ValueError("tau or tree_nodes_per_round is missing though there are rounds")
         if len(self.acceptance_by_position) != len(self.acceptance_by_position_interval):
             raise ValueError("acceptance_by_position and its intervals differ in length")
         return self
+
+
+class Tree(Shape):
+    policy: str
+    vocab_size: Count | None
+
+
+class Contender(Numbers):
+    """One contender's in total, and what it is."""
+
+    proposer: str | None
+    drafter: str | None
+    tree: Tree | None
 
 
 class DataFile(Shape):
@@ -112,7 +139,7 @@ class Made(Shape):
 class Acceptance(Shape):
     contender: str
     baseline: str
-    contenders: dict[str, Numbers]
+    contenders: dict[str, Contender]
     benchmarks: dict[str, dict[str, Numbers]]
     categories: dict[str, dict[str, Numbers]]
     turns: dict[Literal["1", "2"], dict[str, Numbers]]
@@ -121,6 +148,8 @@ class Acceptance(Shape):
     top_p: Number
     top_k: Count
     max_new_tokens: Count
+    batch_size: Count
+    mode: Literal["decode", "replay"]
     bootstrap_samples: Count
     target: str
     drafter: str

@@ -18,26 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
+from draftsmith.eval.contenders import Contender, Lineup, check_drafter
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.metrics import tau
-from draftsmith.eval.policies import PolicyProposer, policy_of
-from draftsmith.models.chat import (
-    Message,
-    RenderError,
-    decode_answer,
-    load_config,
-    load_tokenizer,
-    render_prompt,
-    stop_ids,
-    tokenizer_fingerprint,
-)
-from draftsmith.models.checkpoint import check_identity, config_identity, load_drafter, read_config, target_identity
+from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
-from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
 
@@ -55,27 +41,13 @@ class Answer:
         return tau([self.generation])
 
 
-def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizerBase:
-    """Whatever is wrong with a drafter for this target, told before weights are loaded; the target's tokenizer.
-
-    Raises:
-        UserError: no drafter there, or one for another target.
-    """
-    _, trained_for = read_config(directory)
-    tokenizer = load_tokenizer(target)
-    config = load_config(target).get_text_config()
-    here = config_identity(config, target.model, target.revision, tokenizer_fingerprint(tokenizer))
-    check_identity(directory, trained_for, here)
-    return tokenizer
-
-
 class Speculator:
     """A loaded target and a drafter that was trained for it."""
 
-    def __init__(
-        self, target: Target, tokenizer: PreTrainedTokenizerBase, drafter: Eagle3Drafter, stop_ids: frozenset[int]
-    ):
-        self.target, self.tokenizer, self.drafter, self.stop_ids = target, tokenizer, drafter, stop_ids
+    def __init__(self, lineup: Lineup, directory: Path):
+        self.lineup, self.directory = lineup, directory
+        self.target, self.tokenizer, self.stop_ids = lineup.target, lineup.tokenizer, lineup.stop_ids
+        self.drafter = lineup.drafter(directory)
 
     @classmethod
     def load(cls, target: TargetSection | str, drafter: str | Path) -> "Speculator":
@@ -89,19 +61,25 @@ class Speculator:
             UserError: one of the two is not there, or they do not belong together.
         """
         section = TargetSection(model=target) if isinstance(target, str) else target
-        directory = Path(drafter)
-        tokenizer = check_drafter(section, directory)
-        shape, _ = read_config(directory)
-        model = load_causal_lm(section)
-        loaded = Target(model, shape.capture_layers)
-        identity = target_identity(loaded, section.model, section.revision, tokenizer_fingerprint(tokenizer))
-        stops = frozenset(stop_ids(tokenizer, model.generation_config))
-        return cls(loaded, tokenizer, load_drafter(directory, loaded, identity), stops)
+        check_drafter(section, Path(drafter))
+        return cls(Lineup(section), Path(drafter))
 
-    def proposer(self, tree: TreeSection, sampling: Sampling = GREEDY) -> Proposer:
-        """Drafts trees of this shape with the drafter, for answers drawn by `sampling`."""
-        drawn = sampling if tree.draw == "sampled" else GREEDY
-        return PolicyProposer(Eagle3Drafting(self.drafter), policy_of(tree, drawn))
+    def proposer(
+        self, tree: TreeSection, sampling: Sampling = GREEDY, token_counts: str | Path | None = None
+    ) -> Proposer:
+        """Drafts trees of this shape with the drafter, for answers drawn by `sampling`.
+
+        Args:
+            token_counts: what tree.vocab_size ranks by: a file of data_gen/rank_vocab.py.
+
+        Raises:
+            UserError: tree.vocab_size without token counts, or more than the drafter has.
+        """
+        if tree.vocab_size is not None and token_counts is None:
+            raise UserError("tree.vocab_size goes by token_counts: give the file that data_gen/rank_vocab.py wrote")
+        counts = None if token_counts is None else Path(token_counts)
+        contender = Contender("", "drafter", tree, "tree", drafter=self.directory, token_counts=counts)
+        return self.lineup.proposer(contender, sampling)
 
     def answer(
         self,

@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -171,10 +172,14 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
         )
 
 
-def load_drafter(directory: Path, target: Target, identity: dict[str, Any]) -> Eagle3Drafter:
+def load_drafter(
+    directory: Path, target: Target, identity: dict[str, Any], capture: Sequence[int] | None = None
+) -> Eagle3Drafter:
     """The drafter in `directory`, in evaluation mode on the target's device.
 
-    `target` must capture the layers that the drafter was trained on (`read_config`).
+    Args:
+        capture: layers whose states the drafter will be given: those it was trained on (`read_config`). None: the
+            target's.
 
     Raises:
         UserError: no checkpoint, one for another target or vocabulary, or tensors that do not fit its config.
@@ -185,10 +190,11 @@ def load_drafter(directory: Path, target: Target, identity: dict[str, Any]) -> E
         tensors = load_file(_written(directory) / "model.safetensors")
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{directory}: damaged drafter checkpoint: {error}") from error
-    if shape.capture_layers != target.capture_layers:
+    given = tuple(target.capture_layers if capture is None else capture)
+    if shape.capture_layers != given:
         raise UserError(
             f"{directory}: the drafter reads target states {list(shape.capture_layers)}, "
-            f"this run captures {list(target.capture_layers)}"
+            f"this run captures {list(given)}"
         )
     if "d2t" not in tensors or "t2d" not in tensors:
         raise UserError(f"{directory}: model.safetensors holds no draft vocabulary (d2t, t2d)")

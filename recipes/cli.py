@@ -51,6 +51,17 @@ def parse_command(
 
     Raises UserError with every problem of the recipe; a malformed command line exits with code 2.
     """
+    command = parse_arguments(doc, argv, extra)
+    command.recipe = load_recipe(command.recipe_path, command.overrides)
+    return command
+
+
+def parse_arguments(
+    doc: str | None,
+    argv: Sequence[str] | None = None,
+    extra: Callable[[argparse.ArgumentParser], object] | None = None,
+) -> Command:
+    """`parse_command` without the recipe, for scripts that load several and tell the problems of all."""
     parser = argparse.ArgumentParser(
         description=doc, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -62,9 +73,7 @@ def parse_command(
     if extra is not None:
         extra(parser)
     # Intermixed: overrides may stand before and after options.
-    command = parser.parse_intermixed_args(argv, Command())
-    command.recipe = load_recipe(command.recipe_path, command.overrides)
-    return command
+    return parser.parse_intermixed_args(argv, Command())
 
 
 def run(main: Callable[[], None]) -> None:

@@ -4,7 +4,7 @@ import json
 import random
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from draftsmith.eval import acceptance as acceptance_script
-from draftsmith.eval import benchmarks, html_report, plots, report
+from draftsmith.eval import benchmarks, figures, html_report, report
 from draftsmith.eval.decode import Generation
 from draftsmith.eval.generation_log import read_generations, record_of, token_texts
 from draftsmith.eval.metrics import summarise_all
@@ -50,6 +50,13 @@ def generation(chance: random.Random, length: int, drafts: bool, name: str, benc
     return out
 
 
+def described(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """What `contenders.describe` says of each."""
+    tree = {"policy": "eagle2", "nodes": 9, "draft_calls": 4, "top_k": 10, "vocab_size": None}
+    drafted = {"proposer": "drafter", "drafter": "run/drafter", "tree": tree}
+    return {name: report.UNDRAFTED if name == PLAIN else drafted for name in names}
+
+
 def make_recipe(folder: Path, **settings: Any) -> Recipe:
     path = folder / "recipe.yaml"
     content = {"output_dir": str(folder / "run"), "target": {"model": "some/model"}, "eval": settings}
@@ -79,7 +86,7 @@ def evaluate(
                 file.write(json.dumps(record_of(out, contender, "".join(words), shown)) + "\n")
     sampled = recipe.eval.temperature > 0
     numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, 0, sampled)
-    report.write_acceptance(recipe, numbers, contenders[0], PLAIN, MADE)
+    report.write_acceptance(recipe, numbers, described(results), contenders[0], PLAIN, MADE)
     return results
 
 
@@ -162,15 +169,15 @@ def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     outside = text.replace('xmlns="http://www.w3.org/2000/svg"', "").replace("http://www.w3.org/1999/xlink", "")
     assert "//" not in re.sub(r"some/model|<pre>.*?</pre>", "", outside, flags=re.S)
     assert not re.findall(r"url\((?!#)", text)
-    assert page.tags.count("svg") == 4  # by position, histogram, time, by category
-    assert text.count('role="img" aria-label="') == 4
+    assert page.tags.count("svg") == 5  # comparison, by position, histogram, time, by category
+    assert text.count('role="img" aria-label="') == 5
     assert len(set(page.ids)) == len(page.ids)
     assert set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text)) <= set(page.ids)
     assert all("scroll" in around for around in page.tables_in)  # wide tables scroll inside themselves
     used = set(re.findall(r"var\(--([a-z0-9]+)\)", text))
-    assert used <= {*plots.LIGHT, "sans", "mono"}
+    assert used <= {*figures.LIGHT, "sans", "mono"}
     assert "0a0b" not in text.lower()  # no placeholder of a colour is left
-    assert plots.LIGHT.keys() == plots.DARK.keys()
+    assert figures.LIGHT.keys() == figures.DARK.keys()
 
 
 HOSTILE = [
@@ -214,9 +221,9 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
 def test_names_in_figures_stay_as_they_are(tmp_path: Path, name: str) -> None:
     recipe = make_recipe(tmp_path)
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(MAIN, name))
-    figures = re.findall(r"<svg .*?</svg>", page_of(recipe), flags=re.S)
-    assert len(figures) == 3
-    for figure in figures:
+    drawn = re.findall(r"<svg .*?</svg>", page_of(recipe), flags=re.S)
+    assert len(drawn) == 4
+    for figure in drawn:
         assert name in re.sub(r"\s+", " ", Page(figure).text)
 
 
@@ -233,10 +240,10 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("theme", [plots.LIGHT, plots.DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("theme", [figures.LIGHT, figures.DARK], ids=["light", "dark"])
 def test_colours_can_be_read(theme: dict[str, str]) -> None:
     """WCAG 2.2: text 4.5 to 1, parts of figures 3 to 1."""
-    for role in ("ink", "muted", "plain", *(f"s{i + 1}" for i in range(plots.SERIES))):
+    for role in ("ink", "muted", "plain", *(f"s{i + 1}" for i in range(figures.SERIES))):
         assert contrast(theme[role], theme["page"]) >= 4.5, role
         assert contrast(theme[role], theme["card"]) >= 4.5, role
     for i in range(html_report.TINTS):
@@ -303,7 +310,10 @@ def test_token_texts_join_to_the_answer() -> None:
 def test_every_contender_s_answers_are_logged_with_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer: Any = make_tokenizer()
     ids = tokenizer("the cat<|end|>")["input_ids"]
-    monkeypatch.setattr(benchmarks, "decode", lambda target, proposer, prompt, *_: Generation(prompt, ids, [], False))
+    monkeypatch.setattr(
+        *(benchmarks, "decode_batch"),
+        lambda target, proposer, prompts, *_: [Generation(prompt, ids, [], False) for prompt in prompts],
+    )
     one = tmp_path / "one.jsonl"
     one.write_text('{"question_id": 0, "category": "writing", "turns": ["a", "b"]}\n')
     (tmp_path / "two").mkdir()
@@ -384,7 +394,8 @@ def test_different_answers_are_named(
     recipe = make_recipe(tmp_path)
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
     results[MAIN][1].token_ids[3] = 999
-    report.write_acceptance(recipe, summarise_all(results, PLAIN, 100, 0), MAIN, PLAIN, MADE | {"dtype": dtype})
+    numbers = summarise_all(results, PLAIN, 100, 0)
+    report.write_acceptance(recipe, numbers, described(results), MAIN, PLAIN, MADE | {"dtype": dtype})
     said = re.sub(r"\s+", " ", " ".join(script_lines(recipe, capsys)))
     assert f"not those of plain decoding: {MAIN}. {caption}" in said
     page = re.sub(r"\s+", " ", Page(page_of(recipe)).text)

@@ -1,0 +1,118 @@
+"""--compare: each argument one more contender, from another recipe or from overrides of the first.
+
+    B.yaml                                       the tree and drafter of that recipe, whose target must be the same
+    "eval.tree.nodes=16"                         the first recipe with these overrides, any number of them
+    "wide: eval.tree.top_k=16 eval.tree.nodes=100"                  with a name for its row
+
+Only what makes a contender may differ: eval.tree, eval.drafter, eval.token_counts. Prompts, lengths and sampling are
+those of the first recipe, for everyone.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval.contenders import Contender, contenders_of, main_contender
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import Recipe, TargetSection
+
+OWN = ("eval.tree", "eval.drafter", "eval.token_counts")
+SHARED = (
+    *("prompts", "max_prompts", "turns", "max_new_tokens", "temperature", "top_p", "top_k", "mode", "answers"),
+    *("batch_size", "seed"),
+)
+NAME = re.compile(r"\s*([^=]*?\S):\s+(?=\S)")
+NEXT_KEY = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")  # values may hold blanks: eval.tree.paths=[[0], [1]]
+
+
+def load_all(path: str, overrides: Sequence[str], compared: Sequence[str]) -> tuple[Recipe, list[Contender], list[str]]:
+    """The first recipe, all contenders with their names, and what is worth a note.
+
+    Args:
+        path, overrides: the first recipe; the overrides are not for the other files.
+        compared: the arguments of --compare.
+
+    Raises:
+        UserError: every problem of every recipe and set of overrides.
+    """
+    problems: list[str] = []
+    recipe = _loaded(path, overrides, problems)
+    of_first = set(problems)
+    rivals: list[Contender] = []
+    notes: list[str] = []
+    for argument in compared:
+        place = f"--compare {argument!r}"
+        found: list[str] = []
+        if "=" in argument and not Path(argument).exists():
+            name, settings = split_overrides(argument)
+            found += [_not_its_own(setting) for setting in settings if not _is_own(setting)]
+            if not found and (other := _loaded(path, [*overrides, *settings], found)) is not None:
+                rivals.append(replace(main_contender(other, place), name=name))
+        elif (other := _loaded(argument, (), found)) is not None:
+            if recipe is not None:
+                found += [f"another target than {path}'s: {d}" for d in _different_targets(other.target, recipe.target)]
+                notes += _ignored(argument, other, path, recipe)
+            rivals.append(main_contender(other, place))
+        problems += [f"{place}: {problem}" for problem in found if problem not in of_first]
+    if problems or recipe is None:
+        raise UserError(problems)
+    return recipe, contenders_of(recipe, rivals), notes
+
+
+def _loaded(path: str, overrides: Sequence[str], problems: list[str]) -> Recipe | None:
+    try:
+        return load_recipe(path, overrides)
+    except UserError as error:
+        problems += error.problems
+        return None
+
+
+def split_overrides(argument: str) -> tuple[str, list[str]]:
+    """("wide", ["eval.tree.nodes=16", "eval.tree.top_k=4"]) of "wide: eval.tree.nodes=16 eval.tree.top_k=4"."""
+    name = ""
+    if (match := NAME.match(argument)) is not None:
+        name, argument = match[1], argument[match.end() :]
+    return name, NEXT_KEY.split(argument.strip())
+
+
+def _is_own(setting: str) -> bool:
+    key = setting.partition("=")[0].strip()
+    return any(key == own or key.startswith(f"{own}.") for own in OWN)
+
+
+def _not_its_own(setting: str) -> str:
+    key, equals, _ = setting.partition("=")
+    if not equals:
+        return f"{setting!r} is no override: write key.path=value, for example eval.tree.nodes=16"
+    return (
+        f"{key} is the same for all contenders, who differ in {', '.join(OWN)} alone; give it before --compare to set "
+        "it for all"
+    )
+
+
+def _different_targets(there: TargetSection, here: TargetSection) -> list[str]:
+    """Every difference with both sides. Where the weights run (device) is the first recipe's business."""
+    fields = [name for name in TargetSection.model_fields if name != "device"]
+    return [
+        f"target.{name} is {getattr(there, name)!r} there, {getattr(here, name)!r} here"
+        for name in fields
+        if _meant(name, getattr(there, name)) != _meant(name, getattr(here, name))
+    ]
+
+
+def _meant(name: str, value: Any) -> Any:
+    """One value for the same directory or template, however its path is written."""
+    if name == "model" and Path(value).exists():
+        return Path(value).resolve()
+    if name == "chat_template" and value is not None and Path(value).is_file():
+        return Path(value).read_bytes()
+    return value
+
+
+def _ignored(path: str, there: Recipe, first: str, here: Recipe) -> list[str]:
+    sides = [(name, getattr(there.eval, name), getattr(here.eval, name)) for name in SHARED]
+    words = [f"eval.{name} {other!r} (here {mine!r})" for name, other, mine in sides if other != mine]
+    return [f"{path} says {', '.join(words)}; everyone is measured as {first} says"] if words else []

@@ -1,0 +1,220 @@
+"""tau and speed-up of all contenders against the nodes that the target verifies in a round, with intervals.
+
+Contenders go by number; who they are stands in the legend below, and in the report's table. Dots and intervals that
+would hide each other move sideways by a few pixels: equal trees stand side by side.
+"""
+
+import itertools
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+from draftsmith.eval.figures import WIDTH, Colours, Plot, label, style_axes
+from draftsmith.eval.standing import Standing
+
+# Lengths are in pixels.
+PANEL = 220
+LEGEND_ROW = 17
+DOT = 6
+LINES_APART = 4  # of two intervals that overlap
+LABEL = (13, 11)  # width and height of a number
+NAME = 46  # characters of a name in the legend
+
+
+def comparison_plot(standing: Standing) -> Plot | None:
+    """None where there is nothing to compare: one contender, or answers of a single token."""
+    shown = {name: row for name, row in standing.drafting.items() if row["rounds"]}
+    if len(shown) < 2:
+        return None
+    measured = {"tau": "tau: tokens per verification"}
+    if all(row["speedup"] is not None for row in shown.values()):
+        measured["speedup"] = "speed-up over plain decoding"
+    titles = {"tau": "tau", "speedup": "speed-up"}
+    words = "; ".join(
+        f"{standing.numbers[name]} {name}: {row['tree_nodes_per_round']:.3g} nodes, "
+        + ", ".join(f"{titles[key]} {row[key]:.2f}" for key in measured)
+        for name, row in shown.items()
+    )
+    return Plot(
+        "comparison",
+        " and ".join(titles[key] for key in measured) + " by verified nodes",
+        f"With 95 % intervals; nodes on a logarithmic scale. {words}.",
+        lambda colours: _draw(colours, standing, shown, measured),
+    )
+
+
+def _draw(colours: Colours, standing: Standing, shown: dict[str, Any], measured: dict[str, str]) -> Figure:
+    panels, legend = len(measured), LEGEND_ROW * len(shown)
+    figure = Figure(figsize=(WIDTH / 72, (panels * PANEL + legend + 40) / 72), dpi=72, layout="constrained")
+    figure.get_layout_engine().set(w_pad=4 / 72, h_pad=4 / 72, hspace=0.03)  # type: ignore[union-attr]
+    *axes, below = figure.subplots(panels + 1, 1, squeeze=False, height_ratios=[*[PANEL] * panels, legend])[:, 0]
+    nodes = [bound for row in shown.values() for bound in _bounds(row, "tree_nodes_per_round")]
+    for ax, (key, title) in zip(axes, measured.items(), strict=True):
+        style_axes(ax, colours)
+        ax.set_xscale("log", base=2)
+        ax.set_xlim(min(nodes) / 1.4, max(nodes) * 1.4)
+        ax.xaxis.set_major_locator(LogLocator(2, numticks=12))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.minorticks_off()
+        bounds = [_bounds(row, key) for row in shown.values()]
+        low, high = min(1.0, *(b[0] for b in bounds)), max(1.0, *(b[1] for b in bounds))
+        margin = 0.12 * (high - low) or 0.1  # numbers stand above and below the intervals
+        ax.set_ylim(low - margin, high + margin)
+        ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        ax.axhline(1, color=colours("plain"), linewidth=1, linestyle=(0, (4, 3)))  # plain decoding
+        label(ax, colours, y=title)
+    for ax in axes[:-1]:
+        ax.tick_params(labelbottom=False)
+    label(axes[-1], colours, "nodes verified a round, the root included")
+    _write_legend(below, colours, standing, list(shown))
+
+    figure.draw_without_rendering()  # places the axes: from here on a point has a pixel
+    marks = {key: _Mark.all_of(ax, key, shown) for ax, key in zip(axes, measured, strict=True)}
+    _spread([[marks[key][name] for key in measured] for name in _by_nodes(shown)])
+    for ax, key in zip(axes, measured, strict=True):
+        _join_families(ax, colours, standing, shown, marks[key])
+        for name, mark in marks[key].items():
+            mark.draw(ax, colours(standing.roles[name]), name == standing.main)
+        _number(ax, colours, standing, marks[key])
+    return figure
+
+
+def _bounds(row: dict[str, Any], key: str) -> tuple[float, float]:
+    """The interval, widened to hold the value; where there is none, the value."""
+    low, high = row[f"{key}_interval"] or (row[key], row[key])
+    return min(low, row[key]), max(high, row[key])
+
+
+def _by_nodes(shown: dict[str, Any]) -> list[str]:
+    return sorted(shown, key=lambda name: (shown[name]["tree_nodes_per_round"], shown[name]["tau"]))
+
+
+@dataclass
+class _Mark:
+    """A contender in one panel, in pixels from the figure's lower left."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    left: float
+    right: float
+
+    @classmethod
+    def all_of(cls, ax: Axes, key: str, shown: dict[str, Any]) -> dict[str, "_Mark"]:
+        def mark(row: dict[str, Any]) -> "_Mark":
+            points = [(row["tree_nodes_per_round"], y) for y in (row[key], *_bounds(row, key))]
+            points += [(nodes, row[key]) for nodes in _bounds(row, "tree_nodes_per_round")]
+            (x, y), (_, low), (_, high), (left, _), (right, _) = ax.transData.transform(points)
+            return cls(x, y, low, high, left, right)
+
+        return {name: mark(row) for name, row in shown.items()}
+
+    def moved(self, by: float) -> "_Mark":
+        return _Mark(self.x + by, self.y, self.low, self.high, self.left + by, self.right + by)
+
+    def clashes(self, other: "_Mark") -> bool:
+        if math.hypot(self.x - other.x, self.y - other.y) < DOT + 1:
+            return True
+        return abs(self.x - other.x) < LINES_APART and self.low < other.high and other.low < self.high
+
+    def draw(self, ax: Axes, colour: str, is_main: bool) -> None:
+        line: Any = {"color": colour, "linewidth": 1.4, "alpha": 0.6, "solid_capstyle": "butt", "zorder": 2}
+        plot_pixels(ax, [(self.x, self.low), (self.x, self.high)], **line)
+        plot_pixels(ax, [(self.left, self.y), (self.right, self.y)], **line)
+        size = DOT + 2 if is_main else DOT
+        plot_pixels(ax, [(self.x, self.y)], marker="o", markersize=size, color=colour, markeredgewidth=0, zorder=3)
+
+
+def plot_pixels(ax: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
+    """In the axes' own coordinates, so that the drawing follows them if they move."""
+    x, y = ax.transData.inverted().transform(points).T
+    ax.plot(x, y, **style)
+
+
+def _spread(contenders: list[list[_Mark]]) -> None:
+    """Each takes the free place next to its own, the same in all panels. In place."""
+    placed: list[list[_Mark]] = []
+    for marks in contenders:
+        for shift in _outwards():
+            tried = [mark.moved(shift) for mark in marks]
+            if not any(a.clashes(b) for other in placed for a, b in zip(tried, other, strict=True)):
+                break
+        else:
+            raise AssertionError("there is always room farther out")
+        for mark, moved in zip(marks, tried, strict=True):
+            vars(mark).update(vars(moved))
+        placed.append(marks)
+
+
+def _outwards() -> Iterator[int]:
+    for step in itertools.count():
+        yield step
+        yield -step
+
+
+def _number(ax: Axes, colours: Colours, standing: Standing, marks: dict[str, _Mark]) -> None:
+    """Each number above or below its interval, or beside its dot, or as near as others let it, then with a hair."""
+    width, height = LABEL
+    taken = [(mark.x, mark.y, DOT + 2.0, DOT + 2.0) for mark in marks.values()]  # centre, width, height
+
+    def is_free(x: float, y: float) -> bool:
+        return not any(abs(x - a) < (width + w) / 2 and abs(y - b) < (height + h) / 2 for a, b, w, h in taken)
+
+    def crosses_none(x: float, y: float) -> bool:
+        return not any(
+            abs(x - m.x) < width / 2 + 1 and m.low - height / 2 < y < m.high + height / 2 for m in marks.values()
+        )
+
+    for name, mark in sorted(marks.items(), key=lambda item: item[1].x):
+        above, below, aside = mark.high + height / 2 + 1, mark.low - height / 2 - 1, (width + DOT) / 2 + 2
+        near = [(mark.x, above), (mark.x, below)]
+        beside = [(x, mark.y) for x in (mark.x + aside, mark.x - aside) if crosses_none(x, mark.y)]
+        far = ((mark.x, y) for step in itertools.count(3, 3) for y in (above + step, below - step))
+        x, y = next(place for place in itertools.chain(near, beside, far) if is_free(*place))
+        taken.append((x, y, width, height))
+        colour = colours(standing.roles[name])
+        if y > above + height or y < below - height:
+            end = mark.high if y > mark.high else mark.low
+            plot_pixels(ax, [(x, end), (x, y)], color=colour, linewidth=0.5, alpha=0.5, zorder=1)
+        x_data, y_data = ax.transData.inverted().transform((x, y))
+        ax.text(
+            *(x_data, y_data, str(standing.numbers[name])),
+            ha="center",
+            va="center_baseline",
+            fontsize=10,
+            fontweight="bold" if name == standing.main else "normal",
+            color=colour,
+            zorder=4,
+        )
+
+
+def _join_families(
+    ax: Axes, colours: Colours, standing: Standing, shown: dict[str, Any], marks: dict[str, _Mark]
+) -> None:
+    """A thin line from the smaller trees of a family to the larger ones; none between trees of equal size."""
+    families: dict[int, list[str]] = {}
+    for name in _by_nodes(shown):
+        families.setdefault(standing.families[name], []).append(name)
+    for names in families.values():
+        for one, other in itertools.pairwise(names):
+            if shown[other]["tree_nodes_per_round"] > 1.05 * shown[one]["tree_nodes_per_round"]:
+                ends = [(marks[name].x, marks[name].y) for name in (one, other)]
+                plot_pixels(ax, ends, color=colours(standing.roles[one]), linewidth=0.9, alpha=0.4, zorder=1)
+
+
+def _write_legend(ax: Axes, colours: Colours, standing: Standing, names: list[str]) -> None:
+    ax.set_axis_off()
+    ax.set_xlim(0, WIDTH)
+    ax.set_ylim(LEGEND_ROW * len(names), 0)
+    for row, name in enumerate(names):
+        y = LEGEND_ROW * (row + 0.5)
+        style: Any = {"va": "center_baseline", "fontsize": 11, "color": colours(standing.roles[name])}
+        ax.text(20, y, str(standing.numbers[name]), ha="right", **style)
+        ax.text(27, y, textwrap.shorten(name, NAME, placeholder="…") or "?", ha="left", **style)

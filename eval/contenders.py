@@ -1,0 +1,367 @@
+"""Who is measured: from a recipe's trees and drafters to named proposers on one loaded target.
+
+A contender is one row of the table: who drafts, with which tree, from which vocabulary. Everything that can be wrong
+with one is told by `check_contenders`, before weights are loaded; `Lineup` then loads each model once, however many
+contenders share it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from draftsmith.eval.benchmarks import PLAIN
+from draftsmith.eval.policies import PolicyProposer, policy_of
+from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
+from draftsmith.models.chat import (
+    first_line,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    stop_ids,
+    tokenizer_fingerprint,
+)
+from draftsmith.models.checkpoint import check_identity, config_identity, load_drafter, read_config, target_identity
+from draftsmith.models.draft_tree import Drafting, Proposer
+from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.prompt_lookup import PromptLookup
+from draftsmith.models.sampling import GREEDY, Sampling
+from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
+from draftsmith.models.vocab import DraftVocab, check_counts, cut, load_token_counts
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection, TreeSection
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table. `name` is empty until `named` has given it one."""
+
+    name: str
+    proposer: Literal["drafter", "prompt_lookup", "causal_lm"]
+    tree: TreeSection
+    place: str  # where it stands, for messages
+    kind: str = ""  # of the drafter, for its name
+    drafter: Path | None = None  # its directory
+    draft_model: TargetSection | None = None  # of causal_lm
+    token_counts: Path | None = None  # what tree.vocab_size ranks by
+
+
+def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:
+    """What a recipe's section describes; directories that it leaves out are the recipe's."""
+    drafter = Path(section.drafter) if section.drafter else recipe.eval_drafter_dir
+    return Contender(
+        section.name,
+        section.proposer,
+        section.tree,
+        place,
+        recipe.drafter.kind,
+        drafter if section.proposer == "drafter" else None,
+        section.draft_model,
+        recipe.token_counts_path if section.tree.vocab_size is not None else None,
+    )
+
+
+def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
+    """The recipe's own tree, without a name."""
+    return contender_of(recipe, ContenderSection(name="", tree=recipe.eval.tree), place)
+
+
+def contenders_of(recipe: Recipe, rivals: Sequence[Contender] = ()) -> list[Contender]:
+    """The recipe's own tree first, those under eval.also, then `rivals`; all with names.
+
+    Raises:
+        UserError: two of the names that were given are equal.
+    """
+    also = [contender_of(recipe, section, f"eval.also.{i}") for i, section in enumerate(recipe.eval.also)]
+    return named([main_contender(recipe), *also, *rivals])
+
+
+def describe(contender: Contender) -> dict[str, Any]:
+    """What acceptance.json says of it: `nodes` and `draft_calls` are the most of a round, `vocab_size` is that asked
+    for (null: the drafter's own)."""
+    tree = contender.tree
+    shape: dict[str, Any] = {"policy": tree.policy, "vocab_size": tree.vocab_size}
+    if tree.policy != "auto":
+        shape |= {"nodes": _most(tree), "draft_calls": tree.calls, "top_k": tree.width}
+    own = {"ddd": "ddd", "svip": "svip", "svip_tree": "svip", "c2t": "c2t"}.get(tree.policy)
+    if own is not None:
+        shape[own] = getattr(tree, own).model_dump()
+    if tree.policy in ("chain", "svip"):
+        shape["draw"] = tree.draw
+    who = contender.draft_model.model if contender.draft_model else contender.drafter
+    return {"proposer": contender.proposer, "drafter": None if who is None else str(who), "tree": shape}
+
+
+def _most(tree: TreeSection) -> int | None:
+    """None: C2T without a limit, whose trees end where its classifier says."""
+    return None if tree.policy == "c2t" and tree.nodes is None and tree.c2t.beam is None else tree.most
+
+
+# Names.
+
+
+def named(contenders: Sequence[Contender]) -> list[Contender]:
+    """The same, each with a name of its own: the given one, or one that says who drafts what.
+
+    Where such names are equal, they also say in what the contenders differ; where they differ in nothing, they count.
+
+    Raises:
+        UserError: two of the names that were given are equal.
+    """
+    given = [PLAIN, *(contender.name for contender in contenders if contender.name)]
+    if repeated := sorted({name for name in given if given.count(name) > 1}):
+        places = [contender.place for contender in contenders if contender.name in repeated]
+        raise UserError(
+            f"{', '.join(places)}: names must differ; {', '.join(map(repr, repeated))} stands more than once"
+        )
+    plain_names = [contender.name or _words(contender) for contender in contenders]
+    result: list[Contender] = []
+    taken = {PLAIN} | {contender.name for contender in contenders if contender.name}
+    for contender, name in zip(contenders, plain_names, strict=True):
+        if not contender.name:
+            alike = [c for c, other in zip(contenders, plain_names, strict=True) if other == name]
+            facts = [_facts(other) for other in alike]
+            mine = _facts(contender)
+            differing = [words for key, words in mine.items() if any(fact.get(key) != words for fact in facts)]
+            name = ", ".join([name, *filter(None, differing)])
+            numbered = (f"{name} ({i})" for i in range(2, len(contenders) + 2))
+            name = name if name not in taken else next(n for n in numbered if n not in taken)
+            taken.add(name)
+        result.append(replace(contender, name=name))
+    return result
+
+
+def _words(contender: Contender) -> str:
+    """Who drafts what, in a few words. A chain is counted in drafted tokens, a tree in verified nodes."""
+    tree = contender.tree
+    shape = {
+        "chain": f"{'sampled ' * (tree.draw == 'sampled')}chain of {tree.most - 1}",
+        "svip": f"{'sampled ' * (tree.draw == 'sampled')}svip of up to {tree.most - 1}",
+        "svip_tree": f"svip tree of {tree.most}",
+        "static": f"static tree of {tree.most}",
+        "eagle2": f"tree of {tree.most}",
+        "ddd": f"ddd of {tree.most}",
+        "c2t": f"c2t, beta {tree.c2t.beta:g}",
+        "auto": "auto",
+    }[tree.policy]
+    if contender.proposer == "prompt_lookup":
+        return f"prompt lookup of {tree.most - 1}"
+    who = Path(contender.draft_model.model).name if contender.draft_model else contender.kind
+    cut_to = f", {tree.vocab_size:,} tokens" if tree.vocab_size is not None else ""
+    return f"{who}, {shape}{cut_to}"
+
+
+def _facts(contender: Contender) -> dict[str, str]:
+    """Whatever else can differ, in words by key."""
+    tree = contender.tree
+    facts = {
+        "drafter": str(contender.drafter or ""),
+        "draft_model": contender.draft_model.model if contender.draft_model else "",
+        "counts": str(contender.token_counts or ""),
+    }
+    if tree.policy != "auto":
+        facts |= {
+            "calls": f"{tree.calls} calls",
+            "top_k": f"top {tree.width}",
+            "nodes": f"{_most(tree) or 'all'} nodes",
+        }
+    if tree.policy == "ddd":
+        at = tree.ddd.at if isinstance(tree.ddd.at, str) else " ".join(map(str, tree.ddd.at))
+        facts |= {"threshold": f"threshold {tree.ddd.threshold:g}", "at": f"at {at}"}
+    if tree.policy in ("svip", "svip_tree"):
+        facts |= {"c": f"c {tree.svip.c:g}", "h": f"h {tree.svip.h:g}"}
+    if tree.policy == "c2t":
+        facts |= {"beam": f"beam {tree.c2t.beam or 'all'}", "classifier": str(tree.c2t.classifier)}
+    return facts
+
+
+# Checks before anything large is loaded.
+
+
+def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizerBase:
+    """Whatever is wrong with a drafter for this target, told before weights are loaded; the target's tokenizer.
+
+    Raises:
+        UserError: no drafter there, or one for another target.
+    """
+    shape, trained_for = read_config(directory)
+    tokenizer = load_tokenizer(target)
+    config = load_config(target).get_text_config()
+    here = config_identity(config, target.model, target.revision, tokenizer_fingerprint(tokenizer))
+    check_identity(directory, trained_for, here)
+    try:
+        checked_capture_layers(shape.capture_layers, config.num_hidden_layers)
+    except UserError as error:
+        raise UserError(f"{directory}: the drafter cannot read this target: {error}") from None
+    return tokenizer
+
+
+def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None:
+    """A causal LM drafts token ids: they must mean the same to both. It needs no chat template.
+
+    Raises:
+        UserError: no such model, another tokenizer, or a vocabulary of another size; both sides named.
+    """
+    try:
+        there = load_config(draft_model).get_text_config(decoder=True).vocab_size
+        its = AutoTokenizer.from_pretrained(
+            draft_model.model, revision=draft_model.revision, trust_remote_code=draft_model.trust_remote_code
+        ).get_vocab()
+    except UserError as error:
+        told = [problem.replace("target.model", "draft_model.model", 1) for problem in error.problems]
+        raise UserError(told) from None
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UserError(
+            f"draft_model.model: cannot load a tokenizer from {draft_model.model!r}: {first_line(error)}"
+        ) from error
+    here = load_config(target).get_text_config(decoder=True).vocab_size
+    problems = []
+    if there != here:
+        problems.append(
+            f"draft_model: {draft_model.model} has a vocabulary of {there} tokens, the target {target.model} one of "
+            f"{here}"
+        )
+    mine = load_tokenizer(target).get_vocab()
+    if mine != its:
+        token = min(mine.items() ^ its.items(), key=lambda item: (item[1], item[0]))[0]
+        problems.append(
+            f"draft_model: {draft_model.model} has another tokenizer than the target {target.model}: {token!r} is "
+            f"token {its.get(token, 'none')} of the one and {mine.get(token, 'none')} of the other"
+        )
+    if problems:
+        raise UserError(problems)
+
+
+def check_contenders(recipe: Recipe, contenders: Sequence[Contender], yet_to_come: Path | None = None) -> None:
+    """Refuses what cannot be measured, before weights are loaded: all problems at once.
+
+    Args:
+        yet_to_come: a drafter that need not be there: a plan may come before the training.
+
+    Raises:
+        UserError: the target, or a drafter, classifier, draft model or list of token counts that is not there, not
+            readable or another target's; a cut that a drafter's vocabulary does not hold; a tree that exceeds the
+            target's positions.
+    """
+    section = recipe.target
+    tokenizer, config = load_tokenizer(section), load_config(section).get_text_config(decoder=True)
+    positions: int = config.max_position_embeddings
+    stops = stop_ids(tokenizer, load_generation_config(section))
+    sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
+    problems: dict[str, None] = {}  # each once, in order
+
+    def note(check: Any, *arguments: Any) -> Any:
+        try:
+            return check(*arguments)
+        except UserError as error:
+            problems.update(dict.fromkeys(error.problems))
+
+    for contender in contenders:
+        tree = contender.tree
+        if contender.drafter is not None and contender.drafter != yet_to_come:
+            note(check_drafter, section, contender.drafter)
+        if contender.draft_model is not None:
+            note(check_draft_model, section, contender.draft_model)
+        if tree.policy != "auto":
+            note(policy_of, tree, sampling)
+            note(_check_size, contender, positions)
+        if contender.token_counts is not None and contender.drafter != yet_to_come:
+            note(_check_cut, contender, config.vocab_size, tokenizer_fingerprint(tokenizer), stops)
+    if problems:
+        raise UserError(list(problems))
+
+
+def _check_size(contender: Contender, positions: int) -> None:
+    """A tree near the end of the context is pruned while decoding; one that exceeds the whole of it is a mistake."""
+    most, calls = _most(contender.tree), contender.tree.calls
+    if calls >= positions or (most or 0) > positions:
+        raise UserError(
+            f"{contender.place}: {f'{most:,} nodes, ' if most else ''}{calls:,} draft calls deep, in a target of "
+            f"{positions:,} positions; set nodes and draft_calls to less"
+        )
+
+
+def _check_cut(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> None:
+    assert contender.token_counts is not None
+    assert contender.tree.vocab_size is not None
+    counts, metadata = load_token_counts(contender.token_counts)
+    check_counts(contender.token_counts, metadata, fingerprint)
+    vocab = DraftVocab.full(vocab_size)
+    if contender.drafter is not None and (weights := contender.drafter / "model.safetensors").exists():
+        vocab = DraftVocab.load(weights)  # d2t and t2d alone are read
+    try:
+        cut(vocab, counts, contender.tree.vocab_size, stops)
+    except UserError as error:
+        raise UserError([f"{contender.place}: {problem}" for problem in error.problems]) from None
+
+
+# Models.
+
+
+class Lineup:
+    """A loaded target, and everyone who drafts for it, each model loaded once.
+
+    Args:
+        section: the target.
+
+    Raises:
+        UserError: no such target.
+    """
+
+    def __init__(self, section: TargetSection):
+        self.section = section
+        self.tokenizer = load_tokenizer(section)
+        model = load_causal_lm(section)
+        # Decoding captures what each proposer reads; the target's own list is for training.
+        self.target = Target(model, capture_layers=(0,))
+        self.stop_ids = frozenset(stop_ids(self.tokenizer, model.generation_config))
+        self.fingerprint = tokenizer_fingerprint(self.tokenizer)
+        self.drafters: dict[Path, Eagle3Drafter] = {}
+        self.draft_models: dict[str, Target] = {}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What drafters and recorded answers must find again: `checkpoint.target_identity`."""
+        return target_identity(self.target, self.section.model, self.section.revision, self.fingerprint)
+
+    def proposer(self, contender: Contender, sampling: Sampling = GREEDY) -> Proposer:
+        """A fresh proposer for answers drawn by `sampling`. Its policy must be chosen: `auto` is none.
+
+        Raises:
+            UserError: a model or file of its is not there, or another target's.
+        """
+        if contender.proposer == "prompt_lookup":
+            return PromptLookup(contender.tree.most - 1, self.target.device)
+        return PolicyProposer(self.drafting(contender), policy_of(contender.tree, sampling))
+
+    def drafting(self, contender: Contender) -> Drafting:
+        """The drafter of `proposer`, with its vocabulary cut as the tree says."""
+        if contender.draft_model is not None:
+            small = self._draft_model(contender.draft_model)
+            return CausalLMDrafting(small, self._cut(contender, DraftVocab.full(small.vocab_size)))
+        assert contender.drafter is not None
+        drafter = self.drafter(contender.drafter)
+        return Eagle3Drafting(drafter, self._cut(contender, drafter.vocab))
+
+    def drafter(self, directory: Path) -> Eagle3Drafter:
+        if directory not in self.drafters:
+            shape, _ = read_config(directory)
+            self.drafters[directory] = load_drafter(directory, self.target, self.identity, shape.capture_layers)
+        return self.drafters[directory]
+
+    def _draft_model(self, section: TargetSection) -> Target:
+        key = section.model_dump_json()
+        if key not in self.draft_models:
+            self.draft_models[key] = load_draft_model(section)
+            check_vocabulary(self.draft_models[key], self.target)
+        return self.draft_models[key]
+
+    def _cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:
+        if contender.tree.vocab_size is None:
+            return None
+        assert contender.token_counts is not None
+        counts, metadata = load_token_counts(contender.token_counts)
+        check_counts(contender.token_counts, metadata, self.fingerprint)
+        return cut(vocab, counts, contender.tree.vocab_size, self.stop_ids)

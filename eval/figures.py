@@ -1,0 +1,183 @@
+"""How figures of the report are made: drawn once by matplotlib, as SVG for the page, in its colours, and as PNG files.
+
+Colours go by role (`ink`, `grid`, `s1` for the first contender, ...). A PNG gets the light theme's values; an SVG gets
+CSS variables, so that a figure follows the reader's dark mode. Text stays text, in the page's font.
+"""
+
+import io
+import re
+import textwrap
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+SERIES = 6  # colours of contenders, or of their families
+LIGHT = {
+    **{"page": "#fcfcfb", "card": "#ffffff", "ink": "#1b1f24", "muted": "#5c6470", "grid": "#dfe3e8"},
+    **{"plain": "#69717d", "s1": "#1d5fc2", "s2": "#b4501a", "s3": "#1c7c54", "s4": "#7a3fb0", "s5": "#8a6500"},
+    **{"s6": "#b02a6f", "draft": "#3f4d63", "verify": "#93a1b5", "other": "#d3dae3"},
+    **{"t0": "#d6e6ff", "t1": "#fbe7bd", "t2": "#d3f0df", "t3": "#eedffa"},
+}
+DARK = {
+    **{"page": "#14171c", "card": "#1a1e25", "ink": "#e6e8eb", "muted": "#9ca6b4", "grid": "#2e353f"},
+    **{"plain": "#9ca6b4", "s1": "#7fb2ff", "s2": "#f5a26b", "s3": "#66cfa0", "s4": "#c6a0f5", "s5": "#dcb955"},
+    **{"s6": "#f291ba", "draft": "#c9d3e0", "verify": "#66728a", "other": "#3b4554"},
+    **{"t0": "#1f3d6b", "t1": "#544316", "t2": "#1b4d38", "t3": "#463161"},
+}
+ROLES = list(LIGHT)
+WIDTH = 360  # of every figure, in CSS pixels: a phone shows it nearly unscaled
+TAG = re.compile(r"<[^>]*>")  # matplotlib writes > as &gt; in attributes and texts
+
+Colours = Callable[[str], str]  # role -> what matplotlib takes
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One figure: `draw` makes it afresh in given colours."""
+
+    name: str
+    title: str
+    description: str  # what it shows, in words, for those who do not see it
+    draw: Callable[[Colours], Figure]
+
+
+# Rendering.
+
+
+def to_svg(plot: Plot) -> str:
+    """The figure as an <svg> element that stands alone in a page: no fixed size, no fonts, no ids that could clash."""
+    marks = {role: f"#0a0b{i:02x}" for i, role in enumerate(ROLES)}
+    settings = {"svg.fonttype": "none", "svg.hashsalt": plot.name}
+    with _style(settings):
+        file = io.StringIO()
+        plot.draw(marks.__getitem__).savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    used = {name for tag in TAG.findall(text) for name in re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", tag)}
+
+    def rewritten(match: re.Match[str]) -> str:
+        tag = match[0]
+        for role, mark in marks.items():
+            tag = tag.replace(mark, f"var(--{role})")
+        tag = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--sans)", tag)
+        tag = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", tag)
+        # Hundredths of a pixel are enough.
+        return re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda m: re.sub(r"(\.\d{2})\d+", r"\1", m[0]), tag)
+
+    text = TAG.sub(rewritten, text)  # what stands between tags are names, which may look like anything
+    head = re.match(r'<svg .*?viewBox="([^"]+)".*?>', text, flags=re.S)
+    assert head is not None
+    label = escape(f"{plot.title}. {plot.description}", {'"': "&quot;"})
+    return f'<svg viewBox="{head[1]}" role="img" aria-label="{label}">' + text[head.end() :]
+
+
+def write_png(plot: Plot, path: Path) -> None:
+    """The figure as a PNG file in the light theme, its title on top, twice the page's resolution."""
+    with _style({"figure.facecolor": LIGHT["card"]}):
+        figure = plot.draw(LIGHT.__getitem__)
+        figure.suptitle(plot.title, x=0.02, ha="left", fontsize=13, color=LIGHT["ink"])
+        figure.savefig(path, dpi=144)
+
+
+@contextmanager
+def _style(settings: dict[str, Any]) -> Iterator[None]:
+    ours: Any = {
+        "font.size": 12,
+        "text.parse_math": False,  # names may hold dollar signs
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "path.simplify_threshold": 0.5,
+    }
+    with matplotlib.rc_context(ours | settings), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # names may be in any script
+        yield
+
+
+def new_figure(colours: Colours, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """`rows` axes above each other that share the x axis, on `height` pixels."""
+    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
+    figure.get_layout_engine().set(w_pad=4 / 72, h_pad=4 / 72, hspace=0.03)  # type: ignore[union-attr]
+    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+    for ax in axes:
+        style_axes(ax, colours)
+    return figure, list(axes)
+
+
+def style_axes(ax: Axes, colours: Colours) -> None:
+    ax.tick_params(colors=colours("muted"), labelsize=11, length=0)
+    ax.grid(axis="y", color=colours("grid"), linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.spines[["left", "bottom"]].set_visible(False)
+
+
+def label(ax: Axes, colours: Colours, x: str | None = None, y: str | None = None) -> None:
+    """Axis titles; that of y stands on top, to be read without turning the head."""
+    if x is not None:
+        ax.set_xlabel(x, color=colours("muted"), fontsize=11)
+    if y is not None:
+        ax.set_title(y, color=colours("muted"), fontsize=11, loc="left")
+
+
+def percent(ax: Axes) -> None:
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
+
+
+def name_lines(
+    ax: Axes, colours: Colours, ends: Sequence[tuple[float, float, str, str]], gap: float, width: int = 15
+) -> None:
+    """Names of lines at the right margin, at the height of their ends but never over each other.
+
+    Args:
+        ends: (x, y, name, colour role) of each line's last point; the axes' limits must be set.
+        gap: least distance of two names, as a share of the axes' height.
+        width: characters of a row of a name; a name has two rows.
+    """
+    low, high = ax.get_ylim()
+    heights = _apart([(y - low) / (high - low) for _, y, _, _ in ends], min(gap, 1 / max(1, len(ends))))
+    right = ax.get_xlim()[1]
+    for (x, y, name, role), height in zip(ends, heights, strict=True):
+        at = low + height * (high - low)
+        if right - x > 0.05 * (right - ax.get_xlim()[0]):
+            ax.plot([x, right], [y, at], color=colours(role), linewidth=0.7, alpha=0.45, linestyle=(0, (1, 2)))
+        ax.annotate(
+            _rows(name, width),
+            (right, at),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=11,
+            color=colours(role),
+            annotation_clip=False,
+            linespacing=1.05,
+        )
+
+
+def _rows(name: str, width: int) -> str:
+    """`name` on at most two rows."""
+    return "\n".join(textwrap.wrap(name, width, max_lines=2, placeholder="…", break_on_hyphens=False)) or "?"
+
+
+def _apart(heights: list[float], gap: float) -> list[float]:
+    """The same heights moved as little as a sweep from below and one from above need to keep `gap` within 0..1."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    placed = [min(max(heights[i], gap / 2), 1 - gap / 2) for i in order]
+    for i in range(1, len(placed)):
+        placed[i] = max(placed[i], placed[i - 1] + gap)
+    top = 1 - gap / 2
+    for i in reversed(range(len(placed))):
+        placed[i] = min(placed[i], top)
+        top = placed[i] - gap
+    result = [0.0] * len(heights)
+    for i, height in zip(order, placed, strict=True):
+        result[i] = height
+    return result

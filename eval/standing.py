@@ -1,0 +1,52 @@
+"""Who stands where in a report: numbers, colours and families of contenders, the same in its tables and figures."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from draftsmith.eval.figures import SERIES
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The contenders of one acceptance.json."""
+
+    contenders: dict[str, Any]  # numbers by name
+    main: str
+    plain: str
+
+    @classmethod
+    def of(cls, acceptance: dict[str, Any]) -> "Standing":
+        return cls(acceptance["contenders"], acceptance["contender"], acceptance["baseline"])
+
+    @cached_property
+    def drafting(self) -> dict[str, Any]:
+        """All but plain decoding."""
+        return {name: row for name, row in self.contenders.items() if name != self.plain}
+
+    @property
+    def many(self) -> bool:
+        """More than there are colours: figures name them by number."""
+        return len(self.drafting) > SERIES
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """From 1, in the order of the table; plain decoding has none."""
+        return {name: i for i, name in enumerate(self.drafting, start=1)}
+
+    @cached_property
+    def families(self) -> dict[str, int]:
+        """From 0: of one family are those who differ in sizes and thresholds alone."""
+        keys: dict[tuple[Any, ...], int] = {}
+        found = {}
+        for name, row in self.drafting.items():
+            tree = row["tree"] or {}
+            key = (row["proposer"], row["drafter"], tree.get("policy"), tree.get("vocab_size") is not None)
+            found[name] = keys.setdefault(key, len(keys))
+        return found
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """The colour of each: its own while there are enough, then its family's."""
+        places = self.families if self.many else {name: i - 1 for name, i in self.numbers.items()}
+        return {name: "plain" if name == self.plain else f"s{1 + places[name] % SERIES}" for name in self.contenders}
