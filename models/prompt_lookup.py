@@ -20,7 +20,7 @@ class PromptLookup:
         max_ngram: longest n-gram looked for; shorter ones follow down to 1.
     """
 
-    capture_layers = ()
+    capture_layers: tuple[int, ...] = ()
 
     def __init__(self, draft_tokens: int, device: torch.device, max_ngram: int = 3):
         self.draft_tokens, self.device, self.max_ngram = draft_tokens, device, max_ngram

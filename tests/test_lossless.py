@@ -1,0 +1,182 @@
+"""Greedy decoding gives the target's own tokens, whoever drafts, however trees grow, whatever is draftable.
+
+A combination is (target, proposer, policy, vocabulary, answers side by side). `make test` runs a set in which every two
+values of different axes meet; all of them are the slow test. Sampling is tests/test_sampling.py's matter.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.eval.decode import Generation, decode_batch
+from draftsmith.eval.policies import PolicyProposer, policy_of
+from draftsmith.models.c2t import C2tClassifier, C2tConfig
+from draftsmith.models.causal_lm import CausalLMDrafting
+from draftsmith.models.draft_tree import Drafting, Proposer
+from draftsmith.models.eagle3 import Eagle3Drafting
+from draftsmith.models.prompt_lookup import PromptLookup
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab, cut
+from draftsmith.recipes.schema import TreeSection
+from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of
+
+NEW_TOKENS = 24
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {"sliding_window": 8},  # windows roll back
+    "gpt2": {"n_positions": 64, "max_position_embeddings": 64, "seed": 1},  # learnt positions
+    "mixtral": {"num_local_experts": 4},
+}
+PROPOSERS = ("eagle3", "eagle3 with NaN", "causal_lm", "prompt lookup")
+POLICIES: dict[str, dict[str, Any]] = {
+    "chain": {"nodes": 5},
+    "static": {},
+    "eagle2": {"nodes": 14, "draft_calls": 4, "top_k": 4},
+    "ddd": {"nodes": 14, "draft_calls": 6, "top_k": 4, "ddd": {"at": [2, 4], "threshold": -0.5}},
+    "svip": {"svip": {"c": 0.15, "h": 0.5}, "draft_calls": 8},
+    "svip_tree": {"nodes": 14, "draft_calls": 6, "top_k": 4, "svip": {"c": 0.15, "h": 0.6}},
+    "c2t": {"draft_calls": 5, "top_k": 4},
+}
+VOCABULARIES = ("full", "draft", "cut of full", "cut of draft")
+ROWS = (1, 3)
+
+
+class BrokenNow(Drafting):
+    """Every third distribution is NaN in places or throughout, as of a drafter in a precision too low for it."""
+
+    def __init__(self, drafting: Drafting):
+        self.drafting, self.vocab, self.capture_layers = drafting, drafting.vocab, drafting.capture_layers
+        self.reset, self.keep, self.observe = drafting.reset, drafting.keep, drafting.observe
+        self.calls = 0
+
+    def _broken(self, log_probs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            return torch.full_like(log_probs, math.nan)
+        if self.calls % 3 == 1:
+            return log_probs.masked_fill(torch.arange(log_probs.shape[-1]) % 5 == self.calls % 5, math.nan)
+        return log_probs
+
+    def root_log_probs(self) -> torch.Tensor:
+        return self._broken(self.drafting.root_log_probs())
+
+    def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        return self._broken(self.drafting.expand(parent_slots, tokens, depth))
+
+
+def possible(combination: Sequence[Any]) -> bool:
+    _, proposer, policy, vocabulary, _ = combination
+    if proposer == "prompt lookup":
+        return policy == "chain" and vocabulary == "full"
+    return proposer != "causal_lm" or vocabulary in ("full", "cut of full")
+
+
+EVERYTHING = [each for each in itertools.product(FAMILIES, PROPOSERS, POLICIES, VOCABULARIES, ROWS) if possible(each)]
+
+
+def meeting_pairwise(combinations: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """A few of the combinations, in which every two values meet that meet anywhere."""
+
+    def pairs(combination: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    left = set().union(*map(pairs, combinations))
+    while left:
+        best = max(combinations, key=lambda each: len(pairs(each) & left))
+        left -= pairs(best)
+        yield best
+
+
+@cache
+@torch.no_grad()
+def expected_of(family: str) -> list[list[int]]:
+    target, _ = pair_of(family, None, **FAMILIES[family])
+    answers = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        logits = target.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        first, second = logits.topk(2).values.unbind(-1)
+        assert float((first - second).min()) > 1e-4, "two tokens so alike that rounding decides: choose another seed"
+    return answers
+
+
+@cache
+def blurred(family: str) -> Target:
+    return blurred_copy(family, **FAMILIES[family])
+
+
+@cache
+def classifier_dir() -> Path:
+    """C = sigmoid(20 P - H / 2 + d / 4 + 1): it likes what is likely, certain, and deep. Written once per process."""
+    import tempfile
+
+    classifier = C2tClassifier(C2tConfig(hidden=3))
+    with torch.no_grad():
+        classifier.hidden.weight.copy_(torch.eye(3))
+        classifier.hidden.bias.zero_()
+        classifier.output.weight.copy_(torch.tensor([[20.0, -0.5, 0.25]]))
+        classifier.output.bias.fill_(1.0)
+    directory = Path(tempfile.mkdtemp()) / "classifier"
+    classifier.save(directory)
+    return directory
+
+
+def decoded(combination: tuple[Any, ...]) -> list[Generation]:
+    family, kind, policy, vocabulary, rows = combination
+    target, drafter = pair_of(family, 120 if "draft" in vocabulary else None, **FAMILIES[family])
+    smaller = None
+    if vocabulary.startswith("cut"):
+        counts = torch.bincount(torch.tensor(expected_of(family)).flatten(), minlength=target.vocab_size)
+        smaller = cut(drafter.vocab if kind != "causal_lm" else DraftVocab.full(target.vocab_size), counts, 48, ())
+    settings = dict(POLICIES[policy])
+    if policy == "c2t":
+        settings["c2t"] = {"classifier": str(classifier_dir()), "beta": 0.5, "beam": 4}
+    proposer: Proposer
+    if kind == "prompt lookup":
+        proposer = PromptLookup(5, target.device)
+    else:
+        if kind == "causal_lm":
+            drafting: Drafting = CausalLMDrafting(blurred(family), smaller)
+        else:
+            drafting = Eagle3Drafting(drafter, smaller)
+        if "NaN" in kind:
+            drafting = BrokenNow(drafting)
+        proposer = PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
+    return decode_batch(target, proposer, PROMPTS[:rows], {-1}, NEW_TOKENS)
+
+
+def name_of(combination: tuple[Any, ...]) -> str:
+    return ", ".join(map(str, combination))
+
+
+@pytest.mark.parametrize("combination", list(meeting_pairwise(EVERYTHING)), ids=name_of)
+def test_every_two_meet(combination: tuple[Any, ...]) -> None:
+    answers = decoded(combination)
+    assert [answer.token_ids for answer in answers] == expected_of(combination[0])[: len(answers)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_combinations(family: str) -> None:
+    wrong, accepted = [], 0
+    for combination in EVERYTHING:
+        if combination[0] == family:
+            answers = decoded(combination)
+            accepted += sum(sum(answer.accepted_per_round) for answer in answers)
+            if [answer.token_ids for answer in answers] != expected_of(family)[: len(answers)]:
+                wrong.append(name_of(combination))
+    assert not wrong
+    assert accepted > 1000  # the drafters are right often enough for this to mean something
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "static"])
+def test_drafts_are_accepted(policy: str) -> None:
+    """So that the tests above are not passed by drafts that never count."""
+    answers = decoded(("llama", "eagle3", policy, "full", 3))
+    assert sum(sum(answer.accepted_per_round) for answer in answers) > 0.4 * sum(len(a.token_ids) for a in answers)
