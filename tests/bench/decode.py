@@ -33,10 +33,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftsmith.eval.decode import TargetVerifier, decode
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.eval.speculator import Speculator
+from draftsmith.models import eagle3
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer, render_prompt
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.key_values import KeyValues
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.cli import run
@@ -92,16 +94,13 @@ class ForwardClock:
     @contextmanager
     def over(self, functions: Sequence[tuple[Any, str]]) -> Iterator[None]:
         """Wraps (owner, name of its function) for a while."""
+        before = [vars(owner).get(name) for owner, name in functions]
         for owner, name in functions:
             setattr(owner, name, self._timed(getattr(owner, name)))
         try:
             yield
         finally:
-            for owner, name in functions:
-                if owner is functional:
-                    setattr(owner, name, getattr(owner, name).__wrapped__)
-                else:
-                    delattr(owner, name)  # the class's own comes back
+            put_back(functions, before)
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +114,6 @@ class ForwardClock:
                 self.intervals.append((began, time.perf_counter()))
                 self._depth = 0
 
-        timed.__wrapped__ = function  # type: ignore[attr-defined]
         return timed
 
     def since(self, moment: float) -> float:
@@ -123,18 +121,29 @@ class ForwardClock:
         return sum(end - began for began, end in self.intervals if end > moment)
 
 
+def put_back(functions: Sequence[tuple[Any, str]], before: Sequence[Any]) -> None:
+    """What stood in each owner's own namespace; where nothing did, its class's function comes back."""
+    for (owner, name), own in zip(functions, before, strict=True):
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
 def network_of_lm(target: Target) -> list[tuple[Any, str]]:
     return [(target.decoder, "forward"), (target.head, "forward")]
 
 
 def network_of_eagle3(drafter: Eagle3Drafter) -> list[tuple[Any, str]]:
+    """Attention and its cache are counted, as they are inside the decoder of an LM."""
     layer = drafter.midlayer
     return [
         *[(drafter, name) for name in ("fuse", "embed", "logits")],
         *[(layer, name) for name in ("attention_input", "finish")],
         *[(layer.self_attn, name) for name in ("queries", "keys_values")],
         (drafter.rotary, "forward"),
-        (functional, "scaled_dot_product_attention"),
+        (eagle3, "grouped_attention"),
+        (KeyValues, "write"),
     ]
 
 
@@ -448,11 +457,7 @@ def print_parts(bench: Bench, name: str, prompts: list[list[int]]) -> None:
     try:
         calls = [contender.answer(prompt) for prompt in prompts]
     finally:
-        for (owner, part), own in zip(owners, before, strict=True):
-            if own is None:
-                delattr(owner, part)  # the class's own comes back
-            else:
-                setattr(owner, part, own)
+        put_back(owners, before)
     rounds = sum(call.target_forwards - 1 for call in calls)
     decode_seconds = sum(call.decode_seconds for call in calls)
     forward_seconds = sum(call.forward_seconds for call in calls)
