@@ -24,7 +24,7 @@ SHARED = (
     *("prompts", "max_prompts", "turns", "max_new_tokens", "temperature", "top_p", "top_k", "mode", "answers"),
     *("batch_size", "seed"),
 )
-NAME = re.compile(r"\s*([^=]*?\S):\s+(?=\S)")
+NAME = re.compile(r"\s*([^=]*\S):\s+(?=\S)")
 NEXT_KEY = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")  # values may hold blanks: eval.tree.paths=[[0], [1]]
 
 

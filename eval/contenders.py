@@ -162,18 +162,15 @@ def _facts(contender: Contender) -> dict[str, str]:
         "counts": str(contender.token_counts or ""),
     }
     if tree.policy != "auto":
-        facts |= {
-            "calls": f"{tree.calls} calls",
-            "top_k": f"top {tree.width}",
-            "nodes": f"{_most(tree) or 'all'} nodes",
-        }
+        facts |= {"calls": f"{tree.calls} calls", "top_k": f"top {tree.width}"}
     if tree.policy == "ddd":
         at = tree.ddd.at if isinstance(tree.ddd.at, str) else " ".join(map(str, tree.ddd.at))
         facts |= {"threshold": f"threshold {tree.ddd.threshold:g}", "at": f"at {at}"}
     if tree.policy in ("svip", "svip_tree"):
         facts |= {"c": f"c {tree.svip.c:g}", "h": f"h {tree.svip.h:g}"}
     if tree.policy == "c2t":
-        facts |= {"beam": f"beam {tree.c2t.beam or 'all'}", "classifier": str(tree.c2t.classifier)}
+        facts |= {"nodes": f"{_most(tree) or 'all'} nodes", "beam": f"beam {tree.c2t.beam or 'all'}"}
+        facts |= {"classifier": str(tree.c2t.classifier)}
     return facts
 
 

@@ -201,11 +201,14 @@ class TreeSection(Section):
     @model_validator(mode="after")
     def _possible(self) -> "TreeSection":
         owners = {"paths": ["static"], "ddd": ["ddd"], "svip": ["svip", "svip_tree"], "c2t": ["c2t"]}
+        # A recipe that was written back names every key: what says no more than the default is not meant.
+        fields = type(self).model_fields
+        meant = {key for key in self.model_fields_set if getattr(self, key) != fields[key].default}
         for key, policies in owners.items():
-            if key in self.model_fields_set and self.policy not in policies:
+            if key in meant and self.policy not in policies:
                 raise ValueError(f"{key} says how policy {' or '.join(policies)} works, but policy is {self.policy}")
         if self.policy == "auto":
-            given = self.model_fields_set - {"policy", "vocab_size"}
+            given = meant - {"policy", "vocab_size"}
             if given:
                 raise ValueError(f"auto chooses {', '.join(sorted(given))} itself: leave it out, or name a policy")
             return self
@@ -230,6 +233,8 @@ class TreeSection(Section):
         return self
 
     def _check_paths(self) -> None:
+        if self.nodes is not None or self.draft_calls is not None:
+            raise ValueError("a static tree is what its paths say: leave nodes and draft_calls out")
         if self.paths is None:
             return
         known = {tuple(path) for path in self.paths}
@@ -238,8 +243,6 @@ class TreeSection(Section):
         orphans = [list(path) for path in sorted(known) if len(path) > 1 and path[:-1] not in known]
         if orphans:
             raise ValueError(f"paths: {orphans[0]} hangs below {orphans[0][:-1]}, which is no node of the tree")
-        if self.nodes is not None or self.draft_calls is not None:
-            raise ValueError("a static tree is what its paths say: leave nodes and draft_calls out")
 
     @property
     def most(self) -> int:
