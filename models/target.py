@@ -11,7 +11,7 @@ n, S, A as in `models.key_values`.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,10 @@ def default_capture_layers(num_layers: int) -> tuple[int, int, int]:
     return (2, num_layers // 2, num_layers - 3)
 
 
+class _AllCaptured(Exception):
+    """Ends a forward of which nothing more is wanted."""
+
+
 @dataclass(frozen=True)
 class TargetStates:
     """What one pass of the target leaves behind."""
@@ -174,22 +178,34 @@ class Target:
         Args:
             capture: the layers whose states are wanted, any or none; None: those of the target.
         """
-        layers = self.capture_layers if capture is None else capture
-        with self._capturing(layers) as captured:
+        with self._capturing(self.capture_layers if capture is None else capture) as captured:
             last = self.decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
         return TargetStates(torch.cat(captured, dim=-1) if captured else last[..., :0], last)
+
+    @torch.no_grad()
+    def captured_states(self, input_ids_BT: torch.Tensor, capture: Sequence[int]) -> torch.Tensor:
+        """[B, T, F] states of these layers, one or more, as in `states`; layers behind them are not computed."""
+        with self._capturing(capture, end_there=True) as captured, suppress(_AllCaptured):
+            self.decoder(input_ids=input_ids_BT, use_cache=False)
+        return torch.cat(captured, dim=-1)
 
     def session(self, capture: Sequence[int] = ()) -> "TargetSession":
         """Fresh conversations with an empty cache, of which the states of these layers are given back."""
         return TargetSession(self, capture)
 
     @contextmanager
-    def _capturing(self, layers: Sequence[int]) -> Iterator[list[torch.Tensor]]:
-        """Collects the inputs of `layers` during one forward; keeps nothing else alive."""
+    def _capturing(self, layers: Sequence[int], end_there: bool = False) -> Iterator[list[torch.Tensor]]:
+        """Collects the inputs of `layers` during one forward; keeps nothing else alive.
+
+        Args:
+            end_there: the forward ends with `_AllCaptured` once it has them all.
+        """
         captured: list[torch.Tensor] = []
 
         def hook(_module: nn.Module, args: tuple, kwargs: dict) -> None:
             captured.append(args[0] if args else kwargs["hidden_states"])
+            if end_there and len(captured) == len(layers):
+                raise _AllCaptured
 
         handles = [self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
         try:

@@ -1,0 +1,127 @@
+"""Replay against decoding: seconds, and whether the rounds are the same, over the same answers in one run.
+
+    python tests/bench/replay.py                                  # the demo pair; `make demo` trains the drafter
+    python tests/bench/replay.py --answers 100 --batch-sizes 8 32 128 --threads 2
+
+Answers are those of eval.prompts, decoded greedily once and not timed. Then, for each tree, decoding and replay take
+turns, several times. Everything counts: prefill on the one side, the target's pass over prompts and answers, the check of
+whose answers they are, and batches that run empty on the other.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.eval.benchmarks import load_questions
+from draftsmith.eval.decode import Generation, decode
+from draftsmith.eval.replay import Agreement, RecordedAnswer, replay
+from draftsmith.eval.speculator import Speculator
+from draftsmith.models.chat import render_prompt
+from draftsmith.models.sampling import GREEDY
+from draftsmith.recipes.cli import run
+from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.schema import TargetSection, TreeSection
+
+ROOT = Path(__file__).parent.parent.parent
+TREES = {
+    "chain of 5": TreeSection(policy="chain", nodes=6),
+    "tree of 60": TreeSection(policy="eagle2", nodes=60),
+    "static tree": TreeSection(policy="static"),
+    "ddd": TreeSection(policy="ddd"),
+    "svip": TreeSection(policy="svip"),
+}
+
+
+def timed(work: Callable[[], list[Generation]]) -> tuple[float, list[Generation]]:
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(ROOT / "recipes/demo_target"))
+    parser.add_argument("--drafter", default=str(ROOT / "runs/demo/drafter"))
+    parser.add_argument("--prompts", default="stdlib:heldout")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--answers", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=256, help="most tokens of an answer")
+    parser.add_argument("--trees", nargs="*", choices=list(TREES), default=["chain of 5", "tree of 60"])
+    parser.add_argument("--batch-sizes", type=int, nargs="*", default=[32], help="of replay")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there, too")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    section = TargetSection(model=args.target, dtype="float32", device=args.device)
+    speculator = Speculator.load(section, args.drafter)
+    target, stops = speculator.target, speculator.stop_ids
+    questions = load_questions(args.prompts, Rejects(), args.answers, first_turns_only=True)
+    prompts = [render_prompt(speculator.tokenizer, list(question.turns[0])) for question in questions]
+    answers = [
+        RecordedAnswer(prompt, decode(target, None, prompt, stops, args.new_tokens).token_ids, GREEDY)
+        for prompt in prompts
+    ]
+    tokens = sum(len(answer.tokens) for answer in answers)
+    prompt_tokens = sum(map(len, prompts))
+    print(f"{len(answers)} answers, {tokens:,} tokens, {prompt_tokens:,} of prompts; {args.threads} threads\n")
+    table: list[dict[str, Any]] = []
+    for name in args.trees:
+        proposer = speculator.proposer(TREES[name])
+        decoding: list[float] = []
+        replaying: dict[int, list[float]] = {size: [] for size in args.batch_sizes}
+        decoded: list[Generation] = []
+        replayed: dict[int, list[Generation]] = {}
+        for _ in range(args.repeats):
+            seconds, decoded = timed(
+                lambda proposer=proposer: [decode(target, proposer, p, stops, args.new_tokens) for p in prompts]
+            )
+            decoding.append(seconds)
+            for size in args.batch_sizes:
+                seconds, replayed[size] = timed(
+                    lambda proposer=proposer, size=size: replay(
+                        target, proposer, answers, size, Agreement(lenient=False)
+                    )
+                )
+                replaying[size].append(seconds)
+        for size in args.batch_sizes:
+            ratios = [a / b for a, b in zip(decoding, replaying[size], strict=True)]
+            differ = [
+                i
+                for i, (mine, theirs) in enumerate(zip(replayed[size], decoded, strict=True))
+                if (mine.accepted_per_round, mine.tree_nodes, mine.draft_calls, mine.last_round_cut)
+                != (theirs.accepted_per_round, theirs.tree_nodes, theirs.draft_calls, theirs.last_round_cut)
+            ]
+            rounds = sum(g.rounds for g in replayed[size])
+            row = {
+                "tree": name,
+                "batch_size": size,
+                "tau": (tokens - len(answers)) / rounds,
+                "decode_seconds": decoding,
+                "replay_seconds": replaying[size],
+                "ratio": statistics.median(ratios),
+                "ratios": ratios,
+                "identical": len(answers) - len(differ),
+                "different": differ,
+            }
+            table.append(row)
+            print(
+                f"{name:12} batch {size:4}  tau {row['tau']:.3f}  decode {statistics.median(decoding):7.2f} s  replay "
+                f"{statistics.median(replaying[size]):6.2f} s  ratio {row['ratio']:5.1f} "
+                f"[{min(ratios):.1f}, {max(ratios):.1f}]  identical {row['identical']} of {len(answers)}"
+                + (f", not: {differ}" if differ else ""),
+                flush=True,
+            )
+    if args.json:
+        args.json.write_text(json.dumps({"answers": len(answers), "tokens": tokens, "rows": table}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)
