@@ -13,7 +13,7 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
-from draftsmith.eval import acceptance, contenders, figures, html_report, report
+from draftsmith.eval import acceptance, benchmarks, contenders, figures, html_report, report
 from draftsmith.eval.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.compared import load_all, split_overrides
 from draftsmith.eval.comparison_plot import LABEL, comparison_plot
@@ -335,9 +335,13 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
         ["cut: eval.tree.vocab_size=16", str(place / "other.yaml"), f"b: eval.drafter={place / 'other/drafter'}"],
     )
     check_contenders(recipe, found)
+    loads: list[str] = []
+    for name in ("load_causal_lm", "load_drafter", "load_draft_model"):
+        load = getattr(contenders, name)
+        monkeypatch.setattr(contenders, name, lambda *given, n=name, load=load: (loads.append(n), load(*given))[1])
     lineup = Lineup(recipe.target)
     proposers = {c.name: lineup.proposer(c) for c in found}
-    assert len(lineup.drafters) == 2 and len(lineup.draft_models) == 1
+    assert loads == ["load_causal_lm", "load_drafter", "load_draft_model", "load_drafter"]
     main = found[0].name
     assert {name: tuple(p.capture_layers) for name, p in proposers.items()} == {
         **{main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4)},
@@ -408,12 +412,18 @@ def test_compare_measures_everyone_on_the_same_prompts(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_batch_gives_the_answers_of_one_at_a_time(place: Path, tmp_path: Path, temperature: float) -> None:
+def test_a_batch_gives_the_answers_of_one_at_a_time(
+    place: Path, tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy: token for token. Drawn: too, for the draws of an answer hang on its turn and contender alone."""
     recipe = load_recipe(place / "recipe.yaml")
     lineup = Lineup(recipe.target)
     sampling = Sampling(temperature)
     asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
+
+    keys_drawn: list[Any] = []
+    made = benchmarks.SeededDraws
+    monkeypatch.setattr(benchmarks, "SeededDraws", lambda seed, key: (keys_drawn.append(key), made(seed, key))[1])
 
     def answers(size: int) -> dict[tuple[str, str, int], tuple[list[int], list[int]]]:
         found = contenders_of(recipe)
@@ -432,6 +442,8 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(place: Path, tmp_path: Path,
 
     one = answers(1)
     assert len(one) == 2 * 7
+    own = [key for key in keys_drawn if key != "warm-up"]
+    assert len(set(own)) == len(own) == 2 * 7 and len(keys_drawn) == 2 * 7 + 2  # no two answers share their draws
     assert answers(2) == one
     assert answers(99) == one
 

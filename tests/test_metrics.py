@@ -171,6 +171,7 @@ def test_ratios_to_the_main_contender_are_paired() -> None:
         g.decode_seconds /= 1.25
     rows = summarise_all({"plain": plain, "main": mine, "faster": faster}, "plain", 500, 0, main="main")["contenders"]
     assert rows["faster"]["speed_ratio_interval"] == [1.25, 1.25]
+    assert rows["faster"]["tau_ratio_interval"] == [1.0, 1.0]
     low, high = rows["faster"]["tokens_per_second_interval"]
     assert low < rows["main"]["tokens_per_second_interval"][1] and high > 1.25 * low
     assert rows["main"]["speed_ratio"] == 1.0
