@@ -24,7 +24,7 @@ from torch.nn import functional
 from draftsmith.models.families import layer_configs
 from draftsmith.models.key_values import KeyValues, Kind, seen_by_children
 from draftsmith.models.layers import Attention, GatedMLP, grouped_attention, rotary
-from draftsmith.models.vocab import DraftVocab
+from draftsmith.models.vocab import DraftVocab, rows_of
 from draftsmith.recipes.errors import UserError
 
 
@@ -191,7 +191,7 @@ class Eagle3Drafting:
     def __init__(self, drafter: Eagle3Drafter, cut: DraftVocab | None = None):
         self.drafter = drafter
         self.vocab = drafter.vocab if cut is None else cut.to(drafter.fc.weight.device)
-        self.head_rows = None if cut is None else drafter.lm_head.weight[drafter.vocab.to_draft(self.vocab.target_ids)]
+        self.head_rows = None if cut is None else drafter.lm_head.weight[rows_of(drafter.vocab, self.vocab)].detach()
         self.capture_layers = drafter.config.capture_layers
         self.device = drafter.fc.weight.device
         self.reset(0)
