@@ -163,7 +163,7 @@ class StaticTree:
         levels, parents = self._plan(log_probs.shape[-1], log_probs.device)
         tokens = [roots_B[:, None]]
         for call, level in enumerate(levels, start=1):
-            drafted = log_probs.topk(level.width).indices.flatten(1)
+            drafted = likeliest(log_probs, level.width)[1].flatten(1)
             tokens.append(drafting.vocab.to_target(drafted.index_select(1, level.chosen)))
             if call < len(levels):
                 fed = tokens[-1].index_select(1, level.expanded)
@@ -206,12 +206,35 @@ class StaticTree:
         return levels, torch.tensor([-1, *(node[path[:-1]] for path in paths)], device=device)
 
 
+BLOCK = 128  # tokens
+LARGE = 8192  # draft tokens from which the detour pays; measured on a CPU
+
+
+def likeliest(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`log_probs.topk(count)` [..., Vd]; a NaN is the greatest, ties go anywhere.
+
+    On a CPU, top-k handles every token by itself. Over a large vocabulary it is several times faster to find the blocks
+    with the greatest maxima first: the `count` likeliest tokens stand in `count` of them, or behind the last one.
+    """
+    size = log_probs.shape[-1]
+    blocks = size // BLOCK
+    if log_probs.device.type != "cpu" or size < LARGE or count > blocks // 2:
+        return log_probs.topk(count)
+    best = log_probs[..., : blocks * BLOCK].unflatten(-1, (blocks, BLOCK)).amax(-1).topk(count, sorted=False).indices
+    tokens = (best[..., None] * BLOCK + torch.arange(BLOCK)).flatten(-2)
+    if size % BLOCK:
+        rest = torch.arange(blocks * BLOCK, size).expand(*tokens.shape[:-1], -1)
+        tokens = torch.cat((tokens, rest), dim=-1)
+    values, chosen = log_probs.gather(-1, tokens).topk(count)
+    return values, tokens.gather(-1, chosen)
+
+
 def _children(values_Bb: torch.Tensor, log_probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The `width` likeliest children of each node, the likeliest first: (values, draft ids), both [B, b, width].
 
-    The top-k takes NaNs first; they then have the lowest value. No child exceeds its parent.
+    NaNs are taken first; they then have the lowest value. No child exceeds its parent.
     """
-    best, drafted = log_probs.topk(width)
+    best, drafted = likeliest(log_probs, width)
     best = best.clamp_(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
     return values_Bb[..., None] + best, drafted
 

@@ -14,7 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval.policies import C2T, Chain, Eagle2, PolicyProposer, StaticTree, TreePolicy, policy_of
+from draftsmith.eval.policies import (
+    C2T,
+    LARGE,
+    Chain,
+    Eagle2,
+    PolicyProposer,
+    StaticTree,
+    TreePolicy,
+    likeliest,
+    policy_of,
+)
 from draftsmith.eval.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_config
 from draftsmith.models.draft_tree import DraftTree
@@ -325,6 +335,26 @@ def test_c2t_stays_connected_where_children_tie(kinds: Sequence[str], vocab_size
                 assert len(paths_of(tree, row)[-1]) in (made - 1, made)  # the last call's children were kept, or none
 
 
+@pytest.mark.parametrize("size", [LARGE - 1, LARGE, LARGE + 1, 4 * LARGE + 100])
+@pytest.mark.parametrize("count", [1, 10, 31, 64, 500])
+def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(size + count)
+    log_probs = torch.randn(2, 3, size, generator=generator)
+    log_probs[0, 0, -1] = 50.0  # behind the last whole block
+    log_probs[0, 1, 256 : 256 + count] += 50.0  # all in a block
+    log_probs[0, 2] = -math.inf
+    log_probs[1, 0, 5000] = log_probs[1, 0, -1] = math.nan
+    log_probs[1, 1] = math.nan
+    log_probs[1, 2, :4000] = -math.inf
+    values, tokens = likeliest(log_probs, count)
+    expected = log_probs.topk(count)
+    torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(log_probs.gather(-1, tokens), values, rtol=0, atol=0, equal_nan=True)
+    distinct = tokens.sort(-1).values
+    assert (distinct[..., 1:] > distinct[..., :-1]).all()
+    assert torch.equal(tokens[0, :2], expected.indices[0, :2])
+
+
 # One policy at a time.
 
 
@@ -413,6 +443,27 @@ def test_c2t_drafts_nothing_where_no_child_is_confident() -> None:
     assert tree.tokens.tolist() == [[0], [2]]
     assert tree.parents.tolist() == [[-1], [-1]]
     assert tree.ancestors.shape == (2, 1, 1)
+
+
+def test_c2t_verifies_what_it_kept_even_of_probability_zero() -> None:
+    """A row with fewer nodes at a level has a gap there, which must not be taken for an improbable node."""
+
+    class Sure(Table):
+        """After the first token another one is certain; `self.seed` tokens may be the first."""
+
+        def row(self, path: Nodes) -> torch.Tensor:
+            shares = torch.zeros(self.vocab_size)
+            shares[: self.seed if not path else 1] = 1
+            return (shares / shares.sum()).log()
+
+    weights = 10.0, 0.0, 20.0, -2.0  # at depth 0 only what is probable, at depth 1 everything
+    policy = C2T(linear_classifier(*weights), 0.6, None, 4, 2)
+    tables = [Sure(1), Sure(3)]
+    tree, _ = policy.grow(Scripted(tables), roots(2))
+    for row, table in enumerate(tables):
+        expected, _ = reference.c2t_tree(table, linear_confidence(*weights), 0.6, None, 4, 2, None, 1000)
+        assert sorted(path[:1] for path in paths_of(tree, row)[1:]) == sorted(path[:1] for path in expected)
+        assert len(expected) == table.seed * 5
 
 
 def test_c2t_with_one_child_a_node_drafts_chains() -> None:
