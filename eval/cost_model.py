@@ -1,0 +1,384 @@
+"""What a round of decoding costs on this machine, and the speed that follows from it: the planner's formula.
+
+    T_sd / T_t = (T_draft + T_v(n) + T_rest) / (T_t * tau)          seconds per token over those of plain decoding
+
+(SpecMQuant, arXiv 2505.22179: d * T_d in place of T_draft.) T_draft is what d calls of the drafter take together with
+the policy's own work on what they give, T_v(n) one forward of the target over n nodes, T_rest everything else: accept,
+commit, bookkeeping. T_t is a round of plain decoding. Deviations: the paper counts forwards alone and takes T_t =
+T_v(1); here the rest of a round counts, on both sides, for on small models it is a tenth of the time. Rounds differ in
+n and d (policies that stop early), so costs are summed over the rounds of recorded answers, of which the formula is the
+mean. That the drafter reads an answer's prompt in its first round is counted, too.
+
+All costs come from real rounds of the decoding loop (`eval.decode.run_rounds`) over recorded text, at one length of
+context: medians over repeats in which all probes take turns, so that a machine that grows slower slows all alike.
+Between measured numbers of nodes and calls the curves are straight lines; beyond them nothing is said.
+"""
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from draftsmith.eval.decode import Generation, Round, TargetVerifier, run_rounds
+from draftsmith.models.draft_tree import DraftTree, Proposer
+from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws
+from draftsmith.models.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import CHAINS, TreeSection
+
+CALLS = (1, 2, 4, 8, 16, 32, 64)  # draft calls that are probed, up to the most of a family
+NODES = (4, 8, 16, 24, 32, 48, 60, 80, 100, 128, 192, 256)  # nodes of trees, up to the most of all
+ROUNDS = 12  # of a probe, each time
+SETTLING = 3  # of them that are left out: until caches hold this model again, plain rounds took a sixth longer
+REPEATS = 4
+FEWEST = 4  # samples that a point of a curve needs, where the curve has others
+BEAMS = ("eagle2", "ddd", "svip_tree")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured points (x, seconds), straight lines between them."""
+
+    points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def of(cls, samples: dict[int, list[float]]) -> "Curve":
+        """Medians. Where some x has FEWEST samples, those with fewer are left out."""
+        known = {x: times for x, times in samples.items() if len(times) >= FEWEST} or samples
+        return cls(tuple((float(x), median(known[x])) for x in sorted(known)))
+
+    def __call__(self, x: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Seconds at each x.
+
+        Raises:
+            ValueError: outside of what was measured.
+        """
+        at, (first, last) = np.asarray(x, dtype=float), (self.points[0][0], self.points[-1][0])
+        if len(at) and not (first <= at.min() and at.max() <= last):
+            raise ValueError(f"costs were measured from {first:g} to {last:g}, not at {at.min():g} to {at.max():g}")
+        xs, seconds = zip(*self.points, strict=True)
+        return np.interp(at, xs, seconds)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of the parts of a round, for the target and drafter that were measured."""
+
+    plain: float
+    """T_t: a round of plain decoding, its rest included."""
+    verify: dict[str, Curve]
+    """T_v(n), of `chain` and of `tree`, over the nodes, the root included."""
+    rest: dict[str, Curve]
+    """T_rest, likewise."""
+    draft: dict[str, Curve]
+    """T_draft over the draft calls of a round, by `family`: reading what was committed included."""
+    prompt: float
+    """Seconds for each token of a prompt, which the drafter reads in an answer's first round."""
+    context: int
+    """Committed tokens at which this was measured."""
+    rows: int = 1
+    """Answers side by side; seconds are those of a round of all of them."""
+
+    def of_rounds(
+        self, tree: TreeSection, nodes: Sequence[int], calls: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds (T_draft, T_v, T_rest) of rounds with so many nodes and calls."""
+        shape = shape_of(tree)
+        return self.draft[family(tree)](calls), self.verify[shape](nodes), self.rest[shape](nodes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For plan.json: curves as lists of [x, milliseconds], everything in milliseconds."""
+
+        def curves(named: dict[str, Curve]) -> dict[str, list[list[float]]]:
+            return {name: [[x, round(1e3 * s, 4)] for x, s in curve.points] for name, curve in named.items()}
+
+        return {
+            "unit": "milliseconds",
+            "context": self.context,
+            "rows": self.rows,
+            "plain_round": round(1e3 * self.plain, 4),
+            "verify_by_nodes": curves(self.verify),
+            "rest_by_nodes": curves(self.rest),
+            "draft_by_calls": curves(self.draft),
+            "prompt_per_token": round(1e3 * self.prompt, 6),
+        }
+
+
+def shape_of(tree: TreeSection) -> str:
+    """Chains cost less than trees of as many nodes: no mask to find, nothing to move in the cache."""
+    return "chain" if tree.policy in CHAINS else "tree"
+
+
+def family(tree: TreeSection) -> str:
+    """Trees of one family are drafted at the same cost, call for call; they differ in size and thresholds."""
+    parts: list[str] = [tree.policy]
+    if tree.policy in BEAMS:
+        parts.append(f"top_k {tree.width}")
+    if tree.policy == "ddd":
+        at = tree.ddd.at if isinstance(tree.ddd.at, str) else " ".join(map(str, tree.ddd.at))
+        parts.append(f"tested at {at}")
+    if tree.policy == "static":
+        parts.append(f"paths {tree.static_paths}")
+    if tree.policy == "c2t":
+        parts.append(f"top_k {tree.width}, {tree.c2t}")
+    if tree.draw == "sampled":
+        parts.append("drawn")
+    if tree.vocab_size is not None:
+        parts.append(f"{tree.vocab_size} tokens")
+    return ", ".join(parts)
+
+
+# The formula.
+
+
+def predicted(costs: Costs, tree: TreeSection | None, recorded: Sequence[Generation]) -> list[Generation]:
+    """`recorded` with the seconds that its rounds would take.
+
+    Args:
+        tree: what was drafted; None: nothing, plain decoding.
+        recorded: the rounds, of `eval.replay` or of decoding.
+    """
+    return [_timed(costs, tree, generation) for generation in recorded]
+
+
+def _timed(costs: Costs, tree: TreeSection | None, generation: Generation) -> Generation:
+    if tree is None:
+        verify = float(costs.verify["chain"]([1]).item())
+        draft, verify, total = 0.0, generation.rounds * verify, generation.rounds * costs.plain
+    elif generation.rounds:
+        parts = costs.of_rounds(tree, generation.tree_nodes, generation.draft_calls)
+        draft, verify, rest = (float(seconds.sum()) for seconds in parts)
+        draft += costs.prompt * len(generation.prompt_token_ids)
+        total = draft + verify + rest
+    else:
+        draft = verify = total = 0.0
+    return replace(generation, draft_seconds=draft, verify_seconds=verify, decode_seconds=total)
+
+
+# Measuring.
+
+
+@dataclass(frozen=True)
+class TimedRound:
+    """Seconds of the parts of one real round."""
+
+    number: int  # in its answer, from 0: in the first the drafter reads the prompt
+    nodes: int
+    calls: int
+    draft: float
+    verify: float
+    rest: float
+
+
+def measure_costs(
+    target: Target,
+    proposer_of: Callable[[TreeSection], Proposer],
+    trees: Sequence[TreeSection],
+    texts: Sequence[Sequence[int]],
+    context: int,
+    sampling: Sampling = GREEDY,
+    rows: int = 1,
+    repeats: int = REPEATS,
+) -> Costs:
+    """The costs of every round that these trees may lead to.
+
+    Args:
+        proposer_of: the drafter with a policy.
+        texts: token ids to decode on from, cut or strung together to `context` tokens.
+        rows: answers decoded side by side.
+
+    Raises:
+        UserError: no room for such trees behind that context.
+    """
+    probes: dict[str, tuple[TreeSection, Proposer] | None] = {"plain": None}
+    for tree in probe_trees(trees):
+        probes[f"{family(tree)}, {tree.nodes} nodes, {tree.draft_calls} calls"] = (tree, proposer_of(tree))
+    deepest = max((tree.calls for tree in trees), default=0)
+    positions = target.config.max_position_embeddings
+    room = positions - 1 - ROUNDS * (deepest + 1)
+    if room < 1:
+        raise UserError(
+            f"eval.planner: {ROUNDS} rounds with drafts of up to {deepest} tokens, which the measurement of costs "
+            f"decodes, leave no context in the target's {positions:,} positions; give candidates with fewer draft_calls"
+        )
+    context = min(context, room)
+    prompts = [list(islice(cycle(chain.from_iterable([*texts[i:], *texts[:i]])), context)) for i in range(len(texts))]
+    names, rounds = list(probes), {name: list[TimedRound]() for name in probes}
+    progress = tqdm(total=(repeats + 1) * len(names), desc="costs", unit="probe", leave=False)
+    for repeat in range(repeats + 1):
+        first = repeat * len(names) // (repeats + 1)
+        asked = [prompts[(repeat * rows + row) % len(prompts)] for row in range(rows)]
+        for name in names[first:] + names[:first]:
+            probe = probes[name]
+            timed = list(timed_rounds(target, None if probe is None else probe[1], asked, sampling))
+            if repeat:  # the first time round warms up
+                rounds[name] += timed
+            progress.update()
+    progress.close()
+    return _costs(probes, rounds, context, rows)
+
+
+def _costs(
+    probes: dict[str, tuple[TreeSection, Proposer] | None], rounds: dict[str, list[TimedRound]], context: int, rows: int
+) -> Costs:
+    verify, rest, draft = (defaultdict[str, dict[int, list[float]]](lambda: defaultdict(list)) for _ in range(3))
+    reading: list[float] = []
+    settled = {name: [r for r in timed if r.number >= SETTLING] for name, timed in rounds.items()}
+    for name, probe in probes.items():
+        later = settled[name]
+        if probe is None:
+            for r in later:  # a root alone is a chain of one, and a tree of one
+                for shape in ("chain", "tree"):
+                    verify[shape][1].append(r.verify)
+                    rest[shape][1].append(r.rest)
+            continue
+        shape = shape_of(probe[0])
+        for r in later:
+            verify[shape][r.nodes].append(r.verify)
+            rest[shape][r.nodes].append(r.rest)
+            draft[family(probe[0])][r.calls].append(r.draft)
+        usual = median(r.draft for r in later)
+        reading += [r.draft - usual for r in rounds[name] if r.number == 0]
+    return Costs(
+        plain=median(r.draft + r.verify + r.rest for r in settled["plain"]),
+        verify={shape: Curve.of(samples) for shape, samples in verify.items()},
+        rest={shape: Curve.of(samples) for shape, samples in rest.items()},
+        draft={name: Curve.of(samples) for name, samples in draft.items()},
+        prompt=max(0.0, median(reading)) / context if reading else 0.0,
+        context=context,
+        rows=rows,
+    )
+
+
+def probe_trees(trees: Sequence[TreeSection]) -> list[TreeSection]:
+    """Trees that show the costs of all rounds of `trees`: of every family those with few, some and the most calls.
+
+    They never stop early. Chains have a node more than calls; trees take turns with the numbers of nodes.
+    """
+    families: dict[str, TreeSection] = {}
+    for tree in trees:
+        known = families.get(family(tree))
+        if known is None or (tree.calls, tree.most) > (known.calls, known.most):
+            families[family(tree)] = tree
+    most = max((tree.most for tree in trees if shape_of(tree) == "tree"), default=0)
+    wanted = sorted({n for n in NODES if n < most} | ({most} if most else set()))
+    found: list[TreeSection] = []
+    uncovered = list(wanted)
+    for tree in sorted(families.values(), key=_capacity):
+        if tree.policy == "static":
+            found.append(tree)
+            continue
+        if tree.policy == "c2t":
+            found += [tree.model_copy(update={"draft_calls": calls}) for calls in _grid(tree.calls)]
+            continue
+        for calls in _grid(tree.calls):
+            if shape_of(tree) == "chain":
+                found.append(_endless(tree, calls, calls + 1))
+                continue
+            capacity = _capacity(tree, calls)
+            fitting = [n for n in uncovered if n <= capacity] or [n for n in wanted if n <= capacity]
+            nodes = fitting[-1] if fitting else min(2, most)
+            uncovered = [n for n in uncovered if n != nodes]
+            found.append(_endless(tree, calls, nodes))
+    largest = max((t for t in families.values() if t.policy in BEAMS), key=_capacity, default=None)
+    if largest is not None:
+        found += [_endless(largest, largest.calls, n) for n in uncovered if n <= _capacity(largest)]
+    return found
+
+
+def _grid(most: int) -> list[int]:
+    return [*(calls for calls in CALLS if calls < most), most]
+
+
+def _capacity(tree: TreeSection, calls: int | None = None) -> int:
+    """Nodes that so many calls can propose, the root included."""
+    return 1 + tree.width + ((calls or tree.calls) - 1) * tree.width**2 if tree.policy in BEAMS else tree.most
+
+
+def _endless(tree: TreeSection, calls: int, nodes: int) -> TreeSection:
+    """With so many calls and nodes in every round, whatever is seen."""
+    update: dict[str, Any] = {"draft_calls": calls, "nodes": nodes}
+    if tree.policy == "ddd":
+        update["ddd"] = tree.ddd.model_copy(update={"threshold": -1e9})
+    if tree.policy in ("svip", "svip_tree"):
+        update["svip"] = tree.svip.model_copy(update={"h": 1e9})
+    return tree.model_copy(update=update)
+
+
+def timed_rounds(
+    target: Target, proposer: Proposer | None, prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY
+) -> Iterator[TimedRound]:
+    """The first ROUNDS rounds behind each prompt, whatever is decoded in them."""
+    draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
+    watched = None if proposer is None else _WatchedProposer(proposer)
+    verifier = _WatchedTarget(target, proposer.capture_layers if proposer else (), sampling, draws)
+    with suppress(_Enough):
+        run_rounds(verifier, watched, prompts, (), sys.maxsize, draws)
+    began = watched.began if watched else verifier.verify_began  # plain decoding drafts nothing
+    for i, (verify, accept) in enumerate(zip(verifier.verify_began, verifier.accept_began, strict=False)):
+        yield TimedRound(
+            number=i,
+            nodes=verifier.nodes[i],
+            calls=watched.calls[i] if watched else 0,
+            draft=verify - began[i],
+            verify=accept - verify,
+            rest=began[i + 1] - accept,
+        )
+
+
+class _Enough(Exception):
+    """So many rounds were seen."""
+
+
+class _WatchedTarget(TargetVerifier):
+    """Notes when each part of a round began. The loop drains the device's queue before each of them."""
+
+    def __init__(self, target: Target, capture: Sequence[int], sampling: Sampling, draws: Sequence[Draws] | None):
+        super().__init__(target, capture, sampling, draws)
+        self.verify_began: list[float] = []
+        self.accept_began: list[float] = []
+        self.nodes: list[int] = []
+
+    def verify(self, tree: DraftTree) -> None:
+        self.verify_began.append(time.perf_counter())
+        if len(self.accept_began) == ROUNDS:
+            raise _Enough
+        self.nodes.append(tree.nodes)
+        super().verify(tree)
+
+    def accept(self, tree: DraftTree) -> Round:
+        self.accept_began.append(time.perf_counter())
+        return super().accept(tree)
+
+
+class _WatchedProposer:
+    """Likewise, for drafting."""
+
+    def __init__(self, proposer: Proposer):
+        self.proposer, self.capture_layers = proposer, proposer.capture_layers
+        self.began: list[float] = []
+        self.calls: list[int] = []
+
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.proposer.reset(rows, draws)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.proposer.keep(rows)
+
+    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+        self.began.append(time.perf_counter())
+        self.proposer.observe(committed, features, counts)
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        tree, calls = self.proposer.propose()
+        self.calls.append(max(calls))
+        return tree, calls
