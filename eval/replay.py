@@ -160,6 +160,10 @@ class Agreement:
         self.excess += float((surprise_N - entropy_N).sum())
         self.variance += float(((p_NV * log_p_NV.clamp(min=-1e4).square()).sum(-1) - entropy_N.square()).sum())
 
+    @classmethod
+    def of(cls, target: Target) -> "Agreement":
+        return cls(lenient=target.dtype != torch.float32)
+
     @property
     def enough(self) -> bool:
         return self.greedy_tokens + self.drawn_tokens >= CHECKED_TOKENS
@@ -292,6 +296,11 @@ def batches(answers: Sequence[RecordedAnswer], batch_size: int) -> Iterator[list
     order = sorted(range(len(answers)), key=lambda row: len(answers[row].tokens), reverse=True)
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
+
+
+def positions_of(answers: Sequence[RecordedAnswer], rows: Sequence[int]) -> int:
+    """P: whose states are alive while these answers are replayed."""
+    return sum(len(answers[row].prompt) + len(answers[row].tokens) - 1 for row in rows)
 
 
 def _of_layers(states_PF: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor | None:

@@ -352,7 +352,7 @@ class EvalSection(Section):
     eval.out."""
     batch_size: int = Field(default=1, ge=1)
     """Answers decoded side by side by everyone, plain decoding too. Speeds are then those of the batch."""
-    replay_batch_size: int = Field(default=32, ge=1)
+    replay_batch_size: int = Field(default=64, ge=1)
     """Answers replayed side by side: memory against speed; results do not change."""
     token_counts: str | None = None
     """How often each token was seen: what tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors,

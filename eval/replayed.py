@@ -1,0 +1,187 @@
+"""eval.mode=replay: a recipe's contenders along recorded answers (`eval.replay`), with the table and page of decoding.
+
+Answers are eval.answers, or the generations.jsonl of the last decoding in eval.out. Everyone goes along its own where
+the file holds them, else along plain decoding's (`Recording.of`); answers that several share are read by the target
+once. What is written goes to <eval.out>/replay, beside the decoding's own numbers, which have speeds.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from draftsmith.eval.benchmarks import PLAIN
+from draftsmith.eval.contenders import Contender, Lineup, check_contenders, describe
+from draftsmith.eval.decode import Generation
+from draftsmith.eval.generation_log import record_of, token_texts
+from draftsmith.eval.metrics import summarise_all
+from draftsmith.eval.recorded_answers import (
+    RecordedAnswer,
+    Recording,
+    check_answers,
+    check_recorded_from,
+    read_answers,
+    tokens_of,
+)
+from draftsmith.eval.replay import Agreement, batches, plain_rounds, positions_of, replay_all
+from draftsmith.eval.report import (
+    UNDRAFTED,
+    generations_path,
+    print_table,
+    print_written,
+    read_acceptance,
+    write_acceptance,
+    write_report,
+)
+from draftsmith.models.chat import decode_answer, load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.checkpoint import config_identity, read_config
+from draftsmith.models.costs import gigabytes, target_size
+from draftsmith.models.sampling import GREEDY, Sampling
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+
+def main_replay(
+    recipe: Recipe, contenders: Sequence[Contender], plan: bool, how_made: Callable[[Lineup], dict[str, Any]]
+) -> None:
+    """Replays, writes and prints, as eval/acceptance.py does for decoding. The first contender is the main one.
+
+    Args:
+        plan: only say what would be done.
+        how_made: what acceptance.json says of the run, once the models are loaded.
+
+    Raises:
+        UserError: what `check_contenders` and `recording_of` refuse; answers of another target.
+    """
+    # A plan may come before the training; a drafter that the recipe names must be there.
+    yet_to_train = plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
+    check_contenders(recipe, contenders, recipe.drafter_dir if yet_to_train else None)
+    recording = recording_of(recipe, contenders)
+    recipe = as_replayed(recipe, recording)
+    if plan:
+        print_plan(recipe, recording, contenders)
+        return
+
+    lineup = Lineup(recipe.target)
+    agreement = Agreement.of(lineup.target)
+    results = replay_contenders(lineup, contenders, recording, recipe.eval.replay_batch_size, agreement)
+    print(f"answers of {recording.path}: {agreement}")
+
+    main = contenders[0].name
+    log = generations_path(recipe)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    partial = log.with_name(log.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for name, generations in results.items():
+            for generation in generations:
+                text = decode_answer(lineup.tokenizer, generation.token_ids)
+                shown = _shown(lineup, generation) if name == main else None
+                file.write(json.dumps(record_of(generation, name, text, shown)) + "\n")
+    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, sampled=True, main=main)
+    os.replace(partial, log)
+    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
+    about = {"answers": str(recording.path), "agreement": str(agreement)}
+    path = write_acceptance(recipe, numbers, described, main, PLAIN, how_made(lineup) | about)
+    print_table(read_acceptance(path))
+    print_written([path, log, *write_report(recipe)])
+
+
+def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
+    """The recorded answers, checked as far as that goes before weights are loaded.
+
+    Raises:
+        UserError: no answers, damaged ones, another target's; contenders that cannot be replayed along them.
+    """
+    path = Path(recipe.eval.answers) if recipe.eval.answers else generations_path(recipe)
+    sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
+    recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first")
+    config = load_config(recipe.target).get_text_config(decoder=True)
+    fingerprint = tokenizer_fingerprint(load_tokenizer(recipe.target))
+    check_recorded_from(recording, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint))
+    check_answers(recording, config.vocab_size, config.max_position_embeddings)
+    problems = []
+    turns = [answer.key for answer in _baseline(recording, contenders)]
+    for contender in contenders:
+        own = recording.of(contender.name, PLAIN)
+        if contender.tree.policy == "auto":
+            problems.append(f"{contender.place}: policy auto goes by speeds, and replay has none; name a policy")
+        if contender.tree.draw == "sampled" and any(answer.sampling != GREEDY for answer in own):
+            problems.append(
+                f"{contender.place}: draw: sampled cannot be replayed along answers that were drawn: which tokens the "
+                "drafter drew is not recorded; leave draw out, or decode"
+            )
+        if [answer.key for answer in own] != turns:
+            problems.append(
+                f"eval.answers: {path}: the answers of {contender.name!r} are not to the same turns as those of plain "
+                "decoding, in the same order; nothing can be compared"
+            )
+    if problems:
+        raise UserError(problems)
+    return recording
+
+
+def _baseline(recording: Recording, contenders: Sequence[Contender]) -> list[RecordedAnswer]:
+    """Plain decoding's answers, or those of the only one there is."""
+    return recording.of(PLAIN, contenders[0].name)
+
+
+def as_replayed(recipe: Recipe, recording: Recording) -> Recipe:
+    """The recipe as acceptance.json keeps it: the answers' own file and sampling, and a folder that holds no speeds."""
+    update: dict[str, Any] = {"answers": str(recording.path), "out": str(recipe.eval_out / "replay")}
+    drawn = {answer.sampling for answer in recording}
+    if len(drawn) == 1 and (sampling := drawn.pop()) is not None:
+        update |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=update)})
+
+
+def replay_contenders(
+    lineup: Lineup, contenders: Sequence[Contender], recording: Recording, batch_size: int, agreement: Agreement
+) -> dict[str, list[Generation]]:
+    """The rounds of every contender, plain decoding's first: what `Bench.run` returns, without times.
+
+    Raises:
+        UserError: the answers are another target's.
+    """
+    check_recorded_from(recording, lineup.identity)
+    along = {contender.name: recording.of(contender.name, PLAIN) for contender in contenders}
+    groups: dict[tuple[tuple[int, ...], ...], list[Contender]] = {}  # by their answers' tokens
+    for contender in contenders:
+        tokens = tuple((*answer.prompt, -1, *answer.tokens) for answer in along[contender.name])
+        groups.setdefault(tokens, []).append(contender)
+    found: dict[str, list[Generation]] = {}
+    with tqdm(total=sum(map(tokens_of, along.values())), desc="replay", unit="token") as progress:
+        for members in groups.values():
+            proposers = {contender.name: lineup.proposer(contender) for contender in members}
+            answers = along[members[0].name]
+            found |= replay_all(lineup.target, proposers, answers, batch_size, agreement, progress.update)
+    plain = [plain_rounds(answer) for answer in _baseline(recording, contenders)]
+    return {PLAIN: plain} | {contender.name: found[contender.name] for contender in contenders}
+
+
+def _shown(lineup: Lineup, generation: Generation) -> dict[str, Any]:
+    """What the report shows of an answer: its tokens, and the prompt, for the file need not say what the user asked."""
+    return {
+        "question": decode_answer(lineup.tokenizer, generation.prompt_token_ids),
+        "token_texts": token_texts(lineup.tokenizer, generation.token_ids),
+    }
+
+
+def print_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
+    answers = _baseline(recording, contenders)
+    print(f"replayed by  {'; '.join(contender.name for contender in contenders)}")
+    print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens_of(answers):,} tokens")
+    there = [c.drafter for c in contenders if c.drafter is not None and c.drafter.exists()]
+    layers = {layer for directory in there for layer in read_config(directory)[0].capture_layers}
+    config = load_config(recipe.target)
+    width = len(layers) * config.get_text_config(decoder=True).hidden_size
+    unit = target_size(config, recipe.target.dtype, recipe.target.trust_remote_code).activation_bytes
+    most = max(positions_of(answers, rows) for rows in batches(answers, recipe.eval.replay_batch_size))
+    print(
+        f"memory       {gigabytes(most * width * unit)} for the target's states of {recipe.eval.replay_batch_size} "
+        "answers (eval.replay_batch_size), besides the target, the drafters, and their keys and values"
+    )
+    print("time         unknown until the first answers are replayed; the progress bar then shows what is left")
+    print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}; no speeds")
