@@ -37,7 +37,8 @@ from draftsmith.models.sampling import Draws, Sampling
 class Accepted:
     """What one round keeps of B trees; still on the device."""
 
-    path: torch.Tensor  # [B, A] node indices, ascending, the root first; behind the end of a path anything
+    # [B, A] node indices, ascending, the root first; behind the end of a path anything. None: a chain's, 0, 1, 2, ...
+    path: torch.Tensor | None
     length: torch.Tensor  # [B] nodes of the path, the root included
     bonus: torch.Tensor  # [B] the target's token after it
 
@@ -45,6 +46,8 @@ class Accepted:
 def accept_greedy(tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
     """The path of likeliest tokens as far as the tree holds it."""
     best = logits_BNV.argmax(-1)  # [B, N]
+    if tree.is_chain:
+        return _accepted_chain(tree, tree.tokens[:, 1:] == best[:, :-1], best)
     last = deepest(tree, tree.tokens == best.gather(1, tree.parents.clamp(min=0)))
     return _accepted(tree, last, best.gather(1, last[:, None])[:, 0])
 
@@ -106,9 +109,19 @@ def deepest(tree: DraftTree, right: torch.Tensor) -> torch.Tensor:
     return torch.where(path_right, tree.depths, -1).argmax(1)
 
 
+def _accepted_chain(tree: DraftTree, right: torch.Tensor, best: torch.Tensor) -> Accepted:
+    """`right`: [B, N - 1] of each node but the root."""
+    if tree.real is not None:
+        right = right & tree.real[:, 1:]
+    length = 1 + right.cumprod(1).sum(1)
+    return Accepted(None, length, best.gather(1, length[:, None] - 1)[:, 0])
+
+
 def _accepted(tree: DraftTree, last: torch.Tensor, bonus: torch.Tensor) -> Accepted:
+    if tree.is_chain:
+        return Accepted(None, last + 1, bonus)
     each = torch.arange(tree.rows, device=last.device)
     on_path = tree.ancestors[each, last]  # [B, N]
     # A stable sort moves the nodes of the path to the front and leaves them in order.
-    path = (~on_path).to(torch.uint8).argsort(dim=1, stable=True)[:, : tree.depth + 1]
+    path = on_path.logical_not().argsort(dim=1, stable=True)[:, : tree.depth + 1]
     return Accepted(path, on_path.sum(1), bonus)

@@ -132,17 +132,18 @@ class TargetVerifier:
         else:
             accepted = accept_sampled(tree, self.logits, self.sampling, self.draws)
         sizes = accepted.length if tree.sizes is None else tree.sizes
-        on_path = tree.tokens.gather(1, accepted.path)
+        on_path = tree.tokens if accepted.path is None else tree.tokens.gather(1, accepted.path)
         numbers = torch.cat((torch.stack((accepted.length, sizes, accepted.bonus), dim=1), on_path), dim=1)
         rows = numbers.tolist()  # the one wait for the device in a round
         self.counts = [length for length, *_ in rows]
-        self.session.commit(self.counts, None if tree.is_chain else accepted.path)
+        self.session.commit(self.counts, accepted.path)
         if self.features is not None:
-            path = accepted.path[:, : max(self.counts)]
-            if tree.is_chain:
-                self.features = self.features[:, : path.shape[1]]
+            most = max(self.counts)
+            if accepted.path is None:
+                self.features = self.features[:, :most]
             else:
-                self.features = self.features[torch.arange(tree.rows, device=self.device)[:, None], path]
+                rows_B1 = torch.arange(tree.rows, device=self.device)[:, None]
+                self.features = self.features[rows_B1, accepted.path[:, :most]]
         return Round(
             [[*tokens[1:length], bonus] for length, _, bonus, *tokens in rows],
             [tree.nodes if tree.sizes is None else size for _, size, *_ in rows],

@@ -303,6 +303,7 @@ def test_tree_ancestors_depths_and_acceptance_against_slow_twins() -> None:
             len(trees), tree.nodes, 6, generator=torch.Generator().manual_seed(chance.randrange(10**6))
         )
         accepted = accept_greedy(tree, logits)
+        assert accepted.path is not None
         for row, (tokens, parents) in enumerate(trees):
             nodes = len(tokens)
             ancestors = reference.draft_tree_ancestors(parents)
@@ -361,3 +362,19 @@ def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     assert tree.sizes.tolist() == [4, 1]  # nothing to copy: a round of plain decoding
     lookup.keep([1])
     assert lookup.propose()[0].tokens.tolist() == [[7]]
+
+
+def test_chains_are_accepted_as_the_trees_they_are() -> None:
+    """The short cut for chains against the rule for all trees, padding included."""
+    chance = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        sizes = torch.randint(1, 7, (3,), generator=chance)
+        nodes = int(sizes.max())
+        tokens = torch.randint(2, (3, nodes), generator=chance)
+        parents = torch.arange(-1, nodes - 1).expand(3, -1)
+        logits = torch.randn(3, nodes, 2, generator=chance)
+        short = accept_greedy(DraftTree(tokens, parents, nodes - 1, sizes, is_chain=True), logits)
+        whole = accept_greedy(DraftTree(tokens, parents, nodes - 1, sizes), logits)
+        assert short.path is None
+        assert short.length.tolist() == whole.length.tolist()
+        assert short.bonus.tolist() == whole.bonus.tolist()

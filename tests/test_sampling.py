@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.data_gen.generators import resolve_sampling
-from draftsmith.eval.accept import accept_sampled
+from draftsmith.eval.accept import Accepted, accept_sampled
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.policies import Chain, Eagle2, PolicyProposer
 from draftsmith.models.draft_tree import DraftTree
@@ -193,7 +193,12 @@ def one_tree(tokens: list[int], parents: list[int], drawn_from: torch.Tensor | N
 def accept_one(tree: DraftTree, logits: torch.Tensor, sampling: Sampling, draws: Draws) -> tuple[list[int], int]:
     """Path and bonus of a single tree."""
     accepted = accept_sampled(tree, logits[None], sampling, [draws])
-    return accepted.path[0, : int(accepted.length)].tolist(), int(accepted.bonus)
+    return path_of(accepted, 0), int(accepted.bonus)
+
+
+def path_of(accepted: Accepted, row: int) -> list[int]:
+    length = int(accepted.length[row])
+    return list(range(length)) if accepted.path is None else accepted.path[row, :length].tolist()
 
 
 def outcome(tree: DraftTree, path: list[int], bonus: int) -> tuple[int, ...]:
@@ -304,7 +309,7 @@ def test_a_tree_among_others_is_accepted_as_it_is_alone(drawn: bool) -> None:
         for row, size in enumerate(sizes):
             alone = one_tree(tokens[row, :size].tolist(), parents[row][:size], None if q is None else q[row, :size])
             path, bonus = accept_one(alone, logits[row, :size], Sampling(1.0), SeededDraws(seed, row))
-            assert accepted.path[row, : int(accepted.length[row])].tolist() == path
+            assert path_of(accepted, row) == path
             assert int(accepted.bonus[row]) == bonus
 
 
