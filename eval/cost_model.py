@@ -12,6 +12,9 @@ mean. That the drafter reads an answer's prompt in its first round is counted, t
 All costs come from real rounds of the decoding loop (`eval.decode.run_rounds`) over recorded text, at one length of
 context: medians over repeats in which all probes take turns, so that a machine that grows slower slows all alike.
 Between measured numbers of nodes and calls the curves are straight lines; beyond them nothing is said.
+
+Answers side by side share a round, which costs what its largest tree and most calls cost: policies that stop early are
+then predicted a little too fast, for each answer is replayed as if alone.
 """
 
 import sys

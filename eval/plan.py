@@ -42,6 +42,7 @@ from draftsmith.eval.planner import (
     Row,
     candidates_of,
     contenders_from,
+    drawn_otherwise,
     make_plan,
     mean_context,
     measure,
@@ -84,6 +85,8 @@ def main() -> None:
     yet_to_train = command.plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
     check_contenders(recipe, contenders, recipe.drafter_dir if yet_to_train else None)
     recording, answers = planner_answers(recipe)
+    if note := drawn_otherwise(recipe, answers):
+        print(f"note: {note}")
     asked: list[Question] = []
     rejects = Rejects()
     if command.measure:
@@ -119,7 +122,10 @@ def choose_tree(lineup: Lineup, recipe: Recipe, contender: Contender) -> TreeSec
     """
     contenders = contenders_from(recipe, contender, candidates_of(recipe, contender.tree))
     check_contenders(recipe, contenders)
-    plan = make_plan(lineup, recipe, contenders, *planner_answers(recipe))
+    recording, answers = planner_answers(recipe)
+    if note := drawn_otherwise(recipe, answers):
+        print(f"note: {note}")
+    plan = make_plan(lineup, recipe, contenders, recording, answers)
     print_candidates(plan, most=5)
     print_choice(plan)
     return plan.rows[0].tree

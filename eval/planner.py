@@ -229,6 +229,19 @@ def _named(key: str) -> Iterator[None]:
         raise UserError([problem.replace("eval.answers", key) for problem in error.problems]) from error
 
 
+def drawn_otherwise(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:
+    """What is to be said where the answers were drawn otherwise than the evaluation draws: their tau is another one."""
+    here = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
+    there = {answer.sampling for answer in answers} - {here, None}
+    if not there or (here.greedy and all(each is not None and each.greedy for each in there)):
+        return None
+    said = ", ".join(sorted("greedy" if each.greedy else f"temperature {each.temperature:g}" for each in there if each))
+    return (
+        f"eval.planner.answers were drawn otherwise ({said}) than eval.temperature, top_p and top_k say; tau is "
+        "predicted for answers like those"
+    )
+
+
 def mean_context(answers: Sequence[RecordedAnswer]) -> int:
     """Committed tokens of a round, on average over the answers' tokens."""
     summed = sum(len(a.tokens) * (len(a.prompt) + len(a.tokens) / 2) for a in answers)
@@ -263,7 +276,13 @@ def make_plan(
         tqdm(total=tokens_of(answers) * len(contenders), desc="replay", unit="token", leave=False) as progress,
     ):
         check_recorded_from(recording, lineup.identity)
-        rounds = replay_all(target, proposers, answers, recipe.eval.replay_batch_size, agreement, progress.update)
+
+        def told(tokens: int) -> None:
+            progress.update(tokens)
+            for proposer in proposers.values():  # whoever is done keeps no cache while the others draft
+                proposer.reset(0)
+
+        rounds = replay_all(target, proposers, answers, recipe.eval.replay_batch_size, agreement, told)
 
     def proposer_of(tree: TreeSection) -> Proposer:
         return lineup.proposer(replace(contenders[0], tree=tree, token_counts=recipe.token_counts_path), sampling)

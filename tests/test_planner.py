@@ -16,10 +16,11 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.eval import planner
+from draftsmith.eval import cost_model, planner
 from draftsmith.eval.contenders import Contender, Lineup, main_contender, named
 from draftsmith.eval.cost_model import (
     ROUNDS,
+    SETTLING,
     Costs,
     Curve,
     family,
@@ -182,7 +183,8 @@ class Clock:
 
 
 class SlowProposer:
-    """A root and a child, 2 s for reading what was committed (5 more for a prompt), 3 s for drafting."""
+    """A root and a child: 2 s to read what was committed, 5 more for a prompt, 50 more until it has settled; 3 s for
+    drafting."""
 
     capture_layers = ()
 
@@ -190,14 +192,16 @@ class SlowProposer:
         self.clock = clock
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.rows, self.reads = rows, 7.0
+        self.rows, self.reads, self.rounds = rows, 7.0, 0
 
     def keep(self, rows: Sequence[int]) -> None:
         raise AssertionError("no answer ends while costs are measured")
 
     def observe(self, committed: Sequence[Sequence[int]], features: object, counts: Sequence[int]) -> None:
         self.clock.now += self.reads
+        self.clock.now += 50 * (0 < self.rounds < SETTLING)
         self.reads = 2.0
+        self.rounds += 1
         self.roots = [tokens[-1] for tokens in committed]
 
     def propose(self) -> tuple[DraftTree, list[int]]:
@@ -210,6 +214,7 @@ class SlowProposer:
 def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, target = Clock(), Target(make_target())
     monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(cost_model, "ROUNDS", SETTLING + 1)
     verify, commit = TargetSession.verify, TargetSession.commit
 
     def slow_verify(self: TargetSession, tree: DraftTree) -> Any:
@@ -506,6 +511,30 @@ def test_calibration_takes_the_fastest_threshold(recipe_path: Path, tmp_path: Pa
     calls = [row["draft_calls_per_round"] for row in by_h]
     assert calls[0] < calls[-1] <= 4
     assert not (tmp_path / "out/plan.json").exists()
+
+
+def test_auto_chooses_for_small_models_too(recipe_path: Path, target_dir: Path) -> None:
+    """A small model that is the target itself: everything is accepted, and the bonus comes on top."""
+    recipe = load_recipe(recipe_path)
+    small = TargetSection(model=str(target_dir), dtype="float32", device="cpu")
+    base = Contender("", "causal_lm", tree_of(policy="auto"), "test", draft_model=small)
+    recording, answers = planner_answers(recipe)
+    contenders = planner.contenders_from(recipe, base, [tree_of(policy="chain", nodes=n) for n in (2, 4)])
+    plan = planner.make_plan(Lineup(recipe.target), recipe, contenders, recording, answers)
+    for row in plan.rows:
+        rounds = sum(-(-(len(answer.tokens) - 1) // row.tree.most) for answer in answers)
+        assert sum(g.rounds for g in row.rounds) == rounds
+
+
+def test_answers_that_were_drawn_otherwise_are_noted(recipe_path: Path) -> None:
+    _, answers = planner_answers(load_recipe(recipe_path))
+    assert planner.drawn_otherwise(load_recipe(recipe_path), answers) is None
+    warm = load_recipe(recipe_path, ["eval.temperature=0.7"])
+    assert "drawn otherwise (greedy)" in str(planner.drawn_otherwise(warm, answers))
+    drawn = [replace(answer, sampling=Sampling(0.7)) for answer in answers]
+    assert planner.drawn_otherwise(warm, drawn) is None
+    assert "(temperature 0.7)" in str(planner.drawn_otherwise(load_recipe(recipe_path), drawn))
+    assert planner.drawn_otherwise(warm, [replace(answer, sampling=None) for answer in answers]) is None
 
 
 def test_auto_is_the_first_of_the_plan(recipe_path: Path, capsys: pytest.CaptureFixture) -> None:
