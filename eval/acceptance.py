@@ -3,6 +3,7 @@
     python eval/acceptance.py recipes/demo.yaml
     python eval/acceptance.py recipes/demo.yaml eval.max_prompts=4 eval.tree.nodes=20     # a quick look
     python eval/acceptance.py recipes/demo.yaml --plan                                    # what it would do
+    python eval/acceptance.py recipes/demo.yaml eval.mode=replay       # along recorded answers (`eval.replay`)
     python eval/acceptance.py recipes/demo.yaml --compare \\
         "eval.tree.nodes=16" "ddd: eval.tree={policy: ddd}" "eval.drafter=runs/b/drafter" other.yaml
 
@@ -10,6 +11,9 @@ Every prompt is decoded plainly and by each contender: the recipe's `eval.tree`,
 each argument of --compare, which is another recipe for the same target, or overrides of this one. Prompts and sampling
 are those of this recipe, for all. Writes <eval.out>/acceptance.json, generations.jsonl and report.html, and prints a
 table; eval/report.py builds the latter two again without decoding.
+
+`eval.mode=replay` finds the same rounds along recorded answers, without the target in the loop and without speeds
+(`eval.replay`). A tree of `policy: auto` is chosen first, by `eval.plan`.
 """
 
 import argparse
@@ -17,15 +21,19 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from draftsmith.eval.benchmarks import PLAIN, Bench, Question, load_questions
 from draftsmith.eval.compared import load_all
-from draftsmith.eval.contenders import Contender, Lineup, check_contenders, describe
+from draftsmith.eval.contenders import Contender, Lineup, check_contenders, describe, tree_in_words
+from draftsmith.eval.decode import Generation
 from draftsmith.eval.metrics import summarise_all
+from draftsmith.eval.planner import candidates_of, contenders_from, planner_answers
+from draftsmith.eval.replayed import main_replay
 from draftsmith.eval.report import (
     UNDRAFTED,
     generations_path,
@@ -51,6 +59,9 @@ def main() -> None:
     recipe, contenders, notes = load_all(command.recipe_path, command.overrides, command.compare)
     for note in notes:
         print(f"note: {note}")
+    if recipe.eval.mode == "replay":
+        main_replay(recipe, contenders, command.plan, lambda lineup: how_made(recipe, lineup, contenders))
+        return
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
     # A plan may come before the training; a drafter that the recipe names must be there.
@@ -59,6 +70,8 @@ def main() -> None:
     full = no_room(recipe)
     if full and not command.plan:
         raise UserError(full)
+    if not command.plan:
+        check_automatic(recipe, contenders)
     rejects = Rejects(None if command.plan else recipe.eval_out / "prompts.rejects.jsonl")
     asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
     if command.plan:
@@ -68,6 +81,33 @@ def main() -> None:
         return
 
     lineup = Lineup(recipe.target)
+    contenders = [chosen(lineup, recipe, contender) for contender in contenders]
+    shown = contenders[0].name
+    log = generations_path(recipe)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    partial = log.with_name(log.name + ".partial")  # an older run's numbers and answers stay together until this one's
+    with partial.open("w", encoding="utf-8") as file:
+        results = decode_all(lineup, recipe, contenders, asked, file, rejects)
+    settings = recipe.eval.bootstrap_samples, recipe.eval.seed
+    numbers = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0, main=shown)
+    os.replace(partial, log)
+    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
+    path = write_acceptance(recipe, numbers, described, shown, PLAIN, how_made(recipe, lineup, contenders))
+    if rejects.total:
+        print(rejects.summary())
+    print_table(read_acceptance(path))
+    print_written([path, log, *write_report(recipe)])
+
+
+def decode_all(
+    lineup: Lineup,
+    recipe: Recipe,
+    contenders: Sequence[Contender],
+    asked: list[Question],
+    file: IO[str],
+    rejects: Rejects,
+) -> dict[str, list[Generation]]:
+    """Everyone's answers, plain decoding's too, as `Bench.run` returns them."""
     sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
     proposers: dict[str, Proposer | None] = {c.name: lineup.proposer(c, sampling) for c in contenders}
     bench = Bench(
@@ -80,21 +120,25 @@ def main() -> None:
         recipe.eval.seed,
         recipe.eval.batch_size,
     )
-    shown = contenders[0].name
-    recipe.eval_out.mkdir(parents=True, exist_ok=True)
-    log = generations_path(recipe)
-    partial = log.with_name(log.name + ".partial")  # an older run's numbers and answers stay together until this one's
-    with partial.open("w", encoding="utf-8") as file:
-        results = bench.run(asked, proposers, shown, file, rejects)
-    settings = recipe.eval.bootstrap_samples, recipe.eval.seed
-    numbers = summarise_all(results, PLAIN, *settings, sampled=not sampling.greedy, main=shown)
-    os.replace(partial, log)
-    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
-    path = write_acceptance(recipe, numbers, described, shown, PLAIN, how_made(recipe, lineup, contenders))
-    if rejects.total:
-        print(rejects.summary())
-    print_table(read_acceptance(path))
-    print_written([path, log, *write_report(recipe)])
+    return bench.run(asked, proposers, contenders[0].name, file, rejects)
+
+
+def check_automatic(recipe: Recipe, contenders: Sequence[Contender]) -> None:
+    """What choosing a tree would stumble over, before weights are loaded."""
+    for contender in contenders:
+        if contender.tree.policy == "auto":
+            check_contenders(recipe, contenders_from(recipe, contender, candidates_of(recipe, contender.tree)))
+            planner_answers(recipe)
+
+
+def chosen(lineup: Lineup, recipe: Recipe, contender: Contender) -> Contender:
+    """The same, with the tree that `auto` stands for on this machine; its name says which."""
+    if contender.tree.policy != "auto":
+        return contender
+    from draftsmith.eval.plan import choose_tree  # here, for it prints tables of its own
+
+    tree = choose_tree(lineup, recipe, contender)
+    return replace(contender, tree=tree, name=f"{contender.name}: {tree_in_words(tree)}")
 
 
 def _compare_option(parser: argparse.ArgumentParser) -> None:

@@ -134,8 +134,15 @@ def named(contenders: Sequence[Contender]) -> list[Contender]:
 
 
 def _words(contender: Contender) -> str:
-    """Who drafts what, in a few words. A chain is counted in drafted tokens, a tree in verified nodes."""
-    tree = contender.tree
+    """Who drafts what, in a few words."""
+    if contender.proposer == "prompt_lookup":
+        return f"prompt lookup of {contender.tree.most - 1}"
+    who = Path(contender.draft_model.model).name if contender.draft_model else contender.kind
+    return f"{who}, {tree_in_words(contender.tree)}"
+
+
+def tree_in_words(tree: TreeSection) -> str:
+    """A chain is counted in drafted tokens, a tree in verified nodes."""
     shape = {
         "chain": f"{'sampled ' * (tree.draw == 'sampled')}chain of {tree.most - 1}",
         "svip": f"{'sampled ' * (tree.draw == 'sampled')}svip of up to {tree.most - 1}",
@@ -146,11 +153,7 @@ def _words(contender: Contender) -> str:
         "c2t": f"c2t, beta {tree.c2t.beta:g}",
         "auto": "auto",
     }[tree.policy]
-    if contender.proposer == "prompt_lookup":
-        return f"prompt lookup of {tree.most - 1}"
-    who = Path(contender.draft_model.model).name if contender.draft_model else contender.kind
-    cut_to = f", {tree.vocab_size:,} tokens" if tree.vocab_size is not None else ""
-    return f"{who}, {shape}{cut_to}"
+    return f"{shape}, {tree.vocab_size:,} tokens" if tree.vocab_size is not None else shape
 
 
 def _facts(contender: Contender) -> dict[str, str]:

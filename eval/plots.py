@@ -1,6 +1,6 @@
 """The report's figures: acceptance by position, accepted tokens, time, parts of a benchmark, and the training's curves.
 
-Tables and figures stay readable with twenty contenders. Beyond `figures.SERIES` of them a colour is a family (same
+Tables and figures stay readable with twenty contenders. Beyond `standing.FEW` of them a colour is a family (same
 drafter and policy, other sizes), and each contender is its number, which stands in the table and in the legend of the
 comparison (`eval.comparison_plot`).
 """

@@ -6,6 +6,8 @@ from typing import Any
 
 from draftsmith.eval.figures import SERIES
 
+FEW = 6  # contenders that figures can name, each in a colour of its own
+
 
 @dataclass(frozen=True)
 class Standing:
@@ -26,8 +28,8 @@ class Standing:
 
     @property
     def many(self) -> bool:
-        """More than there are colours: figures name them by number."""
-        return len(self.drafting) > SERIES
+        """Figures name them by number, and colours are families'."""
+        return len(self.drafting) > FEW
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -47,6 +49,6 @@ class Standing:
 
     @cached_property
     def roles(self) -> dict[str, str]:
-        """The colour of each: its own while there are enough, then its family's."""
+        """The colour of each: its own, or its family's where there are many."""
         places = self.families if self.many else {name: i - 1 for name, i in self.numbers.items()}
         return {name: "plain" if name == self.plain else f"s{1 + places[name] % SERIES}" for name in self.contenders}

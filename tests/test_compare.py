@@ -20,7 +20,7 @@ from draftsmith.eval.comparison_plot import LABEL, comparison_plot
 from draftsmith.eval.contenders import Contender, Lineup, check_contenders, contenders_of, describe, named
 from draftsmith.eval.decode import Generation
 from draftsmith.eval.metrics import summarise_all
-from draftsmith.eval.standing import Standing
+from draftsmith.eval.standing import FEW, Standing
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
@@ -405,7 +405,30 @@ def test_compare_measures_everyone_on_the_same_prompts(
         assert row["tau_ratio"] == pytest.approx(row["tau"] / main["tau"], abs=1e-3)
     page = (place / "out/report.html").read_text()
     assert "how the others compare with" in page and (place / "out/comparison.png").exists()
-    assert "a colour is a family" in page  # eight contenders are more than there are colours
+    assert "a colour is a family" in page  # of eight contenders, more than can be named
+
+
+def test_auto_is_chosen_before_anything_is_decoded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner's choice is what is measured, and what acceptance.json says."""
+    recorded = place / "auto/generations.jsonl"
+    candidates = [{"policy": "chain", "nodes": 3}, {"nodes": 6, "draft_calls": 3, "top_k": 4}]
+    automatic = [
+        *("eval.tree={policy: auto}", f"eval.planner={{answers: {recorded}, candidates: {json.dumps(candidates)}}}"),
+        *("--compare", "eval.tree={policy: chain, nodes: 4}"),
+    ]
+    out = f"eval.out={place / 'auto'}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contenders, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
+        with pytest.raises(UserError, match=r"eval\.planner\.answers: .*generations\.jsonl cannot be read"):
+            run_script(monkeypatch, str(place / "recipe.yaml"), out, *automatic)
+    run_script(monkeypatch, str(place / "recipe.yaml"), out)
+    run_script(monkeypatch, str(place / "recipe.yaml"), f"eval.out={place / 'chosen'}", *automatic)
+    content = report.read_acceptance(place / "chosen/acceptance.json")
+    main = content["contenders"][content["contender"]]
+    assert content["contender"] in ("eagle3, auto: chain of 2", "eagle3, auto: tree of 6")
+    assert main["tree"]["nodes"] == (3 if main["tree"]["policy"] == "chain" else 6)
+    assert main["draft_calls_per_round"] == main["tree"]["draft_calls"] and main["matches_target"]
+    assert set(content["contenders"]) == {PLAIN, content["contender"], "eagle3, chain of 3"}
 
 
 # Batches.
@@ -522,8 +545,8 @@ def test_numbers_in_the_comparison_hide_nothing(count: int) -> None:
 
 
 def test_many_contenders_are_told_apart_by_number_and_family() -> None:
-    few, many = Standing.of(numbers_of(figures.SERIES)), Standing.of(numbers_of(24))
-    assert len({few.roles[name] for name in few.drafting}) == figures.SERIES and not few.many
+    few, many = Standing.of(numbers_of(FEW)), Standing.of(numbers_of(24))
+    assert len({few.roles[name] for name in few.drafting}) == FEW and not few.many
     by_policy: dict[str, set[str]] = {}
     for name, role in many.roles.items():
         by_policy.setdefault(name.split()[0], set()).add(role)
