@@ -35,11 +35,8 @@ from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 
-# Padded tokens that the target reads in one pass. On a CPU more are no faster: what a layer computes leaves the caches.
-PASS_TOKENS = {"cpu": 1024}
-PASS_TOKENS_ELSEWHERE = 16384
 HEAD_ROWS = 512  # positions whose logits are alive at once
-CHECKED_TOKENS = 2048  # of the answers, the longest ones first, are compared with what the target says
+CHECKED_TOKENS = 1024  # of the answers, the longest ones first, are compared with what the target says
 NO_TOKEN = -1
 
 
@@ -232,9 +229,15 @@ def read_states(
     return torch.cat([states for states in found if states is not None]) if capture else None
 
 
+def pass_tokens(device_type: str) -> int:
+    """Padded tokens that the target reads in one pass, if one answer is not longer. On a CPU more are no faster: what a
+    layer computes leaves the caches."""
+    return 1024 if device_type == "cpu" else 16384
+
+
 def _passes(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
     """Rows that are read together: alike in length, and not more than a pass holds."""
-    most = PASS_TOKENS.get(device.type, PASS_TOKENS_ELSEWHERE)
+    most = pass_tokens(device.type)
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if rows and (len(rows) + 1) * lengths[rows[0]] > most:
@@ -296,6 +299,17 @@ def batches(answers: Sequence[RecordedAnswer], batch_size: int) -> Iterator[list
     order = sorted(range(len(answers)), key=lambda row: len(answers[row].tokens), reverse=True)
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
+
+
+def replay_bytes(positions: int, rows: int, longest: int, states: int, drafter: int) -> int:
+    """Most that a batch of replay keeps alive beside the models: states, what the drafter reads of them, its columns.
+
+    Args:
+        positions: of the batch; rows: answers in it; longest: tokens of the longest.
+        states, drafter: bytes of the captured states of a position, of the drafter's keys and values of a column.
+    """
+    # The prompts' states are gathered, padded to the longest, before the drafter's first call; at worst all is prompt.
+    return positions * states + rows * longest * (states + drafter)
 
 
 def positions_of(answers: Sequence[RecordedAnswer], rows: Sequence[int]) -> int:

@@ -26,7 +26,7 @@ from draftsmith.eval.recorded_answers import (
     read_answers,
     tokens_of,
 )
-from draftsmith.eval.replay import Agreement, batches, plain_rounds, positions_of, replay_all
+from draftsmith.eval.replay import Agreement, batches, plain_rounds, positions_of, replay_all, replay_bytes
 from draftsmith.eval.report import (
     UNDRAFTED,
     generations_path,
@@ -174,14 +174,19 @@ def print_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Conten
     print(f"replayed by  {'; '.join(contender.name for contender in contenders)}")
     print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens_of(answers):,} tokens")
     there = [c.drafter for c in contenders if c.drafter is not None and c.drafter.exists()]
-    layers = {layer for directory in there for layer in read_config(directory)[0].capture_layers}
+    shapes = [read_config(directory)[0] for directory in there]
+    layers = {layer for shape in shapes for layer in shape.capture_layers}
     config = load_config(recipe.target)
-    width = len(layers) * config.get_text_config(decoder=True).hidden_size
     unit = target_size(config, recipe.target.dtype, recipe.target.trust_remote_code).activation_bytes
-    most = max(positions_of(answers, rows) for rows in batches(answers, recipe.eval.replay_batch_size))
+    states = len(layers) * config.get_text_config(decoder=True).hidden_size * unit
+    columns = max((2 * 4 * shape.num_key_value_heads * shape.head_dim for shape in shapes), default=0)
+    most = 0
+    for rows in batches(answers, recipe.eval.replay_batch_size):
+        longest = max(len(answers[row].prompt) + len(answers[row].tokens) for row in rows)
+        most = max(most, replay_bytes(positions_of(answers, rows), len(rows), longest, states, columns))
     print(
-        f"memory       {gigabytes(most * width * unit)} for the target's states of {recipe.eval.replay_batch_size} "
-        "answers (eval.replay_batch_size), besides the target, the drafters, and their keys and values"
+        f"memory       {gigabytes(most)} at most for target states and the drafter's columns of "
+        f"{recipe.eval.replay_batch_size} answers (eval.replay_batch_size), besides the models"
     )
     print("time         unknown until the first answers are replayed; the progress bar then shows what is left")
     print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}; no speeds")

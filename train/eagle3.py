@@ -23,7 +23,14 @@ from accelerate.utils import DistributedDataParallelKwargs, gather_object, set_s
 
 from draftsmith.data_gen.contamination import left_out_of_training
 from draftsmith.data_gen.conversations import TrainingRow, training_rows
-from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.chat import (
+    FINGERPRINT_COVERS,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    stop_ids,
+    tokenizer_fingerprint,
+)
 from draftsmith.models.checkpoint import file_digest, provenance, save_drafter, target_identity
 from draftsmith.models.costs import device_here, target_size
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
@@ -38,12 +45,14 @@ from draftsmith.train.checkpoints import full_disk_is_told
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
 from draftsmith.train.unroll import TrainingTimeTest
+from draftsmith.train.validation_replay import ValidationReplay, check_replay
 
 
 def main() -> None:
     command = parse_command(__doc__, extra=_options)
     recipe = command.recipe
     tokenizer = load_tokenizer(recipe.target)
+    check_replay(recipe)
     if command.plan:
         print_plan(recipe, tokenizer, command.flops)
         return
@@ -57,6 +66,8 @@ def main() -> None:
     shape = drafter_shape(recipe, config)
     vocab = read_vocab(recipe, config.vocab_size, tokenizer_fingerprint(tokenizer))
 
+    stops = stop_ids(tokenizer, load_generation_config(section))
+    replay = ValidationReplay.of(recipe, validation_rows, vocab, tokenizer_fingerprint(tokenizer), stops)
     digests = {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
 
     set_seed(recipe.train.seed)
@@ -93,6 +104,7 @@ def main() -> None:
         recipe.checkpoints_dir,
         recipe.metrics_path,
         identity=run_identity(recipe, drafter, identity, accelerator.num_processes, digests),
+        replay=replay,
     )
     trainable = sum(p.numel() for p in drafter.parameters())
     accelerator.print(
@@ -193,6 +205,7 @@ MAY_CHANGE = {
     "keep_checkpoints",
     "log_every_steps",
     "validate_every_steps",
+    "eval_replay",
     "trackers",
     "gradient_checkpointing",
 }

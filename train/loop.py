@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from tqdm import tqdm
 
 from draftsmith.data_gen.conversations import TrainingRow
@@ -30,6 +31,7 @@ from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.batches import Batch, BatchOrder, collate
 from draftsmith.train.checkpoints import checkpoint_path, full_disk_is_told, list_checkpoints, publish, remove, settle
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
+from draftsmith.train.validation_replay import ValidationReplay, in_numbers
 
 
 def learning_rate(step: int, total_steps: int, settings: TrainSection) -> float:
@@ -99,6 +101,7 @@ class Loop:
 
     Args:
         identity: what must be the same for a resumed run (data, order, drafter, target); compared, printed on refusal.
+        replay: along which answers acceptance is found at every checkpoint; None: nowhere.
     """
 
     def __init__(
@@ -112,7 +115,9 @@ class Loop:
         checkpoints: Path,
         metrics_path: Path,
         identity: dict[str, Any],
+        replay: ValidationReplay | None = None,
     ):
+        self.replay = replay
         self.accelerator, self.target, self.settings = accelerator, target, settings
         self.rows, self.validation_rows = rows, validation_rows
         self.checkpoints, self.metrics_path, self.identity = checkpoints, metrics_path, identity
@@ -166,7 +171,9 @@ class Loop:
             progress.update()
             last = done == self.total_steps
             validate = bool(self.validation_rows) and (done % self.settings.validate_every_steps == 0 or last)
-            log = done % self.settings.log_every_steps == 0 or validate or last
+            save = done % self.settings.save_every_steps == 0 or last
+            replay = self.replay is not None and save
+            log = done % self.settings.log_every_steps == 0 or validate or replay or last
             if log:
                 self._refuse_nonfinite(done)
                 line = self.window.over_ranks(self.accelerator)
@@ -177,11 +184,13 @@ class Loop:
                 )
                 if validate:
                     line |= {f"validation_{k}": v for k, v in self.validate().items() if k != "tokens"}
+                if replay:
+                    line |= self.replayed()
                 self._log(line)
                 self.window = Tally.empty(self.unroll_steps, self.accelerator.device)
                 logged_at, tokens_before = time.perf_counter(), 0
             stop = self._agree_to_stop(log) and not last
-            if done % self.settings.save_every_steps == 0 or last or stop:
+            if save or stop:
                 self._save(done)
             if stop:
                 progress.close()
@@ -239,6 +248,15 @@ class Loop:
             tally.add(self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps)), 0)
         trainee.train()
         return tally.over_ranks(self.accelerator)
+
+    def replayed(self) -> dict[str, Any]:
+        """Acceptance along the answers of `replay`, shared among the ranks."""
+        assert self.replay is not None
+        trainee, accelerator = self.accelerator.unwrap_model(self.trainee), self.accelerator
+        trainee.eval()
+        rounds = self.replay.share(self.target, trainee.drafter, accelerator.process_index, accelerator.num_processes)
+        trainee.train()
+        return in_numbers(gather_object(rounds))
 
     def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> Batch:
         return collate([rows[i] for i in indices]).to(self.accelerator.device)

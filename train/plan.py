@@ -20,6 +20,7 @@ import torch
 
 from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.data_gen.prompt_sizes import planned, sampled
+from draftsmith.eval.replay import pass_tokens, replay_bytes
 from draftsmith.models.costs import (
     PEAK_FLOPS_PER_SECOND,
     Device,
@@ -36,7 +37,7 @@ from draftsmith.models.costs import (
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.prompts import Rejects, read_conversations
-from draftsmith.recipes.schema import Recipe, TrainSection
+from draftsmith.recipes.schema import CHAINS, Recipe, TrainSection
 from draftsmith.train.batches import BatchOrder
 from draftsmith.train.dry_run import (
     DRAFT_LOGITS,
@@ -64,6 +65,7 @@ TARGET_PASS = "the target's pass"
 UPDATE = "the optimiser's update"
 KEPT = "the drafter's weights and AdamW's moments"
 RESERVE = "freed memory that the allocator keeps"
+REPLAY = "replaying validation answers"
 PROCESS = "Python and libraries, or CUDA"
 
 HOW_TO_LOWER = {
@@ -76,6 +78,7 @@ HOW_TO_LOWER = {
     TARGET_PASS: "train.batch_size (and accumulate), data.max_length",
     UPDATE: "drafter.intermediate_size, drafter.vocab_size",
     KEPT: "drafter.intermediate_size, drafter.vocab_size",
+    REPLAY: "eval.replay_batch_size, train.eval_replay, eval.tree",
 }
 
 
@@ -98,6 +101,7 @@ class DataSize:
     counted: bool
     bounded: bool = True  # where not counted: upper bounds
     distinct_supervised: int | None = None
+    validation_answers: int = 0  # where counted
     prompts_without_room: float = 0.0  # share of the prompts that leave no token to an answer
 
     @property
@@ -125,6 +129,7 @@ def counted_data(
         mean_columns=sum(columns) / len(rows),
         basis="counted",
         counted=True,
+        validation_answers=sum(len(row.spans) for row in validation_rows),
         distinct_supervised=len(
             {t for row in [*rows, *validation_rows] for start, end in row.spans for t in row.input_ids[start:end]}
         ),
@@ -219,8 +224,9 @@ def memory_of(
     accumulates: bool,
     processes: int,
     on_cpu: bool,
+    replay_bytes: float = 0,
 ) -> Memory:
-    """Peak memory: what is always there, and the widest of three moments.
+    """Peak memory: what is always there, and the widest of four moments.
 
     Gradients of earlier micro-batches, and DDP's copy of them, are alive beside each moment. On a GPU AdamW works on
     all parameters at once and needs one more copy.
@@ -233,6 +239,7 @@ def memory_of(
         {TARGET_PASS: target_pass_bytes, WEIGHT_SHAPED: kept},
         unroll.peak_by_kind | {WEIGHT_SHAPED: unroll.peak_by_kind.get(WEIGHT_SHAPED, 0) + kept},
         {UPDATE: update, WEIGHT_SHAPED: states.gradients * (processes > 1)},
+        {REPLAY: replay_bytes, WEIGHT_SHAPED: states.gradients * (processes > 1)},
     ]
     widest = max(moments, key=lambda moment: sum(moment.values()))
     process, reserve = (resident_bytes(), CPU_RESERVE) if on_cpu else (CUDA_CONTEXT_BYTES, GPU_RESERVE)
@@ -311,7 +318,7 @@ def training_plan(
     yield line("memory", f"{gigabytes(memory.total)} at most, on each device, largest batch", "dry run")
     for name, count in sorted(memory.parts.items(), key=lambda item: -item[1]):
         basis = {TARGET_WEIGHTS: size.weight_basis, KEPT: "exact", RESERVE: "assumed"}
-        basis |= {PROCESS: "measured now" if device.is_cpu else "assumed", TARGET_PASS: "assumed"}
+        basis |= {PROCESS: "measured now" if device.is_cpu else "assumed", TARGET_PASS: "assumed", REPLAY: "assumed"}
         yield line("", f"{gigabytes(count):>8}  {name}", basis.get(name, "dry run"))
     yield line("", f"to lower the largest part: {HOW_TO_LOWER[memory.largest]}", "")
     if not device.is_cpu:
@@ -332,6 +339,14 @@ def training_plan(
     if steps is not None:
         yield from _time(
             recipe, target_config, size, data, unroll, steps, per_step, processes, device, flops_per_second, bf16
+        )
+    if settings.eval_replay:
+        count = min(settings.eval_replay, settings.validation_conversations)
+        yield line(
+            "replay",
+            f"{plural(count, 'validation conversation')} at every checkpoint, eval.tree {recipe.eval.tree.policy}: "
+            f"replay_tau in {recipe.metrics_path.name}",
+            "",
         )
     yield line("writes", f"{recipe.checkpoints_dir}, {recipe.metrics_path}, {recipe.drafter_dir}", "")
     for problem in problems:
@@ -369,7 +384,29 @@ def _memory(
     )
     target_pass = target_forward_bytes(target_config, size, rows, data.longest_tokens, len(shape.capture_layers))
     accumulates = recipe.train.gradient_accumulation_steps > 1
-    return memory_of(size, parameters, unroll, target_pass, accumulates, processes, device.is_cpu), unroll
+    replay = _replay_bytes(recipe, shape, target_config, size, data, device)
+    return memory_of(size, parameters, unroll, target_pass, accumulates, processes, device.is_cpu, replay), unroll
+
+
+def _replay_bytes(
+    recipe: Recipe, shape: Eagle3Config, target_config: Any, size: TargetSize, data: DataSize, device: Device
+) -> float:
+    """The widest batch of train.eval_replay, if all its answers were as long as the longest row."""
+    if not recipe.train.eval_replay:
+        return 0
+    # Nobody knows how many turns a conversation has before they are counted; a batch holds no more than its size.
+    rows, longest, tree = recipe.eval.replay_batch_size, data.longest_tokens, recipe.eval.tree
+    if data.counted:
+        rows = min(rows, data.validation_answers)
+    width = len(shape.capture_layers)
+    keys_values = 2 * shape.num_key_value_heads * shape.head_dim * 4
+    states = width * shape.hidden_size * size.activation_bytes
+    kept = replay_bytes(rows * longest, rows, longest, states, keys_values)
+    tokens = max(longest, pass_tokens("cpu" if device.is_cpu else "cuda"))
+    target_pass = target_forward_bytes(target_config, size, 1, tokens, width)
+    # Logits and probabilities of a call's nodes, in float32; the first call's prompt columns weigh no more.
+    expanded = 1 if tree.policy in CHAINS else tree.width
+    return kept + max(target_pass, 3 * 4 * rows * expanded * shape.draft_vocab_size)
 
 
 def _time(

@@ -1,0 +1,130 @@
+"""Replay as validation: the acceptance that decoding would have with the drafter as it is now (train.eval_replay).
+
+The answers are those of validation conversations, turn by turn; a tree of the recipe's eval.tree is drafted at every
+root (`eval.replay`). So a run shows while it goes on what eval/acceptance.py would measure, bonus token included, where
+simulated_tau assumes a chain and independent positions. Where the data's answers are not the target's own, it is the
+acceptance of the data's.
+
+No random number is drawn: a run with it, and one without, train alike.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.eval.decode import Generation
+from draftsmith.eval.metrics import summarise
+from draftsmith.eval.policies import PolicyProposer, TreePolicy, policy_of
+from draftsmith.eval.recorded_answers import RecordedAnswer
+from draftsmith.eval.replay import replay
+from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab, check_counts, cut, load_token_counts
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+
+def check_replay(recipe: Recipe) -> None:
+    """What can be told before anything is loaded.
+
+    Raises:
+        UserError: eval.tree cannot be replayed, or there is nothing to replay.
+    """
+    if not recipe.train.eval_replay:
+        return
+    tree, problems = recipe.eval.tree, []
+    if not recipe.train.validation_conversations:
+        problems.append("train.eval_replay: replays validation conversations, but train.validation_conversations is 0")
+    if tree.policy == "auto":
+        problems.append(
+            "train.eval_replay: policy auto goes by speeds, and replay has none; name a policy in eval.tree"
+        )
+    if tree.draw == "sampled" and recipe.eval.temperature > 0:
+        problems.append(
+            "train.eval_replay: eval.tree.draw: sampled cannot be replayed: which tokens the drafter drew beside an "
+            "answer is not recorded; leave draw out, or set train.eval_replay=0"
+        )
+    if tree.vocab_size is not None and not recipe.token_counts_path.exists():
+        problems.append(
+            f"train.eval_replay: eval.tree.vocab_size goes by {recipe.token_counts_path}, which does not exist; "
+            "data_gen/rank_vocab.py writes it"
+        )
+    if problems:
+        raise UserError(problems)
+
+
+def cut_of(recipe: Recipe, vocab: DraftVocab, fingerprint: str, stops: Sequence[int]) -> DraftVocab | None:
+    """What eval.tree drafts from, if not from the whole draft vocabulary.
+
+    Raises:
+        UserError: token counts that are another tokenizer's, or more tokens than the drafter has.
+    """
+    if recipe.eval.tree.vocab_size is None:
+        return None
+    path: Path = recipe.token_counts_path
+    counts, metadata = load_token_counts(path)
+    check_counts(path, metadata, fingerprint)
+    return cut(vocab, counts, recipe.eval.tree.vocab_size, stops)
+
+
+def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[RecordedAnswer]:
+    """Every turn of the first so many conversations, with all before it as its prompt."""
+    ids = list(dict.fromkeys(row.id for row in rows))[:conversations]
+    return [
+        RecordedAnswer(row.input_ids[:start], row.input_ids[start:end], conversation_id=row.id)
+        for row in rows
+        if row.id in ids
+        for start, end in row.spans
+        if start > 0
+    ]
+
+
+class ValidationReplay:
+    """The answers, and what is drafted along them.
+
+    Args:
+        cut: what to draft from; None: the drafter's own vocabulary.
+        batch_size: answers side by side.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[RecordedAnswer],
+        policy: TreePolicy,
+        batch_size: int,
+        cut: DraftVocab | None = None,
+    ):
+        # The longest first, dealt out in turn: ranks get shares of like size.
+        self.answers = sorted(answers, key=lambda answer: len(answer.tokens), reverse=True)
+        self.policy, self.batch_size, self.cut = policy, batch_size, cut
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, rows: Sequence[TrainingRow], vocab: DraftVocab, fingerprint: str, stops: Sequence[int]
+    ) -> "ValidationReplay | None":
+        """What the recipe asks for; None where that is nothing. Raises UserError where its eval.tree cannot be had."""
+        answers = answers_of(rows, recipe.train.eval_replay)
+        if not answers:
+            return None
+        return cls(
+            answers,
+            policy_of(recipe.eval.tree),
+            recipe.eval.replay_batch_size,
+            cut_of(recipe, vocab, fingerprint, stops),
+        )
+
+    def share(self, target: Target, drafter: Eagle3Drafter, rank: int, ranks: int) -> list[Generation]:
+        """The rounds of this rank's answers."""
+        mine = self.answers[rank::ranks]
+        proposer = PolicyProposer(Eagle3Drafting(drafter, self.cut), self.policy)
+        with torch.autocast(target.device.type, enabled=False):  # as decoding runs
+            return replay(target, proposer, mine, self.batch_size) if mine else []
+
+
+def in_numbers(generations: Sequence[Generation]) -> dict[str, Any]:
+    """What a line of metrics.jsonl says of all ranks' rounds; `eval.metrics` defines both numbers."""
+    numbers = summarise(generations, generations, bootstrap_samples=1, seed=0, sampled=True)
+    return {"replay_tau": numbers["tau"], "replay_accepted_by_position": numbers["acceptance_by_position"]}
