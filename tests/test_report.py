@@ -565,6 +565,27 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "Answers, round by round" not in page_of(recipe)
 
 
+@pytest.mark.parametrize(
+    ("settings", "table", "page"),
+    [
+        ({"batch_size": 4}, "Speeds: 4 answers decoded side by side", "4 answers were decoded side by side, by plain"),
+        ({"mode": "replay"}, "Replayed: the rounds that decoding", "Nothing was decoded, so nothing was timed."),
+        ({}, "all those of plain decoding", "equals plain decoding's, token for token."),
+    ],
+)
+def test_how_it_was_measured_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], table: str, page: str
+) -> None:
+    recipe = make_recipe(tmp_path, **settings)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(MAIN, "other"))
+    overrides = [f"eval.{key}={value}" for key, value in settings.items()]
+    said = re.sub(r"\s+", " ", " ".join(script_lines(recipe, capsys, *overrides)))
+    shown = re.sub(r"\s+", " ", Page(page_of(recipe)).text)
+    assert table in said and page in shown
+    assert ("side by side" in said) == ("batch_size" in settings) == ("side by side" in shown)
+    assert ("token for token" in said) == ("mode" not in settings) and "how the others compare with" in shown
+
+
 def test_answers_of_one_token_have_no_rounds(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     evaluate(recipe, [("a", None, str(i), 1) for i in range(2)], length=1)
