@@ -362,6 +362,8 @@ def make_small(target_dir: Path, conversations: Path, out: Path, epochs: int, se
     It begins as the target without its inner layers (embedding, first and last layer, final norm, head) and is trained
     by cross-entropy on the answers alone.
     """
+    if not conversations.exists():
+        raise UserError(f"--conversations: no such file {conversations}; data_gen/regenerate.py writes it")
     section = TargetSection(model=str(target_dir), dtype="float32", device="cpu")
     torch.manual_seed(seed)
     target = load_causal_lm(section)
