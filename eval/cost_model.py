@@ -43,6 +43,7 @@ NODES = (4, 8, 16, 24, 32, 48, 60, 80, 100, 128, 192, 256)  # nodes of trees, up
 ROUNDS = 12  # of a probe, each time
 SETTLING = 3  # of them that are left out: until caches hold this model again, plain rounds took a sixth longer
 REPEATS = 4
+BUSY = 0.2  # of a plain round between its quartiles; 0.35 and 0.46 were seen with 18 processes on two cores
 FEWEST = 4  # samples that a point of a curve needs, where the curve has others
 BEAMS = ("eagle2", "ddd", "svip_tree")
 
@@ -78,6 +79,8 @@ class Costs:
 
     plain: float
     """T_t: a round of plain decoding, its rest included."""
+    plain_spread: tuple[float, float]
+    """The quartiles of such rounds: far apart where others use the machine."""
     verify: dict[str, Curve]
     """T_v(n), of `chain` and of `tree`, over the nodes, the root included."""
     rest: dict[str, Curve]
@@ -90,6 +93,12 @@ class Costs:
     """Committed tokens at which this was measured."""
     rows: int = 1
     """Answers side by side; seconds are those of a round of all of them."""
+
+    @property
+    def busy(self) -> bool:
+        """Did something else use the machine while this was measured?"""
+        low, high = self.plain_spread
+        return high - low > BUSY * self.plain
 
     def of_rounds(
         self, tree: TreeSection, nodes: Sequence[int], calls: Sequence[int]
@@ -109,6 +118,7 @@ class Costs:
             "context": self.context,
             "rows": self.rows,
             "plain_round": round(1e3 * self.plain, 4),
+            "plain_round_quartiles": [round(1e3 * seconds, 4) for seconds in self.plain_spread],
             "verify_by_nodes": curves(self.verify),
             "rest_by_nodes": curves(self.rest),
             "draft_by_calls": curves(self.draft),
@@ -251,8 +261,11 @@ def _costs(
             draft[family(probe[0])][r.calls].append(r.draft)
         usual = median(r.draft for r in later)
         reading += [r.draft - usual for r in rounds[name] if r.number == 0]
+    plain = [r.draft + r.verify + r.rest for r in settled["plain"]]
+    low, high = np.percentile(plain, (25, 75))
     return Costs(
-        plain=median(r.draft + r.verify + r.rest for r in settled["plain"]),
+        plain=median(plain),
+        plain_spread=(float(low), float(high)),
         verify={shape: Curve.of(samples) for shape, samples in verify.items()},
         rest={shape: Curve.of(samples) for shape, samples in rest.items()},
         draft={name: Curve.of(samples) for name, samples in draft.items()},

@@ -188,6 +188,12 @@ def print_costs(costs: Costs) -> None:
         further = cell((last - first) / (most - fewest)) if most > fewest else ""
         table.add_row(Text(name), cell(first), further, f"{most:g} calls")
     Console().print(table)
+    if costs.busy:
+        low, high = (1e3 * seconds for seconds in costs.plain_spread)
+        print(
+            f"note: something else uses this machine: half of the plain rounds took {low:.2f} to {high:.2f} ms, the "
+            "others less or more. Plan again while it is quiet"
+        )
 
 
 def print_candidates(plan: Plan, most: int | None = None) -> None:
@@ -230,16 +236,18 @@ def print_sweep(plan: Plan, policy: Policy) -> None:
     section, key, _ = SWEEPS[policy]
     rows = sorted(plan.rows, key=lambda row: getattr(getattr(row.tree, section), key))
     caption = (
-        f"{plan.rows[0].tree.policy}, predicted from {len(plan.answers)} recorded answers. wasted: drafted tokens "
-        "of a round that were verified for nothing."
+        f"{plan.rows[0].tree.policy}, predicted from {len(plan.answers)} recorded answers. wasted: nodes of "
+        "a round that were drafted and verified for nothing."
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
-    for heading in (key, "nodes", "calls", "tau", "95 %", "ms", "speed-up", "95 %", "wasted"):
+    for heading in (key, "nodes", "wasted", "calls", "tau", "95 %", "speed-up", "95 %"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         value = getattr(getattr(row.tree, section), key)
-        style = "bold" if row is plan.rows[0] else ""
-        table.add_row(f"{value:g}", *_cells(row), f"{row.numbers['wasted_nodes_per_round']:.2f}", style=style)
+        nodes, *others = _cells(row)
+        del others[3]  # milliseconds
+        cells = (f"{value:g}", nodes, f"{row.numbers['wasted_nodes_per_round']:.1f}", *others)
+        table.add_row(*cells, style="bold" if row is plan.rows[0] else "")
     Console().print(table)
 
 

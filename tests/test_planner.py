@@ -19,6 +19,8 @@ import yaml
 from draftsmith.eval import cost_model, planner
 from draftsmith.eval.contenders import Contender, Lineup, main_contender, named
 from draftsmith.eval.cost_model import (
+    BEAMS,
+    NODES,
     ROUNDS,
     SETTLING,
     Costs,
@@ -84,6 +86,7 @@ def made_up_costs(tree: TreeSection, seed: int = 0) -> Costs:
     shape = shape_of(tree)
     return Costs(
         plain=draw.uniform(1, 2),
+        plain_spread=(1.0, 1.0),
         verify={"chain": Curve(((1.0, 1.0),)), shape: curve([1, 3, 8, 20])},
         rest={shape: curve([1, 6, 20])},
         draft={family(tree): curve([1, 2, 5])},
@@ -158,6 +161,8 @@ def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) 
         if tree.policy != "static":
             assert 1 in calls[family(tree)]
     assert set(calls) == {family(tree) for tree in trees}
+    most = max((tree.most for tree in trees if tree.policy in BEAMS), default=0)
+    assert {n for n in NODES if n < most} <= nodes["tree"]  # between them, lines are short
     assert len(probes) == len({probe.model_dump_json() for probe in probes})
 
 
@@ -231,7 +236,7 @@ def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, m
     costs = measure_costs(
         target, lambda tree: SlowProposer(clock), [tree], [[11, 12, 13, 14]], 3, sampling, rows, repeats=2
     )
-    assert costs.plain == 11
+    assert (costs.plain, costs.plain_spread, costs.busy) == (11, (11, 11), False)
     assert costs.verify["chain"].points == ((1.0, 10.0), (2.0, 20.0))
     assert costs.rest["chain"].points == ((1.0, 1.0), (2.0, 1.0))
     assert costs.draft == {"chain": Curve(((1.0, 5.0),))}
@@ -258,6 +263,12 @@ def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.Monke
         )
 
 
+def test_a_busy_machine_is_noticed() -> None:
+    costs = made_up_costs(CHAIN)
+    assert not replace(costs, plain=1.0, plain_spread=(0.97, 1.05)).busy
+    assert replace(costs, plain=1.0, plain_spread=(0.9, 1.4)).busy
+
+
 # What is chosen, by costs that are made up and real rounds.
 
 
@@ -276,6 +287,7 @@ def linear_costs(trees: Sequence[TreeSection], node: float, call: float) -> Cost
     both = ("chain", "tree")
     return Costs(
         plain=1.0,
+        plain_spread=(1.0, 1.0),
         verify=dict.fromkeys(both, nodes),
         rest=dict.fromkeys(both, free),
         draft={family(tree): calls for tree in trees},
