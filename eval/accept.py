@@ -45,7 +45,7 @@ class Accepted:
 
 def accept_greedy(tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
     """The path of likeliest tokens as far as the tree holds it."""
-    best = logits_BNV.argmax(-1)  # [B, N]
+    best = logits_BNV.max(-1).indices  # [B, N]; argmax, but several times faster on a CPU
     if tree.is_chain:
         return _accepted_chain(tree, tree.tokens[:, 1:] == best[:, :-1], best)
     last = deepest(tree, tree.tokens == best.gather(1, tree.parents.clamp(min=0)))

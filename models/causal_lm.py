@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from draftsmith.models.families import scaled_logits
-from draftsmith.models.key_values import seen_by_children
+from draftsmith.models.key_values import SlotTree
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -90,7 +90,7 @@ class CausalLMDrafting:
         # The drafted slots of this round, one entry for each `expand`: their tokens and the slots of their parents,
         # [B, b] each, and their depth.
         self.drafted: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self.visible: torch.Tensor | None = None  # [B, S, S] which drafted slots each of them sees; None: a chain's
+        self.slots = SlotTree(len(log_probs), self.device)
 
     def keep(self, rows: Sequence[int]) -> None:
         if not self.prefilled:  # an answer ended with its first token
@@ -99,7 +99,7 @@ class CausalLMDrafting:
         self.session.keep(rows)
         self.log_probs_of_root = self.log_probs_of_root[index]
         self.drafted = [(tokens[index], parents[index], depth) for tokens, parents, depth in self.drafted]
-        self.visible = None if self.visible is None else self.visible[index]
+        self.slots.keep(index)
 
     @torch.no_grad()
     def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
@@ -120,7 +120,7 @@ class CausalLMDrafting:
         depths_BS = torch.arange(most, device=self.device).expand(rows, -1)
         if min(counts) < most:
             depths_BS = depths_BS.minimum(torch.tensor(counts, device=self.device)[:, None] - 1)
-        last, _ = self.session.append(padded, depths_BS, self._chain(most, most))
+        last, _ = self.session.append(padded, depths_BS, None if most == 1 else self._chain(most, most))
         self.session.commit(counts)
         if min(counts) == most:
             ends = last[:, -1]
@@ -160,16 +160,11 @@ class CausalLMDrafting:
 
     @torch.no_grad()
     def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        count = tokens.shape[1]
-        before = sum(tokens.shape[1] for tokens, _, _ in self.drafted)
         self.drafted.append((tokens, parent_slots, depth))
-        if before + count == depth:  # one slot at every depth so far
+        seen_BbS = self.slots.extend(parent_slots, depth)
+        if seen_BbS is None:
             depths_S = torch.arange(depth, device=self.device)
-            seen_BbS = self._chain(1, depth)
         else:
-            if self.visible is None:
-                self.visible = self._chain(before, before)
-            seen_BbS, self.visible = seen_by_children(self.visible, parent_slots)
             depths = [each - 1 for tokens, _, each in self.drafted for _ in range(tokens.shape[1])]
             depths_S = torch.tensor(depths, device=self.device)
         depths_BS = self._depths(depths_S, depth - 1)
@@ -178,8 +173,8 @@ class CausalLMDrafting:
 
     def _chain(self, count: int, slots: int) -> torch.Tensor:
         """[B, n, S] what the last `count` slots of a chain see."""
-        seen = torch.ones((count, slots), dtype=torch.bool, device=self.device)
-        return (seen if count == 1 else seen.tril(slots - count)).expand(len(self.session.lengths), -1, -1)
+        seen = torch.ones((count, slots), dtype=torch.bool, device=self.device).tril(slots - count)
+        return seen.expand(len(self.session.lengths), -1, -1)
 
     def _depths(self, depths_S: torch.Tensor, deepest: int) -> torch.Tensor:
         """[B, S] how far behind the cache slots stand, but at no position that the LM does not have.

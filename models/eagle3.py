@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from draftsmith.models.families import layer_configs
-from draftsmith.models.key_values import KeyValues, Kind, seen_by_children
+from draftsmith.models.key_values import KeyValues, Kind, SlotTree
 from draftsmith.models.layers import Attention, GatedMLP, grouped_attention, rotary
 from draftsmith.models.vocab import DraftVocab, rows_of
 from draftsmith.recipes.errors import UserError
@@ -201,7 +201,7 @@ class Eagle3Drafting:
         kind = Kind(config.num_key_value_heads, config.head_dim, self.drafter.norm.weight.dtype, self.device)
         self.columns = KeyValues([(kind, kind)], [0] * rows, capacity=512)
         self.outputs = torch.empty(0)  # [B, slots, H] outputs of the round's columns, slot 0 first
-        self.visible = torch.empty(0)  # [B, slots - 1, slots - 1] which of the drafted slots each of them sees
+        self.slots = SlotTree(0, self.device)
 
     def keep(self, rows: Sequence[int]) -> None:
         self.columns.keep(rows)
@@ -239,7 +239,7 @@ class Eagle3Drafting:
             keys, values = keys[:, :, : columns.lengths[0]], values[:, :, : columns.lengths[0]]
         attended = grouped_attention(attention.queries(x, cos, sin), keys, values, mask)
         self.outputs = drafter.midlayer.finish(feature, attended)
-        self.visible = torch.empty((rows, 0, 0), dtype=torch.bool, device=self.device)
+        self.slots = SlotTree(rows, self.device)
 
     @torch.no_grad()
     def root_log_probs(self) -> torch.Tensor:
@@ -249,17 +249,21 @@ class Eagle3Drafting:
     def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
         rows, count = tokens.shape
         drafter, attention, columns = self.drafter, self.drafter.midlayer.self_attn, self.columns
-        each = torch.arange(rows, device=self.device)[:, None]
-        feature = self.outputs[each, parent_slots]  # [B, b, H]
+        before = self.slots.count
+        seen_slots = self.slots.extend(parent_slots, depth)
+        if seen_slots is None:
+            feature = self.outputs[:, -1:]  # of a chain
+        elif rows == 1:
+            feature = self.outputs[0].index_select(0, parent_slots[0])[None]  # [B, b, H]
+        else:
+            feature = self.outputs[torch.arange(rows, device=self.device)[:, None], parent_slots]
         x = drafter.midlayer.attention_input(feature, drafter.embed(tokens))
-        before = self.visible.shape[1]  # drafted slots so far: slot s stands at index s - 1
         columns.place(before, count)
         # The tree's columns at depth d stand at position S-1+d: the column of unroll step d (models.alignment).
-        position = columns.positions(1, self.device) + (depth - 1)
+        position = columns.positions(1, self.device, depth - 1)
         cos, sin = drafter.rotary(x, position.expand(-1, count))
         keys, values = columns.write(0, *attention.keys_values(x, cos, sin))
 
-        seen_slots, self.visible = seen_by_children(self.visible, parent_slots)
         mask = columns.seen(seen_slots)  # [B, b, S + slots]
         attended = grouped_attention(attention.queries(x, cos, sin), keys, values, mask)
         outputs = drafter.midlayer.finish(feature, attended)  # [B, b, H]

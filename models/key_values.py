@@ -78,11 +78,12 @@ class KeyValues:
             self._on_devices[device] = torch.tensor(self.lengths, device=device)[:, None]
         return self._on_devices[device]
 
-    def positions(self, count: int, device: torch.device) -> torch.Tensor:
-        """[B, count] columns from the first slot on."""
+    def positions(self, count: int, device: torch.device, first_slot: int = 0) -> torch.Tensor:
+        """[B, count] columns from that slot on."""
         if len(self.lengths) == 1:
-            return torch.arange(self.lengths[0], self.lengths[0] + count, device=device)[None]
-        return self._starts(device) + torch.arange(count, device=device)
+            first = self.lengths[0] + first_slot
+            return torch.arange(first, first + count, device=device)[None]
+        return self._starts(device) + torch.arange(first_slot, first_slot + count, device=device)
 
     def place(self, first_slot: int, count: int) -> None:
         """What is written next are the slots from `first_slot` on."""
@@ -90,7 +91,7 @@ class KeyValues:
         if self.end > self.capacity:
             self._grow(max(self.end, 2 * self.capacity))
             self.end = max(self.lengths) + first_slot + count
-        self._first, self._count = first_slot, count
+        self._first, self.count = first_slot, count
         self._columns: dict[torch.device, torch.Tensor] = {}
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,15 +108,25 @@ class KeyValues:
             device = keys.device
             if device not in self._columns:
                 self._columns[device] = self._starts(device) + torch.arange(
-                    self._first, self._first + self._count, device=device
+                    self._first, self._first + self.count, device=device
                 )
             rows = torch.arange(len(self.lengths), device=device)[:, None]
             for buffer, states in zip(buffers, (keys, values), strict=True):
                 buffer[rows, :, self._columns[device]] = states.transpose(1, 2)
         return buffers[0][:, :, : self.end], buffers[1][:, :, : self.end]
 
-    def seen(self, visible_BnS: torch.Tensor) -> torch.Tensor:
-        """[B, n, L] bool: what the new slots see: committed columns of their row, and the slots in `visible_BnS`."""
+    def seen(self, visible_BnS: torch.Tensor | None) -> torch.Tensor | None:
+        """[B, n, L] bool: what the new slots see: committed columns of their row, and the slots in `visible_BnS`.
+
+        Args:
+            visible_BnS: None: there is one new slot, and it sees all slots. Where that is every column, there is
+                nothing to mask, and the answer is None, too: attention without a mask is faster.
+        """
+        if visible_BnS is None:
+            if self.even:
+                return None
+            device = next(iter(self._buffers)).device
+            visible_BnS = torch.ones((len(self.lengths), 1, self._first + 1), dtype=torch.bool, device=device)
         if self.even:
             return functional.pad(visible_BnS, (self.lengths[0], 0), value=True)
         device, slots = visible_BnS.device, visible_BnS.shape[2]
@@ -165,9 +176,15 @@ class KeyValues:
             buffer[row, :, : states.shape[2]] = states[0]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows, in this order."""
+        """Goes on with these rows, in this order. In place: those that stay where they are cost nothing."""
+        first = next((place for place, row in enumerate(rows) if row != place), len(rows))
         for kind, buffer in self._buffers.items():
-            self._buffers[kind] = buffer.index_select(1, torch.tensor(rows, device=kind.device))
+            kept = buffer[:, : len(rows)]
+            if first < len(rows):
+                moved = torch.tensor(rows[first:], device=kind.device)
+                kept[:, first:, :, : self.end] = buffer[:, :, :, : self.end].index_select(1, moved)
+                kept[:, first:, :, self.end :] = 0  # what another row left there might be NaN
+            self._buffers[kind] = kept
         self.lengths = [self.lengths[row] for row in rows]
         self._rebuilt(self.capacity)
 
@@ -179,19 +196,44 @@ class KeyValues:
         self._rebuilt(capacity)
 
 
-def seen_by_children(visible_BSS: torch.Tensor, parent_slots_Bb: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What new slots of a drafter's tree see: what their parents see, and themselves.
+class SlotTree:
+    """Which of a round's drafted slots each of them sees: its ancestors and itself. Slots count from 1; slot 0 is the
+    root's, which is committed.
 
-    Args:
-        visible_BSS: which of the drafted slots so far each of them sees. Slots count from 1: slot s stands at s - 1.
-        parent_slots_Bb: 0 for children of the root, which is committed: it sees none of the drafted slots.
-
-    Returns:
-        [B, b, S + b] what each new slot sees, and [B, S + b, S + b] all slots.
+        slot     1 2 3 4 5        1   2       below the root
+        1        x . . . .        |\\   \\
+        2        . x . . .        3 4   5     3 and 4 below 1, 5 below 2
+        3        x . x . .
+        4        x . . x .
+        5        . x . . x
     """
-    (rows, count), device = parent_slots_Bb.shape, visible_BSS.device
-    each = torch.arange(rows, device=device)[:, None]
-    of_parents = functional.pad(visible_BSS, (0, 0, 1, 0))[each, parent_slots_Bb]  # [B, b, S]
-    itself = torch.eye(count, dtype=torch.bool, device=device).expand(rows, -1, -1)
-    seen_BbS = torch.cat((of_parents, itself), dim=2)
-    return seen_BbS, torch.cat((functional.pad(visible_BSS, (0, count)), seen_BbS), dim=1)
+
+    def __init__(self, rows: int, device: torch.device, capacity: int = 128):
+        self.count = 0  # slots so far
+        self._chain = True  # one slot at each depth: nothing is written down
+        self._seen = torch.zeros((rows, 1 + capacity, capacity), dtype=torch.bool, device=device)  # row 0 is slot 0's
+
+    def extend(self, parent_slots_Bb: torch.Tensor, depth: int) -> torch.Tensor | None:
+        """New slots, all of one depth: [B, b, S] which slots they see, their own included; None: the one sees all."""
+        before, (rows, count) = self.count, parent_slots_Bb.shape
+        self.count += count
+        if self._chain and self.count == depth:
+            return None
+        capacity = self._seen.shape[2]
+        if self.count > capacity:
+            more = max(self.count, 2 * capacity) - capacity
+            self._seen = functional.pad(self._seen, (0, more, 0, more))
+        if self._chain:
+            self._seen[:, 1 : before + 1, :before] = self._seen.new_ones(before, before).tril_()
+            self._chain = False
+        new = self._seen[:, before + 1 : self.count + 1]
+        if rows == 1:
+            new[0] = self._seen[0].index_select(0, parent_slots_Bb[0])
+        else:
+            new[:] = self._seen[torch.arange(rows, device=new.device)[:, None], parent_slots_Bb]
+        new[:, :, before : self.count].diagonal(dim1=1, dim2=2).fill_(True)
+        return new[:, :, : self.count]
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Goes on with these rows [B'] alone, in this order."""
+        self._seen = self._seen[rows]

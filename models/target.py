@@ -302,7 +302,7 @@ class _BufferedLayer(DynamicLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        return max(self.buffers.lengths)
+        return self.buffers.end - self.buffers.count  # before what is read now
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.buffers.end, 0
@@ -379,30 +379,35 @@ class TargetSession:
         In layers with a sliding window, those of them that stand less than the window before it: the cache holds every
         token, so that windows roll back, too.
         """
-        last, captured = self.append(tree.tokens, tree.depths, tree.ancestors)
+        last, captured = self.append(tree.tokens, tree.depths, None if tree.nodes == 1 else tree.ancestors)
         return self.target.logits(last), captured
 
     @torch.no_grad()
     def append(
-        self, tokens_Bn: torch.Tensor, depths_BS: torch.Tensor, visible_BnS: torch.Tensor
+        self, tokens_Bn: torch.Tensor, depths_BS: torch.Tensor, visible_BnS: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One forward over n new slots behind the committed tokens: (final states [B, n, H], captured ones or None).
 
         Args:
             depths_BS: how far behind the first uncommitted position each slot of this round stands, the new ones last.
-            visible_BnS: which slots of this round each new one sees, itself included.
+            visible_BnS: which slots of this round each new one sees, itself included. None: there is one new slot, and
+                it sees them all.
         """
-        buffers, count = self.buffers, tokens_Bn.shape[1]
-        buffers.place(visible_BnS.shape[2] - count, count)
+        buffers, count, device = self.buffers, tokens_Bn.shape[1], tokens_Bn.device
+        buffers.place(depths_BS.shape[1] - count, count)
         if len(buffers.lengths) == 1:
             position_BS = depths_BS + buffers.lengths[0]
         else:
             position_BS = depths_BS + buffers.positions(1, depths_BS.device)
         position_Bn = position_BS[:, -count:]
-        distance = None
+        distance = mask = None
         if self.target.kinds.window is not None:
             distance = (position_Bn[:, :, None] - buffers.key_positions(position_BS)[:, None])[:, None]
-        mask = self.target.kinds.masks(buffers.seen(visible_BnS)[:, None], distance, self.target.dtype)
+            if visible_BnS is None:
+                visible_BnS = torch.ones((len(buffers.lengths), 1, depths_BS.shape[1]), dtype=torch.bool, device=device)
+        seen_BnL = buffers.seen(visible_BnS)
+        if seen_BnL is not None:
+            mask = self.target.kinds.masks(seen_BnL[:, None], distance, self.target.dtype)
         return self._forward(input_ids=tokens_Bn, attention_mask=mask, position_ids=position_Bn)
 
     def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:

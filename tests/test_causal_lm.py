@@ -9,6 +9,7 @@ import torch
 from draftsmith.eval.decode import decode, decode_batch
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.key_values import SlotTree
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -94,6 +95,31 @@ def test_log_probs_equal_a_plain_forward_over_every_path(lengths: list[int], fam
             committed = [committed[row] for row in going]
             missing = [missing[row] for row in going]
         most_missing = max(missing)
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 3, 1], [2, 5, 1], [1, 1, 1], [150, 1]])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_drafted_slots_see_their_ancestors_and_themselves(rows: int, counts: list[int]) -> None:
+    chance = random.Random(2)
+    slots = SlotTree(rows, torch.device("cpu"), capacity=4)
+    lines: list[list[set[int]]] = [[set()] for _ in range(rows)]  # of each row and slot: its ancestors and itself
+    levels = [[0]] * rows
+    for depth, count in enumerate(counts, start=1):
+        parents = [[chance.choice(level) for _ in range(count)] for level in levels]
+        seen = slots.extend(torch.tensor(parents), depth)
+        for row, line in enumerate(lines):
+            levels[row] = list(range(len(line), len(line) + count))
+            line += [line[parent] | {slot} for parent, slot in zip(parents[row], levels[row], strict=True)]
+        if seen is None:
+            assert all(line[-1] == set(range(1, len(line))) for line in lines)
+        else:
+            assert seen.shape == (rows, count, slots.count)
+            assert [[set((s.nonzero().flatten() + 1).tolist()) for s in row] for row in seen] == [
+                line[-count:] for line in lines
+            ]
+        if depth == 2 and rows == 3:
+            slots.keep(torch.tensor([2, 0]))
+            rows, lines, levels = 2, [lines[2], lines[0]], [levels[2], levels[0]]
 
 
 class Chain:

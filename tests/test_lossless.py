@@ -95,12 +95,12 @@ def meeting_pairwise(combinations: list[tuple[Any, ...]]) -> Iterator[tuple[Any,
 
 
 @cache
-@torch.no_grad()
 def expected_of(family: str) -> list[list[int]]:
     target, _ = pair_of(family, None, **FAMILIES[family])
     answers = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
     for prompt, answer in zip(PROMPTS, answers, strict=True):
-        logits = target.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        with torch.no_grad():
+            logits = target.model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
         first, second = logits.topk(2).values.unbind(-1)
         assert float((first - second).min()) > 1e-4, "two tokens so alike that rounding decides: choose another seed"
     return answers
