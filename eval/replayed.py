@@ -83,7 +83,7 @@ def main_replay(
     numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, sampled=True, main=main)
     os.replace(partial, log)
     described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
-    about = {"answers": str(recording.path), "agreement": str(agreement)}
+    about = {"recorded_answers": {"file": str(recording.path), "agreement": str(agreement)}}
     path = write_acceptance(recipe, numbers, described, main, PLAIN, how_made(lineup) | about)
     print_table(read_acceptance(path))
     print_written([path, log, *write_report(recipe)])

@@ -335,3 +335,39 @@ def planned_speedup(
     tau = tokens / rounds
     per_round = (calls_cost + nodes_cost) / rounds
     return plain * tau / per_round
+
+
+def replayed(
+    tree_below: Callable[[int], tuple[list[int], list[int]]], prompt_length: int, text: list[int]
+) -> tuple[list[int], bool]:
+    """(drafted tokens accepted in each round, did the end cut the last one): a walk along a recorded answer.
+
+    `tree_below(n)`: tokens and parents of the tree that is drafted after the first n tokens of `text`, the last of
+    which is its root. The answer begins behind the prompt; its first token comes without a round.
+    """
+    read, accepted = prompt_length + 1, []
+    cut_off = False
+    while read < len(text):
+        tokens, parents = tree_below(read)
+        node, count = 0, 0
+        while read + count < len(text):
+            children = [i for i, parent in enumerate(parents) if parent == node and tokens[i] == text[read + count]]
+            if not children:
+                break
+            node, count = children[0], count + 1
+        accepted.append(count)
+        cut_off = read + count == len(text)  # no bonus is left
+        read += count + 1
+    return accepted, cut_off
+
+
+def surprise(logits: list[list[float]], said: list[int], temperature: float) -> tuple[float, float]:
+    """Sum over tokens of -log p(token) - H(p), and the variance that it has if the tokens were drawn from p."""
+    excess = variance = 0.0
+    for row, token in zip(logits, said, strict=True):
+        exponentials = [math.exp(z / temperature) for z in row]
+        p = [e / sum(exponentials) for e in exponentials]
+        entropy = sum(-q * math.log(q) for q in p if q > 0)
+        excess += -math.log(p[token]) - entropy
+        variance += sum(q * (-math.log(q) - entropy) ** 2 for q in p if q > 0)
+    return excess, variance

@@ -17,15 +17,24 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
 from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.eval.policies import PolicyProposer, policy_of
+from draftsmith.eval.recorded_answers import RecordedAnswer
+from draftsmith.eval.replay import replay
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, target_identity
+from draftsmith.models.costs import TargetSize
+from draftsmith.models.eagle3 import Eagle3Drafting
 from draftsmith.models.target import Target, default_capture_layers, load_causal_lm
-from draftsmith.models.vocab import DraftVocab
+from draftsmith.models.vocab import DraftVocab, save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import eagle3
 from draftsmith.train.batches import BatchOrder, collate
+from draftsmith.train.dry_run import UnrollCost
+from draftsmith.train.plan import HOW_TO_LOWER, memory_of
+from draftsmith.train.plan import REPLAY as REPLAYED
 from tests.conftest import make_target, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +93,7 @@ def train(recipe_path: Path, *overrides: str) -> Path:
         eagle3.main()
     finally:
         sys.argv = argv
-    return Path(load_recipe(recipe_path, overrides).output_dir)
+    return Path(load_recipe(recipe_path, [each for each in overrides if each != "--plan"]).output_dir)
 
 
 def metrics(output: Path) -> list[dict]:
@@ -339,6 +348,105 @@ def test_captured_states_are_hidden_states() -> None:
     torch.testing.assert_close(states.last, expected.last_hidden_state)
 
 
+REPLAY = ("train.eval_replay=3", "eval.tree.nodes=10", "eval.tree.draft_calls=3", "eval.tree.top_k=4")
+
+
+def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path, target_dir: Path) -> None:
+    """Along the turns of the first three validation conversations, in full; and training does not notice."""
+    output = train(recipe_path, *REPLAY, "train.log_every_steps=4", "train.learning_rate=0.02")
+    lines = metrics(output)
+    assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]  # step 3 is a checkpoint, not a log step
+    assert [line["step"] for line in lines] == [3, 4, 6]
+
+    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
+    target = Target(load_causal_lm(section))
+    identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(tokenizer))
+    drafter = load_drafter(output / "drafter", target, identity)
+    recipe = load_recipe(recipe_path, REPLAY)
+    _, validation = eagle3.read_rows(recipe, tokenizer, Rejects())
+    ids = list(dict.fromkeys(row.id for row in validation))[:3]
+    assert len(ids) == 3
+    answers = [
+        RecordedAnswer(turn["prompt_token_ids"], turn["output_token_ids"])
+        for record in map(json.loads, (output / "conversations.jsonl").read_text().splitlines())
+        if record["id"] in ids
+        for turn in record["turns"]
+    ]
+    proposer = PolicyProposer(Eagle3Drafting(drafter), policy_of(recipe.eval.tree))
+    rounds = [replay(target, proposer, [answer], 1)[0] for answer in answers]
+    tokens = sum(len(answer.tokens) - 1 for answer in answers)
+    assert lines[-1]["replay_tau"] == pytest.approx(tokens / sum(g.rounds for g in rounds), abs=1e-4)
+    first = [g.accepted_per_round[i] > 0 for g in rounds for i in range(g.rounds)]
+    cut_at_once = sum(g.last_round_cut and g.accepted_per_round[-1] == 0 for g in rounds)
+    assert cut_at_once == 0
+    shares = lines[-1]["replay_accepted_by_position"]
+    assert (shares[0] if shares else 0) == pytest.approx(sum(first) / len(first), abs=1e-4)
+
+    without = recipe_path.parent / "without"
+    shutil.copytree(output, without, ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"))
+    train(recipe_path, "train.log_every_steps=4", "train.learning_rate=0.02", f"output_dir={without}")
+    mine, expected = (load_file(d / "drafter/model.safetensors") for d in (output, without))
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def test_a_run_with_replay_resumes_bit_for_bit(recipe_path: Path, tmp_path: Path) -> None:
+    """Dropout or not, whatever draws random numbers goes on where it was."""
+    whole = train(recipe_path, *REPLAY)
+    resumed = tmp_path / "resumed"
+    resumed.mkdir()
+    for name in ("conversations.jsonl", "draft_vocab.safetensors", "metrics.jsonl"):
+        shutil.copy(whole / name, resumed / name)
+    shutil.copytree(whole / "checkpoints/step-00000003", resumed / "checkpoints/step-00000003")
+    train(recipe_path, *REPLAY, f"output_dir={resumed}")
+    assert metrics(resumed) == metrics(whole)
+    for name in ("checkpoints/step-00000006/random_states_0.pkl",):
+        mine, expected = (torch.load(d / name, weights_only=False) for d in (resumed, whole))
+        assert torch.equal(mine["torch_manual_seed"], expected["torch_manual_seed"])
+
+
+def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
+    output = recipe_path.parent / "run"
+    counts = torch.zeros(320, dtype=torch.long)
+    counts[torch.arange(0, 320, 2)] = torch.arange(160).flip(0) + 1
+    save_token_counts(output / "token_counts.safetensors", counts, tokenizer_fingerprint(make_tokenizer()), [4])
+    train(recipe_path, *REPLAY, "eval.tree.vocab_size=7")
+    with pytest.raises(UserError, match=r"eval\.tree\.vocab_size: 200 is more than the 160 tokens"):
+        train(recipe_path, *REPLAY, "eval.tree.vocab_size=200")
+
+
+def test_what_cannot_be_replayed_in_training_is_told_at_once(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eagle3, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    chain = "eval.tree={policy: chain, draw: sampled}"
+    for overrides, message in (
+        (("train.validation_conversations=0",), "train.validation_conversations is 0"),
+        (("eval.tree={policy: auto}",), "policy auto goes by speeds"),
+        ((chain, "eval.temperature=1"), "draw: sampled cannot be replayed"),
+        (("eval.tree.vocab_size=9",), r"token_counts\.safetensors, which does not exist"),
+    ):
+        for plan in ((), ("--plan",)):
+            with pytest.raises(UserError, match=message):
+                train(recipe_path, "train.eval_replay=2", *overrides, *plan)
+
+
+def test_the_plan_tells_of_replay_and_its_memory(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(recipe_path, "--plan")
+    assert "replay_tau" not in capsys.readouterr().out
+    train(recipe_path, *REPLAY, "--plan")
+    said = capsys.readouterr().out
+    assert "3 validation conversations at every checkpoint, eval.tree eagle2: replay_tau in metrics.jsonl" in said
+
+
+def test_memory_of_replay_counts_where_it_is_the_widest_moment() -> None:
+    size = TargetSize(1000, 0, 1000, 100, 4000.0, "exact", torch.float32, eager_attention=False)
+    unroll = UnrollCost(100, {"layer": 100}, 1)
+    small, large = (memory_of(size, 10, unroll, 50, False, 1, True, replay_bytes=count) for count in (99.0, 9000.0))
+    assert REPLAYED not in small.parts and large.parts[REPLAYED] == 9000
+    assert large.total > small.total
+    assert large.largest == REPLAYED and "eval.replay_batch_size" in HOW_TO_LOWER[REPLAYED]
+
+
 @pytest.mark.slow
 def test_two_processes_follow_the_trajectory_of_one(recipe_path: Path, tmp_path: Path) -> None:
     """Two ranks of one micro-batch each, and one process of two: the same global batches, so the same run."""
@@ -349,7 +457,7 @@ def test_two_processes_follow_the_trajectory_of_one(recipe_path: Path, tmp_path:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         overrides = [f"train.gradient_accumulation_steps={accumulation}", f"output_dir={output}"]
         subprocess.run(
-            [sys.executable, *launch, "train/eagle3.py", str(recipe_path), *overrides],
+            [sys.executable, *launch, "train/eagle3.py", str(recipe_path), *overrides, *REPLAY],
             cwd=ROOT,
             env=os.environ | {"ACCELERATE_USE_CPU": "true"},
             check=True,
@@ -362,3 +470,6 @@ def test_two_processes_follow_the_trajectory_of_one(recipe_path: Path, tmp_path:
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
         assert two["accuracy"] == one["accuracy"]
+        assert ("replay_tau" in one) == (one["step"] in (3, 6))
+        for key in ("replay_tau", "replay_accepted_by_position"):
+            assert two.get(key) == one.get(key)

@@ -22,7 +22,7 @@ import torch
 from draftsmith.eval.benchmarks import load_questions
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.recorded_answers import RecordedAnswer
-from draftsmith.eval.replay import Agreement, replay
+from draftsmith.eval.replay import Agreement, replay_all
 from draftsmith.eval.speculator import Speculator
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.sampling import GREEDY
@@ -89,7 +89,9 @@ def main() -> None:
             decoding.append(seconds)
             for size in args.batch_sizes:
                 seconds, replayed[size] = timed(
-                    lambda proposer=proposer, size=size: replay(target, proposer, answers, size, Agreement.of(target))
+                    lambda proposer=proposer, size=size: replay_all(
+                        target, {"": proposer}, answers, size, Agreement.of(target)
+                    )[""]
                 )
                 replaying[size].append(seconds)
         for size in args.batch_sizes:
