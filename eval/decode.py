@@ -14,6 +14,7 @@ they see wait for their own tests besides (`eval.policies`).
 Who verifies is a `Verifier`: the target (`TargetVerifier`), or its recorded answer (`eval.replay`).
 """
 
+import itertools
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -189,11 +190,23 @@ def decode_batch(
 
     Args:
         draws: the random numbers of each answer; needed unless `sampling` is greedy.
+
+    Raises:
+        ValueError: nothing to decode, or more than the target has positions for.
     """
+    if not prompts or not all(prompts) or max_new_tokens < 1:
+        raise ValueError("decoding needs prompts of one token or more, and max_new_tokens of 1 or more")
+    if draws is not None and len(draws) != len(prompts):
+        raise ValueError(f"{len(draws)} sets of draws for {len(prompts)} prompts")
+    positions, longest = target.config.max_position_embeddings, max(map(len, prompts))
+    if longest + max_new_tokens > positions:
+        raise ValueError(
+            f"{longest} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"
+        )
     capture = () if proposer is None else proposer.capture_layers
     verifier = TargetVerifier(target, capture, sampling, draws)
     with torch.inference_mode():  # small models on a CPU gain a tenth over no_grad; nothing made inside is kept
-        return run_rounds(verifier, proposer, prompts, stop_ids, max_new_tokens, verifier.draws)
+        return run_rounds(verifier, proposer, prompts, stop_ids, max_new_tokens, draws)
 
 
 def run_rounds(
@@ -210,18 +223,20 @@ def run_rounds(
         max_new_tokens: of every answer, or of each.
     """
     budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    clock = _Clock(verifier.device)
+    clock = Clock(verifier.device)
+    began = clock.mark()
     first = verifier.prefill(prompts)
-    prefill_seconds = clock.lap() / len(prompts)
+    read = clock.mark()
     answers = [
-        Generation(list(prompt), [token], [], last_round_cut=False, prefill_seconds=prefill_seconds)
+        Generation(list(prompt), [token], [], last_round_cut=False)
         for prompt, token in zip(prompts, first, strict=True)
     ]
     if proposer is not None:
         proposer.reset(len(prompts), draws)
     live = list(answers)
     committed = [[*answer.prompt_token_ids, *answer.token_ids] for answer in answers]
-    clock.lap()
+    rounds: list[tuple[list[Generation], list[Mark]]] = []  # who decoded, and when its parts began and ended
+    ended = clock.mark()
     while True:
         going = [
             i
@@ -229,24 +244,23 @@ def run_rounds(
             if answer.token_ids[-1] not in stop_ids and len(answer.token_ids) < budgets[i]
         ]
         if not going:
-            return answers
+            break
         if len(going) < len(live):
             live, committed = [live[i] for i in going], [committed[i] for i in going]
             budgets = [budgets[i] for i in going]
             verifier.keep(going)
             if proposer is not None:
                 proposer.keep(going)
-        share = 1 / len(live)
-        other = clock.lap()
+        marks = [ended, clock.mark()]
         if proposer is None:
             tree, calls = DraftTree.root_only([tokens[-1] for tokens in committed], verifier.device), [0] * len(live)
         else:
             proposer.observe(committed, verifier.features, verifier.counts)
             tree, calls = proposer.propose()
         tree = tree.pruned(verifier.limits())
-        draft = clock.lap()
+        marks.append(clock.mark())
         verifier.verify(tree)
-        verify = clock.lap()
+        marks.append(clock.mark())
         done = verifier.accept(tree)
         for answer, budget, tokens, text, nodes, call_count in zip(
             live, budgets, done.new_tokens, committed, done.nodes, calls, strict=True
@@ -258,11 +272,17 @@ def run_rounds(
             answer.last_round_cut = kept < len(tokens)
             answer.tree_nodes.append(nodes)
             answer.draft_calls.append(call_count)
-        other += clock.lap()
+        ended = clock.mark()
+        rounds.append((live, [*marks, ended]))
+    for answer in answers:
+        answer.prefill_seconds = clock.seconds(began, read) / len(answers)
+    for live, marks in rounds:
+        _, draft, verify, _ = (clock.seconds(a, b) / len(live) for a, b in itertools.pairwise(marks))
         for answer in live:
-            answer.draft_seconds += draft * share
-            answer.verify_seconds += verify * share
-            answer.decode_seconds += (draft + verify + other) * share
+            answer.draft_seconds += draft
+            answer.verify_seconds += verify
+            answer.decode_seconds += clock.seconds(marks[0], marks[-1]) / len(live)
+    return answers
 
 
 def cut(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int) -> int:
@@ -271,16 +291,31 @@ def cut(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int) -> in
     return min(stop, budget)
 
 
-class _Clock:
-    """Seconds between laps, with the accelerator's queue drained so that work is charged where it was asked for."""
+Mark = float | torch.Event
+
+
+class Clock:
+    """Marks in the course of the work, and the seconds between them.
+
+    On an accelerator a mark is an event in its queue: work is charged where it was asked for, and the host goes on
+    without waiting.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.last = time.perf_counter()
 
-    def lap(self) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-        now = time.perf_counter()
-        passed, self.last = now - self.last, now
-        return passed
+    def mark(self) -> Mark:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    @staticmethod
+    def seconds(first: Mark, second: Mark) -> float:
+        """Waits until the device has passed both."""
+        if not isinstance(first, torch.Event) or not isinstance(second, torch.Event):
+            assert isinstance(first, float) and isinstance(second, float)
+            return second - first
+        second.synchronize()
+        return first.elapsed_time(second) / 1000

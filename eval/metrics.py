@@ -5,13 +5,14 @@
                             Spec-Bench)
     accepted_per_round      drafted tokens per verification, the bonus token not included (C2T, ViSpec)
     accepted_histogram      rounds in which 0, 1, 2, ... drafted tokens were accepted
-    acceptance_by_position  of the rounds in which the first i drafted tokens of a path were accepted, the share in
-                            which the next one was, too: conditional, as EAGLE's n-alpha
+    acceptance_by_position  of the rounds in which the first i drafted tokens of a path were accepted and another one
+                            was drafted, the share in which that was accepted, too: conditional, as EAGLE's n-alpha
     wasted_nodes_per_round  drafted tokens that the target verified and that do not stand in the answer
     draft_milliseconds_per_call, verify_milliseconds_per_round
                             means; answers decoded side by side share the time of a round, and each counts its share
     overhead_share          time_share's `other`: neither drafting (the growing of trees included) nor the target's
-                            forward pass
+                            forward pass. The `own share` of tests/bench/decode.py is larger: there all that passes
+                            outside model forwards counts, the growing of trees, too
     speedup                 tokens per second over those of plain decoding, each summed over all prompts before it is
                             divided: long answers weigh more
     mean_prompt_speedup     the mean of that ratio prompt by prompt: every prompt weighs the same
@@ -64,7 +65,9 @@ class Turns:
         sums: [turns, len(SUMMED)].
         histogram: [turns, D] rounds of each turn that accepted 0, 1, ... drafted tokens.
         reached, accepted: [turns, D] rounds in which the drafted token of that position was tried, was accepted. A
-            round that the end of the answer cut tells nothing about the position at which it was cut.
+            round tries as many positions as it made draft calls, without calls as its chain is long (prompt lookup);
+            within them a tree that keeps no node so deep counts as a rejection. A round that the end of the answer cut
+            tells nothing about the position at which it was cut.
         conversations: [turns] numbers; equal ones rise and fall together.
     """
 
@@ -78,8 +81,13 @@ class Turns:
         self.accepted = at_least - self.histogram
         self.reached = at_least.copy()
         for row, (g, _) in enumerate(pairs):
-            if g.last_round_cut:
-                self.reached[row, g.accepted_per_round[-1]] -= 1
+            tried = [
+                min(calls or nodes - 1, nodes - 1) for nodes, calls in zip(g.tree_nodes, g.draft_calls, strict=True)
+            ]
+            last = len(g.accepted_per_round) - 1
+            for i, (accepted, most) in enumerate(zip(g.accepted_per_round, tried, strict=True)):
+                if accepted == most or (i == last and g.last_round_cut):
+                    self.reached[row, accepted] -= 1
         numbers: dict[tuple[str, str], int] = {}
         names = [(g.benchmark, g.conversation_id or f"#{i}") for i, (g, _) in enumerate(pairs)]
         self.conversations = np.array([numbers.setdefault(name, len(numbers)) for name in names])

@@ -480,23 +480,23 @@ class PolicyProposer:
         self.drafting, self.policy = drafting, policy
         self.capture_layers = drafting.capture_layers
         self.draws: list[Draws] | None = None
-        self.roots: list[int] = []
+        self.roots_B = torch.empty(0, dtype=torch.long)  # of this round
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         self.drafting.reset(rows)
         self.draws = None if draws is None else list(draws)
-        self.roots = []
 
     def keep(self, rows: Sequence[int]) -> None:
         self.drafting.keep(rows)
-        self.roots = [self.roots[row] for row in rows if self.roots]
+        if len(self.roots_B):
+            self.roots_B = self.roots_B[torch.tensor(rows, device=self.roots_B.device)]
         if self.draws is not None:
             self.draws = [self.draws[row] for row in rows]
 
     def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+        # Copied to the device while that is idle: a copy waits for what was asked for before it.
+        self.roots_B = torch.tensor([tokens[-1] for tokens in committed], device=self.drafting.vocab.target_ids.device)
         self.drafting.observe(committed, features, counts)
-        self.roots = [tokens[-1] for tokens in committed]
 
     def propose(self) -> tuple[DraftTree, list[int]]:
-        roots_B = torch.tensor(self.roots, device=self.drafting.vocab.target_ids.device)
-        return self.policy.grow(self.drafting, roots_B, self.draws)
+        return self.policy.grow(self.drafting, self.roots_B, self.draws)

@@ -71,6 +71,9 @@ class KeyValues:
         self.even = min(self.lengths, default=0) == max(self.lengths, default=0)
         self._on_devices: dict[torch.device, torch.Tensor] = {}
         self.end = max(self.lengths, default=0)
+        if not self.even:  # copied to the device while that is idle: a copy waits for what was asked for before it
+            for kind in self._buffers:
+                self._starts(kind.device)
 
     def _starts(self, device: torch.device) -> torch.Tensor:
         """[B, 1] committed columns."""

@@ -10,12 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.eval.accept import accept_greedy
-from draftsmith.eval.decode import cut, decode, decode_batch
+from draftsmith.eval.decode import Clock, cut, decode, decode_batch
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
-from draftsmith.models.sampling import GREEDY
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TreeSection
@@ -256,6 +256,45 @@ class Waits(TorchDispatchMode):
         if name in self.NAMES or boolean:
             self.seen.append(name)
         return func(*args, **(kwargs or {}))
+
+
+class FakeEvent:
+    """An event of a device whose queue runs a second behind."""
+
+    now = 0.0
+
+    def __init__(self, device: torch.device, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        FakeEvent.now += 0.5
+        self.at = FakeEvent.now
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1000 * (other.at - self.at)
+
+
+def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    clock = Clock(torch.device("cuda"))
+    first, _, third = clock.mark(), clock.mark(), clock.mark()
+    assert clock.seconds(first, third) == 1.0
+
+
+def test_what_cannot_be_decoded_is_said_at_once() -> None:
+    target = Target(make_target())
+    for prompts, budget, reason in (
+        ([], 5, "needs prompts"),
+        ([[1], []], 5, "needs prompts"),
+        ([[1]], 0, "1 or more"),
+        ([[1] * 500], 13, "500 prompt tokens and 13 new ones exceed the target's 512 positions"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            decode_batch(target, None, prompts, {4}, budget)
+    with pytest.raises(ValueError, match="1 sets of draws for 2 prompts"):
+        decode_batch(target, None, [[1], [2]], {4}, 5, Sampling(1.0), [SeededDraws(0, 0)])
 
 
 @pytest.mark.parametrize("rows", [1, 3])

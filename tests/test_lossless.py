@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decode import Generation, decode_batch
-from draftsmith.eval.policies import PolicyProposer, policy_of
+from draftsmith.eval.decode import Generation, decode, decode_batch
+from draftsmith.eval.policies import Chain, PolicyProposer, policy_of
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.eagle3 import Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
+from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut
 from draftsmith.recipes.schema import TreeSection
@@ -128,7 +129,13 @@ def classifier_dir() -> Path:
 
 
 def decoded(combination: tuple[Any, ...]) -> list[Generation]:
-    family, kind, policy, vocabulary, rows = combination
+    family, *_, rows = combination
+    target, _ = pair_of(family, None, **FAMILIES[family])
+    return decode_batch(target, proposer_of(combination), PROMPTS[:rows], {-1}, NEW_TOKENS)
+
+
+def proposer_of(combination: tuple[Any, ...]) -> Proposer:
+    family, kind, policy, vocabulary, _ = combination
     target, drafter = pair_of(family, 120 if "draft" in vocabulary else None, **FAMILIES[family])
     smaller = None
     if vocabulary.startswith("cut"):
@@ -137,18 +144,15 @@ def decoded(combination: tuple[Any, ...]) -> list[Generation]:
     settings = dict(POLICIES[policy])
     if policy == "c2t":
         settings["c2t"] = {"classifier": str(classifier_dir()), "beta": 0.5, "beam": 4}
-    proposer: Proposer
     if kind == "prompt lookup":
-        proposer = PromptLookup(5, target.device)
+        return PromptLookup(5, target.device)
+    if kind == "causal_lm":
+        drafting: Drafting = CausalLMDrafting(blurred(family), smaller)
     else:
-        if kind == "causal_lm":
-            drafting: Drafting = CausalLMDrafting(blurred(family), smaller)
-        else:
-            drafting = Eagle3Drafting(drafter, smaller)
-        if "NaN" in kind:
-            drafting = BrokenNow(drafting)
-        proposer = PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
-    return decode_batch(target, proposer, PROMPTS[:rows], {-1}, NEW_TOKENS)
+        drafting = Eagle3Drafting(drafter, smaller)
+    if "NaN" in kind:
+        drafting = BrokenNow(drafting)
+    return PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
 
 
 def name_of(combination: tuple[Any, ...]) -> str:
@@ -173,6 +177,82 @@ def test_all_combinations(family: str) -> None:
                 wrong.append(name_of(combination))
     assert not wrong
     assert accepted > 1000  # the drafters are right often enough for this to mean something
+
+
+def lengths_and_prompts(family: str) -> tuple[Target, list[list[int]], set[int]]:
+    """Answers of different lengths: the stop token ends some of them early, at different rounds."""
+    target, _ = pair_of(family, None, **FAMILIES[family])
+    return target, [list(prompt) for prompt in PROMPTS], {expected_of(family)[1][7]}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, policy: str) -> None:
+    """What is drafted from a wrong column, or by a tree whose branches see each other, is lossless all the same: only
+    the counts tell."""
+    target, prompts, stops = lengths_and_prompts(family)
+    proposer = proposer_of((family, "eagle3", policy, "full", 4))
+    together = decode_batch(target, proposer, prompts, stops, NEW_TOKENS)
+    assert len({len(answer.token_ids) for answer in together}) > 1
+    assert sum(sum(answer.accepted_per_round) for answer in together) > 0 or policy == "static"
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = decode(target, proposer, prompt, stops, NEW_TOKENS)
+        for name in ("token_ids", "accepted_per_round", "tree_nodes", "draft_calls", "last_round_cut"):
+            assert getattr(answer, name) == getattr(alone, name), name
+
+
+@pytest.mark.parametrize("policy", ["chain", "eagle2", "svip", "drawn chain"])
+def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None:
+    """Every row keeps its own random numbers when others drop out."""
+    target, prompts, stops = lengths_and_prompts("llama")
+    sampling = Sampling(1.0, top_p=0.8)
+    if policy == "drawn chain":
+        _, drafter = pair_of("llama", None)
+        proposer: Proposer = PolicyProposer(Eagle3Drafting(drafter), Chain(3, sampling=sampling))
+    else:
+        proposer = proposer_of(("llama", "eagle3", policy, "full", 4))
+    lengths = set()
+    for seed in range(3):
+        draws = [SeededDraws(seed, row) for row in range(len(prompts))]
+        together = decode_batch(target, proposer, prompts, stops, NEW_TOKENS, sampling, draws)
+        lengths |= {len(answer.token_ids) for answer in together}
+        for row, (prompt, answer) in enumerate(zip(prompts, together, strict=True)):
+            alone = decode(target, proposer, prompt, stops, NEW_TOKENS, sampling, SeededDraws(seed, row))
+            assert answer.token_ids == alone.token_ids
+            assert answer.accepted_per_round == alone.accepted_per_round
+    assert len(lengths) > 1
+
+
+@torch.no_grad()
+def test_a_drafted_tree_s_distributions_are_those_of_its_paths_as_chains() -> None:
+    """Branches must not see each other."""
+    target, drafter = pair_of("llama", None)
+    prompts = [[11, 12, 13, 14, 15], [21, 22, 23]]
+    states = [target.states(torch.tensor([prompt])).captured[0] for prompt in prompts]
+    features = torch.stack([torch.cat((s, s.new_zeros(5 - len(s), s.shape[1]))) for s in states])
+    committed = [[*prompt, 7] for prompt in prompts]
+
+    def begun(rows: Sequence[int]) -> Eagle3Drafting:
+        drafting = Eagle3Drafting(drafter)
+        drafting.reset(len(rows))
+        counts = [len(prompts[row]) for row in rows]
+        drafting.observe([committed[row] for row in rows], features[list(rows), : max(counts)], counts)
+        return drafting
+
+    tree = begun([0, 1])
+    first = torch.tensor([[31, 32, 33], [41, 42, 43]])
+    second = torch.tensor([[51, 52, 53], [61, 62, 63]])
+    parents = torch.tensor([[2, 1, 2], [3, 3, 1]])  # slots of the first level
+    at_first = tree.expand(torch.zeros_like(first), first, 1)
+    at_second = tree.expand(parents, second, 2)
+    for row in range(2):
+        for node in range(3):
+            parent = int(parents[row, node]) - 1
+            chain = begun([row])
+            found = chain.expand(torch.tensor([[0]]), first[row, parent].view(1, 1), 1)
+            torch.testing.assert_close(found[0, 0], at_first[row, parent], rtol=1e-4, atol=1e-4)
+            found = chain.expand(torch.tensor([[1]]), second[row, node].view(1, 1), 2)
+            torch.testing.assert_close(found[0, 0], at_second[row, node], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "static"])
