@@ -48,6 +48,18 @@ def test_tau_on_hand_written_traces() -> None:
     assert numbers(whole, stopped)["accepted_histogram"] == [1, 0, 3, 1]
 
 
+def test_a_position_that_nobody_drafted_was_not_tried() -> None:
+    copied = trace([0, 0, 2], False, 6)  # prompt lookup: two rounds without a draft, then two copied tokens, both right
+    copied.tree_nodes, copied.draft_calls = [1, 1, 3], [0, 0, 0]
+    assert numbers(copied)["acceptance_by_position"] == [1.0, 1.0]
+    stopped = trace([1, 1, 0], False, 6)  # svip: one call each, right twice
+    stopped.tree_nodes, stopped.draft_calls = [2, 2, 2], [1, 1, 1]
+    assert numbers(stopped)["acceptance_by_position"] == pytest.approx([2 / 3], abs=1e-4)
+    wide = trace([1, 2, 1], False, 8)  # trees of two calls: only what was drafted that deep counts at position 2
+    wide.tree_nodes, wide.draft_calls = [9, 9, 9], [2, 2, 1]
+    assert numbers(wide)["acceptance_by_position"] == [1.0, 0.5]
+
+
 def test_acceptance_by_position_against_a_slow_twin() -> None:
     """Round by round, position by position."""
     chance = random.Random(1)
