@@ -29,9 +29,14 @@ def load_draft_model(section: TargetSection) -> Target:
     """A causal LM that drafts. It may have any number of layers: none of its states is captured.
 
     Raises:
-        UserError: as `load_causal_lm` and `Target`: a cache that cannot be rolled back rules out drafters, too.
+        UserError: as `load_causal_lm` and `Target`, of draft_model.model: a cache that cannot be rolled back rules out
+            drafters, too.
     """
-    return Target(load_causal_lm(section), capture_layers=(0,))
+    try:
+        return Target(load_causal_lm(section), capture_layers=(0,))
+    except UserError as error:
+        told = [problem.replace("target.model", "draft_model.model", 1) for problem in error.problems]
+        raise UserError(told) from error
 
 
 def check_vocabulary(small: Target, target: Target) -> None:

@@ -240,34 +240,39 @@ class Target:
         """Refuses decoders that do not go by the mask and the positions that a draft tree gives them.
 
         A node's logits must not hang on its siblings, nor on its place among them; rounding may stir them a little, so
-        what siblings do is compared with what another root does.
+        what siblings do is compared with what other roots do. All tokens are spread over the vocabulary, and the root
+        that moves most counts: neighbouring ids, special ones above all, may mean the same to a trained model.
         """
-        device, vocab, siblings = self.device, self.vocab_size, list(range(20, 50))
+        device, vocab = self.device, self.vocab_size
+        prompt, node = [vocab * i // 7 for i in (1, 2, 3)], vocab // 3
+        root, *others = [vocab * i // 8 for i in (1, 3, 5, 7)]
+        siblings = [vocab * (2 * i + 1) // 60 for i in range(30)]
         parents = torch.tensor([[-1] + [0] * (len(siblings) + 1)], device=device)
 
-        def logits_of(node: int, tokens: list[int]) -> torch.Tensor:
+        def logits_of(place: int, tokens: list[int]) -> torch.Tensor:
             session = self.session()
-            session.prefill([[token % vocab for token in (1, 2, 3)]])
-            tree = DraftTree(torch.tensor([tokens], device=device) % vocab, parents, depth=1)
+            session.prefill([prompt])
+            tree = DraftTree(torch.tensor([tokens], device=device), parents, depth=1)
             logits_BNV, _ = session.verify(tree)
             layers: list[Any] = session.cache.layers
             held = {layer.keys.shape[2] for layer in layers if layer.keys is not None}
             if held != {3 + len(tokens)}:
                 raise ValueError(f"its cache holds keys of {sorted(held)} tokens after {3 + len(tokens)}")
-            return logits_BNV[0, node]
+            return logits_BNV[0, place]
 
         try:
-            wanted = logits_of(1, [0, 7, *siblings])
-            stirred = (logits_of(len(siblings) + 1, [0, *siblings, 7]) - wanted).abs().max()
-            moved = (logits_of(1, [1, 7, *siblings]) - wanted).abs().max()
+            wanted = logits_of(1, [root, node, *siblings])
+            stirred = (logits_of(len(siblings) + 1, [root, *siblings, node]) - wanted).abs().max()
+            moved = torch.stack([(logits_of(1, [other, node, *siblings]) - wanted).abs().max() for other in others])
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
             raise UserError(
                 f"target.model: {self.name} cannot verify draft trees: {type(error).__name__}: {first_line(error)}"
             ) from error
-        if not stirred < 0.1 * moved:
+        # bfloat16 stirs by a hundredth of what roots move; a decoder without our mask or positions, by most of it.
+        if not stirred < 0.1 * moved.max():
             raise UserError(
                 f"target.model: {self.name} does not follow the mask or the positions of a draft tree: other siblings "
-                f"change a node's logits by {stirred.item():.3g}, another root by {moved.item():.3g}"
+                f"change a node's logits by {stirred.item():.3g}, another root by {moved.max().item():.3g}"
             )
 
 

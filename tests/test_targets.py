@@ -20,6 +20,7 @@ from draftsmith.data_gen.generators import generate as generate_answers
 from draftsmith.eval.decode import decode
 from draftsmith.eval.policies import Eagle2, PolicyProposer
 from draftsmith.models.alignment import columns_of
+from draftsmith.models.causal_lm import load_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.costs import (
     attention_shapes,
@@ -39,6 +40,7 @@ from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 from tests import reference
 from tests.conftest import make_target, make_tokenizer
 
+DEMO = Path(__file__).parents[1] / "recipes/demo_target"
 STOP = 4
 WINDOW = 12
 MIXED = ["sliding_attention", "full_attention"] * 3 + ["sliding_attention"]
@@ -431,6 +433,44 @@ def test_what_cannot_be_rolled_back_is_refused_by_name_before_weights_are_read(
 def test_decoders_that_cannot_verify_trees_are_refused(family: str, overrides: dict[str, Any], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         Target(make_target(family, **overrides))
+
+
+@pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_trained_decoder_that_ignores_what_trees_need_is_refused(
+    monkeypatch: pytest.MonkeyPatch, ignored: str, dtype: Any
+) -> None:
+    model = load_causal_lm(TargetSection(model=str(DEMO), dtype=dtype, device="cpu"))
+    forward = model.model.forward
+
+    def without(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **{name: value for name, value in kwargs.items() if name != ignored})
+
+    monkeypatch.setattr(model.model, "forward", without)
+    with pytest.raises(UserError, match="does not follow the mask or the positions"):
+        Target(model, capture_layers=(0,))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16", "float32"])
+def test_the_shipped_target_is_accepted_in_every_precision(dtype: Any) -> None:
+    """A trained one: to it some tokens mean nearly the same, and what they change is no measure of rounding."""
+    target = Target(load_causal_lm(TargetSection(model=str(DEMO), dtype=dtype, device="cpu")))
+    assert target.dtype == (torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_family_is_accepted_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    family, overrides = FAMILIES[name]
+    assert Target(make_target(family, **overrides).to(dtype)).dtype == dtype
+
+
+def test_what_is_wrong_with_a_draft_model_names_the_draft_model(tmp_path: Path) -> None:
+    make_target("mpt", d_model=32, n_layers=7, n_heads=4).save_pretrained(tmp_path / "mpt")
+    for model, message in ((tmp_path / "mpt", "MptForCausalLM does not follow"), (tmp_path / "none", "no such dir")):
+        with pytest.raises(UserError, match=rf"^draft_model\.model: .*{message}") as caught:
+            load_draft_model(TargetSection(model=str(model)))
+        assert "target.model" not in str(caught.value)
 
 
 def test_an_unknown_change_of_logits_is_refused() -> None:
