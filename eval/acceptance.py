@@ -19,10 +19,13 @@ table; eval/report.py builds the latter two again without decoding.
 import argparse
 import os
 import platform
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -60,6 +63,8 @@ def main() -> None:
     for note in notes:
         print(f"note: {note}")
     if recipe.eval.mode == "replay":
+        if not command.plan:
+            make_out(recipe)
         main_replay(recipe, contenders, command.plan, lambda lineup: how_made(recipe, lineup, contenders))
         return
     if recipe.eval.prompts is None:
@@ -72,6 +77,7 @@ def main() -> None:
         raise UserError(full)
     if not command.plan:
         check_automatic(recipe, contenders)
+        make_out(recipe)
     rejects = Rejects(None if command.plan else recipe.eval_out / "prompts.rejects.jsonl")
     asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
     if command.plan:
@@ -84,19 +90,48 @@ def main() -> None:
     contenders = [chosen(lineup, recipe, contender) for contender in contenders]
     shown = contenders[0].name
     log = generations_path(recipe)
-    log.parent.mkdir(parents=True, exist_ok=True)
     partial = log.with_name(log.name + ".partial")  # an older run's numbers and answers stay together until this one's
-    with partial.open("w", encoding="utf-8") as file:
-        results = decode_all(lineup, recipe, contenders, asked, file, rejects)
-    settings = recipe.eval.bootstrap_samples, recipe.eval.seed
-    numbers = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0, main=shown)
-    os.replace(partial, log)
-    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
-    path = write_acceptance(recipe, numbers, described, shown, PLAIN, how_made(recipe, lineup, contenders))
+    with keeping_answers(partial):
+        with partial.open("w", encoding="utf-8") as file:
+            results = decode_all(lineup, recipe, contenders, asked, file, rejects)
+        settings = recipe.eval.bootstrap_samples, recipe.eval.seed
+        numbers = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0, main=shown)
+        described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
+        made = how_made(recipe, lineup, contenders)  # reads whole drafters: before either file takes its place
+        os.replace(partial, log)
+    path = write_acceptance(recipe, numbers, described, shown, PLAIN, made)
     if rejects.total:
         print(rejects.summary())
     print_table(read_acceptance(path))
     print_written([path, log, *write_report(recipe)])
+
+
+def make_out(recipe: Recipe) -> None:
+    """The folder that everything is written to.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written there.
+    """
+    out, key = recipe.eval_out, "eval.out" if recipe.eval.out is not None else "output_dir"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{key}: {out} cannot be made: {error.strerror}; name another folder") from None
+    if not os.access(out, os.W_OK):
+        raise UserError(f"{key}: nothing can be written to {out}; name another folder, or mend the rights")
+
+
+@contextmanager
+def keeping_answers(partial: Path) -> Iterator[None]:
+    """Where the run ends early, what was decoded stays in `partial` and is told; an empty file does not stay."""
+    try:
+        yield
+    except BaseException:
+        if partial.exists() and partial.stat().st_size:
+            print(f"answers decoded so far: {partial} (the next run begins anew and replaces them)", file=sys.stderr)
+        else:
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def decode_all(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.contenders import Contender, contenders_of, main_contender
+from draftsmith.eval.contenders import Contender, contenders_of, main_contender, repeated_names
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -41,6 +41,9 @@ def load_all(path: str, overrides: Sequence[str], compared: Sequence[str]) -> tu
     problems: list[str] = []
     recipe = _loaded(path, overrides, problems)
     of_first = set(problems)
+    given: list[tuple[str, str]] = []  # (name, place) of those that are given names, however wrong they are otherwise
+    if recipe is not None:
+        given += [(section.name, f"eval.also.{i}") for i, section in enumerate(recipe.eval.also)]
     rivals: list[Contender] = []
     notes: list[str] = []
     for argument in compared:
@@ -48,7 +51,8 @@ def load_all(path: str, overrides: Sequence[str], compared: Sequence[str]) -> tu
         found: list[str] = []
         if "=" in argument and not Path(argument).exists():
             name, settings = split_overrides(argument)
-            found += [_not_its_own(setting) for setting in settings if not _is_own(setting)]
+            given.append((name, place))
+            found += [p for setting in settings if not _is_own(setting) for p in _not_its_own(path, overrides, setting)]
             if not found and (other := _loaded(path, [*overrides, *settings], found)) is not None:
                 rivals.append(replace(main_contender(other, place), name=name))
         elif (other := _loaded(argument, (), found)) is not None:
@@ -57,8 +61,8 @@ def load_all(path: str, overrides: Sequence[str], compared: Sequence[str]) -> tu
                 notes += _ignored(argument, other, path, recipe)
             rivals.append(main_contender(other, place))
         problems += [f"{place}: {problem}" for problem in found if problem not in of_first]
-    if problems or recipe is None:
-        raise UserError(problems)
+    if recipe is None or problems:
+        raise UserError(problems + repeated_names(given))
     return recipe, contenders_of(recipe, rivals), notes
 
 
@@ -83,14 +87,18 @@ def _is_own(setting: str) -> bool:
     return any(key == own or key.startswith(f"{own}.") for own in OWN)
 
 
-def _not_its_own(setting: str) -> str:
+def _not_its_own(path: str, overrides: Sequence[str], setting: str) -> list[str]:
     key, equals, _ = setting.partition("=")
     if not equals:
-        return f"{setting!r} is no override: write key.path=value, for example eval.tree.nodes=16"
-    return (
+        return [f"{setting!r} is no override: write key.path=value, for example eval.tree.nodes=16"]
+    found: list[str] = []
+    _loaded(path, [*overrides, setting], found)
+    if unknown := [problem for problem in found if problem.startswith(f"override '{setting}': unknown key")]:
+        return unknown
+    return [
         f"{key} is the same for all contenders, who differ in {', '.join(OWN)} alone; give it before --compare to set "
         "it for all"
-    )
+    ]
 
 
 def _different_targets(there: TargetSection, here: TargetSection) -> list[str]:
@@ -115,4 +123,11 @@ def _meant(name: str, value: Any) -> Any:
 def _ignored(path: str, there: Recipe, first: str, here: Recipe) -> list[str]:
     sides = [(name, getattr(there.eval, name), getattr(here.eval, name)) for name in SHARED]
     words = [f"eval.{name} {other!r} (here {mine!r})" for name, other, mine in sides if other != mine]
-    return [f"{path} says {', '.join(words)}; everyone is measured as {first} says"] if words else []
+    notes = [f"{path} says {', '.join(words)}; everyone is measured as {first} says"] if words else []
+    if there.eval.also and there.eval.also != here.eval.also:
+        count = len(there.eval.also)
+        notes.append(
+            f"{path} is compared by its eval.tree alone; the {count} contender{'s' if count > 1 else ''} under its "
+            f"eval.also {'are' if count > 1 else 'is'} left out"
+        )
+    return notes

@@ -23,7 +23,14 @@ from draftsmith.models.chat import (
     stop_ids,
     tokenizer_fingerprint,
 )
-from draftsmith.models.checkpoint import check_identity, config_identity, load_drafter, read_config, target_identity
+from draftsmith.models.checkpoint import (
+    check_identity,
+    config_identity,
+    load_drafter,
+    read_config,
+    read_vocab,
+    target_identity,
+)
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
@@ -110,12 +117,8 @@ def named(contenders: Sequence[Contender]) -> list[Contender]:
     Raises:
         UserError: two of the names that were given are equal.
     """
-    given = [PLAIN, *(contender.name for contender in contenders if contender.name)]
-    if repeated := sorted({name for name in given if given.count(name) > 1}):
-        places = [contender.place for contender in contenders if contender.name in repeated]
-        raise UserError(
-            f"{', '.join(places)}: names must differ; {', '.join(map(repr, repeated))} stands more than once"
-        )
+    if repeated := repeated_names([(contender.name, contender.place) for contender in contenders]):
+        raise UserError(repeated)
     plain_names = [contender.name or _words(contender) for contender in contenders]
     result: list[Contender] = []
     taken = {PLAIN} | {contender.name for contender in contenders if contender.name}
@@ -131,6 +134,16 @@ def named(contenders: Sequence[Contender]) -> list[Contender]:
             taken.add(name)
         result.append(replace(contender, name=name))
     return result
+
+
+def repeated_names(given: Sequence[tuple[str, str]]) -> list[str]:
+    """What is wrong with given names, as problems. `given`: (name, place) of each contender; without a name: ""."""
+    names = [PLAIN, *(name for name, _ in given if name)]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if not repeated:
+        return []
+    places = ", ".join(place for name, place in given if name in repeated)
+    return [f"{places}: names must differ; {', '.join(map(repr, repeated))} stands more than once"]
 
 
 def _words(contender: Contender) -> str:
@@ -184,7 +197,7 @@ def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizer
     """Whatever is wrong with a drafter for this target, told before weights are loaded; the target's tokenizer.
 
     Raises:
-        UserError: no drafter there, or one for another target.
+        UserError: no drafter there, one whose weights are missing or cut short, or one for another target.
     """
     shape, trained_for = read_config(directory)
     tokenizer = load_tokenizer(target)
@@ -195,6 +208,7 @@ def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizer
         checked_capture_layers(shape.capture_layers, config.num_hidden_layers)
     except UserError as error:
         raise UserError(f"{directory}: the drafter cannot read this target: {error}") from None
+    read_vocab(directory, shape)
     return tokenizer
 
 
@@ -205,7 +219,7 @@ def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None
         UserError: no such model, another tokenizer, or a vocabulary of another size; both sides named.
     """
     try:
-        there = load_config(draft_model).get_text_config(decoder=True).vocab_size
+        small = load_config(draft_model).get_text_config(decoder=True)
         its = AutoTokenizer.from_pretrained(
             draft_model.model, revision=draft_model.revision, trust_remote_code=draft_model.trust_remote_code
         ).get_vocab()
@@ -216,12 +230,17 @@ def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None
         raise UserError(
             f"draft_model.model: cannot load a tokenizer from {draft_model.model!r}: {first_line(error)}"
         ) from error
-    here = load_config(target).get_text_config(decoder=True).vocab_size
+    large = load_config(target).get_text_config(decoder=True)
     problems = []
-    if there != here:
+    if small.vocab_size != large.vocab_size:
         problems.append(
-            f"draft_model: {draft_model.model} has a vocabulary of {there} tokens, the target {target.model} one of "
-            f"{here}"
+            f"draft_model: {draft_model.model} has a vocabulary of {small.vocab_size} tokens, the target "
+            f"{target.model} one of {large.vocab_size}"
+        )
+    if small.max_position_embeddings < large.max_position_embeddings:
+        problems.append(
+            f"draft_model: {draft_model.model} has {small.max_position_embeddings:,} positions, the target "
+            f"{target.model} {large.max_position_embeddings:,}; behind its last one it cannot draft"
         )
     mine = load_tokenizer(target).get_vocab()
     if mine != its:
@@ -247,54 +266,79 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], yet_to_com
     """
     section = recipe.target
     tokenizer, config = load_tokenizer(section), load_config(section).get_text_config(decoder=True)
-    positions: int = config.max_position_embeddings
-    stops = stop_ids(tokenizer, load_generation_config(section))
+    fingerprint, stops = tokenizer_fingerprint(tokenizer), stop_ids(tokenizer, load_generation_config(section))
     sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
-    problems: dict[str, None] = {}  # each once, in order
-
-    def note(check: Any, *arguments: Any) -> Any:
-        try:
-            return check(*arguments)
-        except UserError as error:
-            problems.update(dict.fromkeys(error.problems))
+    places: dict[str, list[str]] = {}  # of each problem, in order
 
     for contender in contenders:
-        tree = contender.tree
-        if contender.drafter is not None and contender.drafter != yet_to_come:
-            note(check_drafter, section, contender.drafter)
+
+        def holds(key: str, check: Any, *arguments: Any, contender: Contender = contender) -> bool:
+            try:
+                check(*arguments)
+                return True
+            except UserError as error:
+                for told in error.problems:
+                    problem = f"eval.{told}" if told.startswith("tree.") else told
+                    known = any(problem.startswith(f"{start}{end}") for start in KEYS for end in ".: ")
+                    places.setdefault(problem if known else f"{key}: {problem}", []).append(contender.place)
+                return False
+
+        tree, drafter = contender.tree, contender.drafter
+        there = drafter != yet_to_come or drafter is None
+        if drafter is not None and there:
+            there = holds("eval.drafter", check_drafter, section, drafter)
         if contender.draft_model is not None:
-            note(check_draft_model, section, contender.draft_model)
+            holds("draft_model", check_draft_model, section, contender.draft_model)
         if tree.policy != "auto":
-            note(policy_of, tree, sampling)
-            note(_check_size, contender, positions)
-        if contender.token_counts is not None and contender.drafter != yet_to_come:
-            note(_check_cut, contender, config.vocab_size, tokenizer_fingerprint(tokenizer), stops)
-    if problems:
-        raise UserError(list(problems))
+            holds("eval.tree.c2t.classifier", policy_of, tree, sampling)
+            holds("eval.tree", _check_size, tree, config.max_position_embeddings)
+        if there and contender.proposer != "prompt_lookup":
+            holds("eval.token_counts", _check_vocab, contender, config.vocab_size, fingerprint, stops)
+    if places:
+        raise UserError([_placed(problem, where) for problem, where in places.items()])
 
 
-def _check_size(contender: Contender, positions: int) -> None:
+KEYS = ("eval.drafter", "eval.tree", "eval.token_counts", "draft_model")  # what problems of contenders begin with
+
+
+def _placed(problem: str, places: Sequence[str]) -> str:
+    """The problem with the place of the first contender that has it, in the words of its recipe."""
+    place, others = places[0], len(places) - 1
+    if place.startswith("eval.planner.candidates.") and problem.startswith("eval.tree"):
+        told = f"{place}{problem.removeprefix('eval.tree')}"
+    elif place.startswith("eval.also.") and not problem.startswith("eval.token_counts"):
+        told = f"{place}.{problem.removeprefix('eval.')}"
+    else:
+        told = problem if place == "eval.tree" else f"{place}: {problem}"
+    return f"{told} (and so for {others} other contender{'s' if others > 1 else ''})" if others else told
+
+
+def _check_size(tree: TreeSection, positions: int) -> None:
     """A tree near the end of the context is pruned while decoding; one that exceeds the whole of it is a mistake."""
-    most, calls = _most(contender.tree), contender.tree.calls
+    most, calls = _most(tree), tree.calls
     if calls >= positions or (most or 0) > positions:
         raise UserError(
-            f"{contender.place}: {f'{most:,} nodes, ' if most else ''}{calls:,} draft calls deep, in a target of "
+            f"eval.tree: {f'{most:,} nodes, ' if most else ''}{calls:,} draft calls deep, in a target of "
             f"{positions:,} positions; set nodes and draft_calls to less"
         )
 
 
-def _check_cut(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> None:
-    assert contender.token_counts is not None
-    assert contender.tree.vocab_size is not None
-    counts, metadata = load_token_counts(contender.token_counts)
-    check_counts(contender.token_counts, metadata, fingerprint)
-    vocab = DraftVocab.full(vocab_size)
-    if contender.drafter is not None and (weights := contender.drafter / "model.safetensors").exists():
-        vocab = DraftVocab.load(weights)  # d2t and t2d alone are read
-    try:
-        cut(vocab, counts, contender.tree.vocab_size, stops)
-    except UserError as error:
-        raise UserError([f"{contender.place}: {problem}" for problem in error.problems]) from None
+def _check_vocab(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> None:
+    """The cut that is asked for, and the ranks of a static tree: what is drafted from must hold them."""
+    vocab, tree = DraftVocab.full(vocab_size), contender.tree
+    if contender.drafter is not None:
+        vocab = read_vocab(contender.drafter, read_config(contender.drafter)[0])
+    if tree.vocab_size is not None:
+        assert contender.token_counts is not None
+        counts, metadata = load_token_counts(contender.token_counts)
+        check_counts(contender.token_counts, metadata, fingerprint)
+        vocab = cut(vocab, counts, tree.vocab_size, stops)
+    greatest = max(map(max, tree.static_paths)) if tree.policy == "static" else 0
+    if greatest >= vocab.size:
+        raise UserError(
+            f"eval.tree.paths: rank {greatest} is none of a draft vocabulary of {vocab.size:,} tokens: ranks begin at "
+            f"0; name {vocab.size - 1:,} at most"
+        )
 
 
 # Models.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
@@ -172,6 +172,38 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
         )
 
 
+def read_vocab(directory: Path, shape: Eagle3Config) -> DraftVocab:
+    """The drafter's vocabulary. Of model.safetensors the header and d2t and t2d are read, no weights: a file that is
+    cut short is told by its length.
+
+    Raises:
+        UserError: no such file, a damaged one, or another vocabulary than `shape` says.
+    """
+    path = _written(directory) / "model.safetensors"
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in {"d2t", "t2d"} & set(file.keys())}
+    except FileNotFoundError:
+        raise UserError(
+            f"{directory}: model.safetensors is missing; copy the whole folder, or run train/eagle3.py again"
+        ) from None
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: damaged or cut short: {error}; copy it again, or train again") from None
+    return _vocab_of(directory, tensors, shape)
+
+
+def _vocab_of(directory: Path, tensors: dict[str, torch.Tensor], shape: Eagle3Config) -> DraftVocab:
+    if "d2t" not in tensors or "t2d" not in tensors:
+        raise UserError(f"{directory}: model.safetensors holds no draft vocabulary (d2t, t2d)")
+    vocab = DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(directory / "model.safetensors"))
+    if (vocab.size, vocab.target_vocab_size) != (shape.draft_vocab_size, shape.vocab_size):
+        raise UserError(
+            f"{directory}: model.safetensors maps {vocab.size} draft tokens to {vocab.target_vocab_size} target "
+            f"tokens, config.json says {shape.draft_vocab_size} to {shape.vocab_size}"
+        )
+    return vocab
+
+
 def load_drafter(
     directory: Path, target: Target, identity: dict[str, Any], capture: Sequence[int] | None = None
 ) -> Eagle3Drafter:
@@ -196,14 +228,7 @@ def load_drafter(
             f"{directory}: the drafter reads target states {list(shape.capture_layers)}, "
             f"this run captures {list(given)}"
         )
-    if "d2t" not in tensors or "t2d" not in tensors:
-        raise UserError(f"{directory}: model.safetensors holds no draft vocabulary (d2t, t2d)")
-    vocab = DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(directory / "model.safetensors"))
-    if (vocab.size, vocab.target_vocab_size) != (shape.draft_vocab_size, shape.vocab_size):
-        raise UserError(
-            f"{directory}: model.safetensors maps {vocab.size} draft tokens to {vocab.target_vocab_size} target "
-            f"tokens, config.json says {shape.draft_vocab_size} to {shape.vocab_size}"
-        )
+    vocab = _vocab_of(directory, tensors, shape)
     drafter = Eagle3Drafter(shape, vocab, target.embedding_table)
     try:
         drafter.load_state_dict(tensors)

@@ -170,12 +170,13 @@ class C2tSection(Section):
 
 
 Policy = Literal["chain", "static", "eagle2", "ddd", "svip", "svip_tree", "c2t"]
+PolicyOrAuto = Literal[Policy, "auto"]  # one list in messages
 CHAINS = ("chain", "svip")  # policies whose trees are chains
 DRAFT_CALLS = {"eagle2": 8, "ddd": 11, "svip": 40, "svip_tree": 11, "c2t": 10}  # where the recipe gives none
 
 
 class TreeSection(Section):
-    policy: Policy | Literal["auto"] = "eagle2"
+    policy: PolicyOrAuto = "eagle2"
     """How draft trees grow and stop (eval/policies.py); `auto` measures this machine and takes the fastest."""
     nodes: int | None = Field(default=None, ge=2)
     """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6, that is 5
@@ -184,7 +185,8 @@ class TreeSection(Section):
     """Most calls of the drafter in a round: the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for
     eagle2, 11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
     top_k: int | None = Field(default=None, ge=1)
-    """Children proposed per node, and the beam width of eagle2, ddd and svip_tree. Default: 10; 15 for c2t."""
+    """Children proposed per node, and the beam width of eagle2, ddd and svip_tree; chains and static trees have none.
+    Default: 10; 15 for c2t."""
     paths: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None = None
     """The nodes of a static tree below the root, each as the ranks of the children that lead to it: [[0], [1], [0, 0]]
     is the likeliest child, the next likeliest, and the likeliest child of the former. Default: EAGLE-1's 25 nodes."""
@@ -212,6 +214,8 @@ class TreeSection(Section):
             if given:
                 raise ValueError(f"auto chooses {', '.join(sorted(given))} itself: leave it out, or name a policy")
             return self
+        if self.top_k is not None and self.policy in CHAINS:
+            raise ValueError(f"nodes of a {self.policy} have one child, top_k would do nothing: leave it out")
         if self.draw == "sampled" and self.policy not in CHAINS:
             raise ValueError(f"{self.policy} ranks nodes by their probability; draw: sampled is for chains")
         if self.policy in CHAINS and None not in (self.nodes, self.draft_calls) and self.draft_calls != self.most - 1:
@@ -221,6 +225,11 @@ class TreeSection(Section):
             )
         if self.policy == "static":
             self._check_paths()
+        if self.policy == "ddd" and self.ddd.at != "every" and all(call >= self.calls for call in self.ddd.at):
+            # After the last call there is nothing left to stop.
+            raise ValueError(
+                f"ddd.at: {self.ddd.at} tests none of {self.calls} draft calls: name one below {self.calls}, or every"
+            )
         if self.policy in ("eagle2", "ddd", "svip_tree"):
             possible = 1 + self.width + (self.calls - 1) * self.width**2
             if self.most > possible:
@@ -233,8 +242,9 @@ class TreeSection(Section):
         return self
 
     def _check_paths(self) -> None:
-        if self.nodes is not None or self.draft_calls is not None:
-            raise ValueError("a static tree is what its paths say: leave nodes and draft_calls out")
+        given = [key for key in ("nodes", "draft_calls", "top_k") if getattr(self, key) is not None]
+        if given:
+            raise ValueError(f"a static tree is what its paths say: leave {', '.join(given)} out")
         if self.paths is None:
             return
         known = {tuple(path) for path in self.paths}
@@ -322,9 +332,11 @@ class PlannerSection(Section):
     Default: the conversations that training keeps for validation."""
     max_answers: int = Field(default=16, ge=1)
     candidates: list[TreeSection] = []
-    """Trees to choose among. Empty: chains of 2 to 8 tokens, and EAGLE-2 trees of 8 to 60 nodes in several depths."""
+    """Trees to choose among. Empty: chains of 1 to 8 tokens, EAGLE-2 trees of 8 to 60 nodes in several depths, and DDD,
+    SVIP and SVIP trees in two sizes or thresholds each."""
     context: int | None = Field(default=None, ge=1)
-    """Committed tokens at which costs are measured. None: the mean over the recorded answers."""
+    """Committed tokens at which costs are measured; the rounds that are timed behind them have to fit in the target's
+    positions, too. None: the mean over the recorded answers, or as much of it as fits."""
 
 
 class EvalSection(Section):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -173,7 +174,7 @@ def test_every_problem_of_every_recipe_at_once(place: Path, tmp_path: Path) -> N
         "target.dtype is the same for all contenders",
         "gone.yaml: no such recipe file",
         "did you mean `eval.tree.nodes`",
-        "leave nodes and draft_calls out",
+        "leave nodes, draft_calls, top_k out",
         "--compare 'name only: ': name only: : no such recipe file",
     ):
         assert any(said in problem for problem in problems), (said, problems)
@@ -181,6 +182,32 @@ def test_every_problem_of_every_recipe_at_once(place: Path, tmp_path: Path) -> N
     # A problem of the first recipe is told once, not with every set of overrides; the other files are still read.
     both = problems_of(first, "eval.tree.nodes=8", str(broken), overrides=("eval.evil=1", "data.evil=2"))
     assert len(both) == 4 and sum("`eval.evil`" in problem for problem in both) == 1
+
+
+def test_unknown_keys_and_equal_names_are_told_with_the_rest(place: Path) -> None:
+    problems = problems_of(
+        place / "recipe.yaml",
+        *("foo=1", "x: eval.tree.nodes=1", "x: eval.tree.nodes=9", "x: eval.max_new_tokens=3"),
+        overrides=("eval.also=[{name: x, proposer: prompt_lookup, tree: {policy: chain}}]",),
+    )
+    assert problems[0].startswith("--compare 'foo=1': override 'foo=1': unknown key `foo`: known here are output_dir")
+    assert "expected at least 2" in problems[1] and "eval.max_new_tokens is the same for all" in problems[2]
+    assert problems[3] == (
+        "eval.also.0, --compare 'x: eval.tree.nodes=1', --compare 'x: eval.tree.nodes=9', "
+        "--compare 'x: eval.max_new_tokens=3': names must differ; 'x' stands more than once"
+    )
+    assert len(problems) == 4
+
+
+def test_rows_of_a_compared_recipe_are_left_out_with_a_note(place: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load((place / "recipe.yaml").read_text())
+    content["eval"]["also"] = [{"name": "wide", "tree": {"nodes": 30}}]
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(content))
+    _, found, notes = load_all(str(place / "recipe.yaml"), (), [str(tmp_path / "two.yaml")])
+    assert len(found) == 2
+    assert notes == [
+        f"{tmp_path / 'two.yaml'} is compared by its eval.tree alone; the 1 contender under its eval.also is left out"
+    ]
 
 
 def test_another_target_is_refused_with_both_sides(place: Path, tmp_path: Path) -> None:
@@ -260,6 +287,12 @@ def mistakes(place: Path, target_dir: Path) -> Iterator[tuple[str, tuple[str, ..
     yield "600 nodes, 8 draft calls deep, in a target of 512", ("eval.tree={nodes: 600}",)
     yield "61 is more than the 60 tokens of the drafter's vocabulary", ("eval.tree.vocab_size=61",)
     yield "no such token counts", ("eval.tree.vocab_size=16", f"eval.token_counts={place / 'none'}")
+    yield "eval.drafter: .*weightless: model.safetensors is missing", (f"eval.drafter={place / 'weightless'}",)
+    yield "eval.drafter: .*short/model.safetensors: damaged or cut short", (f"eval.drafter={place / 'short'}",)
+    static = "eval.tree={policy: static, paths: [[0], [60]]}"
+    yield "^eval.tree.paths: rank 60 is none of a draft vocabulary of 60 tokens: .* name 59 at most", (static,)
+    few = "eval.tree={policy: static, paths: [[0], [16]], vocab_size: 16}"
+    yield "rank 16 is none of a draft vocabulary of 16 tokens", (few,)
     yield "was counted with a tokenizer", ("eval.tree.vocab_size=16", f"eval.token_counts={place / 'foreign'}")
     chain = {"policy": "chain", "nodes": 4}
     for name, said in (
@@ -278,6 +311,11 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     config = json.loads((place / "deep/config.json").read_text())
     config["drafter"]["capture_layers"] = [2, 3, 7]
     (place / "deep/config.json").write_text(json.dumps(config))
+    for name in ("weightless", "short"):
+        shutil.copytree(place / "run/drafter", place / name)
+    (place / "weightless/model.safetensors").unlink()
+    whole = (place / "short/model.safetensors").read_bytes()
+    (place / "short/model.safetensors").write_bytes(whole[: len(whole) - 8])  # the last row of the last tensor
     save_token_counts(place / "foreign", torch.ones(320, dtype=torch.int64), "f" * 64, [4])
     make_target(num_layers=1, vocab_size=330).save_pretrained(place / "wide")
     make_tokenizer().save_pretrained(place / "wide")
@@ -304,9 +342,91 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
             compared=("eval.tree.vocab_size=61", "eval.drafter=nowhere", "eval.drafter=elsewhere"),
         )
     assert len(raised.value.problems) == 4
+    drafters = [problem for problem in raised.value.problems if "no drafter here" in problem]
+    assert drafters[0].startswith("eval.also.0.drafter: nowhere: ")  # which --compare 'eval.drafter=nowhere' shares
+    assert drafters[0].endswith("(and so for 1 other contender)")
+    assert drafters[1].startswith("--compare 'eval.drafter=elsewhere': eval.drafter: elsewhere: ")
     with pytest.raises(UserError, match=r"eval\.max_new_tokens 512 leaves no room"):
         run_script(monkeypatch, str(place / "recipe.yaml"), "eval.max_new_tokens=512")
     check(place)  # and nothing is wrong with the recipe itself
+
+
+def test_every_problem_has_its_place(place: Path) -> None:
+    c2t = {"policy": "c2t", "c2t": {"classifier": "/nope"}}
+    strange = {"model": str(place / "absent")}
+    sections = [
+        {"name": "a", "tree": c2t},
+        {"name": "b", "tree": {"vocab_size": 900}},
+        {"name": "c", "proposer": "causal_lm", "draft_model": strange, "tree": {"policy": "chain"}},
+        {"name": "d", "proposer": "causal_lm", "draft_model": {"model": str(place)}, "tree": {"policy": "chain"}},
+    ]
+    with pytest.raises(UserError) as raised:
+        check(
+            place,
+            "eval.tree={vocab_size: 901}",
+            "eval.also=" + json.dumps(sections),
+            compared=("eval.tree.vocab_size=16 eval.token_counts=/none", f"x: eval.tree={json.dumps(c2t)}"),
+        )
+    problems = raised.value.problems
+    starts = (
+        "eval.tree.vocab_size: 901 is more",
+        "eval.also.0.tree.c2t.classifier: /nope: no C2T classifier here",
+        "eval.also.1.tree.vocab_size: 900 is more",
+        "eval.also.2.draft_model.model: no model at",
+        "eval.also.3.draft_model.model: ",
+        "--compare 'eval.tree.vocab_size=16 eval.token_counts=/none': eval.token_counts: /none: no such token counts",
+    )
+    assert len(problems) == len(starts)
+    for problem, start in zip(problems, starts, strict=True):
+        assert problem.startswith(start), problem
+    assert problems[1].endswith("(and so for 1 other contender)")
+
+
+# The folder and files of a run.
+
+
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_weights_are_loaded(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_weights(monkeypatch)
+    made = Path.mkdir
+
+    def refuses(path: Path, *given: Any, **more: Any) -> None:  # as a pseudo filesystem does
+        if tmp_path in path.parents:
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        made(path, *given, **more)
+
+    monkeypatch.setattr(Path, "mkdir", refuses)
+    for mode in ("decode", "replay"):
+        with pytest.raises(UserError, match=r"^eval\.out: .*/x/y cannot be made: No such file or directory"):
+            run_script(monkeypatch, str(place / "recipe.yaml"), f"eval.out={tmp_path / 'x/y'}", f"eval.mode={mode}")
+
+
+def test_an_interrupted_run_leaves_the_older_one_whole(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(place / "recipe.yaml"), f"eval.out={tmp_path / 'out'}", "eval.max_prompts=1"]
+    run_script(monkeypatch, *arguments)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert set(before) == {"acceptance.json", "generations.jsonl", "report.html"}
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for owner, name, kept in ((acceptance, "how_made", True), (Lineup, "proposer", False)):
+        capsys.readouterr()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, interrupted)
+            run_script(monkeypatch, *arguments, "eval.tree.nodes=4")
+        left = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+        assert bool(left.pop("generations.jsonl.partial", None)) == kept
+        assert left == before, name
+        assert ("answers decoded so far" in capsys.readouterr().err) == kept
+        (tmp_path / "out/generations.jsonl.partial").unlink(missing_ok=True)
 
 
 # One lineup.

@@ -1,6 +1,7 @@
 """Recipes: what is read, what is refused, and how a script tells its user."""
 
 import errno
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -375,3 +376,34 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
         cli.run(fail(UserError(["wrong.", "worse."])))
     assert capsys.readouterr().err == "[rank 1] error: 2 problems\n  - wrong.\n  - worse.\n"
     cli.run(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ("{policy: chain, top_k: 5}", "top_k would do nothing"),
+        ("{policy: svip, top_k: 5}", "top_k would do nothing"),
+        ("{policy: static, top_k: 3}", "what its paths say: leave top_k out"),
+        ("{policy: static, nodes: 3, top_k: 3}", "leave nodes, top_k out"),
+        ("{policy: ddd, ddd: {at: []}}", r"ddd.at: \[\] tests none of 11 draft calls: name one below 11, or every"),
+        ("{policy: ddd, draft_calls: 5}", r"\[5, 7, 9\] tests none of 5 draft calls"),
+        ("{policy: dd}", "expected one of 'chain', 'static', .* 'c2t' or 'auto', given the text 'dd'"),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(write, tree: str, said: str):
+    (problem,) = problems_of(write(SMALLEST), f"eval.tree={tree}")
+    assert re.search(said, problem), problem
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        *("{policy: chain}", "{policy: svip}", "{policy: static}", "{policy: ddd}", "{policy: auto}"),
+        *("{policy: ddd, ddd: {at: [2, 20]}}", "{policy: svip_tree, top_k: 4}"),
+        "{policy: c2t, top_k: 4, c2t: {classifier: x}}",
+    ],
+)
+def test_a_dumped_tree_reads_back(write, tmp_path: Path, tree: str):
+    recipe = load_recipe(write(SMALLEST), [f"eval.tree={tree}"])
+    (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe))
+    assert load_recipe(tmp_path / "dumped.yaml") == recipe
