@@ -279,6 +279,14 @@ def test_acceptance_by_hand() -> None:
     assert done.new_tokens == [[6, 7, 8], [9, -1], [6, 7, -1]]
     assert done.nodes == [6, 3, 6]
     assert verifier.counts == [3, 2, 3]
+    # Beyond the end nothing is right, not even the last token again.
+    for longest in (2, 5):
+        answers = [RecordedAnswer([1], [5, 6]), RecordedAnswer([1], [5, 6, 6, 6, 6][:longest])]
+        verifier = RecordedVerifier(answers, None, 100, torch.device("cpu"))
+        verifier.prefill([answer.prompt for answer in answers])
+        chain = DraftTree.chains([[5, 6, 6, 6, 6, 6]] * 2, torch.device("cpu"))
+        rest = [6] * (longest - 1)
+        assert verifier.accept(chain).new_tokens == [[6, -1], [*rest, -1]]
 
 
 def test_states_are_handed_over_once_and_are_the_target_s(monkeypatch: pytest.MonkeyPatch) -> None:
