@@ -10,8 +10,9 @@ n and d (policies that stop early), so costs are summed over the rounds of recor
 mean. That the drafter reads an answer's prompt in its first round is counted, too.
 
 All costs come from real rounds of the decoding loop (`eval.decode.run_rounds`) over recorded text, at one length of
-context: medians over repeats in which all probes take turns, so that a machine that grows slower slows all alike.
-Between measured numbers of nodes and calls the curves are straight lines; beyond them nothing is said.
+context, in repeats in which all probes take turns. Others on the machine slow some seconds and not the next ones, so
+plain rounds stand between the probes, and what a probe took counts in those around it. Between measured numbers of
+nodes and calls the curves are straight lines, and so they go on beyond.
 
 Answers side by side share a round, which costs what its largest tree and most calls cost: policies that stop early are
 then predicted a little too fast, for each answer is replayed as if alone.
@@ -22,7 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
 from statistics import median
 from typing import Any
@@ -44,33 +45,37 @@ ROUNDS = 12  # of a probe, each time
 SETTLING = 3  # of them that are left out: until caches hold this model again, plain rounds took a sixth longer
 REPEATS = 4
 BUSY = 0.2  # of a plain round between its quartiles; 0.35 and 0.46 were seen with 18 processes on two cores
-FEWEST = 4  # samples that a point of a curve needs, where the curve has others
+FEWEST = 4  # samples that a point inside a curve needs
+TURNS = 2  # probes between plain rounds
+TOLD = 2.0  # seconds of a warm-up from which on it is said how long the rest takes
+PLAIN = ""  # among the names of probes
+DISAGREEING = 0.2  # of a probe's time between its fastest and slowest repeat
 BEAMS = ("eagle2", "ddd", "svip_tree")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Measured points (x, seconds), straight lines between them."""
+    """Measured points (x, seconds), straight lines between them and beyond."""
 
     points: tuple[tuple[float, float], ...]
 
     @classmethod
     def of(cls, samples: dict[int, list[float]]) -> "Curve":
-        """Medians. Where some x has FEWEST samples, those with fewer are left out."""
-        known = {x: times for x, times in samples.items() if len(times) >= FEWEST} or samples
-        return cls(tuple((float(x), median(known[x])) for x in sorted(known)))
+        """Medians. An x with fewer than FEWEST samples is left out, unless it is the first or the last."""
+        ends = min(samples), max(samples)
+        known = sorted(x for x, times in samples.items() if len(times) >= FEWEST or x in ends)
+        return cls(tuple((float(x), median(samples[x])) for x in known))
 
     def __call__(self, x: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Seconds at each x.
-
-        Raises:
-            ValueError: outside of what was measured.
-        """
-        at, (first, last) = np.asarray(x, dtype=float), (self.points[0][0], self.points[-1][0])
-        if len(at) and not (first <= at.min() and at.max() <= last):
-            raise ValueError(f"costs were measured from {first:g} to {last:g}, not at {at.min():g} to {at.max():g}")
-        xs, seconds = zip(*self.points, strict=True)
-        return np.interp(at, xs, seconds)
+        """Seconds at each x. Beyond the ends the outermost lines go on, but never fall: larger rounds cost no less."""
+        at = np.asarray(x, dtype=float)
+        xs, seconds = (np.array(each) for each in zip(*self.points, strict=True))
+        inside = np.interp(at, xs, seconds)
+        if len(xs) == 1:
+            return inside
+        first, last = (max(0.0, (seconds[i + 1] - seconds[i]) / (xs[i + 1] - xs[i])) for i in (0, len(xs) - 2))
+        below, above = np.minimum(at - xs[0], 0.0), np.maximum(at - xs[-1], 0.0)
+        return np.maximum(inside + first * below + last * above, 0.0)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Costs:
     plain: float
     """T_t: a round of plain decoding, its rest included."""
     plain_spread: tuple[float, float]
-    """The quartiles of such rounds: far apart where others use the machine."""
+    """The quartiles of such rounds as they were: far apart where others use the machine."""
     verify: dict[str, Curve]
     """T_v(n), of `chain` and of `tree`, over the nodes, the root included."""
     rest: dict[str, Curve]
@@ -93,6 +98,17 @@ class Costs:
     """Committed tokens at which this was measured."""
     rows: int = 1
     """Answers side by side; seconds are those of a round of all of them."""
+    probes: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """What a round of each probe took in each repeat, in plain rounds of that moment."""
+    repeats: tuple["Costs", ...] = ()
+    """The same costs as each repeat alone has them."""
+
+    @property
+    def disagreeing(self) -> dict[str, tuple[float, float]]:
+        """Least and most plain rounds of the probes whose repeats are more than DISAGREEING apart, the worst first."""
+        ends = {name: (min(took), max(took)) for name, took in self.probes.items()}
+        apart = {name: (high - low) / median(self.probes[name]) for name, (low, high) in ends.items()}
+        return {n: ends[n] for n in sorted(apart, key=lambda n: -apart[n]) if apart[n] > DISAGREEING}
 
     @property
     def busy(self) -> bool:
@@ -123,6 +139,7 @@ class Costs:
             "rest_by_nodes": curves(self.rest),
             "draft_by_calls": curves(self.draft),
             "prompt_per_token": round(1e3 * self.prompt, 6),
+            "probes_in_plain_rounds_by_repeat": {n: [round(x, 4) for x in took] for n, took in self.probes.items()},
         }
 
 
@@ -142,7 +159,8 @@ def family(tree: TreeSection) -> str:
     if tree.policy == "static":
         parts.append(f"paths {tree.static_paths}")
     if tree.policy == "c2t":
-        parts.append(f"top_k {tree.width}, {tree.c2t}")
+        beam = "all" if tree.c2t.beam is None else tree.c2t.beam
+        parts.append(f"top_k {tree.width}, beam {beam}, {tree.c2t.classifier}, entropy over {tree.c2t.entropy_over}")
     if tree.draw == "sampled":
         parts.append("drawn")
     if tree.vocab_size is not None:
@@ -212,56 +230,124 @@ def measure_costs(
     Raises:
         UserError: no room for such trees behind that context.
     """
-    probes: dict[str, tuple[TreeSection, Proposer] | None] = {"plain": None}
+    probes: dict[str, tuple[TreeSection, Proposer]] = {}
     for tree in probe_trees(trees):
         probes[f"{family(tree)}, {tree.nodes} nodes, {tree.draft_calls} calls"] = (tree, proposer_of(tree))
+    context = min(context, room_for(target.config.max_position_embeddings, trees))
+    prompts = [list(islice(cycle(chain.from_iterable([*texts[i:], *texts[:i]])), context)) for i in range(len(texts))]
+    names = list(probes)
+    turns = -(-len(names) // TURNS)  # each behind plain rounds; after the last there are more
+    raw: list[_Repeat] = []
+    began = time.monotonic()
+    progress = tqdm(total=len(names) + turns + 1, desc="costs, warm-up", unit="probe", leave=False)
+
+    def timed(name: str, asked: Sequence[Sequence[int]]) -> list[TimedRound]:
+        found = list(timed_rounds(target, probes[name][1] if name in probes else None, asked, sampling))
+        progress.update()
+        return found
+
+    for repeat in range(repeats + 1):
+        first = repeat * len(names) // (repeats + 1)
+        order = names[first:] + names[:first]
+        asked = [prompts[(repeat * rows + row) % len(prompts)] for row in range(rows)]
+        plain, taken = [timed(PLAIN, asked)], list[tuple[str, int, list[TimedRound]]]()
+        for turn in range(turns):
+            taken += [(name, turn, timed(name, asked)) for name in order[turn * TURNS : (turn + 1) * TURNS]]
+            plain.append(timed(PLAIN, asked))
+        if repeat:
+            raw.append(_Repeat(plain, taken))
+            continue
+        # What was first of its kind tells nothing of costs, but how long the rest takes.
+        passed = time.monotonic() - began
+        progress.close()
+        if passed > TOLD:
+            print(f"costs: {len(names) + turns + 1} probes in {passed:.0f} s; {repeats} times more, all in all")
+            print(f"       about {repeats * passed:.0f} s", flush=True)
+        progress = tqdm(total=repeats * (len(names) + turns + 1), desc="costs", unit="probe", leave=False)
+    progress.close()
+    plainly = [_seconds(r) for one in raw for timed in one.plain for r in _settled(timed)]
+    measured = [one.evened(median(plainly)) for one in raw]
+    kept = {name: tree for name, (tree, _) in probes.items()}
+    whole = {name: [r for one in measured for r in one[name]] for name in (PLAIN, *names)}
+    each = tuple(_costs(kept, one, context, rows) for one in measured)
+    took = {
+        name: tuple(
+            median(_seconds(r) for r in _settled(one[name])) / costs.plain
+            for one, costs in zip(measured, each, strict=True)
+        )
+        for name in names
+    }
+    low, high = np.percentile(plainly, (25, 75))
+    costs = _costs(kept, whole, context, rows)
+    return replace(costs, plain_spread=(float(low), float(high)), probes=took, repeats=each)
+
+
+def room_for(positions: int, trees: Sequence[TreeSection]) -> int:
+    """The longest context at which the costs of such trees can be measured.
+
+    Raises:
+        UserError: there is none.
+    """
     deepest = max((tree.calls for tree in trees), default=0)
-    positions = target.config.max_position_embeddings
     room = positions - 1 - ROUNDS * (deepest + 1)
     if room < 1:
         raise UserError(
             f"eval.planner: {ROUNDS} rounds with drafts of up to {deepest} tokens, which the measurement of costs "
             f"decodes, leave no context in the target's {positions:,} positions; give candidates with fewer draft_calls"
         )
-    context = min(context, room)
-    prompts = [list(islice(cycle(chain.from_iterable([*texts[i:], *texts[:i]])), context)) for i in range(len(texts))]
-    names, rounds = list(probes), {name: list[TimedRound]() for name in probes}
-    progress = tqdm(total=(repeats + 1) * len(names), desc="costs", unit="probe", leave=False)
-    for repeat in range(repeats + 1):
-        first = repeat * len(names) // (repeats + 1)
-        asked = [prompts[(repeat * rows + row) % len(prompts)] for row in range(rows)]
-        for name in names[first:] + names[:first]:
-            probe = probes[name]
-            timed = list(timed_rounds(target, None if probe is None else probe[1], asked, sampling))
-            if repeat:  # the first time round warms up
-                rounds[name] += timed
-            progress.update()
-    progress.close()
-    return _costs(probes, rounds, context, rows)
+    return room
 
 
-def _costs(
-    probes: dict[str, tuple[TreeSection, Proposer] | None], rounds: dict[str, list[TimedRound]], context: int, rows: int
-) -> Costs:
+def _seconds(r: TimedRound) -> float:
+    return r.draft + r.verify + r.rest
+
+
+def _settled(timed: Sequence[TimedRound]) -> list[TimedRound]:
+    return [r for r in timed if r.number >= SETTLING]
+
+
+@dataclass(frozen=True)
+class _Repeat:
+    """All probes, once."""
+
+    plain: list[list[TimedRound]]  # before each turn, and after the last one
+    taken: list[tuple[str, int, list[TimedRound]]]  # (probe, its turn, its rounds)
+
+    def evened(self, usual: float) -> dict[str, list[TimedRound]]:
+        """The rounds by probe, as if plain rounds had taken `usual` seconds all the time."""
+        pace = [median(_seconds(r) for r in _settled(timed)) for timed in self.plain]
+        result = {name: _scaled(timed, 2 * usual / (pace[i] + pace[i + 1])) for name, i, timed in self.taken}
+        plain = [_scaled(timed, usual / seconds) for timed, seconds in zip(self.plain, pace, strict=True)]
+        return result | {PLAIN: [*chain.from_iterable(plain)]}
+
+
+def _scaled(timed: Sequence[TimedRound], by: float) -> list[TimedRound]:
+    return [replace(r, draft=r.draft * by, verify=r.verify * by, rest=r.rest * by) for r in timed]
+
+
+def _costs(probes: dict[str, TreeSection], rounds: dict[str, list[TimedRound]], context: int, rows: int) -> Costs:
     verify, rest, draft = (defaultdict[str, dict[int, list[float]]](lambda: defaultdict(list)) for _ in range(3))
     reading: list[float] = []
-    settled = {name: [r for r in timed if r.number >= SETTLING] for name, timed in rounds.items()}
-    for name, probe in probes.items():
-        later = settled[name]
-        if probe is None:
-            for r in later:  # a root alone is a chain of one, and a tree of one
-                for shape in ("chain", "tree"):
-                    verify[shape][1].append(r.verify)
-                    rest[shape][1].append(r.rest)
-            continue
-        shape = shape_of(probe[0])
+    settled = {name: _settled(timed) for name, timed in rounds.items()}
+    for r in settled[PLAIN]:  # a root alone is a chain of one, and a tree of one
+        for shape in ("chain", "tree"):
+            verify[shape][1].append(r.verify)
+            rest[shape][1].append(r.rest)
+    # Of a family's probes with equal calls the largest: C2T's smaller ones have smaller frontiers, too.
+    largest: dict[tuple[str, int], int] = {}
+    for tree in probes.values():
+        key = family(tree), tree.calls
+        largest[key] = max(largest.get(key, 0), tree.most)
+    for name, tree in probes.items():
+        later, shape = settled[name], shape_of(tree)
         for r in later:
             verify[shape][r.nodes].append(r.verify)
             rest[shape][r.nodes].append(r.rest)
-            draft[family(probe[0])][r.calls].append(r.draft)
+            if tree.policy != "c2t" or tree.most == largest[family(tree), tree.calls]:
+                draft[family(tree)][r.calls].append(r.draft)
         usual = median(r.draft for r in later)
         reading += [r.draft - usual for r in rounds[name] if r.number == 0]
-    plain = [r.draft + r.verify + r.rest for r in settled["plain"]]
+    plain = [_seconds(r) for r in settled[PLAIN]]
     low, high = np.percentile(plain, (25, 75))
     return Costs(
         plain=median(plain),
@@ -278,14 +364,16 @@ def _costs(
 def probe_trees(trees: Sequence[TreeSection]) -> list[TreeSection]:
     """Trees that show the costs of all rounds of `trees`: of every family those with few, some and the most calls.
 
-    They never stop early. Chains have a node more than calls; trees take turns with the numbers of nodes.
+    They never stop early. Chains have a node more than calls; trees take turns with the numbers of nodes. Those of C2T
+    are as large as they can be, for its calls cost what their frontier holds: beside a classifier that turns down much,
+    drafting is then predicted somewhat too slow.
     """
     families: dict[str, TreeSection] = {}
     for tree in trees:
         known = families.get(family(tree))
-        if known is None or (tree.calls, tree.most) > (known.calls, known.most):
+        if known is None or (tree.calls, _limit(tree)) > (known.calls, _limit(known)):
             families[family(tree)] = tree
-    most = max((tree.most for tree in trees if shape_of(tree) == "tree"), default=0)
+    most = max((_limit(tree) for tree in trees if shape_of(tree) == "tree"), default=0)
     wanted = sorted({n for n in NODES if n < most} | ({most} if most else set()))
     found: list[TreeSection] = []
     uncovered = list(wanted)
@@ -293,19 +381,20 @@ def probe_trees(trees: Sequence[TreeSection]) -> list[TreeSection]:
         if tree.policy == "static":
             found.append(tree)
             continue
-        if tree.policy == "c2t":
-            found += [tree.model_copy(update={"draft_calls": calls}) for calls in _grid(tree.calls)]
-            continue
         for calls in _grid(tree.calls):
             if shape_of(tree) == "chain":
                 found.append(_endless(tree, calls, calls + 1))
                 continue
             capacity = _capacity(tree, calls)
-            fitting = [n for n in uncovered if n <= capacity] or [n for n in wanted if n <= capacity]
-            nodes = fitting[-1] if fitting else min(2, most)
+            if tree.policy == "c2t":
+                nodes = capacity
+            else:
+                fitting = [n for n in uncovered if n <= capacity] or [n for n in wanted if n <= capacity]
+                nodes = fitting[-1] if fitting else min(2, most)
             uncovered = [n for n in uncovered if n != nodes]
             found.append(_endless(tree, calls, nodes))
-    largest = max((t for t in families.values() if t.policy in BEAMS), key=_capacity, default=None)
+    growing = [tree for tree in families.values() if tree.policy in (*BEAMS, "c2t")]
+    largest = max(growing, key=lambda tree: (tree.policy in BEAMS, _capacity(tree)), default=None)
     if largest is not None:
         found += [_endless(largest, largest.calls, n) for n in uncovered if n <= _capacity(largest)]
     return found
@@ -315,9 +404,24 @@ def _grid(most: int) -> list[int]:
     return [*(calls for calls in CALLS if calls < most), most]
 
 
+def _limit(tree: TreeSection) -> int:
+    """Most nodes of a probe. C2T without a limit grows as its classifier says; no one waits for all it might."""
+    return min(tree.most, NODES[-1]) if tree.policy == "c2t" and tree.nodes is None else tree.most
+
+
 def _capacity(tree: TreeSection, calls: int | None = None) -> int:
     """Nodes that so many calls can propose, the root included."""
-    return 1 + tree.width + ((calls or tree.calls) - 1) * tree.width**2 if tree.policy in BEAMS else tree.most
+    calls = calls or tree.calls
+    if tree.policy in BEAMS:
+        return 1 + tree.width + (calls - 1) * tree.width**2
+    limit = _limit(tree)
+    if tree.policy != "c2t":
+        return limit
+    level, nodes = 1, 1
+    for _ in range(calls):
+        level = min(level * tree.width, tree.c2t.beam or limit, limit)
+        nodes = min(nodes + level, limit)
+    return nodes
 
 
 def _endless(tree: TreeSection, calls: int, nodes: int) -> TreeSection:
@@ -327,6 +431,8 @@ def _endless(tree: TreeSection, calls: int, nodes: int) -> TreeSection:
         update["ddd"] = tree.ddd.model_copy(update={"threshold": -1e9})
     if tree.policy in ("svip", "svip_tree"):
         update["svip"] = tree.svip.model_copy(update={"h": 1e9})
+    if tree.policy == "c2t":
+        update["c2t"] = tree.c2t.model_copy(update={"beta": 0.0})
     return tree.model_copy(update=update)
 
 
@@ -337,7 +443,7 @@ def timed_rounds(
     draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
     watched = None if proposer is None else _WatchedProposer(proposer)
     verifier = _WatchedTarget(target, proposer.capture_layers if proposer else (), sampling, draws)
-    with suppress(_Enough):
+    with suppress(_Enough), torch.inference_mode():  # as `decode.decode_batch`: with gradients rounds take a tenth more
         run_rounds(verifier, watched, prompts, (), sys.maxsize, draws)
     began = watched.began if watched else verifier.verify_began  # plain decoding drafts nothing
     for i, (verify, accept) in enumerate(zip(verifier.verify_began, verifier.accept_began, strict=False)):

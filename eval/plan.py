@@ -35,7 +35,7 @@ from rich.text import Text
 
 from draftsmith.eval.benchmarks import PLAIN, Question, load_questions
 from draftsmith.eval.contenders import Contender, Lineup, check_contenders, main_contender
-from draftsmith.eval.cost_model import Costs, probe_trees
+from draftsmith.eval.cost_model import DISAGREEING, REPEATS, Costs, probe_trees
 from draftsmith.eval.planner import (
     SWEEPS,
     Plan,
@@ -78,13 +78,13 @@ def main() -> None:
     command = parse_command(__doc__, extra=options)
     recipe = command.recipe
     if command.measure < 0:
-        raise UserError(f"--measure {command.measure}: a number of candidates, 1 or more")
+        raise UserError(f"--measure {command.measure}: a number of candidates to decode by, or 0 for none")
     base = main_contender(recipe)
     trees = sweep_of(recipe, command.calibrate) if command.calibrate else candidates_of(recipe)
     contenders = contenders_from(recipe, base, trees)
     yet_to_train = command.plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
     check_contenders(recipe, contenders, recipe.drafter_dir if yet_to_train else None)
-    recording, answers = planner_answers(recipe)
+    recording, answers = planner_answers(recipe, trees)
     if note := drawn_otherwise(recipe, answers):
         print(f"note: {note}")
     asked: list[Question] = []
@@ -120,13 +120,15 @@ def choose_tree(lineup: Lineup, recipe: Recipe, contender: Contender) -> TreeSec
     Raises:
         UserError: no recorded answers, or another target's; candidates that cannot be.
     """
-    contenders = contenders_from(recipe, contender, candidates_of(recipe, contender.tree))
+    trees = candidates_of(recipe, contender.tree)
+    contenders = contenders_from(recipe, contender, trees)
     check_contenders(recipe, contenders)
-    recording, answers = planner_answers(recipe)
+    recording, answers = planner_answers(recipe, trees)
     if note := drawn_otherwise(recipe, answers):
         print(f"note: {note}")
     plan = make_plan(lineup, recipe, contenders, recording, answers)
     print_candidates(plan, most=5)
+    print_noise(plan.costs)
     print_choice(plan)
     return plan.rows[0].tree
 
@@ -152,7 +154,10 @@ def print_plan(
     )
     if most:
         print(f"decodes      {prompts} prompts plainly and by the best {min(most, len(contenders))} candidates")
-    print("time         unknown until the first answers are replayed; the progress bars then show what is left")
+    print(
+        f"time         progress bars show the rate and what is left; the probes run {1 + REPEATS} times, and after the "
+        "first\n             it is said how long the others take"
+    )
     print(f"writes       {out}")
 
 
@@ -188,6 +193,18 @@ def print_costs(costs: Costs) -> None:
         further = cell((last - first) / (most - fewest)) if most > fewest else ""
         table.add_row(Text(name), cell(first), further, f"{most:g} calls")
     Console().print(table)
+    print_noise(costs)
+
+
+def print_noise(costs: Costs) -> None:
+    """What there is to be said of how well the costs are known."""
+    if noisy := costs.disagreeing:
+        name, (low, high) = next(iter(noisy.items()))
+        print(
+            f"note: repeats of {len(noisy)} of {len(costs.probes)} probes are more than {DISAGREEING:.0%} apart; "
+            f"farthest {name}: {low:.2f} to {high:.2f} plain rounds. Intervals are the wider; plan again while it is "
+            "quiet"
+        )
     if costs.busy:
         low, high = (1e3 * seconds for seconds in costs.plain_spread)
         print(
@@ -202,7 +219,7 @@ def print_candidates(plan: Plan, most: int | None = None) -> None:
     caption = (
         f"Predicted from {len(plan.answers)} recorded answers ({tokens:,} tokens; {plan.agreement}) and the costs of "
         "this machine. tau: tokens per verification, the bonus token included. ms: of a round. 95 %: bootstrap over "
-        "conversations; costs are taken as known."
+        "conversations; of speed-ups widened by how far apart the repeats of the measured costs are."
     )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     table.add_column("", overflow="fold")
@@ -288,7 +305,13 @@ def _interval(bounds: list[float] | None) -> str:
 def print_choice(plan: Plan) -> None:
     """The fastest, why it is, and the line of a recipe that says so."""
     first = plan.rows[0]
-    if plan.best is None:
+    if first.as_fast_as_plain:
+        print(
+            f"Not clearly faster than plain decoding: the best, {first.short_name}, gives {first.speedup:.2f} of its "
+            f"speed, and {_interval(first.numbers['speedup_interval'])} is what this prediction leaves open. Measure "
+            "it (--measure), or plan from more answers (eval.planner.max_answers) while the machine is quiet."
+        )
+    elif plan.best is None:
         print(
             f"Nothing is expected to beat plain decoding here: the best, {first.short_name}, gives "
             f"{first.speedup:.2f} of its speed. Decode without a drafter, or train it further."
@@ -337,6 +360,7 @@ def write_plan(recipe: Recipe, plan: Plan, target: Target, path: Path) -> None:
         {"name": row.name, "tree": lean(row.tree)}
         | {"round_milliseconds": round(1e3 * round_seconds(row.rounds), 4)}
         | {key: row.numbers[key] for key in SHOWN}
+        | {"speedup_by_repeat": row.by_repeat, "as_fast_as_plain": row.as_fast_as_plain}
         | ({"measured": {key: row.measured[key] for key in (*SHOWN, *MEASURED)}} if row.measured else {})
         for row in plan.rows
     ]

@@ -2,10 +2,9 @@
 
 Every candidate is replayed along recorded answers (`eval.replay`), which gives its rounds: tokens, nodes, draft calls.
 What such rounds cost is measured here and now (`eval.cost_model`). Both together are the predicted speed-up over plain
-decoding, with a bootstrap interval over conversations; costs are taken as known.
+decoding, with a bootstrap interval over conversations, widened by how far apart the repeats of the measurement are.
 """
 
-import hashlib
 import heapq
 import os
 from collections.abc import Iterator, Sequence
@@ -18,10 +17,11 @@ from tqdm import tqdm
 
 from draftsmith.eval.benchmarks import PLAIN, Bench, Question
 from draftsmith.eval.contenders import Contender, Lineup, named
-from draftsmith.eval.cost_model import Costs, measure_costs, predicted
+from draftsmith.eval.cost_model import Costs, measure_costs, predicted, room_for
 from draftsmith.eval.decode import Generation
 from draftsmith.eval.metrics import summarise, summarise_all
 from draftsmith.eval.recorded_answers import (
+    EVERYONE,
     RecordedAnswer,
     Recording,
     check_answers,
@@ -38,6 +38,7 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import Policy, Recipe, TreeSection
+from draftsmith.recipes.validation import validation_rank
 
 DEFAULT_CANDIDATES = (
     *({"policy": "chain", "nodes": tokens + 1} for tokens in range(1, 9)),
@@ -72,6 +73,7 @@ class Row:
     rounds: list[Generation]  # along the recorded answers, with the seconds that they are expected to take
     numbers: dict[str, Any]  # of `metrics.summarise`
     measured: dict[str, Any] = field(default_factory=dict)
+    by_repeat: list[float] = field(default_factory=list)  # the speed-up, by each repeat of the measured costs alone
 
     @property
     def name(self) -> str:
@@ -89,6 +91,12 @@ class Row:
     @property
     def speedup(self) -> float:
         return self.numbers["speedup"] or 0.0
+
+    @property
+    def as_fast_as_plain(self) -> bool:
+        """Does the interval of its speed-up contain 1? Then it cannot be told from plain decoding."""
+        low, high = self.numbers["speedup_interval"] or (self.speedup, self.speedup)
+        return low <= 1 <= high
 
 
 @dataclass
@@ -169,13 +177,18 @@ def contenders_from(recipe: Recipe, base: Contender, trees: Sequence[TreeSection
 # What it is predicted from.
 
 
-def planner_answers(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
+def planner_answers(
+    recipe: Recipe, trees: Sequence[TreeSection] | None = None
+) -> tuple[Recording, list[RecordedAnswer]]:
     """A file of recorded answers, and at most eval.planner.max_answers of them: of the file that the recipe names,
     spread evenly over it; else of the conversations that training keeps for validation. All is checked that can be
     before weights are loaded.
 
+    Args:
+        trees: whose costs are to be measured; None: those of `candidates_of`.
+
     Raises:
-        UserError: there are none, or they are another target's.
+        UserError: there are none, or they are another target's; eval.planner.context is more than the target has.
     """
     section, most = recipe.eval.planner, recipe.eval.planner.max_answers
     with _named("eval.planner.answers"):
@@ -195,7 +208,9 @@ def planner_answers(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
             recording, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint)
         )
         check_answers(recording, config.vocab_size, config.max_position_embeddings)
-        answers = [answer for answer in recording.of(PLAIN, PLAIN) if len(answer.tokens) > 1]
+        positions: int = config.max_position_embeddings
+        _check_context(recipe, candidates_of(recipe) if trees is None else trees, positions)
+        answers = [answer for answer in _anyone_s(recording) if len(answer.tokens) > 1]
     if not answers:
         raise UserError(
             f"eval.planner.answers: {recording.path} holds no answer of two tokens or more, and such take no round"
@@ -203,6 +218,35 @@ def planner_answers(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
     if len(answers) > most:
         answers = [answers[i * len(answers) // most] for i in range(most)]
     return recording, answers
+
+
+def _check_context(recipe: Recipe, trees: Sequence[TreeSection], positions: int) -> None:
+    """Costs are measured at the context that was asked for, or not at all."""
+    context, room = recipe.eval.planner.context, room_for(positions, trees)
+    if context is not None and context > room:
+        raise UserError(
+            f"eval.planner.context: {context:,} tokens, but the target has {positions:,} positions, and the rounds "
+            f"that are timed behind the context take {positions - room:,} of them; set it to {room:,} or less"
+        )
+
+
+def _anyone_s(recording: Recording) -> list[RecordedAnswer]:
+    """Plain decoding's answers, or the only ones there are, or anyone's greedy ones: those are the same for all."""
+    if len(recording.answers) > 1 and not {PLAIN, EVERYONE} & set(recording.answers):
+        greedy = [
+            answers
+            for answers in recording.answers.values()
+            if all(answer.sampling is not None and answer.sampling.greedy for answer in answers)
+        ]
+        if not greedy:
+            drawn = any(answer.sampling is not None for answer in recording)
+            why = "were drawn, so that no two agree" if drawn else "may have been drawn (no acceptance.json beside it)"
+            raise UserError(
+                f"eval.answers: {recording.path} holds answers of {', '.join(map(repr, recording.answers))}, which "
+                f"{why}, and none of plain decoding; keep its lines of plain decoding, or name another file"
+            )
+        return max(greedy, key=len)
+    return recording.of(PLAIN, PLAIN)
 
 
 def validation_ids(path: Path, most: int) -> set[str]:
@@ -217,7 +261,7 @@ def validation_ids(path: Path, most: int) -> set[str]:
                 except ValueError as error:
                     raise UserError(f"eval.planner.answers: {path}:{number}: {error}") from None
 
-    return set(heapq.nsmallest(most, ids(), key=lambda i: hashlib.sha256(f"validation/{i}".encode()).digest()))
+    return set(heapq.nsmallest(most, ids(), key=validation_rank))
 
 
 @contextmanager
@@ -290,7 +334,7 @@ def make_plan(
     costs = measure_costs(
         target,
         proposer_of,
-        [contender.tree for contender in contenders],
+        [_as_grown(contender.tree, rounds[contender.name]) for contender in contenders],
         [[*answer.prompt, *answer.tokens] for answer in answers],
         section.context or mean_context(answers),
         sampling,
@@ -298,6 +342,14 @@ def make_plan(
     )
     rows = ranked(costs, contenders, rounds, answers, recipe.eval.bootstrap_samples, recipe.eval.seed)
     return Plan(costs, rows, recording, answers, str(agreement))
+
+
+def _as_grown(tree: TreeSection, rounds: Sequence[Generation]) -> TreeSection:
+    """C2T's limit is what its classifier lets pass: costs are measured up to the largest tree that was seen."""
+    if tree.policy != "c2t":
+        return tree
+    seen = max((nodes for generation in rounds for nodes in generation.tree_nodes), default=2)
+    return tree.model_copy(update={"nodes": max(2, seen)})
 
 
 def ranked(
@@ -312,12 +364,26 @@ def ranked(
 
     Args:
         rounds: of every contender, along `answers`.
+
+    The interval of a speed-up is the bootstrap's over conversations, and wider on either side by as much as the lowest
+    and the highest speed-up that single repeats of the measurement give lie beside that of all.
     """
-    plain = predicted(costs, None, [plain_rounds(answer) for answer in answers])
+    undrafted = [plain_rounds(answer) for answer in answers]
+    plain = predicted(costs, None, undrafted)
     rows = []
     for contender in contenders:
         expected = predicted(costs, contender.tree, rounds[contender.name])
-        rows.append(Row(contender, expected, summarise(expected, plain, bootstrap_samples, seed, sampled=True)))
+        numbers = summarise(expected, plain, bootstrap_samples, seed, sampled=True)
+        by_repeat = [
+            _seconds(predicted(one, None, undrafted)) / _seconds(predicted(one, contender.tree, rounds[contender.name]))
+            for one in costs.repeats
+        ]
+        if by_repeat and numbers["speedup_interval"] is not None:
+            low, high = numbers["speedup_interval"]
+            usual = _seconds(plain) / _seconds(expected)
+            widened = low * min(1.0, min(by_repeat) / usual), high * max(1.0, max(by_repeat) / usual)
+            numbers["speedup_interval"] = [round(bound, 4) for bound in widened]
+        rows.append(Row(contender, expected, numbers, by_repeat=[round(each, 4) for each in by_repeat]))
     return sorted(rows, key=lambda row: -row.speedup)
 
 
@@ -351,9 +417,13 @@ def measure(lineup: Lineup, recipe: Recipe, plan: Plan, most: int, asked: list[Q
         }
 
 
+def _seconds(generations: Sequence[Generation]) -> float:
+    return sum(g.decode_seconds for g in generations)
+
+
 def round_seconds(generations: Sequence[Generation]) -> float:
     """Mean time of a round."""
-    return sum(g.decode_seconds for g in generations) / max(1, sum(g.rounds for g in generations))
+    return _seconds(generations) / max(1, sum(g.rounds for g in generations))
 
 
 def in_plain_rounds(generations: Sequence[Generation], plain: Sequence[Generation]) -> float:

@@ -34,12 +34,13 @@ from draftsmith.eval.cost_model import (
 )
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.metrics import summarise
-from draftsmith.eval.plan import choose_tree, lean, line_of, print_choice
+from draftsmith.eval.plan import choose_tree, lean, line_of, print_choice, print_noise
 from draftsmith.eval.plan import main as plan_main
 from draftsmith.eval.planner import DEFAULT_CANDIDATES, Plan, candidates_of, planner_answers, ranked, sweep_of
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded_answers import RecordedAnswer, Recording, read_answers
 from draftsmith.eval.replay import plain_rounds, replay_all
+from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.draft_tree import DraftTree, Proposer
@@ -71,10 +72,16 @@ def test_a_curve_is_medians_and_straight_lines_between_them() -> None:
     curve = Curve.of({1: [3.0, 1.0, 2.0, 2.0], 9: [10.0] * 4, 5: [4.0, 4.0, 4.0, 90.0], 7: [1000.0]})
     assert curve.points == ((1.0, 2.0), (5.0, 4.0), (9.0, 10.0))  # one sample tells nothing beside points with more
     assert curve([1, 2, 5, 8, 9]).tolist() == [2.0, 2.5, 4.0, 8.5, 10.0]
-    assert Curve.of({3: [1.0]})([3, 3]).tolist() == [1.0, 1.0]
-    for outside in (0, 10):
-        with pytest.raises(ValueError, match=f"measured from 1 to 9, not at .*{outside}"):
-            curve([4, outside])
+    assert Curve.of({3: [1.0]})([1, 3, 9]).tolist() == [1.0, 1.0, 1.0]
+    # The ends stay, however little is known of them.
+    assert Curve.of({1: [2.0], 5: [4.0] * 4, 9: [12.0]}).points == ((1.0, 2.0), (5.0, 4.0), (9.0, 12.0))
+
+
+def test_beyond_its_ends_a_curve_goes_on_and_never_falls() -> None:
+    curve = Curve(((2.0, 3.0), (4.0, 4.0), (8.0, 12.0)))
+    assert curve([0, 1, 9, 10]).tolist() == [2.0, 2.5, 14.0, 16.0]
+    assert Curve(((4.0, 1.0), (5.0, 9.0)))([1]).tolist() == [0.0]  # no time is below 0
+    assert Curve(((1.0, 5.0), (4.0, 3.0)))([0, 1, 4, 9]).tolist() == [5.0, 5.0, 3.0, 3.0]
 
 
 def made_up_costs(tree: TreeSection, seed: int = 0) -> Costs:
@@ -142,17 +149,22 @@ KINDS = [
     {"policy": "ddd", "nodes": 100},
     {"policy": "svip_tree", "nodes": 24, "top_k": 4},
     {"policy": "eagle2", "nodes": 24, "vocab_size": 64},
+    {"policy": "c2t", "draft_calls": 6, "top_k": 3, "c2t": {"classifier": "SURE", "beam": 4, "beta": 0.3}},
+    {"policy": "c2t", "nodes": 12, "draft_calls": 3, "top_k": 4, "c2t": {"classifier": "SURE", "beam": None}},
+    {"policy": "c2t", "draft_calls": 12, "c2t": {"classifier": "SURE", "beam": None}},  # as large as it likes
 ]
 
 
-@pytest.mark.parametrize("kinds", [[0], [4], [2], [1, 4], [0, 3, 4], [2, 5], list(range(8))], ids=str)
+@pytest.mark.parametrize("kinds", [[0], [4], [2], [1, 4], [0, 3, 4], [2, 5], [8], [8, 9], list(range(10))], ids=str)
 def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) -> None:
     trees = [tree_of(**KINDS[kind]) for kind in kinds]
     probes = probe_trees(trees)
     calls: dict[str, set[int]] = {}
     nodes: dict[str, set[int]] = {"chain": {1}, "tree": {1}}  # plain decoding is always probed
     for probe in probes:
-        checked = TreeSection.model_validate(probe.model_dump(exclude_unset=True))  # a tree that could be asked for
+        # A tree that could be asked for, but that DDD's tests may lie behind its last call.
+        said = probe.model_dump(exclude_unset=True) | ({"ddd": {"at": "every"}} if probe.policy == "ddd" else {})
+        checked = TreeSection.model_validate(said)
         calls.setdefault(family(probe), set()).add(checked.calls)
         nodes[shape_of(probe)].add(checked.most)
     for tree in trees:
@@ -166,21 +178,61 @@ def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) 
     assert len(probes) == len({probe.model_dump_json() for probe in probes})
 
 
+def test_probes_of_trees_without_a_limit_have_one() -> None:
+    probes = probe_trees([tree_of(**KINDS[10])])
+    assert max(probe.most for probe in probes) == NODES[-1]
+    assert set(NODES) <= {probe.most for probe in probes}
+
+
 def proposer_of(target: Target, drafter: Eagle3Drafter, tree: TreeSection) -> PolicyProposer:
     return PolicyProposer(Eagle3Drafting(drafter), policy_of(tree, GREEDY))
 
 
-@pytest.mark.parametrize("tree", [CHAIN, *(tree_of(**kind) for kind in KINDS[1:7])], ids=lambda tree: tree.policy)
-def test_probes_never_stop_early(tree: TreeSection) -> None:
+@pytest.mark.parametrize("kind", [{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], ids=str)
+def test_probes_never_stop_early(kind: dict[str, Any], doubter: Path) -> None:
     target, drafter = pair_of("llama")
+    tree = tree_of(**kind)
     strict = tree.model_copy(
-        update={"svip": tree.svip.model_copy(update={"h": 1e-6}), "ddd": tree.ddd.model_copy(update={"threshold": 0.0})}
+        update={
+            "svip": tree.svip.model_copy(update={"h": 1e-6}),
+            "ddd": tree.ddd.model_copy(update={"threshold": 0.0}),
+            "c2t": tree.c2t.model_copy(update={"classifier": str(doubter), "beta": 1.0}),
+        }
     )
     for probe in probe_trees([strict]):
         rounds = list(timed_rounds(target, proposer_of(target, drafter, probe), [PROMPTS[0]]))
         assert [r.number for r in rounds] == list(range(ROUNDS))
         assert {r.calls for r in rounds} == {probe.calls}
         assert {r.nodes for r in rounds} == {probe.most}
+
+
+@pytest.fixture(scope="module")
+def doubter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A C2T classifier that trusts no node of the fourth level, unless it is likely, and nothing wholly."""
+    classifier = C2tClassifier(C2tConfig(hidden=3))
+    with torch.no_grad():
+        classifier.hidden.weight.copy_(torch.eye(3))
+        classifier.hidden.bias.zero_()
+        classifier.output.weight.copy_(torch.tensor([[3.0, 0.0, -1.0]]))
+        classifier.output.bias.fill_(2.0)
+    classifier.save(directory := tmp_path_factory.mktemp("classifier"))
+    return directory
+
+
+def test_costs_are_those_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    verify = TargetSession.verify
+
+    def watched(self: TargetSession, tree: DraftTree) -> Any:
+        seen.append(torch.is_inference_mode_enabled())
+        return verify(self, tree)
+
+    monkeypatch.setattr(TargetSession, "verify", watched)
+    target, drafter = pair_of("llama")
+    for proposer in (None, proposer_of(target, drafter, CHAIN)):
+        list(timed_rounds(target, proposer, [PROMPTS[0]]))
+    assert seen == [True] * 2 * ROUNDS
+    assert not torch.is_inference_mode_enabled()
 
 
 class Clock:
@@ -214,6 +266,16 @@ class SlowProposer:
         return DraftTree.chains([[root, 0] for root in self.roots], torch.device("cpu")), [1] * self.rows
 
 
+class QuickProposer(SlowProposer):
+    """Takes no time."""
+
+    def observe(self, committed: Sequence[Sequence[int]], features: object, counts: Sequence[int]) -> None:
+        self.roots = [tokens[-1] for tokens in committed]
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        return DraftTree.chains([[root, 0] for root in self.roots], torch.device("cpu")), [1] * self.rows
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
 def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +304,45 @@ def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, m
     assert costs.draft == {"chain": Curve(((1.0, 5.0),))}
     assert costs.prompt == pytest.approx(5 / 3)  # of three tokens
     assert (costs.context, costs.rows) == (3, rows)
+
+
+def test_a_machine_s_pace_cancels_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes three times as long in some repeats, and grows slower within one: a probe's plain rounds do."""
+    clock, target = Clock(), Target(make_target())
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(cost_model, "ROUNDS", SETTLING + 1)
+    pace, probes = [1.0], itertools.count()
+    verify, rounds = TargetSession.verify, timed_rounds
+
+    def slow_verify(self: TargetSession, tree: DraftTree) -> Any:
+        clock.now += pace[0] * (10 if tree.nodes == 1 else 20)
+        return verify(self, tree)
+
+    def slower(*arguments: Any) -> Any:
+        repeat, place = divmod(next(probes), 3)  # plain, the probe, plain
+        pace[0] = (1, 1, 3, 1, 3)[repeat] * (1 + place / 10)
+        return rounds(*arguments)
+
+    monkeypatch.setattr(TargetSession, "verify", slow_verify)
+    monkeypatch.setattr(cost_model, "timed_rounds", slower)
+    made = QuickProposer(clock)
+    costs = measure_costs(target, lambda tree: made, [tree_of(policy="chain", nodes=2)], [[11, 12, 13]], 3, repeats=4)
+    assert costs.probes == {"chain, 2 nodes, 1 calls": pytest.approx((2.0,) * 4)}
+    assert costs.verify["chain"]([2]) / costs.verify["chain"]([1]) == pytest.approx(2.0, rel=0.05)
+    assert len(costs.repeats) == 4 and not costs.disagreeing
+    assert costs.busy  # it is told all the same
+    assert costs.to_dict()["probes_in_plain_rounds_by_repeat"] == {"chain, 2 nodes, 1 calls": [2.0] * 4}
+
+
+def test_probes_whose_repeats_disagree_are_named(capsys: pytest.CaptureFixture) -> None:
+    costs = replace(
+        made_up_costs(CHAIN), plain=1.0, probes={"calm": (1.0, 1.1, 1.05), "wild": (1.0, 2.0), "so so": (1.0, 1.3)}
+    )
+    assert list(costs.disagreeing.items()) == [("wild", (1.0, 2.0)), ("so so", (1.0, 1.3))]
+    print_noise(costs)
+    assert "repeats of 2 of 3 probes are more than 20% apart; farthest wild: 1.00 to 2.00" in capsys.readouterr().out
+    print_noise(replace(costs, probes={"calm": (1.0, 1.1)}))
+    assert capsys.readouterr().out == ""
 
 
 def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +449,31 @@ def test_plain_decoding_wins_where_nothing_beats_it(replayed: Any, capsys: pytes
     said = capsys.readouterr().out
     assert said.startswith("Fastest: ")
     assert yaml.safe_load(said.partition("In the recipe:")[2])["eval"]["tree"] == lean(fine.rows[0].tree)
+
+
+def test_what_cannot_be_told_from_plain_decoding_is_not_called_the_fastest(
+    replayed: Any, capsys: pytest.CaptureFixture
+) -> None:
+    """Repeats of which one knows dear trees and another free ones: the interval holds both, and 1."""
+    contenders, rounds, answers = replayed
+    trees = [contender.tree for contender in contenders]
+    costs = linear_costs(trees, node=0.05, call=0.1)
+    sure = ranked(costs, contenders, rounds, answers, 100, 0)
+    assert not sure[0].as_fast_as_plain
+    repeats = (linear_costs(trees, node=2.0, call=3.0), linear_costs(trees, node=0.0, call=0.0))
+    rows = ranked(replace(costs, repeats=repeats), contenders, rounds, answers, 100, 0)
+    assert [row.name for row in rows] == [row.name for row in sure]
+    for row, known in zip(rows, sure, strict=True):
+        slow, fast = (ranked(one, [row.contender], rounds, answers, 100, 0)[0].speedup for one in repeats)
+        assert row.by_repeat == pytest.approx([slow, fast], abs=1e-3)
+        (low, high), (least, most) = row.numbers["speedup_interval"], known.numbers["speedup_interval"]
+        assert low == pytest.approx(least * slow / row.speedup, rel=2e-3)
+        assert high == pytest.approx(most * fast / row.speedup, rel=2e-3)
+    assert rows[0].as_fast_as_plain
+    print_choice(Plan(costs, rows, Recording(Path("x")), answers, "all"))
+    said = capsys.readouterr().out
+    assert said.startswith("Not clearly faster than plain decoding: ")
+    assert "Fastest" not in said and "In the recipe:" in said
 
 
 def test_rows_are_sorted_and_their_numbers_are_the_rounds_own(replayed: Any) -> None:
@@ -510,6 +636,22 @@ def test_a_plan_from_recorded_answers_to_measured_ones(recipe_path: Path, tmp_pa
     assert lean(again.eval.tree) == first["tree"]
 
 
+def test_c2t_is_planned_like_any_other(recipe_path: Path, doubter: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(
+        recipe_path,
+        [f"eval.planner.candidates=[{{policy: c2t, draft_calls: 6, c2t: {{classifier: {doubter}, beta: 0.3}}}}]"],
+    )
+    recording, answers = planner_answers(recipe)
+    contenders = planner.contenders_from(recipe, main_contender(recipe), candidates_of(recipe))
+    plan = planner.make_plan(Lineup(recipe.target), recipe, contenders, recording, answers)
+    (row,) = plan.rows
+    assert row.speedup > 0
+    seen = max(nodes for generation in row.rounds for nodes in generation.tree_nodes)
+    assert 1 < seen < row.tree.most  # the classifier stopped it
+    assert [calls for calls, _ in plan.costs.draft[family(row.tree)].points] == [1, 2, 4, 6]
+    assert plan.costs.verify["tree"].points[-1][0] == seen
+
+
 def test_calibration_takes_the_fastest_threshold(recipe_path: Path, tmp_path: Path) -> None:
     done = plan_script(recipe_path, "--calibrate", "svip")
     assert done.returncode == 0, done.stderr
@@ -590,6 +732,38 @@ def test_answers_of_a_file_are_spread_over_it(recipe_path: Path, run_dir: Path) 
     assert answers == [everything[i] for i in (0, 5, 10, 15)]
 
 
+def logged(run_dir: Path, tmp_path: Path, names: Sequence[str], temperature: float | None) -> Path:
+    """A generations.jsonl with the answers of `names`, and how they were drawn beside it (None: unknown)."""
+    lines = []
+    for name, answer in itertools.product(names, read_answers(run_dir / "conversations.jsonl")):
+        whose = {"benchmark": "", "category": None, "conversation_id": answer.conversation_id, "turn": answer.turn}
+        lines.append({"contender": name, **whose, "prompt_token_ids": answer.prompt, "token_ids": answer.tokens})
+    (tmp_path / "generations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if temperature is not None:
+        drawn = {"temperature": temperature, "top_p": 1.0, "top_k": 0}
+        (tmp_path / "acceptance.json").write_text(json.dumps(drawn))
+    return tmp_path / "generations.jsonl"
+
+
+def test_anyone_s_greedy_answers_serve(recipe_path: Path, run_dir: Path, tmp_path: Path) -> None:
+    path = logged(run_dir, tmp_path, ["tree", "chain"], 0)
+    recording, answers = planner_answers(load_recipe(recipe_path, [f"eval.planner.answers={path}"]))
+    assert answers == [recording.answers["tree"][i] for i in (0, 5, 10, 15)]
+
+
+@pytest.mark.parametrize(("temperature", "words"), [(0.7, "were drawn, so"), (None, "may have been drawn")])
+def test_drawn_answers_of_several_are_nobody_s(
+    temperature: float | None, words: str, recipe_path: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    path = logged(run_dir, tmp_path, ["tree", "chain"], temperature)
+    wanted = f"eval.planner.answers: .* holds answers of 'tree', 'chain', which {words}.* and none of plain decoding"
+    with pytest.raises(UserError, match=wanted):
+        planner_answers(load_recipe(recipe_path, [f"eval.planner.answers={path}"]))
+    path = logged(run_dir, tmp_path, ["tree", "chain", "plain decoding"], temperature)
+    recording, answers = planner_answers(load_recipe(recipe_path, [f"eval.planner.answers={path}"]))
+    assert answers[0] is recording.answers["plain decoding"][0]
+
+
 def changed(run_dir: Path, tmp_path: Path, change: Any) -> Path:
     lines = [json.loads(line) for line in (run_dir / "conversations.jsonl").read_text().splitlines()]
     for line in lines:
@@ -648,7 +822,11 @@ def test_another_target_s_words_are_noticed_while_it_reads_them(
         (["eval.planner.answers=nowhere.jsonl"], "nowhere.jsonl"),
         (["data.conversations=nowhere.jsonl"], "eval.planner.answers: not given, and there are no conversations in"),
         (["eval.planner.candidates=[{nodes: 600}]"], "600 nodes"),
-        (["--measure", "-1"], "--measure -1"),
+        (["--measure", "-1"], "--measure -1: .* or 0 for none"),
+        (
+            ["eval.planner.context=5000"],
+            "eval.planner.context: 5,000 tokens, but the target has 512 positions.* to 451 or",
+        ),
         (["--measure", "1", "eval.prompts=null"], "--measure decodes eval.prompts, which is not given"),
         (["eval.drafter=nowhere"], "no drafter here"),
     ],

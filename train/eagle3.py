@@ -41,6 +41,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import Recipe, TrainSection
+from draftsmith.recipes.validation import validation_rank
 from draftsmith.train.checkpoints import full_disk_is_told
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
@@ -140,7 +141,7 @@ def read_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> tuple[list[Tr
     rows = list(training_rows(path, tokenizer, recipe.data.max_length, rejects, left_out_of_training(recipe)))
     usable = [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
     wanted = min(recipe.train.validation_conversations, len({row.id for row in usable}) // 5)
-    ids = sorted({row.id for row in usable}, key=lambda i: hashlib.sha256(f"validation/{i}".encode()).digest())
+    ids = sorted({row.id for row in usable}, key=validation_rank)
     kept_out = set(ids[:wanted])
     training = [row for row in usable if row.id not in kept_out]
     if not training:
