@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.contenders import Contender, Lineup, check_drafter
+from draftsmith.eval.contenders import Contender, Lineup, _check_size, check_drafter
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
@@ -73,12 +73,22 @@ class Speculator:
             token_counts: what tree.vocab_size ranks by: a file of data_gen/rank_vocab.py.
 
         Raises:
-            UserError: tree.vocab_size without token counts, or more than the drafter has.
+            UserError: policy auto, a tree that exceeds the target's positions, tree.vocab_size without token counts, or
+                more than the drafter has.
         """
+        if tree.policy == "auto":
+            raise UserError(
+                "tree.policy: auto measures this machine with a recipe's own answers: eval/plan.py does it and prints "
+                "the fastest; give that policy here"
+            )
         if tree.vocab_size is not None and token_counts is None:
             raise UserError("tree.vocab_size goes by token_counts: give the file that data_gen/rank_vocab.py wrote")
         counts = None if token_counts is None else Path(token_counts)
         contender = Contender("", "drafter", tree, "tree", drafter=self.directory, token_counts=counts)
+        try:
+            _check_size(tree, self.target.config.max_position_embeddings)
+        except UserError as error:  # the recipe's key is an argument here
+            raise UserError([problem.removeprefix("eval.") for problem in error.problems]) from None
         return self.lineup.proposer(contender, sampling)
 
     def answer(
@@ -97,7 +107,8 @@ class Speculator:
             tree: the shape of the draft trees; None is EAGLE-2's with 60 nodes.
 
         Raises:
-            UserError: the chat template refuses the messages, or prompt and answer exceed the target's positions.
+            UserError: the chat template refuses the messages, prompt and answer exceed the target's positions, or the
+                tree is none that `proposer` takes.
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         try:

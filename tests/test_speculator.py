@@ -20,18 +20,23 @@ from draftsmith.recipes.schema import TargetSection, TreeSection
 MESSAGES = [{"role": "user", "content": "the cat"}]
 
 
-@pytest.fixture(scope="module")
-def drafter_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained drafter as training would save it."""
-    section = TargetSection(model=str(target_dir))
+DEMO = Path(__file__).parents[1] / "recipes/demo_target"
+
+
+def untrained(section: TargetSection, directory: Path) -> Path:
+    """A drafter for this target as training would save it, before its first step."""
     target = Target(load_causal_lm(section))
     identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
     vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
     torch.manual_seed(0)
     config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
-    directory = tmp_path_factory.mktemp("run") / "drafter"
     save_drafter(directory, Eagle3Drafter(config, vocab, target.embedding_table), identity, "", {})
     return directory
+
+
+@pytest.fixture(scope="module")
+def drafter_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return untrained(TargetSection(model=str(target_dir)), tmp_path_factory.mktemp("run") / "drafter")
 
 
 def test_an_answer_is_the_target_s_own(target_dir: Path, drafter_dir: Path) -> None:
@@ -67,6 +72,33 @@ def test_the_readme_s_example_runs(target_dir: Path, drafter_dir: Path, capsys: 
         code = code.replace(written, here)
     exec(compile(code, "README.md", "exec"), {})
     assert len(capsys.readouterr().out.splitlines()) >= 3
+
+
+def test_the_readme_s_target_answers_in_its_own_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shipped target, named and loaded as there: by its path from the root, and without a dtype."""
+    monkeypatch.chdir(DEMO.parents[1])
+    assert (DEMO / "model.safetensors").exists()
+    drafter = untrained(TargetSection(model="recipes/demo_target"), tmp_path / "drafter")
+    speculator = Speculator.load("recipes/demo_target", drafter)
+    assert speculator.target.dtype == torch.bfloat16
+    answer = speculator.answer("Write the function `dedent(text)` of `textwrap`.", max_new_tokens=8)
+    assert 1 <= len(answer.generation.token_ids) <= 8
+    assert answer.text == decode_answer(speculator.tokenizer, answer.generation.token_ids)
+
+
+def test_a_tree_that_cannot_be_drafted_is_said_before_it_is(target_dir: Path, drafter_dir: Path) -> None:
+    speculator = Speculator.load(str(target_dir), drafter_dir)
+    for tree, message in (
+        (TreeSection(policy="auto"), r"tree\.policy: auto measures this machine .* eval/plan\.py"),
+        (TreeSection(nodes=700, top_k=100), r"tree: 700 nodes, .* in a target of 512 positions; set nodes and"),
+        (TreeSection(policy="chain", nodes=600), "tree: 600 nodes, 599 draft calls deep, in a target of 512 pos"),
+        (TreeSection(vocab_size=9), "tree.vocab_size goes by token_counts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            speculator.proposer(tree)
+        with pytest.raises(UserError, match=message):
+            speculator.answer(MESSAGES, max_new_tokens=4, tree=tree)
+    speculator.proposer(TreeSection(nodes=512, top_k=100))
 
 
 def test_what_cannot_be_asked_or_loaded_is_said(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:

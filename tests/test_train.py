@@ -33,6 +33,7 @@ from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import eagle3
 from draftsmith.train.batches import BatchOrder, collate
 from draftsmith.train.dry_run import UnrollCost
+from draftsmith.train.loop import Loop
 from draftsmith.train.plan import HOW_TO_LOWER, memory_of
 from draftsmith.train.plan import REPLAY as REPLAYED
 from tests.conftest import make_target, make_tokenizer
@@ -404,6 +405,89 @@ def test_a_run_with_replay_resumes_bit_for_bit(recipe_path: Path, tmp_path: Path
         assert torch.equal(mine["torch_manual_seed"], expected["torch_manual_seed"])
 
 
+class Killed(BaseException):
+    """What nothing in the loop catches, as a kill."""
+
+
+@pytest.mark.parametrize("at", [3, 6])
+def test_a_kill_between_checkpoint_and_replay_loses_neither(
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The checkpoint comes first; each line stands once, with its replay, wherever the run was killed."""
+    replayed, log = Loop.replayed, Loop._log
+    whole = train(recipe_path, *REPLAY)
+    for moment in ("replay", "log"):
+        killed = tmp_path / moment
+        killed.mkdir()
+        for name in ("conversations.jsonl", "draft_vocab.safetensors"):
+            shutil.copy(whole / name, killed / name)
+        with monkeypatch.context() as patched:
+
+            def kill(killed: Path = killed) -> None:
+                if (killed / f"checkpoints/step-0000000{at}").exists():
+                    raise Killed
+
+            def replayed_or_killed(self: Loop) -> dict:
+                kill()
+                return replayed(self)
+
+            def half_logged(self: Loop, line: dict, killed: Path = killed) -> None:
+                if line["step"] == at:
+                    with (killed / "metrics.jsonl").open("a") as file:
+                        file.write(json.dumps(line)[:20])
+                    kill()
+                log(self, line)
+
+            patched.setattr(Loop, *(("replayed", replayed_or_killed) if moment == "replay" else ("_log", half_logged)))
+            with pytest.raises(Killed):
+                train(recipe_path, *REPLAY, f"output_dir={killed}")
+        assert (killed / f"checkpoints/step-0000000{at}").exists()
+        assert not (killed / "drafter").exists()
+        for _ in range(2):  # a run that is complete writes no line again
+            train(recipe_path, *REPLAY, f"output_dir={killed}")
+            assert metrics(killed) == metrics(whole)
+        mine, expected = (load_file(d / "drafter/model.safetensors") for d in (killed, whole))
+        assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def test_a_line_that_waits_for_a_replay_is_logged_without_one_if_it_is_switched_off(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way out where the replay itself is what ends the run."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "replayed", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("too much")))
+        with pytest.raises(torch.OutOfMemoryError):
+            train(recipe_path, *REPLAY)
+    lines = metrics(train(recipe_path, "train.eval_replay=0"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert not any("replay_tau" in line for line in lines)
+
+
+def test_sigterm_does_not_wait_for_a_replay(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes in the step whose checkpoint a replay would follow: the next start catches up on that."""
+    expected = metrics(train(recipe_path, *REPLAY))
+    output = recipe_path.parent / "stopped"
+    shutil.copytree(
+        recipe_path.parent / "run",
+        output,
+        ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"),
+    )
+    step = Loop._step
+    with monkeypatch.context() as patched:
+
+        def step_and_stop(self: Loop, number: int) -> tuple[torch.Tensor, float]:
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(self, number)
+
+        patched.setattr(Loop, "_step", step_and_stop)
+        patched.setattr(Loop, "replayed", lambda _: pytest.fail("it waited"))
+        train(recipe_path, *REPLAY, f"output_dir={output}")
+    assert [line["step"] for line in metrics(output)] == [1, 2]
+    train(recipe_path, *REPLAY, f"output_dir={output}")
+    assert metrics(output) == expected
+
+
 def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
     output = recipe_path.parent / "run"
     counts = torch.zeros(320, dtype=torch.long)
@@ -422,6 +506,8 @@ def test_what_cannot_be_replayed_in_training_is_told_at_once(
     for overrides, message in (
         (("train.validation_conversations=0",), "train.validation_conversations is 0"),
         (("eval.tree={policy: auto}",), "policy auto goes by speeds"),
+        (("eval.tree={nodes: 600, top_k: 30}",), r"eval_replay: eval\.tree: 600 nodes, .* a target of 512 positions"),
+        (("eval.tree={policy: svip, draft_calls: 512}",), "513 nodes, 512 draft calls deep, in a target of 512"),
         ((chain, "eval.temperature=1"), "draw: sampled cannot be replayed"),
         (("eval.tree.vocab_size=9",), r"token_counts\.safetensors, which does not exist"),
     ):

@@ -166,6 +166,7 @@ class Loop:
             total=self.total_steps, initial=first, unit="step", desc="train", disable=not main, smoothing=0.1
         )
         for step in range(first, self.total_steps):
+            waiting: dict[str, Any] | None = None  # a line that is logged with what replay finds, after the checkpoint
             grad_norm, lr = self._step(step)
             done = step + 1
             progress.update()
@@ -185,17 +186,21 @@ class Loop:
                 if validate:
                     line |= {f"validation_{k}": v for k, v in self.validate().items() if k != "tokens"}
                 if replay:
-                    line |= self.replayed()
-                self._log(line)
+                    waiting = line
+                else:
+                    self._log(line)
                 self.window = Tally.empty(self.unroll_steps, self.accelerator.device)
                 logged_at, tokens_before = time.perf_counter(), 0
             stop = self._agree_to_stop(log) and not last
             if save or stop:
-                self._save(done)
-            if stop:
+                self._save(done, waiting)
+            if stop:  # replay takes its time; the next start catches up on it
                 progress.close()
                 self.accelerator.print(f"SIGTERM: stopped after step {done}, which is saved; start again to go on")
                 return False
+            if waiting is not None:
+                self._log(waiting | self.replayed())
+                logged_at = time.perf_counter()
         progress.close()
         return True
 
@@ -272,8 +277,13 @@ class Loop:
             with self.metrics_path.open("ab", buffering=0) as file:
                 append_line(file, self.metrics_path, (json.dumps(line) + "\n").encode())
 
-    def _save(self, step: int) -> None:
-        """A checkpoint folder, whole or not there; older ones beyond keep_checkpoints go."""
+    def _save(self, step: int, waiting: dict[str, Any] | None = None) -> None:
+        """A checkpoint folder, whole or not there; older ones beyond keep_checkpoints go.
+
+        Args:
+            waiting: this step's line of metrics, which is yet to be replayed and logged; a kill until then must not
+                lose it.
+        """
         self._refuse_nonfinite(step)
         final = checkpoint_path(self.checkpoints, step)
         partial = final.with_suffix(".partial")
@@ -282,7 +292,7 @@ class Loop:
         window = self.window.summed(self.accelerator)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            state = {"step": step, "identity": self.identity, "window": window}
+            state = {"step": step, "identity": self.identity, "window": window, "waiting": waiting}
             with full_disk_is_told(partial):
                 (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
                 sync_to_disk(self.metrics_path)  # what was logged before a checkpoint is not written again
@@ -328,7 +338,17 @@ class Loop:
             self.window.restore(state["window"])
         self._drop_metrics_after(state["step"])
         self.accelerator.print(f"resumed from {existing[-1]}")
+        self._log_waiting(state.get("waiting"))
         return state["step"]
+
+    def _log_waiting(self, line: dict[str, Any] | None) -> None:
+        """Catches up on the line that a checkpoint left to be replayed, if the run ended before it was logged."""
+        if line is None:
+            return
+        lines = self.metrics_path.read_bytes().split(b"\n") if self.accelerator.is_main_process else []
+        [is_logged, *_] = gather_object([line["step"] in map(_step_of, lines)])  # what rank 0 says
+        if not is_logged:
+            self._log(line | (self.replayed() if self.replay is not None else {}))
 
     def _drop_metrics_after(self, step: int) -> None:
         """Lines of steps that a killed run logged but did not save would stand twice; what is no line goes, too."""

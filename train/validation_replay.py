@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.eval.contenders import _check_size
 from draftsmith.eval.decode import Generation
 from draftsmith.eval.metrics import summarise
 from draftsmith.eval.policies import PolicyProposer, TreePolicy, policy_of
 from draftsmith.eval.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay import replay
+from draftsmith.models.chat import load_config
 from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, check_counts, cut, load_token_counts
@@ -28,10 +30,10 @@ from draftsmith.recipes.schema import Recipe
 
 
 def check_replay(recipe: Recipe) -> None:
-    """What can be told before anything is loaded.
+    """What can be told before weights are loaded.
 
     Raises:
-        UserError: eval.tree cannot be replayed, or there is nothing to replay.
+        UserError: eval.tree cannot be replayed or exceeds the target's positions, or there is nothing to replay.
     """
     if not recipe.train.eval_replay:
         return
@@ -42,6 +44,12 @@ def check_replay(recipe: Recipe) -> None:
         problems.append(
             "train.eval_replay: policy auto goes by speeds, and replay has none; name a policy in eval.tree"
         )
+    else:
+        positions = load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings
+        try:
+            _check_size(tree, positions)
+        except UserError as error:
+            problems += [f"train.eval_replay: {problem}" for problem in error.problems]
     if tree.draw == "sampled" and recipe.eval.temperature > 0:
         problems.append(
             "train.eval_replay: eval.tree.draw: sampled cannot be replayed: which tokens the drafter drew beside an "
