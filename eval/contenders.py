@@ -291,7 +291,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], yet_to_com
             holds("draft_model", check_draft_model, section, contender.draft_model)
         if tree.policy != "auto":
             holds("eval.tree.c2t.classifier", policy_of, tree, sampling)
-            holds("eval.tree", _check_size, tree, config.max_position_embeddings)
+            holds("eval.tree", check_size, tree, config.max_position_embeddings)
         if there and contender.proposer != "prompt_lookup":
             holds("eval.token_counts", _check_vocab, contender, config.vocab_size, fingerprint, stops)
     if places:
@@ -313,7 +313,7 @@ def _placed(problem: str, places: Sequence[str]) -> str:
     return f"{told} (and so for {others} other contender{'s' if others > 1 else ''})" if others else told
 
 
-def _check_size(tree: TreeSection, positions: int) -> None:
+def check_size(tree: TreeSection, positions: int) -> None:
     """A tree near the end of the context is pruned while decoding; one that exceeds the whole of it is a mistake."""
     most, calls = _most(tree), tree.calls
     if calls >= positions or (most or 0) > positions:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.contenders import Contender, Lineup, _check_size, check_drafter
+from draftsmith.eval.contenders import Contender, Lineup, check_drafter, check_size
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
@@ -86,7 +86,7 @@ class Speculator:
         counts = None if token_counts is None else Path(token_counts)
         contender = Contender("", "drafter", tree, "tree", drafter=self.directory, token_counts=counts)
         try:
-            _check_size(tree, self.target.config.max_position_embeddings)
+            check_size(tree, self.target.config.max_position_embeddings)
         except UserError as error:  # the recipe's key is an argument here
             raise UserError([problem.removeprefix("eval.") for problem in error.problems]) from None
         return self.lineup.proposer(contender, sampling)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from draftsmith.data_gen.conversations import TrainingRow
-from draftsmith.eval.contenders import _check_size
+from draftsmith.eval.contenders import check_size
 from draftsmith.eval.decode import Generation
 from draftsmith.eval.metrics import summarise
 from draftsmith.eval.policies import PolicyProposer, TreePolicy, policy_of
@@ -47,7 +47,7 @@ def check_replay(recipe: Recipe) -> None:
     else:
         positions = load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings
         try:
-            _check_size(tree, positions)
+            check_size(tree, positions)
         except UserError as error:
             problems += [f"train.eval_replay: {problem}" for problem in error.problems]
     if tree.draw == "sampled" and recipe.eval.temperature > 0:
