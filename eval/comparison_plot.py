@@ -80,7 +80,7 @@ def _draw(colours: Colours, standing: Standing, shown: dict[str, Any], measured:
     for ax, key in zip(axes, measured, strict=True):
         _join_families(ax, colours, standing, shown, marks[key])
         for name, mark in marks[key].items():
-            mark.draw(ax, colours(standing.roles[name]), name == standing.main)
+            mark.draw(ax, colours(standing.roles[name]), name == standing.main, standing.markers[name])
         _number(ax, colours, standing, marks[key])
     return figure
 
@@ -124,12 +124,12 @@ class _Mark:
             return True
         return abs(self.x - other.x) < LINES_APART and self.low < other.high and other.low < self.high
 
-    def draw(self, ax: Axes, colour: str, is_main: bool) -> None:
+    def draw(self, ax: Axes, colour: str, is_main: bool, marker: str) -> None:
         line: Any = {"color": colour, "linewidth": 1.4, "alpha": 0.6, "solid_capstyle": "butt", "zorder": 2}
         plot_pixels(ax, [(self.x, self.low), (self.x, self.high)], **line)
         plot_pixels(ax, [(self.left, self.y), (self.right, self.y)], **line)
         size = DOT + 2 if is_main else DOT
-        plot_pixels(ax, [(self.x, self.y)], marker="o", markersize=size, color=colour, markeredgewidth=0, zorder=3)
+        plot_pixels(ax, [(self.x, self.y)], marker=marker, markersize=size, color=colour, markeredgewidth=0, zorder=3)
 
 
 def plot_pixels(ax: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
@@ -216,5 +216,6 @@ def _write_legend(ax: Axes, colours: Colours, standing: Standing, names: list[st
     for row, name in enumerate(names):
         y = LEGEND_ROW * (row + 0.5)
         style: Any = {"va": "center_baseline", "fontsize": 11, "color": colours(standing.roles[name])}
-        ax.text(20, y, str(standing.numbers[name]), ha="right", **style)
-        ax.text(27, y, textwrap.shorten(name, NAME, placeholder="…") or "?", ha="left", **style)
+        ax.plot(4, y, standing.markers[name], markersize=5, color=style["color"], markeredgewidth=0)
+        ax.text(24, y, str(standing.numbers[name]), ha="right", **style)
+        ax.text(31, y, textwrap.shorten(standing.label(name), NAME, placeholder="…") or "?", ha="left", **style)

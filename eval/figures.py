@@ -20,17 +20,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-SERIES = 8  # colours of contenders, or of their families; then they repeat
+SERIES = 10  # colours of contenders, or of their families; then they repeat, with other marks
+MARKERS = "oDs^vPXp*hd"  # one more than colours: no two of the first 110 families look alike
 LIGHT = {
     **{"page": "#fcfcfb", "card": "#ffffff", "ink": "#1b1f24", "muted": "#5c6470", "grid": "#dfe3e8"},
     **{"plain": "#69717d", "s1": "#1d5fc2", "s2": "#b4501a", "s3": "#1c7c54", "s4": "#7a3fb0", "s5": "#8a6500"},
-    **{"s6": "#b02a6f", "s7": "#0b7285", "s8": "#7a4a32", "draft": "#3f4d63", "verify": "#93a1b5", "other": "#d3dae3"},
+    **{"s6": "#c02a90", "s7": "#0b7285", "s8": "#5b2c12", "s9": "#d0102a", "s10": "#3d5c00"},
+    **{"draft": "#3f4d63", "verify": "#93a1b5", "other": "#d3dae3"},
     **{"t0": "#d6e6ff", "t1": "#fbe7bd", "t2": "#d3f0df", "t3": "#eedffa"},
 }
 DARK = {
     **{"page": "#14171c", "card": "#1a1e25", "ink": "#e6e8eb", "muted": "#9ca6b4", "grid": "#2e353f"},
-    **{"plain": "#9ca6b4", "s1": "#7fb2ff", "s2": "#f5a26b", "s3": "#66cfa0", "s4": "#c6a0f5", "s5": "#dcb955"},
-    **{"s6": "#f291ba", "s7": "#63c5da", "s8": "#d0a88c", "draft": "#c9d3e0", "verify": "#66728a", "other": "#3b4554"},
+    **{"plain": "#9ca6b4", "s1": "#7fb2ff", "s2": "#f5a26b", "s3": "#66cfa0", "s4": "#c6a0f5", "s5": "#f0d060"},
+    **{"s6": "#f291ba", "s7": "#63c5da", "s8": "#b98a6c", "s9": "#ff6b6b", "s10": "#a9d13f"},
+    **{"draft": "#c9d3e0", "verify": "#66728a", "other": "#3b4554"},
     **{"t0": "#1f3d6b", "t1": "#544316", "t2": "#1b4d38", "t3": "#463161"},
 }
 ROLES = list(LIGHT)

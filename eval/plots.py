@@ -15,10 +15,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from draftsmith.eval.comparison_plot import comparison_plot
-from draftsmith.eval.figures import Colours, Plot, label, name_lines, new_figure, percent
+from draftsmith.eval.figures import WIDTH, Colours, Plot, label, name_lines, new_figure, percent, style_axes
 from draftsmith.eval.standing import Standing
 
-MARKERS = "oDs^vPX"
+PANEL = 118  # pixels of a family's panel where there are many
 ROW = 18  # pixels of a contender's row where there are many
 DASH = "\u2013"
 
@@ -58,12 +58,13 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
     )
     compared = comparison_plot(standing)
     plots = [compared] if compared is not None else []
+    by_position = _by_family if standing.many else _by_position
     plots.append(
         Plot(
             "acceptance_by_position",
-            "Acceptance by position",
+            "Acceptance by position" + ", family by family" * standing.many,
             f"How often a drafted token is accepted when all before it were. {shares}.",
-            lambda colours: _by_position(colours, standing, drafting),
+            lambda colours: by_position(colours, standing, drafting),
         )
     )
     histograms = _shaded_histograms if standing.many else _histograms
@@ -103,12 +104,8 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
     return plots
 
 
-def _marker(standing: Standing, name: str) -> str:
-    return MARKERS[(standing.numbers[name] - 1) % len(MARKERS)]
-
-
 def _by_position(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
-    gap = 13 if standing.many else 40  # pixels between the names at the lines' ends
+    gap = 40  # pixels between the names at the lines' ends
     height = max(290, 60 + gap * len(drafting))
     figure, (ax,) = new_figure(colours, height)
     ends = []
@@ -118,14 +115,11 @@ def _by_position(colours: Colours, standing: Standing, drafting: dict[str, Any])
             continue
         positions = range(1, len(shares) + 1)
         bounds = [b or [share, share] for b, share in zip(row["acceptance_by_position_interval"], shares, strict=True)]
-        colour, is_main = colours(standing.roles[name]), name == standing.main
-        if is_main:  # all of them over each other would hide the lines
+        colour = colours(standing.roles[name])
+        if name == standing.main:  # all of them over each other would hide the lines
             ax.fill_between(positions, *zip(*bounds, strict=True), color=colour, alpha=0.13, linewidth=0)  # type: ignore[arg-type]
-        weight = 1.1 if standing.many and not is_main else 1.8
-        marks = {} if standing.many and not is_main else {"marker": _marker(standing, name), "markersize": 4}
-        ax.plot(positions, shares, color=colour, linewidth=weight, **marks)
-        shown = str(standing.numbers[name]) if standing.many else name
-        ends.append((positions[-1], shares[-1], shown, standing.roles[name]))
+        ax.plot(positions, shares, color=colour, linewidth=1.8, marker=standing.markers[name], markersize=4)
+        ends.append((positions[-1], shares[-1], name, standing.roles[name]))
     ax.set_ylim(0, 1)
     longest = max((x for x, *_ in ends), default=1)
     ax.set_xlim(0.7, longest + 0.3)
@@ -133,6 +127,45 @@ def _by_position(colours: Colours, standing: Standing, drafting: dict[str, Any])
     percent(ax)
     name_lines(ax, colours, ends, gap=gap / height)
     label(ax, colours, "position in the draft", "accepted, where all before were")
+    return figure
+
+
+def _by_family(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
+    """A panel for each family, on equal axes; the main contender's line stands faintly in all."""
+    families: dict[int, list[str]] = {}
+    for name, row in drafting.items():
+        if row["acceptance_by_position"]:
+            families.setdefault(standing.families[name], []).append(name)
+    rows = max(1, -(-len(families) // 2))
+    most = max(map(len, families.values()), default=1)
+    panel = max(PANEL, 30 + 11 * most)
+    figure = Figure(figsize=(WIDTH / 72, (30 + panel * rows) / 72), dpi=72, layout="constrained")
+    figure.get_layout_engine().set(w_pad=3 / 72, h_pad=4 / 72, wspace=0.02, hspace=0.02)  # type: ignore[union-attr]
+    axes = list(figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False).flat)
+    longest = max((len(row["acceptance_by_position"]) for row in drafting.values()), default=1)
+    main = drafting.get(standing.main, {}).get("acceptance_by_position") or []
+    for ax in axes[len(families) :]:
+        ax.set_visible(False)
+    for place, (ax, (family, names)) in enumerate(zip(axes, families.items(), strict=False)):
+        style_axes(ax, colours)
+        ax.set_ylim(0, 1)
+        ax.set_xlim(0.7, longest + 0.3)
+        ax.xaxis.set_major_locator(MaxNLocator(min(longest, 6), integer=True))
+        ax.yaxis.set_major_locator(MaxNLocator(2))
+        ax.tick_params(labelbottom=place >= len(families) - 2)  # with nothing below it
+        percent(ax)
+        ax.plot(range(1, len(main) + 1), main, color=colours("muted"), linewidth=3, alpha=0.3)
+        ends = []
+        for name in names:
+            shares = drafting[name]["acceptance_by_position"]
+            weight = 2.0 if name == standing.main else 1.3
+            style: Any = {"color": colours(standing.roles[name]), "marker": standing.markers[name], "markersize": 3}
+            ax.plot(range(1, len(shares) + 1), shares, linewidth=weight, markeredgewidth=0, **style)
+            ends.append((len(shares), shares[-1], str(standing.numbers[name]), standing.roles[name]))
+        name_lines(ax, colours, ends, gap=13 / (panel - 30))
+        words = textwrap.shorten(standing.family_names[family], 24, placeholder="…")
+        ax.set_title(words or "?", color=colours(standing.roles[names[0]]), fontsize=11, loc="left")
+    figure.supxlabel("position in the draft; grey: the main contender", fontsize=11, color=colours("muted"))
     return figure
 
 
@@ -253,7 +286,7 @@ def _by_part(colours: Colours, standing: Standing, drafting: list[str], parts: d
         for name in [*(other for other in drafting if other != main), *[main] * (main in drafting)]:
             if (value := row[name]["tau"]) is not None:
                 size, alpha = (6, 1.0) if name == main else (4, 0.6 if standing.many else 1.0)
-                colour, marker = colours(standing.roles[name]), _marker(standing, name)
+                colour, marker = colours(standing.roles[name]), standing.markers[name]
                 ax.plot(value, place, marker, markersize=size, color=colour, alpha=alpha)
     ax.set_yticks(range(len(parts)), [textwrap.shorten(name, 24, placeholder="…") or "?" for name in parts])
     ax.set_ylim(len(parts) - 0.5, -0.5)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from draftsmith.eval.figures import SERIES
+from draftsmith.eval.figures import MARKERS, SERIES
 
 FEW = 6  # contenders that figures can name, each in a colour of its own
 
@@ -46,6 +46,35 @@ class Standing:
             key = (row["proposer"], row["drafter"], tree.get("policy"), tree.get("vocab_size") is not None)
             found[name] = keys.setdefault(key, len(keys))
         return found
+
+    @cached_property
+    def family_names(self) -> dict[int, str]:
+        """In a few words: who drafts by which policy, whether cut; of equal ones, also from which directory."""
+        words, longer = {}, {}
+        for name, family in self.families.items():
+            row = self.drafting[name]
+            tree = row["tree"] or {}
+            policy = {"eagle2": "EAGLE-2", "ddd": "DDD", "svip": "SVIP", "svip_tree": "SVIP tree", "c2t": "C2T"}
+            said = policy.get(tree.get("policy"), str(tree.get("policy")))
+            if row["proposer"] != "drafter":
+                said = {"prompt_lookup": "prompt lookup", "causal_lm": f"small LM, {said}"}.get(row["proposer"], said)
+            words[family] = said + ", cut" * (tree.get("vocab_size") is not None)
+            longer[family] = f"{words[family]}: {row['drafter']}"
+        twice = {said for said in words.values() if list(words.values()).count(said) > 1}
+        return {family: longer[family] if said in twice else said for family, said in words.items()}
+
+    def label(self, name: str) -> str:
+        """The name for a figure's legend; of a cut vocabulary with its size, for its trees are as large as others'."""
+        tree = self.drafting[name]["tree"] or {}
+        size = tree.get("vocab_size")
+        told = size is None or str(size) in name or f"{size:,}" in name
+        return name if told else f"{name}, {size:,} tokens"
+
+    @cached_property
+    def markers(self) -> dict[str, str]:
+        """The mark of each who drafts: its own, or its family's where there are many."""
+        places = self.families if self.many else {name: i - 1 for name, i in self.numbers.items()}
+        return {name: MARKERS[place % len(MARKERS)] for name, place in places.items()}
 
     @cached_property
     def roles(self) -> dict[str, str]:

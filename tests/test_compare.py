@@ -14,7 +14,7 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
-from draftsmith.eval import acceptance, benchmarks, contenders, figures, html_report, report
+from draftsmith.eval import acceptance, benchmarks, contenders, figures, html_report, plots, report
 from draftsmith.eval.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.compared import load_all, split_overrides
 from draftsmith.eval.comparison_plot import LABEL, comparison_plot
@@ -525,7 +525,7 @@ def test_compare_measures_everyone_on_the_same_prompts(
         assert row["tau_ratio"] == pytest.approx(row["tau"] / main["tau"], abs=1e-3)
     page = (place / "out/report.html").read_text()
     assert "how the others compare with" in page and (place / "out/comparison.png").exists()
-    assert "a colour is a family" in page  # of eight contenders, more than can be named
+    assert "a colour and its mark are a family" in page  # of eight contenders, more than can be named
 
 
 def test_auto_is_chosen_before_anything_is_decoded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -611,6 +611,9 @@ def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(place: Path
 # Figures with many.
 
 
+PARTLESS: dict[str, Any] = {"benchmarks": {}, "categories": {}, "turns": {}}
+
+
 def numbers_of(count: int) -> dict[str, Any]:
     """acceptance.json's content for contenders of every size and policy."""
     trees = [("eagle2", n) for n in (8, 16, 30, 60)] + [("ddd", 60), ("svip", 9), ("static", 26)]
@@ -654,7 +657,7 @@ def test_numbers_in_the_comparison_hide_nothing(count: int) -> None:
         for i, (x, y) in enumerate(places):
             for a, b in places[:i]:
                 assert abs(x - a) >= LABEL[0] - 0.1 or abs(y - b) >= LABEL[1] - 0.1
-        dots = [line.get_xydata() for line in ax.lines if line.get_marker() == "o"]
+        dots = [line.get_xydata() for line in ax.lines if str(line.get_marker()) in figures.MARKERS]
         assert len(dots) == count
         drawn = sorted(ax.transData.transform(dot[0])[0] for dot in dots)  # type: ignore[index]
         true = sorted(
@@ -672,7 +675,30 @@ def test_many_contenders_are_told_apart_by_number_and_family() -> None:
         by_policy.setdefault(name.split()[0], set()).add(role)
     assert all(len(roles) == 1 for roles in by_policy.values())  # a family has one colour
     assert len(set().union(*by_policy.values())) == len(by_policy)  # and no other has it
+    ten = numbers_of(24)
+    for i, row in enumerate(list(ten["contenders"].values())[1:13]):
+        row["tree"] = {"policy": f"policy {i}", "nodes": 9, "vocab_size": None}
+    looks = Standing.of(ten)
+    assert len({looks.families[name] for name in looks.drafting}) > figures.SERIES
+    seen = {looks.families[name]: (looks.roles[name], looks.markers[name]) for name in looks.drafting}
+    assert len(set(seen.values())) == len(seen)
+    assert len({role for role, _ in list(seen.values())[:10]}) == 10
+    cut = numbers_of(7)
+    for row, size in zip(list(cut["contenders"].values())[1:], (64, 128), strict=False):
+        row["tree"]["vocab_size"] = size
+    assert Standing.of(cut).label("eagle2 0") == "eagle2 0, 64 tokens" and Standing.of(cut).label("ddd 4") == "ddd 4"
     assert many.roles[PLAIN] == "plain" and many.numbers["eagle2 0"] == 1
+
+
+def test_lines_of_many_stand_family_by_family() -> None:
+    content = numbers_of(24)
+    standing = Standing.of(content)
+    (plot,) = [p for p in plots.acceptance_plots(content | PARTLESS) if p.name == "acceptance_by_position"]
+    shown = [ax for ax in plot.draw(figures.LIGHT.__getitem__).axes if ax.get_visible()]
+    assert [ax.get_title(loc="left") for ax in shown] == list(standing.family_names.values())
+    numbers = [{text.get_text() for text in ax.texts} for ax in shown]
+    for name, family in standing.families.items():
+        assert [str(standing.numbers[name]) in panel for panel in numbers] == [i == family for i in range(len(shown))]
 
 
 def test_a_replay_shows_no_speeds(place: Path, tmp_path: Path) -> None:
