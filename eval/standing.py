@@ -50,14 +50,14 @@ class Standing:
     @cached_property
     def family_names(self) -> dict[int, str]:
         """In a few words: who drafts by which policy, whether cut; of equal ones, also from which directory."""
-        words, longer = {}, {}
+        words: dict[int, str] = {}
+        longer: dict[int, str] = {}
         for name, family in self.families.items():
             row = self.drafting[name]
             tree = row["tree"] or {}
             policy = {"eagle2": "EAGLE-2", "ddd": "DDD", "svip": "SVIP", "svip_tree": "SVIP tree", "c2t": "C2T"}
-            said = policy.get(tree.get("policy"), str(tree.get("policy")))
-            if row["proposer"] != "drafter":
-                said = {"prompt_lookup": "prompt lookup", "causal_lm": f"small LM, {said}"}.get(row["proposer"], said)
+            said = policy.get(key := str(tree.get("policy")), key)
+            said = {"prompt_lookup": "prompt lookup", "causal_lm": f"small LM, {said}"}.get(row["proposer"], said)
             words[family] = said + ", cut" * (tree.get("vocab_size") is not None)
             longer[family] = f"{words[family]}: {row['drafter']}"
         twice = {said for said in words.values() if list(words.values()).count(said) > 1}
