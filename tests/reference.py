@@ -3,6 +3,7 @@
 They read a drafter's weights through its state_dict only.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -312,7 +313,7 @@ def c2t_tree(
 
 def on_a_line(points: list[tuple[float, float]], x: float) -> float:
     """Between two measured points, the straight line through them."""
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x0 <= x <= x1:
             return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
     return next(y for x0, y in points if x0 == x)
@@ -361,13 +362,25 @@ def replayed(
     return accepted, cut_off
 
 
-def surprise(logits: list[list[float]], said: list[int], temperature: float) -> tuple[float, float]:
-    """Sum over tokens of -log p(token) - H(p), and the variance that it has if the tokens were drawn from p."""
-    excess = variance = 0.0
+def surprise(
+    logits: list[list[float]], said: list[int], temperature: float, top_p: float = 1.0, top_k: int = 0
+) -> tuple[int, float, float]:
+    """(tokens with p = 0; over the others the sum of -log p(token) - H(p), and the variance that it has if they were
+    drawn from p). Of the likeliest tokens top_k stay, of those as many as reach top_p together."""
+    cut_off, excess, variance = 0, 0.0, 0.0
     for row, token in zip(logits, said, strict=True):
-        exponentials = [math.exp(z / temperature) for z in row]
-        p = [e / sum(exponentials) for e in exponentials]
-        entropy = sum(-q * math.log(q) for q in p if q > 0)
+        kept = sorted(range(len(row)), key=lambda i: -row[i])[: top_k or len(row)]
+        weights = {i: math.exp(row[i] / temperature) for i in kept}
+        total, mass, p = sum(weights.values()), 0.0, {}
+        for i in kept:
+            if mass < top_p and weights[i] > 0:
+                p[i] = weights[i] / total
+            mass += weights[i] / total
+        p = {i: q / sum(p.values()) for i, q in p.items()}
+        if token not in p:
+            cut_off += 1
+            continue
+        entropy = sum(-q * math.log(q) for q in p.values())
         excess += -math.log(p[token]) - entropy
-        variance += sum(q * (-math.log(q) - entropy) ** 2 for q in p if q > 0)
-    return excess, variance
+        variance += sum(q * (-math.log(q) - entropy) ** 2 for q in p.values())
+    return cut_off, excess, variance

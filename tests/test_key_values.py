@@ -81,6 +81,7 @@ def test_what_new_slots_see_and_where_columns_stand(lengths: list[int]) -> None:
     visible = torch.tensor([[1, 1, 0], [0, 0, 1]], dtype=torch.bool).expand(len(lengths), 2, 3)
     seen = store.seen(visible)
     positions = store.key_positions(torch.tensor([[100, 101, 101]]).expand(len(lengths), 3))
+    assert seen is not None
     assert seen.shape == (len(lengths), 2, max(lengths) + 3)
     for b, length in enumerate(lengths):
         beyond = max(lengths) - length
