@@ -442,6 +442,7 @@ def test_a_kill_between_checkpoint_and_replay_loses_neither(
             with pytest.raises(Killed):
                 train(recipe_path, *REPLAY, f"output_dir={killed}")
         assert (killed / f"checkpoints/step-0000000{at}").exists()
+        assert (killed / "metrics.jsonl").read_text().count("\n") == at - 1
         assert not (killed / "drafter").exists()
         for _ in range(2):  # a run that is complete writes no line again
             train(recipe_path, *REPLAY, f"output_dir={killed}")
