@@ -484,6 +484,7 @@ class PolicyProposer:
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         self.drafting.reset(rows)
+        self.roots_B = self.roots_B[:0]
         self.draws = None if draws is None else list(draws)
 
     def keep(self, rows: Sequence[int]) -> None:
