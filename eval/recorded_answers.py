@@ -9,6 +9,7 @@ Both hold token ids, so that nothing is tokenised again. Nothing of a file is sk
 error, for a number over answers that nobody chose would be nobody's.
 """
 
+import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,9 @@ from draftsmith.eval.shapes import Count, Shape, Text, check, load
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.validation import validation_rank
 
+SHOWN_FAULTS = 3
 EVERYONE = ""  # whose answers those of conversations are
 IDENTITY = ("tokenizer_fingerprint", "embedding_digest")  # what a target is known by, where it was written down
 
@@ -51,6 +54,7 @@ class Recording:
     answers: dict[str, list[RecordedAnswer]] = field(default_factory=dict)  # by contender, in the order of the file
     # What is written of the target that answered, each kind once, and where it stands first.
     identities: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    note: str = ""  # what a reader of the numbers must know of the choice of answers
 
     def of(self, contender: str, plain: str) -> list[RecordedAnswer]:
         """A contender's own answers; of one who has none, plain decoding's, or those of the only one there is.
@@ -123,10 +127,12 @@ def read_answers(
         only: ids of the conversations to read; None: all.
 
     Raises:
-        UserError: no such file, a line that is neither kind or is damaged, or nothing in it.
+        UserError: no such file, lines that are neither kind, damaged or there twice, or nothing in it.
     """
     recording = Recording(path)
     seen: dict[tuple[str, str], set[str]] = {}
+    places: dict[tuple[str, tuple[str, str, int]], str] = {}  # of each contender's answer to each turn
+    faults: list[str] = []
     drawn, whose = _beside(path)
     try:
         file = path.open("rb")
@@ -141,9 +147,16 @@ def read_answers(
                 continue
             place = f"{path}:{number}"
             try:
-                contender, answers, identity = _answers_of(load(line), place, drawn or sampling)
+                contender, answers, identity = _answers_of(_loaded(line), place, drawn or sampling)
+                for answer in answers:
+                    if (before := places.setdefault((contender, answer.key), place)) != place:
+                        raise ValueError(
+                            f"{_whose(contender)}answer to turn {answer.turn} of {answer.conversation_id!r} stands "
+                            f"there twice, first at {before}"
+                        )
             except ValueError as error:
-                raise UserError(f"eval.answers: {place}: {error}") from None
+                faults.append(f"eval.answers: {place}: {error}")
+                continue
             first = answers[0]
             if only is not None and first.conversation_id not in only:
                 continue
@@ -157,9 +170,50 @@ def read_answers(
             identity = identity if contender == EVERYONE else whose
             if identity and all(identity != known for _, known in recording.identities):
                 recording.identities.append((place, identity))
+    if faults:
+        more = [f"eval.answers: {path}: {len(faults):,} lines cannot be used; these are the first {SHOWN_FAULTS}"]
+        raise UserError([*(more if len(faults) > SHOWN_FAULTS else []), *faults[:SHOWN_FAULTS]])
     if not any(recording.answers.values()):
         raise UserError(f"eval.answers: {path} holds no answer")
     return recording
+
+
+def _loaded(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line. Raises ValueError where there is none."""
+    try:
+        return load(line)
+    except ValueError:
+        if line.endswith(b"\n"):
+            raise
+        raise ValueError(
+            "the file is cut off: its last line is not whole; delete that line, or have the file written to its end"
+        ) from None
+
+
+def _whose(contender: str) -> str:
+    return "the " if contender == EVERYONE else f"{contender!r}: the "
+
+
+def kept_for_validation(path: Path, most: int) -> set[str]:
+    """Ids of the conversations in a file of `data_gen.regenerate` that training on it keeps for validation.
+
+    Args:
+        most: train.validation_conversations.
+
+    As in training, a fifth of the conversations at most. Training does not count those that it cannot use for other
+    reasons than short answers; where there are such, and few conversations, the last of these may be trained on.
+    """
+    ids = set()
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = load(line)
+                check(record, _ConversationLine)
+            except ValueError:  # `read_answers` tells it
+                continue
+            if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # one token alone trains nothing
+                ids.add(record["id"])
+    return set(heapq.nsmallest(min(most, len(ids) // 5), ids, key=validation_rank))
 
 
 def _answers_of(

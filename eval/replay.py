@@ -3,6 +3,8 @@
     python eval/acceptance.py recipes/demo.yaml eval.mode=replay                             # of its own last run
     python eval/acceptance.py recipes/demo.yaml eval.mode=replay eval.answers=runs/demo/conversations.jsonl
 
+The latter replays the conversations that training keeps for validation; of those it has learnt, tau is too high.
+
 The tree that is drafted at a root hangs on the target's states of the committed tokens alone: accepted positions reach
 a drafter with the target's own states, never with drafted ones. Which of its nodes are accepted hangs on what the
 target says next alone. So the target reads each answer once, all positions in one pass, and the loop of decoding
@@ -35,7 +37,9 @@ from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 
-HEAD_ROWS = 512  # positions whose logits are alive at once
+HEAD_ROWS = 512  # most positions whose logits are alive at once
+HEAD_BYTES = 1 << 28  # and most bytes of them, with what is computed from them
+OF_LOGITS = 12  # float32 tensors of the logits' size that are alive together while a draw is checked; top-p sorts
 CHECKED_TOKENS = 1024  # of the answers, the longest ones first, are compared with what the target says
 NO_TOKEN = -1
 
@@ -124,21 +128,27 @@ class RecordedVerifier:
 # The target's one pass over the recorded answers.
 
 
+COARSE_ROUNDING = 0.05  # share of tokens that bfloat16 may turn
+
+
 @dataclass
 class Agreement:
     """Are the answers this target's own? Counted while it reads the first of them; that many tell.
 
     Greedy answers must be its likeliest tokens. In float32 rounding turns no more than a near tie; in lower precision a
     pass over many positions has other last bits than the one over a single token that wrote the answer.
-    Drawn answers must be as surprising as the target's own draws: the mean of -log p(token) - H(p) is 0 for them (below
-    0 where top-p or top-k cut the unlikely ones off), and the KL divergence for another target's.
+    Drawn answers must be as surprising as the target's own draws, p as `Sampling.probabilities` makes it: the mean of
+    -log p(token) - H(p) is 0 for them, more for most other targets, less for a lower temperature or a closer cut than
+    is written. A token that top-k or top-p cut off (p = 0) was never drawn; only rounding at the edge of the cut can
+    have let it in.
     """
 
     lenient: bool  # the target rounds coarsely
     greedy_tokens: int = 0
     other: int = 0  # of them, not the target's likeliest
     drawn_tokens: int = 0
-    excess: float = 0.0  # nats, summed
+    impossible: int = 0  # of them, with p = 0
+    excess: float = 0.0  # nats, summed over the possible ones
     variance: float = 0.0  # of that sum, if the tokens are its own draws
 
     def add(self, answer: RecordedAnswer, logits_NV: torch.Tensor, said_N: torch.Tensor) -> None:
@@ -149,13 +159,16 @@ class Agreement:
             self.greedy_tokens += len(said_N)
             self.other += int((logits_NV.argmax(-1) != said_N).sum())
             return
-        log_p_NV = (logits_NV / answer.sampling.temperature).log_softmax(-1)
-        p_NV = log_p_NV.exp()
+        p_NV = answer.sampling.probabilities(logits_NV)
+        p_N = p_NV.gather(1, said_N[:, None])[:, 0]
+        possible_N = p_N > 0
         entropy_N = torch.special.entr(p_NV).sum(-1)
-        surprise_N = -log_p_NV.gather(1, said_N[:, None])[:, 0]
+        # Of the surprise; clamped, for 0 times the infinite logarithm is 0 here.
+        squares_N = p_NV.log().clamp_(min=-1e4).square_().mul_(p_NV).sum(-1)
         self.drawn_tokens += len(said_N)
-        self.excess += float((surprise_N - entropy_N).sum())
-        self.variance += float(((p_NV * log_p_NV.clamp(min=-1e4).square()).sum(-1) - entropy_N.square()).sum())
+        self.impossible += int((~possible_N).sum())
+        self.excess += float((-p_N.log() - entropy_N)[possible_N].double().sum())
+        self.variance += float((squares_N - entropy_N.square()).clamp_(min=0)[possible_N].double().sum())
 
     @classmethod
     def of(cls, target: Target) -> "Agreement":
@@ -167,32 +180,59 @@ class Agreement:
 
     @property
     def most_other(self) -> float:
-        """Share of greedy tokens that may differ."""
-        return 0.05 if self.lenient else 0.001
+        """Share of tokens that may be others than the target can have said."""
+        return COARSE_ROUNDING if self.lenient else 0.001
+
+    @property
+    def most_excess(self) -> float:
+        """Nats that the sum may lie off 0, either way.
+
+        Six standard deviations; few tokens are not distributed normally, and k that are unlikely at once have k nats
+        of e^-k: 20 more. Rounding moves p a little: 0.05 nats a token.
+        """
+        return max(0.05 * self.drawn_tokens, 6 * self.variance**0.5 + 20)
 
     def check(self) -> None:
-        """Raises UserError where the answers read so far are another target's."""
-        if self.other > max(1, self.most_other * self.greedy_tokens):
+        """Raises UserError where the answers read so far are another target's, or were drawn otherwise."""
+        self._check_others(self.other, self.greedy_tokens, "greedy tokens", "are not what this one says there")
+        self._check_others(
+            self.impossible, self.drawn_tokens, "drawn tokens", "are cut off by top_k or top_p when this one draws them"
+        )
+        if abs(self.excess) > self.most_excess:
+            more = self.excess > 0
             raise UserError(
-                f"eval.answers: recorded from another target: {self.other:,} of {self.greedy_tokens:,} greedy tokens "
-                f"({self.other / self.greedy_tokens:.1%}) are not what this one says there; at most "
-                f"{self.most_other:.1%} can be rounding. Decode or regenerate with this target, in this precision"
+                f"eval.answers: {'recorded from another target, or drawn' if more else 'drawn'} otherwise than is "
+                f"written (temperature, top_p, top_k): {self.drawn_tokens:,} tokens are {abs(self.mean_excess):.2f} "
+                f"nats each {'more' if more else 'less'} surprising to this one than its own draws would be. "
+                "Decode or regenerate with this target, or mend what is written"
             )
-        if self.excess > max(0.05 * self.drawn_tokens, 6 * self.variance**0.5):
+
+    def _check_others(self, other: int, tokens: int, kind: str, fault: str) -> None:
+        if other <= max(1, self.most_other * tokens):
+            return
+        share = other / tokens
+        if share <= COARSE_ROUNDING:  # and in a precision that rounds finely
             raise UserError(
-                f"eval.answers: recorded from another target, or drawn at another temperature: {self.drawn_tokens:,} "
-                f"tokens are {self.excess / self.drawn_tokens:.2f} nats each more surprising to this one than its own "
-                "draws would be. Decode or regenerate with this target"
+                f"eval.answers: probably this target's own, written in another precision: {other:,} of {tokens:,} "
+                f"{kind} ({share:.1%}) {fault}; at most {self.most_other:.1%} can be rounding here. Set "
+                "target.dtype to the precision that wrote them (bfloat16?), or decode or regenerate in this one"
             )
+        raise UserError(
+            f"eval.answers: recorded from another target{' or drawn otherwise than is written' * (kind[0] == 'd')}: "
+            f"{other:,} of {tokens:,} {kind} ({share:.1%}) {fault}. Decode or regenerate with this target"
+        )
+
+    @property
+    def mean_excess(self) -> float:
+        return self.excess / max(1, self.drawn_tokens - self.impossible)
 
     def __str__(self) -> str:
         parts = []
         if self.greedy_tokens:
             parts.append(f"{self.other:,} of {self.greedy_tokens:,} greedy tokens are not the target's likeliest")
         if self.drawn_tokens:
-            parts.append(
-                f"{self.drawn_tokens:,} drawn tokens, {self.excess / self.drawn_tokens:+.3f} nats each beyond its own"
-            )
+            cut = f", {self.impossible:,} of them cut off here" if self.impossible else ""
+            parts.append(f"{self.drawn_tokens:,} drawn tokens, {self.mean_excess:+.3f} nats each beyond its own{cut}")
         return "; ".join(parts) or "not checked: how they were drawn is not known"
 
 
@@ -222,11 +262,22 @@ def read_states(
             for i, row in enumerate(rows):
                 last = states.last[i, len(answers[row].prompt) - 1 : len(read[row])]
                 said = torch.tensor(answers[row].tokens, device=target.device)
-                for part, tokens in zip(last.split(HEAD_ROWS), said.split(HEAD_ROWS), strict=True):
+                rows_at_once = head_rows(target.vocab_size)
+                for part, tokens in zip(last.split(rows_at_once), said.split(rows_at_once), strict=True):
                     agreement.add(answers[row], target.logits(part), tokens)
         for i, row in enumerate(rows):
             found[row] = captured[i, : len(read[row])]
     return torch.cat([states for states in found if states is not None]) if capture else None
+
+
+def head_rows(vocab_size: int) -> int:
+    """Positions whose tokens are checked at once."""
+    return max(1, min(HEAD_ROWS, HEAD_BYTES // (4 * OF_LOGITS * vocab_size)))
+
+
+def checking_bytes(vocab_size: int) -> int:
+    """Most that checking the answers' tokens keeps alive."""
+    return 4 * OF_LOGITS * head_rows(vocab_size) * vocab_size
 
 
 def pass_tokens(device_type: str) -> int:
@@ -305,6 +356,7 @@ def _replay(
             mine = None if states is None else _of_layers(states, layers, captures[name])
             for row, generation in zip(rows, _replay_batch(target, proposer, batch, mine), strict=True):
                 results[name][row] = generation
+            proposer.reset(0)  # whoever is done keeps no cache while the others draft
             told(sum(len(answer.tokens) for answer in batch))
     return {name: [g for g in generations if g is not None] for name, generations in results.items()}
 

@@ -23,10 +23,19 @@ from draftsmith.eval.recorded_answers import (
     Recording,
     check_answers,
     check_recorded_from,
+    kept_for_validation,
     read_answers,
     tokens_of,
 )
-from draftsmith.eval.replay import Agreement, batches, plain_rounds, positions_of, replay_all, replay_bytes
+from draftsmith.eval.replay import (
+    Agreement,
+    batches,
+    checking_bytes,
+    plain_rounds,
+    positions_of,
+    replay_all,
+    replay_bytes,
+)
 from draftsmith.eval.report import (
     UNDRAFTED,
     generations_path,
@@ -38,8 +47,8 @@ from draftsmith.eval.report import (
 )
 from draftsmith.models.chat import decode_answer, load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, read_config
-from draftsmith.models.costs import gigabytes, target_size
-from draftsmith.models.sampling import GREEDY, Sampling
+from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_size
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -61,6 +70,8 @@ def main_replay(
     check_contenders(recipe, contenders, recipe.drafter_dir if yet_to_train else None)
     recording = recording_of(recipe, contenders)
     recipe = as_replayed(recipe, recording)
+    if recording.note:
+        print(f"note: {recording.note}")
     if plan:
         print_plan(recipe, recording, contenders)
         return
@@ -83,7 +94,9 @@ def main_replay(
     numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, sampled=True, main=main)
     os.replace(partial, log)
     described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
-    about = {"recorded_answers": {"file": str(recording.path), "agreement": str(agreement)}}
+    about = {
+        "recorded_answers": {"file": str(recording.path), "agreement": str(agreement), "note": recording.note or None}
+    }
     path = write_acceptance(recipe, numbers, described, main, PLAIN, how_made(lineup) | about)
     print_table(read_acceptance(path))
     print_written([path, log, *write_report(recipe)])
@@ -97,7 +110,9 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     """
     path = Path(recipe.eval.answers) if recipe.eval.answers else generations_path(recipe)
     sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
-    recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first")
+    only, note = _not_trained_on(recipe, path)
+    recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first", only)
+    recording.note = note
     config = load_config(recipe.target).get_text_config(decoder=True)
     fingerprint = tokenizer_fingerprint(load_tokenizer(recipe.target))
     check_recorded_from(recording, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint))
@@ -108,10 +123,10 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
         own = recording.of(contender.name, PLAIN)
         if contender.tree.policy == "auto":
             problems.append(f"{contender.place}: policy auto goes by speeds, and replay has none; name a policy")
-        if contender.tree.draw == "sampled" and any(answer.sampling != GREEDY for answer in own):
+        if contender.tree.draw == "sampled" and not all(_greedy(answer) for answer in own):
             problems.append(
-                f"{contender.place}: draw: sampled cannot be replayed along answers that were drawn: which tokens the "
-                "drafter drew is not recorded; leave draw out, or decode"
+                f"{contender.place}: draw: sampled cannot be replayed along answers that were drawn (or may have "
+                "been): which tokens the drafter drew is not recorded; leave draw out, or decode"
             )
         if [answer.key for answer in own] != turns:
             problems.append(
@@ -121,6 +136,27 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     if problems:
         raise UserError(problems)
     return recording
+
+
+def _greedy(answer: RecordedAnswer) -> bool:
+    return answer.sampling is not None and answer.sampling.greedy  # None: nobody knows
+
+
+def _not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
+    """(ids of the conversations to replay, None: all; what is to be said of that): a drafter knows what it was trained
+    on, and would be taken for better than it is."""
+    if not path.exists() or path.resolve() != recipe.conversations_path.resolve():
+        return None, ""
+    kept = kept_for_validation(path, recipe.train.validation_conversations)
+    if not kept:
+        return None, (
+            f"{path} is what the recipe trains on, and train.validation_conversations keeps none of it out of "
+            "training: these answers are known to the drafter, and tau is higher than on others"
+        )
+    return kept, (
+        f"{path} is what the recipe trains on: replayed are the {len(kept)} conversations of it that training keeps "
+        "for validation"
+    )
 
 
 def _baseline(recording: Recording, contenders: Sequence[Contender]) -> list[RecordedAnswer]:
@@ -169,24 +205,43 @@ def _shown(lineup: Lineup, generation: Generation) -> dict[str, Any]:
     }
 
 
-def print_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
+def _draft_model_bytes(contenders: Sequence[Contender]) -> list[int]:
+    """Keys and values of a token, of every causal LM that drafts."""
+    found = []
+    for section in {c.draft_model.model: c.draft_model for c in contenders if c.draft_model is not None}.values():
+        config = load_config(section)
+        size = target_size(config, section.dtype, section.trust_remote_code)
+        found.append(cache_bytes_per_token(config.get_text_config(decoder=True), size))
+    return found
+
+
+def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> int:
+    """Most that replay keeps alive beside the models; drafters that are yet to be trained are not counted."""
     answers = _baseline(recording, contenders)
-    print(f"replayed by  {'; '.join(contender.name for contender in contenders)}")
-    print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens_of(answers):,} tokens")
     there = [c.drafter for c in contenders if c.drafter is not None and c.drafter.exists()]
     shapes = [read_config(directory)[0] for directory in there]
     layers = {layer for shape in shapes for layer in shape.capture_layers}
     config = load_config(recipe.target)
+    text = config.get_text_config(decoder=True)
     unit = target_size(config, recipe.target.dtype, recipe.target.trust_remote_code).activation_bytes
-    states = len(layers) * config.get_text_config(decoder=True).hidden_size * unit
-    columns = max((2 * 4 * shape.num_key_value_heads * shape.head_dim for shape in shapes), default=0)
+    states = len(layers) * text.hidden_size * unit
+    # One drafts at a time: the widest counts.
+    columns = max([0, *(2 * 4 * s.num_key_value_heads * s.head_dim for s in shapes), *_draft_model_bytes(contenders)])
     most = 0
     for rows in batches(answers, recipe.eval.replay_batch_size):
         longest = max(len(answers[row].prompt) + len(answers[row].tokens) for row in rows)
         most = max(most, replay_bytes(positions_of(answers, rows), len(rows), longest, states, columns))
+    return most + checking_bytes(text.vocab_size)
+
+
+def print_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
+    answers = _baseline(recording, contenders)
+    print(f"replayed by  {'; '.join(contender.name for contender in contenders)}")
+    print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens_of(answers):,} tokens")
     print(
-        f"memory       {gigabytes(most)} at most for target states and the drafter's columns of "
-        f"{recipe.eval.replay_batch_size} answers (eval.replay_batch_size), besides the models"
+        f"memory       {gigabytes(planned_bytes(recipe, recording, contenders))} at most for target states of "
+        f"{recipe.eval.replay_batch_size} answers (eval.replay_batch_size), the drafters' columns, and the check of "
+        "their tokens, besides the models"
     )
     print("time         unknown until the first answers are replayed; the progress bar then shows what is left")
     print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}; no speeds")

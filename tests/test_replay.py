@@ -8,6 +8,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,33 @@ import torch
 import yaml
 
 from draftsmith.eval import acceptance
+from draftsmith.eval.contenders import contenders_of
 from draftsmith.eval.decode import Generation, decode, decode_batch
 from draftsmith.eval.policies import C2T, PolicyProposer, TreePolicy, policy_of
-from draftsmith.eval.recorded_answers import RecordedAnswer, check_answers, check_recorded_from, read_answers
+from draftsmith.eval.recorded_answers import (
+    RecordedAnswer,
+    check_answers,
+    check_recorded_from,
+    kept_for_validation,
+    read_answers,
+)
 from draftsmith.eval.replay import (
     Agreement,
     RecordedVerifier,
     batches,
+    checking_bytes,
+    head_rows,
     plain_rounds,
     read_states,
     replay,
     replay_all,
 )
+from draftsmith.eval.replayed import planned_bytes, recording_of
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.costs import Meter
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
 from draftsmith.models.prompt_lookup import PromptLookup
@@ -40,7 +52,10 @@ from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
+from draftsmith.train.eagle3 import read_rows
 from tests import reference
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import blurred_copy, greedy, pair_of, taught
@@ -353,37 +368,141 @@ def test_plain_rounds_are_those_of_plain_decoding() -> None:
 # Whose answers are they?
 
 
-def drawn(target: Target, sampling: Sampling, count: int = 30) -> list[RecordedAnswer]:
+def drawn(target: Target, sampling: Sampling, count: int = 30, seed: int = 3) -> list[RecordedAnswer]:
     prompts = [[11 + i, 12, 13] for i in range(count)]
-    draws = [SeededDraws(3, i) for i in range(count)]
+    draws = [SeededDraws(seed, i) for i in range(count)]
     return recorded(decode_batch(target, None, prompts, {-1}, 40, sampling, draws), sampling)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0), Sampling(0.7), Sampling(1.0, top_p=0.8, top_k=20)])
-def test_answers_of_another_target_are_refused(sampling: Sampling) -> None:
-    target, other = Target(make_target()), Target(make_target(seed=1))
-    answers = drawn(target, sampling)
+def nearly(target: Target, noise: float = 0.3) -> Target:
+    """The same target, every weight moved by so much of its tensor's spread."""
+    changed = make_target()
+    changed.load_state_dict(target.model.state_dict())
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight += noise * weight.std() * torch.randn_like(weight)
+    return Target(changed)
+
+
+def agreement_with(target: Target, answers: Sequence[RecordedAnswer]) -> Agreement:
     agreement = Agreement.of(target)
-    read_states(target, answers, (), agreement)
+    for answer in answers:  # as in batches: every prefix of the file is judged
+        if not agreement.enough:
+            read_states(target, [answer], (), agreement)
+            agreement.check()
+    return agreement
+
+
+SAMPLINGS = (
+    *(Sampling(temperature) for temperature in (0.3, 0.7, 1.0, 1.5)),
+    *(Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.3), Sampling(1.0, top_p=0.8, top_k=20), Sampling(0.3, top_p=0.9)),
+    *(Sampling(1.5, top_p=0.9), Sampling(1.5, top_k=3)),
+)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=str)
+def test_answers_of_another_target_are_refused(sampling: Sampling) -> None:
+    target = Target(make_target())
+    answers = drawn(target, sampling)
+    for other in (Target(make_target(seed=1)), nearly(target)):
+        with pytest.raises(UserError, match="recorded from another target"):
+            replay(other, PromptLookup(4, other.device), answers, 8, Agreement.of(other))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_target_s_own_answers_never_are(sampling: Sampling, seed: int) -> None:
+    target = Target(make_target(seed=seed))
+    agreement = agreement_with(target, drawn(target, sampling, seed=seed))
+    assert agreement.enough and agreement.other == agreement.impossible == 0
+    if not sampling.greedy:
+        assert abs(agreement.excess) < 4 * agreement.variance**0.5
+
+
+@pytest.mark.parametrize(
+    ("was", "written", "message"),
+    [
+        (Sampling(0.2), Sampling(1.0), "drawn otherwise than is written .* less surprising"),
+        (Sampling(1.0), Sampling(0.2), "or drawn otherwise than is written .* more surprising"),
+        (Sampling(1.0, top_k=5), Sampling(1.0), "drawn otherwise than is written .* less surprising"),
+        (Sampling(1.0), Sampling(1.0, top_k=5), "or drawn otherwise than is written: .* are cut off by top_k or top_p"),
+        (Sampling(1.0, top_p=0.8), Sampling(1.0, top_p=0.3), "are cut off by top_k or top_p"),
+    ],
+    ids=str,
+)
+def test_answers_that_were_drawn_otherwise_are_refused(was: Sampling, written: Sampling, message: str) -> None:
+    target = Target(make_target())
+    answers = [replace(answer, sampling=written) for answer in drawn(target, was)]
+    with pytest.raises(UserError, match=message):
+        agreement_with(target, answers)
+
+
+def test_an_improbable_token_among_few_is_no_other_target() -> None:
+    """Nearly certain draws hardly vary; one that falls out lies many of their standard deviations off."""
+    certain = torch.tensor([[9.0, 0.0]]).expand(40, -1)  # p = 1.2e-4: one such token among 40 in 0.5 % of all answers
+    said = torch.tensor([0] * 39 + [1])
+    agreement = Agreement(lenient=False)
+    agreement.add(RecordedAnswer([1], said.tolist(), Sampling(1.0)), certain, said)
+    assert agreement.excess > 8 * agreement.variance**0.5
     agreement.check()
-    if sampling.greedy:
-        assert agreement.other == 0
-    else:
-        assert agreement.excess < 3 * agreement.variance**0.5
-    with pytest.raises(UserError, match="recorded from another target"):
-        replay(other, PromptLookup(4, other.device), answers, 8, Agreement.of(other))
 
 
-def test_surprise_is_measured_against_the_target_s_own_entropy() -> None:
-    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0], [3.0, 0.0, 0.0, 0.5], [0.0, -float("inf"), 1.0, 0.0]])
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 2), (0.7, 3)])
+def test_surprise_is_measured_against_the_target_s_own_entropy(top_p: float, top_k: int) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0], [3.0, 0.1, 0.2, 0.5], [0.0, -float("inf"), 1.0, 0.1]])
     said, temperature = [2, 3, 0], 0.8
     agreement = Agreement(lenient=False)
-    answer = RecordedAnswer([1], said, Sampling(temperature))
+    answer = RecordedAnswer([1], said, Sampling(temperature, top_p, top_k))
     agreement.add(answer, logits, torch.tensor(said))
-    excess, variance = reference.surprise(logits.tolist(), said, temperature)
-    assert agreement.excess == pytest.approx(excess, rel=1e-5)
+    cut_off, excess, variance = reference.surprise(logits.tolist(), said, temperature, top_p, top_k)
+    assert agreement.impossible == cut_off == {(1.0, 0): 0, (0.8, 0): 2, (1.0, 2): 1, (0.7, 3): 2}[top_p, top_k]
+    assert agreement.excess == pytest.approx(excess, rel=1e-4)
     assert agreement.variance == pytest.approx(variance, rel=1e-4)
     assert agreement.drawn_tokens == 3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7), Sampling(1.0, 0.9, 40)], ids=str)
+def test_checking_keeps_no_more_alive_than_is_planned(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.eval.replay.HEAD_BYTES", 1 << 22)
+    vocab_size = 5000
+    rows = head_rows(vocab_size)
+    assert 1 < rows < 512 and checking_bytes(vocab_size) <= 1 << 22
+    logits, said = torch.randn(rows, vocab_size), torch.zeros(rows, dtype=torch.long)
+    with Meter(lambda tensor: "") as meter:
+        Agreement(lenient=False).add(RecordedAnswer([1], [0] * rows, sampling), logits, said)
+    own = logits.numel() * logits.element_size()
+    assert own + meter.peak_bytes <= checking_bytes(vocab_size) + 8 * vocab_size  # and some rows' sums
+    assert sampling.greedy or meter.peak_bytes > own
+    target = Target(make_target(vocab_size=64))
+    monkeypatch.setattr("draftsmith.eval.replay.HEAD_BYTES", 7 * 4 * 12 * 64)
+    answers = [RecordedAnswer([5], greedy(target, [5], 30), GREEDY)]
+    asked: list[int] = []
+    target.head.register_forward_hook(lambda _, inputs, __: asked.append(inputs[0].shape[0]))
+    read_states(target, answers, (), agreement := Agreement.of(target))
+    assert asked == [7, 7, 7, 7, 2] and (agreement.greedy_tokens, agreement.other) == (30, 0)
+
+
+def test_a_few_differing_tokens_are_another_precision_s() -> None:
+    """Of 1,000 to 50 tokens bfloat16 may turn one; a reader is told that first, and no other target is suspected."""
+    for agreement, refused in (
+        (
+            Agreement(False, greedy_tokens=1000, other=8),
+            "^eval.answers: probably this target's own, written in another",
+        ),
+        (Agreement(False, greedy_tokens=1000, other=51), "^eval.answers: recorded from another target: 51 of 1,000 gr"),
+        (Agreement(True, greedy_tokens=1000, other=8), None),
+        (Agreement(True, greedy_tokens=1000, other=51), "^eval.answers: recorded from another target"),
+        (Agreement(False, drawn_tokens=1000, impossible=8), "^eval.answers: probably this target's own, written in a"),
+        (Agreement(False, drawn_tokens=1000, impossible=51), "^eval.answers: recorded from another target or drawn ot"),
+        (Agreement(True, drawn_tokens=1000, impossible=8), None),
+        (Agreement(False, drawn_tokens=1000, impossible=1), None),
+    ):
+        if refused is None:
+            agreement.check()
+            continue
+        with pytest.raises(UserError, match=refused):
+            agreement.check()
 
 
 def test_a_few_tokens_may_be_rounding_many_may_not() -> None:
@@ -425,6 +544,7 @@ def conversation(number: int, target: Target | None = None, **generator: Any) ->
 
 
 def write_lines(path: Path, *lines: Any) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
 
@@ -482,6 +602,62 @@ def test_lines_that_cannot_be_replayed_are_named(tmp_path: Path, line: Any, mess
     path = write_lines(tmp_path / "c.jsonl", conversation(0), line)
     with pytest.raises(UserError, match=message):
         read_answers(path)
+
+
+def test_several_bad_lines_are_counted_and_the_first_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", "{", conversation(0), "[]", "{}", "x", conversation(1), "y")
+    with pytest.raises(UserError) as told:
+        read_answers(path)
+    first, *faults = told.value.problems
+    assert first == f"eval.answers: {path}: 5 lines cannot be used; these are the first 3"
+    assert [fault.split(": ")[1] for fault in faults] == [f"{path}:{number}" for number in (1, 3, 4)]
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", conversation(0), conversation(1))
+    whole = path.read_text()
+    path.write_text(whole.rstrip())  # no more than the last line's end is missing
+    assert len(list(read_answers(path))) == 4
+    path.write_text(whole[:-20])
+    with pytest.raises(
+        UserError, match=r"^eval\.answers: .*c\.jsonl:2: the file is cut off: its last line is not whole"
+    ):
+        read_answers(path)
+    path.write_text("{\n" + whole)
+    with pytest.raises(UserError, match=r"^eval\.answers: .*c\.jsonl:1: not JSON"):
+        read_answers(path)
+
+
+def test_answers_that_stand_there_twice_are_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", conversation(0), conversation(1), conversation(0))
+    with pytest.raises(UserError, match=r"c\.jsonl:3: the answer to turn 1 of 'c0' stands there twice, first at .*:1$"):
+        read_answers(path)
+    ones = [generation_line(name, i, [6, 7]) for name in ("a", "b") for i in ("x", "y")]
+    ones += [ones[0] | {"turn": 2}, ones[0] | {"benchmark": "c"}]
+    assert len(list(read_answers(write_lines(path, *ones)))) == 6
+    with pytest.raises(
+        UserError, match=r"c\.jsonl:7: 'b': the answer to turn 1 of 'y' stands there twice, first at .*:4"
+    ):
+        read_answers(write_lines(path, *ones, ones[3]))
+
+
+def test_kept_for_validation_is_what_training_keeps(tmp_path: Path) -> None:
+    """The same conversations as `train.eagle3.read_rows`, whatever their order."""
+    lines = [conversation(i) for i in range(40)]
+    for number in (3, 4):  # one token alone trains nothing
+        for turn in lines[number]["turns"]:
+            turn["output_token_ids"] = [9]
+    path = write_lines(tmp_path / "run/conversations.jsonl", *lines)
+    section = {"output_dir": str(tmp_path / "run"), "target": {"model": "none"}}
+    recipes = {most: Recipe.model_validate(section | {"train": {"validation_conversations": most}}) for most in (5, 64)}
+    for most, recipe in recipes.items():
+        training, validation = read_rows(recipe, make_tokenizer(), Rejects())
+        kept = kept_for_validation(path, most)
+        assert kept == {row.id for row in validation} and len(kept) == (5 if most == 5 else 7)
+        assert not kept & {row.id for row in training}
+    write_lines(path, *reversed(lines))
+    assert kept_for_validation(path, 64) == kept > kept_for_validation(path, 5)
+    assert kept_for_validation(path, 0) == set()
 
 
 def test_no_file_and_no_answers(tmp_path: Path) -> None:
@@ -614,6 +790,65 @@ def test_the_script_replays_regenerated_conversations(
     assert numbers["answers"] == 8 and numbers["prompts"] == 4 and list(numbers["benchmarks"]) == ["mine"]
     assert numbers["contenders"]["plain decoding"]["tau"] == 1
     assert numbers["contenders"]["plain decoding"]["rounds"] == 8 * 11
+
+
+def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
+    place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32")))
+    path = write_lines(place / "trained/conversations.jsonl", *(conversation(i, target) for i in range(11)))
+    out = place / "run/trained"
+    settings = (f"data.conversations={path}", "eval.mode=replay", f"eval.answers={path}", f"eval.out={out}")
+    measure(*settings)
+    kept = "replayed are the 2 conversations of it that training keeps for validation"
+    assert f"note: {path} is what the recipe trains on: {kept}" in capsys.readouterr().out.replace("\n", "")
+    ids = {line["conversation_id"] for line in lines_of(out / "replay/generations.jsonl")}
+    assert ids == kept_for_validation(path, 64) and len(ids) == 2
+    assert kept in json.loads((out / "replay/acceptance.json").read_text())["recorded_answers"]["note"]
+    measure(*settings, "train.validation_conversations=0", "--plan")
+    said = capsys.readouterr().out
+    assert "these answers are known to the drafter" in said and "answers      22 recorded" in said
+    copy = write_lines(place / "trained/copy.jsonl", *lines_of(path))
+    measure(*settings, f"eval.answers={copy}", "--plan")
+    said = capsys.readouterr().out
+    assert "note" not in said and "answers      22 recorded" in said
+
+
+def test_greedy_answers_are_greedy_whatever_else_is_set(place: Path, measure: Callable[..., None]) -> None:
+    """top_p means nothing at temperature 0; of answers without a temperature nobody knows."""
+    chain = "eval.tree={policy: chain, nodes: 4, draw: sampled}"
+    path = write_lines(place / "greedy.jsonl", conversation(0, top_p=0.9, top_k=5))
+    measure("eval.mode=replay", f"eval.answers={path}", chain, "--plan")
+    write_lines(path, conversation(0, temperature=None))
+    with pytest.raises(UserError, match=r"answers that were drawn \(or may have been\)"):
+        measure("eval.mode=replay", f"eval.answers={path}", chain, "--plan")
+
+
+def test_the_plan_counts_caches_of_draft_models_and_the_check(
+    place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(place / "planned.jsonl", conversation(0))
+    small = "eval.also=[{name: small, proposer: causal_lm, draft_model: {model: " + str(target_dir) + "}}]"
+    counted = {}
+    for name, also in (("without", "eval.also=[]"), ("with", small)):
+        recipe = load_recipe(place / "recipe.yaml", ["eval.mode=replay", f"eval.answers={path}", also])
+        contenders = contenders_of(recipe)
+        counted[name] = planned_bytes(recipe, recording_of(recipe, contenders), contenders)
+    # Two answers of 16 tokens at most; 7 layers of keys and values, 2 heads of 8, in float32, not the drafter's 1.
+    assert counted["with"] - counted["without"] == 2 * 16 * (7 - 1) * 2 * 2 * 8 * 4
+    assert counted["without"] > checking_bytes(320)
+    measure("eval.mode=replay", f"eval.answers={path}", small, "--plan")
+    assert "the drafters' columns, and the check of their tokens" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_every_cache_is_gone_when_its_batch_is_done() -> None:
+    target, drafter = pair_of("llama")
+    mine = Eagle3Drafting(drafter)
+    answers = [RecordedAnswer(prompt, greedy(target, prompt, 9), GREEDY) for prompt in PROMPTS]
+    told: list[list[int]] = []
+    proposers: dict[str, Proposer] = {"a": PolicyProposer(mine, policy("chain")), "b": PromptLookup(3, target.device)}
+    replay_all(target, proposers, answers, 4, told=lambda _: told.append(list(mine.columns.lengths)))
+    assert told == [[]] * 4
 
 
 def test_what_cannot_be_replayed_is_told_before_weights_are_loaded(
