@@ -241,9 +241,11 @@ def test_the_answer_in_the_next_prompt_reads_as_regeneration_writes_it(
     assert tokenizer.decode(tokenizer("cat .")["input_ids"]) == "cat."
     ids = [*tokenizer("the cat . don 't")["input_ids"], END]
     assert decode_answer(tokenizer, ids) == "the cat . don 't"
-    monkeypatch.setattr(
-        benchmarks, "decode", lambda target, proposer, prompt, *_: Generation(prompt, ids, [], last_round_cut=False)
-    )
+
+    def decoded(target: Any, proposer: Any, prompts: list[list[int]], *_: Any) -> list[Generation]:
+        return [Generation(prompt, ids, [], last_round_cut=False) for prompt in prompts]
+
+    monkeypatch.setattr(benchmarks, "decode_batch", decoded)
     bench = benchmarks.Bench(None, tokenizer, (END,), max_new_tokens=20, max_length=90)  # type: ignore[arg-type]
     prompts = write(tmp_path / "p.jsonl", {"turns": ["a", "b"]})
     asked = benchmarks.load_questions(str(prompts), Rejects(), None)
