@@ -245,8 +245,7 @@ def read_states(
     Args:
         agreement: counts which tokens are the target's own; without it the head is not computed.
     """
-    agreement = None if agreement is None or agreement.enough else agreement
-    if not capture and agreement is None:
+    if not capture and (agreement is None or agreement.enough):
         return None
     read = [[*answer.prompt, *answer.tokens[:-1]] for answer in answers]
     found: list[torch.Tensor | None] = [None] * len(answers)
@@ -254,9 +253,9 @@ def read_states(
         longest = max(len(read[row]) for row in rows)
         padded = [[*read[row], *[0] * (longest - len(read[row]))] for row in rows]
         ids_BT = torch.tensor(padded, device=target.device)
-        if agreement is None:
+        if capture and (agreement is None or agreement.enough):
             captured = target.captured_states(ids_BT, capture)
-        else:
+        elif agreement is not None:
             states = target.states(ids_BT, capture)
             captured = states.captured
             for i, row in enumerate(rows):
@@ -265,6 +264,8 @@ def read_states(
                 rows_at_once = head_rows(target.vocab_size)
                 for part, tokens in zip(last.split(rows_at_once), said.split(rows_at_once), strict=True):
                     agreement.add(answers[row], target.logits(part), tokens)
+        else:
+            break
         for i, row in enumerate(rows):
             found[row] = captured[i, : len(read[row])]
     return torch.cat([states for states in found if states is not None]) if capture else None
