@@ -800,7 +800,7 @@ def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
     out = place / "run/trained"
     settings = (f"data.conversations={path}", "eval.mode=replay", f"eval.answers={path}", f"eval.out={out}")
     measure(*settings)
-    kept = "replayed are the 2 conversations of it that training keeps for validation"
+    kept = "answers are taken from the 2 conversations that training keeps for validation"
     assert f"note: {path} is what the recipe trains on: {kept}" in capsys.readouterr().out.replace("\n", "")
     ids = {line["conversation_id"] for line in lines_of(out / "replay/generations.jsonl")}
     assert ids == kept_for_validation(path, 64) and len(ids) == 2
