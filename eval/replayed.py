@@ -154,8 +154,8 @@ def _not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
             "training: these answers are known to the drafter, and tau is higher than on others"
         )
     return kept, (
-        f"{path} is what the recipe trains on: answers are taken from the {len(kept)} conversations that training keeps "
-        "for validation"
+        f"{path} is what the recipe trains on: answers are taken from the {len(kept)} conversations that training "
+        "keeps for validation"
     )
 
 
