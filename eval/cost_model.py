@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from draftsmith.eval.decode import Generation, Round, TargetVerifier, run_rounds
+from draftsmith.eval.decode import Clock, Generation, Mark, Round, TargetVerifier, run_rounds
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -441,8 +441,9 @@ def timed_rounds(
 ) -> Iterator[TimedRound]:
     """The first ROUNDS rounds behind each prompt, whatever is decoded in them."""
     draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
-    watched = None if proposer is None else _WatchedProposer(proposer)
-    verifier = _WatchedTarget(target, proposer.capture_layers if proposer else (), sampling, draws)
+    clock = Clock(target.device)
+    watched = None if proposer is None else _WatchedProposer(proposer, clock)
+    verifier = _WatchedTarget(clock, target, proposer.capture_layers if proposer else (), sampling, draws)
     with suppress(_Enough), torch.inference_mode():  # as `decode.decode_batch`: with gradients rounds take a tenth more
         run_rounds(verifier, watched, prompts, (), sys.maxsize, draws)
     began = watched.began if watched else verifier.verify_began  # plain decoding drafts nothing
@@ -451,9 +452,9 @@ def timed_rounds(
             number=i,
             nodes=verifier.nodes[i],
             calls=watched.calls[i] if watched else 0,
-            draft=verify - began[i],
-            verify=accept - verify,
-            rest=began[i + 1] - accept,
+            draft=clock.seconds(began[i], verify),
+            verify=clock.seconds(verify, accept),
+            rest=clock.seconds(accept, began[i + 1]),
         )
 
 
@@ -462,32 +463,35 @@ class _Enough(Exception):
 
 
 class _WatchedTarget(TargetVerifier):
-    """Notes when each part of a round began. The loop drains the device's queue before each of them."""
+    """Marks where each part of a round begins."""
 
-    def __init__(self, target: Target, capture: Sequence[int], sampling: Sampling, draws: Sequence[Draws] | None):
+    def __init__(
+        self, clock: Clock, target: Target, capture: Sequence[int], sampling: Sampling, draws: Sequence[Draws] | None
+    ):
         super().__init__(target, capture, sampling, draws)
-        self.verify_began: list[float] = []
-        self.accept_began: list[float] = []
+        self.clock = clock
+        self.verify_began: list[Mark] = []
+        self.accept_began: list[Mark] = []
         self.nodes: list[int] = []
 
     def verify(self, tree: DraftTree) -> None:
-        self.verify_began.append(time.perf_counter())
+        self.verify_began.append(self.clock.mark())
         if len(self.accept_began) == ROUNDS:
             raise _Enough
         self.nodes.append(tree.nodes)
         super().verify(tree)
 
     def accept(self, tree: DraftTree) -> Round:
-        self.accept_began.append(time.perf_counter())
+        self.accept_began.append(self.clock.mark())
         return super().accept(tree)
 
 
 class _WatchedProposer:
     """Likewise, for drafting."""
 
-    def __init__(self, proposer: Proposer):
-        self.proposer, self.capture_layers = proposer, proposer.capture_layers
-        self.began: list[float] = []
+    def __init__(self, proposer: Proposer, clock: Clock):
+        self.proposer, self.capture_layers, self.clock = proposer, proposer.capture_layers, clock
+        self.began: list[Mark] = []
         self.calls: list[int] = []
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
@@ -497,7 +501,7 @@ class _WatchedProposer:
         self.proposer.keep(rows)
 
     def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
-        self.began.append(time.perf_counter())
+        self.began.append(self.clock.mark())
         self.proposer.observe(committed, features, counts)
 
     def propose(self) -> tuple[DraftTree, list[int]]:

@@ -9,7 +9,7 @@
 
 Plain decoding is the same loop with a root alone. Accepted positions always reach the drafter with the target's own
 states, never with drafted ones. A round waits for the device once, for its tokens; policies that grow trees by what
-they see wait for their own tests besides (`eval.policies`).
+they see wait for their own tests besides (`eval.policies`), and a causal LM looks its drafted tokens up on the host.
 
 Who verifies is a `Verifier`: the target (`TargetVerifier`), or its recorded answer (`eval.replay`).
 """
@@ -314,8 +314,8 @@ class Clock:
     @staticmethod
     def seconds(first: Mark, second: Mark) -> float:
         """Waits until the device has passed both."""
-        if not isinstance(first, torch.Event) or not isinstance(second, torch.Event):
-            assert isinstance(first, float) and isinstance(second, float)
-            return second - first
-        second.synchronize()
-        return first.elapsed_time(second) / 1000
+        if isinstance(first, torch.Event) and isinstance(second, torch.Event):
+            second.synchronize()
+            return first.elapsed_time(second) / 1000
+        assert not isinstance(first, torch.Event) and not isinstance(second, torch.Event)
+        return second - first

@@ -320,13 +320,7 @@ def make_plan(
         tqdm(total=tokens_of(answers) * len(contenders), desc="replay", unit="token", leave=False) as progress,
     ):
         check_recorded_from(recording, lineup.identity)
-
-        def told(tokens: int) -> None:
-            progress.update(tokens)
-            for proposer in proposers.values():  # whoever is done keeps no cache while the others draft
-                proposer.reset(0)
-
-        rounds = replay_all(target, proposers, answers, recipe.eval.replay_batch_size, agreement, told)
+        rounds = replay_all(target, proposers, answers, recipe.eval.replay_batch_size, agreement, progress.update)
 
     def proposer_of(tree: TreeSection) -> Proposer:
         return lineup.proposer(replace(contenders[0], tree=tree, token_counts=recipe.token_counts_path), sampling)

@@ -92,12 +92,13 @@ def main_replay(
                 shown = _shown(lineup, generation) if name == main else None
                 file.write(json.dumps(record_of(generation, name, text, shown)) + "\n")
     numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, sampled=True, main=main)
-    os.replace(partial, log)
     described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
     about = {
         "recorded_answers": {"file": str(recording.path), "agreement": str(agreement), "note": recording.note or None}
     }
-    path = write_acceptance(recipe, numbers, described, main, PLAIN, how_made(lineup) | about)
+    made = how_made(lineup) | about  # reads whole drafters: before either file takes its place
+    os.replace(partial, log)
+    path = write_acceptance(recipe, numbers, described, main, PLAIN, made)
     print_table(read_acceptance(path))
     print_written([path, log, *write_report(recipe)])
 
