@@ -15,9 +15,11 @@ V tokens in the target's vocabulary, D in the draft vocabulary.
 """
 
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
@@ -27,6 +29,9 @@ from safetensors.torch import save
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.recipes.errors import UserError
+
+# What the counts of a blend add up to, nearly: float64 holds them, and frequencies that differ by 1e-15 differ in them.
+BLEND_SCALE = 1 << 53
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +135,7 @@ class DraftVocab:
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
         """Writes d2t and t2d as safetensors; the file is complete or not there. Metadata values are text."""
         tensors = {"d2t": self.d2t.cpu().contiguous(), "t2d": self.t2d.cpu().contiguous()}
-        _write(Path(path), tensors, dict(metadata or {}))
+        write_tensors(Path(path), tensors, dict(metadata or {}))
 
     @staticmethod
     def load(path: str | Path) -> "DraftVocab":
@@ -148,6 +153,12 @@ def load_metadata(path: str | Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
+def read_tensors(path: str | Path, what: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """All tensors and texts of a safetensors file that is named `what` in messages. Raises UserError."""
+    with _open(path, what) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+
+
 def _open(path: str | Path, missing: str):
     try:
         return safe_open(path, framework="pt")
@@ -158,7 +169,7 @@ def _open(path: str | Path, missing: str):
         raise UserError(f"{path}: not a readable safetensors file: {why}") from error
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """The file is complete or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".tmp")
@@ -170,13 +181,15 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str
 # Ranking.
 
 
-def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = ()) -> DraftVocab:
+def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted: str | None = None) -> DraftVocab:
     """The `size` most frequent tokens; ties go to the lower id.
 
     Args:
         counts: [V] how often each target token was seen.
         size: D, exactly.
-        must_have: target ids that are inside however rare they are (stop tokens), where the target has them.
+        must_have: target ids that are inside however rare they are (stop and template tokens), where the target has
+            them.
+        counted: what was counted, for messages. None: supervised positions.
 
     Raises:
         UserError: fewer distinct tokens were seen than `size` asks for, or it exceeds the target's vocabulary.
@@ -189,14 +202,17 @@ def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = ()) -> Draf
     if size == vocab_size:
         return DraftVocab.full(vocab_size)
     if size < len(fixed):
-        raise UserError(f"drafter.vocab_size: {size} has no room for the {len(fixed)} stop tokens {fixed}")
+        raise UserError(f"drafter.vocab_size: {size} has no room for the {len(fixed)} stop and template tokens {fixed}")
     inside = torch.zeros(vocab_size, dtype=torch.bool)
     inside[fixed] = True
     available = int(((counts > 0) | inside).sum())
     if available < size:
+        what, more = (
+            (counted, "count more text") if counted else ("supervised positions", "regenerate more conversations")
+        )
         raise UserError(
-            f"drafter.vocab_size: {size} draft tokens asked for, but supervised positions hold only {available} "
-            f"distinct tokens (stop tokens included); set it to {available} or less, or regenerate more conversations"
+            f"drafter.vocab_size: {size} draft tokens asked for, but {what} hold only {available} "
+            f"distinct tokens (stop and template tokens included); set it to {available} or less, or {more}"
         )
     return DraftVocab(_most_frequent(counts, inside, size), vocab_size)
 
@@ -211,7 +227,8 @@ def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[
     Args:
         vocab: what the drafter was trained to propose, the target's whole vocabulary or a part.
         counts: [V] how often each target token was seen.
-        must_have: target ids that are inside however rare they are (stop tokens), where `vocab` has them.
+        must_have: target ids that are inside however rare they are (stop tokens, and what `always_inside` reads from
+            the counts' file), where `vocab` has them.
 
     Raises:
         UserError: more tokens than the drafter has, no room for the stop tokens, or counts of another vocabulary.
@@ -230,7 +247,7 @@ def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[
     if size < int(inside.sum()):
         raise UserError(
             f"eval.tree.vocab_size: {size} has no room for the {int(inside.sum())} stop tokens "
-            f"{target_ids[inside].tolist()}"
+            f"{target_ids[inside].tolist()} (template tokens among them, where the token counts name some)"
         )
     rows = _most_frequent(counts.cpu()[target_ids], inside, size)
     return DraftVocab(target_ids[rows].to(vocab.target_ids.device), vocab.target_vocab_size)
@@ -249,6 +266,39 @@ def covered_share(counts: torch.Tensor, vocab: DraftVocab) -> float:
     return int(counts[vocab.target_ids.to(counts.device)].sum()) / int(counts.sum())
 
 
+def blend(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """[V] int64: counts of several corpora as one ranking, whatever their sizes.
+
+    The blended frequency of token t is sum_s w_s / W * c_s[t] / n_s, for counts c_s that add up to n_s and weights w_s
+    that add up to W. It is computed exactly, in fractions, and rounded once, to multiples of 1 / `BLEND_SCALE`: a more
+    frequent token never gets a smaller count, and no token that was seen gets none. One corpus keeps its own counts.
+
+    FR-Spec (arXiv 2502.14856) ranks by one corpus; a blend is ours.
+
+    Args:
+        parts: counts [V], not all zero, and weight above 0 of each corpus.
+    """
+    if len(parts) == 1:
+        return parts[0][0].cpu().long().clone()
+    weights = [Fraction(weight) for _, weight in parts]
+    shares = [weight / sum(weights) / int(counts.sum()) for (counts, _), weight in zip(parts, weights, strict=True)]
+    whole = math.lcm(*(share.denominator for share in shares))
+    units = [int(share * whole) for share in shares]  # of 1 / whole, for each time a token was seen
+    blended = torch.zeros(len(parts[0][0]), dtype=torch.int64)
+    seen = torch.stack([counts.cpu() > 0 for counts, _ in parts]).any(dim=0).nonzero().flatten().tolist()
+    columns = [counts.cpu()[seen].tolist() for counts, _ in parts]
+    rounded = [
+        max(
+            1,
+            (2 * BLEND_SCALE * sum(unit * count for unit, count in zip(units, row, strict=True)) + whole)
+            // (2 * whole),
+        )
+        for row in zip(*columns, strict=True)
+    ]
+    blended[seen] = torch.tensor(rounded, dtype=torch.int64)
+    return blended
+
+
 def _most_frequent(counts: torch.Tensor, inside: torch.Tensor, size: int) -> torch.Tensor:
     """[size] ascending places in `counts` [n]: all that `inside` [n] marks, then the greatest, the first of equals."""
     priority = counts.long().masked_fill(inside, torch.iinfo(torch.int64).max)
@@ -258,23 +308,99 @@ def _most_frequent(counts: torch.Tensor, inside: torch.Tensor, size: int) -> tor
 # Token counts: what a cut ranks by.
 
 
-def save_token_counts(path: str | Path, counts: torch.Tensor, fingerprint: str, stop_ids: Iterable[int]) -> None:
+@dataclass(frozen=True, eq=False)
+class CorpusCounts:
+    """What was counted in one corpus."""
+
+    source: str  # as the recipe names it; `answers`: the target's own
+    counts: torch.Tensor  # [V] int64
+    weight: float | None = None  # in the blend; None: not in it, counted to be compared
+    documents: int = 0
+    rejected: int = 0  # records that could not be used
+
+    @property
+    def tokens(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def distinct(self) -> int:
+        """Different tokens that were seen."""
+        return int((self.counts > 0).sum())
+
+    def facts(self) -> dict[str, str | int | float | None]:
+        """All but the counts, for JSON."""
+        return {
+            "source": self.source,
+            "weight": self.weight,
+            "documents": self.documents,
+            "rejected": self.rejected,
+            "tokens": self.tokens,
+            "distinct_tokens": self.distinct,
+        }
+
+
+def save_token_counts(
+    path: str | Path,
+    counts: torch.Tensor,
+    fingerprint: str,
+    stop_ids: Iterable[int],
+    template_ids: Iterable[int] = (),
+    corpora: Sequence[CorpusCounts] = (),
+) -> None:
     """Writes counts [V] and what they are of as safetensors; the file is complete or not there.
 
     Args:
         fingerprint: `models.chat.tokenizer_fingerprint` of the tokenizer that the tokens are of.
         stop_ids: its stop tokens, which belong into every cut.
+        template_ids: what else does: what its chat template writes into answers, and of foreign texts, which do not
+            hold them, all its control tokens.
+        corpora: what `counts` are blended from; each one's own counts are kept beside them.
     """
     metadata = {
         "tokenizer_fingerprint": fingerprint,
         "counted_tokens": str(int(counts.sum())),
         "stop_ids": json.dumps(sorted(stop_ids)),
     }
-    _write(Path(path), {"counts": counts.cpu().long().contiguous()}, metadata)
+    tensors = {"counts": counts.cpu().long().contiguous()}
+    if template := sorted(template_ids):
+        metadata["template_ids"] = json.dumps(template)
+    if corpora:
+        metadata["corpora"] = json.dumps([corpus.facts() for corpus in corpora], ensure_ascii=False)
+        tensors |= {f"counts_of_{i}": corpus.counts.cpu().long().contiguous() for i, corpus in enumerate(corpora)}
+    write_tensors(Path(path), tensors, metadata)
+
+
+def always_inside(metadata: Mapping[str, str]) -> set[int]:
+    """Tokens that token counts want in every cut: the stop tokens, and those of the chat template where it has them.
+
+    Args:
+        metadata: of `load_token_counts`, which has checked it.
+    """
+    return {*json.loads(metadata["stop_ids"]), *json.loads(metadata.get("template_ids", "[]"))}
+
+
+def load_corpora(path: str | Path) -> list[CorpusCounts]:
+    """What the counts of a file were blended from; empty where they are of the target's own answers alone."""
+    _, metadata = load_token_counts(path)
+    with _open(path, "token counts") as file:
+        return [
+            CorpusCounts(
+                facts["source"],
+                file.get_tensor(f"counts_of_{i}"),
+                facts["weight"],
+                facts["documents"],
+                facts["rejected"],
+            )
+            for i, facts in enumerate(json.loads(metadata.get("corpora", "[]")))
+        ]
 
 
 def load_token_counts(path: str | Path) -> tuple[torch.Tensor, dict[str, str]]:
     """Counts [V] int64 and the texts saved beside them: tokenizer_fingerprint, counted_tokens, stop_ids (a JSON list).
+
+    Where the chat template writes more than stop tokens into answers, or other texts than those were counted, also
+    template_ids (a JSON list); of other texts also corpora (what `load_corpora` reads). counted_tokens of a blend is
+    about `BLEND_SCALE`.
 
     Raises:
         UserError: no such file, or one that `save_token_counts` did not write.
@@ -308,12 +434,13 @@ def _what_is_wrong(counts: torch.Tensor, metadata: Mapping[str, str]) -> str | N
         return f"its counts add up to {total}, its metadata says counted_tokens {metadata['counted_tokens']}"
     if total == 0:
         return "no token was counted"
-    try:
-        stops = json.loads(metadata["stop_ids"])
-    except ValueError:
-        stops = None
-    if not isinstance(stops, list) or not all(type(stop) is int for stop in stops):
-        return f"stop_ids must be a JSON list of token ids, not {metadata['stop_ids']}"
+    for key in ("stop_ids", "template_ids"):
+        try:
+            ids = json.loads(metadata.get(key, "[]"))
+        except ValueError:
+            ids = None
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            return f"{key} must be a JSON list of token ids, not {metadata[key]}"
     return None
 
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from draftsmith.recipes.benchmark_prompts import benchmark_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import check_source
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import ImpossibleSettings, Recipe
 
 KeyPath = tuple[str | int, ...]
 
@@ -259,7 +259,14 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
         elif kind == "extra_forbidden":
             problems.append(f"{source.place(location)}: unknown key `{_dotted(location)}`{_suggestion(location)}")
         elif kind == "value_error":
-            problems.append(f"{source.place(location)}: `{_dotted(location)}`: {item['ctx']['error']}")  # type: ignore
+            raised = item["ctx"]["error"]  # type: ignore[typeddict-item]
+            if isinstance(raised, ImpossibleSettings):
+                for problem in raised.problems:
+                    key, _, said = problem.partition(": ")
+                    path = (*location, *key.split("."))
+                    problems.append(f"{source.place(path)}: `{_dotted(path)}`: {said}")
+            else:
+                problems.append(f"{source.place(location)}: `{_dotted(location)}`: {raised}")
         else:
             path = _value_path(source, location)
             words = EXPECTED[kind].format(**item.get("ctx", {})) if kind in EXPECTED else item["msg"]
@@ -370,7 +377,7 @@ def _missing_files(source: _Source) -> list[str]:
                 problems.append(f"{source.place(path)}: `{_dotted(path)}`: {problem}")
     for path in (("output_dir",), ("data", "conversations"), ("eval", "out")):
         written = _raw(source, path)
-        problem = _output_problem(Path(written), path[-1] != "conversations") if isinstance(written, str) else None
+        problem = output_problem(Path(written), path[-1] != "conversations") if isinstance(written, str) else None
         if problem is not None:
             problems.append(f"{source.place(path)}: `{_dotted(path)}`: {problem}")
     return problems
@@ -386,7 +393,7 @@ def _identified(name: str) -> str:
     return str(Path(named[1] if named and named[1] else name).resolve())
 
 
-def _output_problem(path: Path, folder: bool) -> str | None:
+def output_problem(path: Path, folder: bool) -> str | None:
     """What stands in the way of writing to `path`, or None."""
     if folder and path.is_file():
         return f"{path} is a file; name a folder"

@@ -28,7 +28,7 @@ def check_source(name: str) -> str | None:
     if name.startswith("hf:"):
         if "[" in name:
             return f"{name}: parts of a split cannot be asked for; the first N are data.max_prompts or eval.max_prompts"
-        return None if _hub_parts(name) else f"{name}: write {HUB_FORMS}"
+        return None if hub_parts(name) else f"{name}: write {HUB_FORMS}"
     named = benchmark_of(name)
     if named is not None and named[1] is None:
         return None
@@ -73,13 +73,15 @@ def records(source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
     named = benchmark_of(source)
     if named is not None:
         name, path = named
-        found = enumerate(map(_plain, fetch(name)), start=1) if path is None else _file_records(path, source, rejects)
+        found = (
+            enumerate(map(plain_row, fetch(name)), start=1) if path is None else _file_records(path, source, rejects)
+        )
         for line, record in found:
             yield line, known_forms(name, record, line)
     elif source.startswith("stdlib:"):
         yield from enumerate(stdlib_conversations(source.removeprefix("stdlib:")), start=1)
     elif source.startswith("hf:"):
-        yield from enumerate(map(_plain, _hub_rows(source)), start=1)
+        yield from enumerate(map(plain_row, _hub_rows(source)), start=1)
     else:
         yield from _file_records(source, source, rejects)
 
@@ -230,17 +232,17 @@ def _parquet_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[in
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=256):
-                for row in _rows(batch):
+                for row in rows_of_batch(batch):
                     number += 1
                     if isinstance(row, Exception):
                         rejects.add(source, number, f"malformed cell: {row}", None)
                     else:
-                        yield number, _plain(row)
+                        yield number, plain_row(row)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as parquet: {error}") from None
 
 
-def _rows(batch: Any) -> list[Any]:
+def rows_of_batch(batch: Any) -> list[Any]:
     """The rows of a record batch; in the place of one that Python cannot hold stands the error."""
     unusable = (ValueError, OverflowError)  # text that is no UTF-8, a date before the year 1
     try:
@@ -248,10 +250,10 @@ def _rows(batch: Any) -> list[Any]:
     except unusable as error:
         if batch.num_rows == 1:
             return [error]
-        return [row for number in range(batch.num_rows) for row in _rows(batch.slice(number, 1))]
+        return [row for number in range(batch.num_rows) for row in rows_of_batch(batch.slice(number, 1))]
 
 
-def _hub_parts(source: str) -> tuple[str, str | None, str] | None:
+def hub_parts(source: str) -> tuple[str, str | None, str] | None:
     """(name, config, split) of hf:name[:config][:split]; None where it is not of this form."""
     parts = source.removeprefix("hf:").split(":")
     if len(parts) > 3 or not parts[0]:
@@ -263,7 +265,7 @@ def _hub_rows(source: str) -> Iterator[Any]:
     """Streamed: what is not asked for is not downloaded."""
     import datasets
 
-    parts = _hub_parts(source)
+    parts = hub_parts(source)
     if parts is None:
         raise UserError(f"{source}: write {HUB_FORMS}")
     name, config, split = parts
@@ -274,15 +276,22 @@ def _hub_rows(source: str) -> Iterator[Any]:
         raise UserError(f"{source}: datasets cannot load it: {type(error).__name__}: {reason}") from None
 
 
-def _plain(row: Any) -> Any:
+def plain_row(row: Any) -> Any:
     """A table's row as JSON would hold it: without the empty cells that Arrow adds, with dates and the like as text.
+
+    Bytes are text where they are UTF-8. Others (a picture) are never to be taken for text: {"bytes": how many}.
 
     Arrow gives every object of a column the keys of all: one tool call gives each message `tool_calls`, one tool's
     parameter each tool. A null that an author wrote cannot be told from these; messages keep theirs in `content`.
     """
     if isinstance(row, dict):
         kept = {key: value for key, value in row.items() if value is not None or key in ("content", "value")}
-        return {str(key): _plain(value) for key, value in kept.items()}
+        return {str(key): plain_row(value) for key, value in kept.items()}
     if isinstance(row, list | tuple):
-        return [_plain(value) for value in row]
+        return [plain_row(value) for value in row]
+    if isinstance(row, bytes):
+        try:
+            return row.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            return {"bytes": len(row)}
     return row if row is None or isinstance(row, str | int | float | bool) else str(row)

@@ -5,8 +5,9 @@ errors (`recipes.loader`). The recipe stops at the scripts' builders: models, lo
 arguments.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,6 +16,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
     )
+
+
+class ImpossibleSettings(ValueError):
+    """Everything in a section that does not go together, so that the loader can tell it all at once.
+
+    Each problem begins with the key to change, dotted below the section, and `: `.
+    """
+
+    def __init__(self, problems: Sequence[str]):
+        super().__init__("; ".join(problems))
+        self.problems = list(problems)
 
 
 class TargetSection(Section):
@@ -69,6 +81,27 @@ class GeneratorSection(Section):
     seed: int = 0
 
 
+class RankingSource(Section):
+    source: str
+    """What is counted: `answers` for the target's own in data.conversations; files by path or pattern (.jsonl,
+    .parquet, all others as text; also .gz), or a dataset as `hf:org/name[:config]:split`."""
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the blend, whatever its size: relative frequencies are added up by weight."""
+    text_field: str = "text"
+    """The field of a record that holds its text. Conversations (`messages`, `conversations`) are read as such."""
+    max_documents: int | None = Field(default=None, ge=1)
+    """Read no more than so many documents."""
+
+
+class RankingSection(Section):
+    """By what tokens are ranked, for the draft vocabulary and for cuts while decoding (data_gen/rank_vocab.py)."""
+
+    sources: list[RankingSource] = []
+    """Empty: the target's own answers."""
+    workers: int | None = Field(default=None, ge=1)
+    """Processes that tokenise texts. Default: one a core."""
+
+
 class DataSection(Section):
     prompts: str | list[str] | None = None
     """Conversations whose assistant turns the target rewrites: a .jsonl, .json or .parquet file, `stdlib:train`, or a
@@ -82,22 +115,94 @@ class DataSection(Section):
     contamination: Literal["list", "remove", "off"] = "list"
     """Training conversations that ask what eval.prompts ask: list and count them, leave them out, or do not look."""
     generator: GeneratorSection = GeneratorSection()
+    ranking: RankingSection = RankingSection()
+
+
+MOST_SPECIALISTS = 64  # and positions of each: far beyond what is drafted in a round
 
 
 class DrafterSection(Section):
-    kind: Literal["eagle3"] = "eagle3"
+    kind: Literal["eagle3", "eagle", "poss"] = "eagle3"
+    """`eagle3` (train/eagle3.py), `eagle`: EAGLE-1/2, and HASS with more than one train.ttt_steps (train/eagle.py), or
+    `poss`: position specialists (train/poss.py)."""
+    base: Literal["eagle", "eagle3"] = "eagle"
+    """What position specialists extend: the published form has EAGLE-1's layer trained as HASS trains it."""
+    positions_per_specialist: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
+    """Of poss: n consecutive draft positions share a specialist (PosS-n). Default: 2."""
+    specialists: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
+    """Of poss: how many; the last one also drafts all positions beyond its own. Default: 4."""
+    match_specialists: int | None = Field(default=None, ge=2, le=MOST_SPECIALISTS)
+    """A single drafter with as many parameters as so many specialists would have, by a wider MLP: the baseline that
+    position specialists must beat. Of eagle and eagle3; intermediate_size is then the specialists'."""
+    num_layers: int = Field(default=1, ge=1)
+    """Decoder layers, one above the other. Of eagle and eagle3."""
     capture_layers: list[int] | None = None
-    """Target states the drafter reads, indices into `hidden_states` (0 is the embedding). Default: (2, L//2, L-3)."""
+    """Target states that EAGLE-3's features are fused from, indices into `hidden_states` (0 is the embedding). Default:
+    (2, L//2, L-3). EAGLE-1 reads the last state, after the target's final norm."""
     vocab_size: int | None = Field(default=None, ge=1)
-    """Tokens of the draft vocabulary, the most frequent supervised ones. None: the target's whole vocabulary."""
+    """Tokens of the draft vocabulary, the most frequent supervised ones. None: the target's whole vocabulary, which is
+    the only choice where the drafter uses the target's own head (eagle, and poss over it)."""
     num_attention_heads: int | None = Field(default=None, ge=1)
     """None: the target's."""
     num_key_value_heads: int | None = Field(default=None, ge=1)
     """None: the target's."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the drafter's MLP. None: the target's."""
+    attention_bias: bool = False
+    """Biases on the query, key and value projections."""
+    fc_bias: bool = True
+    """A bias on EAGLE-1's projection of embedding and feature; EAGLE-3's fusion has none."""
+    fc_norm: bool = False
+    """EAGLE-3.1: an RMSNorm for each captured state before the fusion."""
+    norm_output: bool = False
+    """EAGLE-3.1: the output is fed back normed, as the head reads it."""
     init_head: Literal["random", "target"] = "random"
-    """What the drafter's head starts from: random weights (EAGLE-3), or the target's rows (for short runs)."""
+    """What EAGLE-3's head starts from: random weights, or the target's rows (for short runs)."""
+    init_from: str | None = None
+    """Directory of a trained drafter to start from: one of the same shape, or for poss a single drafter of its base,
+    whose layer every specialist then starts from."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "DrafterSection":
+        meant = {key for key in self.model_fields_set if getattr(self, key) != type(self).model_fields[key].default}
+        extends = self.base if self.kind == "poss" else self.kind
+        owners = [
+            (("base", "positions_per_specialist", "specialists"), self.kind == "poss", "drafters of kind poss"),
+            (("match_specialists", "num_layers"), self.kind != "poss", "drafters of kind eagle and eagle3"),
+            (("capture_layers", "fc_norm", "norm_output", "init_head"), extends == "eagle3", "EAGLE-3's drafters"),
+            (("fc_bias",), extends == "eagle", "EAGLE-1's drafters"),
+        ]
+        this = f"kind is {self.kind}" + f" over {self.base}" * (self.kind == "poss")
+        problems = [
+            f"{key}: it only works in {whose}, and {this}: leave it out"
+            for keys, owned, whose in owners
+            for key in keys
+            if key in meant and not owned
+        ]
+        if extends == "eagle" and self.vocab_size is not None:
+            problems.append(
+                "vocab_size: EAGLE-1 drafts with the target's own head, from the whole vocabulary: leave it out here "
+                "and cut while decoding, with eval.tree.vocab_size"
+            )
+        if self.init_from is not None and self.init_head == "target" and extends == "eagle3":
+            problems.append("init_head: target, but init_from brings a head with it: leave one of the two out")
+        if problems:
+            raise ImpossibleSettings(problems)
+        return self
+
+    @property
+    def extends(self) -> Literal["eagle", "eagle3"]:
+        """Whose features and head the drafter has."""
+        return self.base if self.kind == "poss" else self.kind
+
+    @property
+    def positions(self) -> int:
+        """n of PosS-n."""
+        return self.positions_per_specialist or 2
+
+    @property
+    def specialist_count(self) -> int:
+        return self.specialists or 4
 
 
 class TrainSection(Section):
@@ -118,11 +223,27 @@ class TrainSection(Section):
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=0.5, gt=0)
-    """Clipping by the global norm."""
+    """Clipping by the global norm, or with clip: value each element of the gradient."""
+    clip: Literal["norm", "value"] = "norm"
+    """EAGLE-1, HASS and PosS were published with value."""
     ttt_steps: int = Field(default=7, ge=1)
-    """Unroll steps of training-time test (EAGLE-3): how deep a chain is trained."""
+    """Unroll steps: how deep a chain is trained. Default: 7 for eagle3, 1 for eagle (more is HASS), one for each
+    position that has a specialist for poss."""
     step_weight: float = Field(default=0.8, gt=0)
-    """The loss of unroll step k is weighted step_weight**k."""
+    """The loss of unroll step k is weighted step_weight**k. Default: 0.8 for eagle3 and poss over it, else 1."""
+    token_loss: float = Field(default=1.0, ge=0)
+    """Weight of the soft cross-entropy with the target's distribution. Default: 1 for eagle3, else 0.1."""
+    feature_loss: float = Field(default=0.0, ge=0)
+    """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 0 for eagle3, else 1."""
+    top_k_loss: float = Field(default=0.0, ge=0)
+    """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
+    top_k_tokens: int = Field(default=10, ge=1)
+    feature_noise: float = Field(default=0.0, ge=0)
+    """Width of the uniform noise on the target's features that the drafter reads, for rows of 512 tokens; shorter rows
+    have more, longer ones less. Default: 0 for eagle3, else 0.2."""
+    detach_features: bool = False
+    """No gradient flows back through drafted features from one step to the one before (HASS). Default: false for eagle3
+    and poss over it, else true."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`auto` is bf16 where the machine computes it natively."""
     gradient_checkpointing: bool = False
@@ -142,6 +263,50 @@ class TrainSection(Section):
     decoding would have, in metrics.jsonl. 0 switches it off."""
     trackers: list[str] = []
     """Experiment trackers of accelerate, for example tensorboard or wandb. metrics.jsonl is always written."""
+
+
+class LabelSection(Section):
+    """Labelled draft trees (data_gen/label_trees.py): what a C2T classifier is trained on."""
+
+    answers: str | None = None
+    """Recorded answers of the target along which trees are drafted: a generations.jsonl, or regenerated conversations.
+    Default: the conversations that training keeps for validation, for the drafter has learnt the others."""
+    max_rows: int | None = Field(default=None, ge=1)
+    """Stop after about so many rows, a whole answer at the end. None: all answers."""
+    top_k: int = Field(default=10, ge=1)
+    """Children of each expanded node, and width of the beam."""
+    draft_calls: int = Field(default=11, ge=1)
+    """Depth of the trees; 10 and 11 give 1,010 nodes below a root."""
+    entropy_over: int = Field(default=1000, ge=1)
+    """Likeliest tokens that the entropy is taken over (the paper's M)."""
+    batch_size: int = Field(default=16, ge=1)
+    """Answers side by side."""
+    out: str | None = None
+    """Folder of the rows. Default: <output_dir>/labelled_trees."""
+
+
+class ClassifierSection(Section):
+    """The C2T classifier (train/c2t.py)."""
+
+    rows: str | None = None
+    """Folder that data_gen/label_trees.py wrote. Default: <output_dir>/labelled_trees."""
+    hidden: int = Field(default=48, ge=1)
+    negative_ratio: float | None = Field(default=10.0, gt=0)
+    """Rejected rows kept for each accepted one; a threshold on the confidence means something only beside it. None:
+    all."""
+    batch_size: int = Field(default=1024, ge=1)
+    learning_rate: float | None = Field(default=None, gt=0)
+    """Of Adam. Default: 1e-3, and 1e-4 with init_from."""
+    epochs: int = Field(default=10, ge=1)
+    validation_share: float = Field(default=0.05, gt=0, lt=1)
+    """Of the trees; whole trees are kept out."""
+    init_from: str | None = None
+    """Directory of a classifier to calibrate for this target and drafter."""
+    share: float | None = Field(default=None, gt=0, le=1)
+    """Of the trees that are read. Default: all, and a tenth with init_from."""
+    seed: int = 0
+    out: str | None = None
+    """Directory of the classifier. Default: <output_dir>/c2t."""
 
 
 class DddSection(Section):
@@ -385,6 +550,68 @@ class EvalSection(Section):
     """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval."""
 
 
+HASS_TRAINING = {
+    "step_weight": 1.0,
+    "token_loss": 0.1,
+    "feature_loss": 1.0,
+    "feature_noise": 0.2,
+    "detach_features": True,
+}
+
+
+def published_training(drafter: dict[str, Any]) -> dict[str, Any]:
+    """Keys of `train` in which a drafter's publication differs from the defaults, which are EAGLE-3's.
+
+    Args:
+        drafter: the recipe's section as it was written, anything in it.
+    """
+    kind = drafter.get("kind")
+    if kind == "eagle":
+        return {"ttt_steps": 1, **HASS_TRAINING}
+    if kind != "poss":
+        return {}
+    per, count = drafter.get("positions_per_specialist"), drafter.get("specialists")
+    per, count = 2 if per is None else per, 4 if count is None else count
+    # What is no count is told of its own key; a number of steps made of it would be told a second time.
+    countable = all(type(each) is int and 1 <= each <= MOST_SPECIALISTS for each in (per, count))
+    steps = {"ttt_steps": per * count} if countable else {}
+    return steps if drafter.get("base") == "eagle3" else steps | HASS_TRAINING
+
+
+POSS_EAGLE3_STEP_WEIGHT = 0.9  # of PosS's own version over EAGLE-3; the default here is EAGLE-3's 0.8
+
+
+def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | None:
+    """Which losses are not those that such a drafter was published with, in a sentence; None where all are.
+
+    Wanted by some, and a trap for who takes another kind of drafter in a recipe that names the losses of its own, as
+    every recipe that was written back does. How many steps are unrolled is a free choice, but an EAGLE-1 drafter with
+    more than one of them is HASS.
+    """
+    defaults = TrainSection(**published_training(drafter.model_dump()))
+    published = {key: getattr(defaults, key) for key in (*HASS_TRAINING, "top_k_loss")}
+    name = drafter.kind
+    if drafter.kind == "poss" and drafter.base == "eagle3":
+        name = "poss over eagle3"
+        if train.step_weight != defaults.step_weight:
+            published["step_weight"] = POSS_EAGLE3_STEP_WEIGHT
+    if drafter.kind == "eagle" and train.ttt_steps > 1:
+        name = f"HASS (eagle with train.ttt_steps {train.ttt_steps})"
+        published["top_k_loss"] = 1.0
+    if train.ttt_steps == 1:  # neither acts between steps that are not there
+        del published["step_weight"], published["detach_features"]
+    others = [
+        f"train.{key} {_plain(given)} (published {_plain(value)})"
+        for key, value in published.items()
+        if (given := getattr(train, key)) != value
+    ]
+    return f"otherwise than published for {name}: {', '.join(others)}" if others else None
+
+
+def _plain(value: float | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+
+
 class Recipe(Section):
     output_dir: str
     """Everything that a run writes lies under this folder."""
@@ -392,7 +619,43 @@ class Recipe(Section):
     data: DataSection = DataSection()
     drafter: DrafterSection = DrafterSection()
     train: TrainSection = TrainSection()
+    labels: LabelSection = LabelSection()
+    classifier: ClassifierSection = ClassifierSection()
     eval: EvalSection = EvalSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_published(cls, values: Any) -> Any:
+        """What a recipe leaves out of `train` is what its drafter was published with."""
+        if not isinstance(values, dict):
+            return values
+        drafter, train = values.get("drafter") or {}, values.get("train") or {}
+        if not isinstance(drafter, dict) or not isinstance(train, dict):
+            return values  # told below
+        return {**values, "train": published_training(drafter) | train}
+
+    @model_validator(mode="after")
+    def _trainable(self) -> "Recipe":
+        drafter, train, problems = self.drafter, self.train, []
+        if train.feature_loss and drafter.extends == "eagle3":
+            problems.append(
+                f"train.feature_loss: {train.feature_loss:g}, but what EAGLE-3's layer puts out is no feature of the "
+                "target and has nothing to be compared with: set it to 0, or take kind eagle, or poss over eagle"
+            )
+        if not (train.token_loss or train.feature_loss or train.top_k_loss):
+            problems.append(
+                "train.token_loss: 0, as are feature_loss and top_k_loss: nothing would be learnt; give one a weight"
+            )
+        first = (drafter.specialist_count - 1) * drafter.positions  # drafted by the last specialist, counted from 0
+        if drafter.kind == "poss" and train.ttt_steps <= first:
+            problems.append(
+                f"train.ttt_steps: {train.ttt_steps} steps train no further than position {train.ttt_steps}, and the "
+                f"last of {drafter.specialist_count} specialists of {drafter.positions} each would begin at position "
+                f"{first + 1} and learn nothing: set it to {first + 1} or more, or drafter.specialists to less"
+            )
+        if problems:
+            raise ImpossibleSettings(problems)
+        return self
 
     # Where a run finds and leaves its files, defaults resolved.
 
@@ -424,6 +687,21 @@ class Recipe(Section):
     def drafter_dir(self) -> Path:
         """The final drafter of training."""
         return Path(self.output_dir) / "drafter"
+
+    @property
+    def labelled_trees_dir(self) -> Path:
+        """Rows that data_gen/label_trees.py writes."""
+        return Path(self.labels.out or Path(self.output_dir) / "labelled_trees")
+
+    @property
+    def classifier_rows_dir(self) -> Path:
+        """Rows that the classifier is trained on."""
+        return Path(self.classifier.rows or self.labelled_trees_dir)
+
+    @property
+    def classifier_dir(self) -> Path:
+        """The trained C2T classifier."""
+        return Path(self.classifier.out or Path(self.output_dir) / "c2t")
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -117,7 +117,7 @@ def test_rank_refuses_more_than_was_seen() -> None:
         rank(counts, 4, must_have=[5])
     with pytest.raises(UserError, match="7 is more than the target's vocabulary of 6"):
         rank(counts, 7)
-    with pytest.raises(UserError, match="no room for the 2 stop tokens"):
+    with pytest.raises(UserError, match="no room for the 2 stop and template tokens"):
         rank(counts, 1, must_have=[4, 5])
     assert rank(counts, 6).is_full  # nothing to choose, however little was seen
 

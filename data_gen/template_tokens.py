@@ -1,0 +1,101 @@
+"""The tokens that a chat template writes around turns, found by rendering conversations.
+
+A drafter that lacks a token ends its round at every one. Two kinds:
+
+    control tokens      added tokens that stand anywhere in a rendered conversation: <|im_start|>, <think>, <tool_call>.
+                        Some open other turns and never have to be drafted; there are a handful, and lists that
+                        engines share are expected to hold them
+    in the answer       whatever the template writes into the assistant's turn, and so the target into its answers:
+                        control tokens of thoughts and calls, "\\n\\n" behind an empty thought, `final` between two
+                        marks of Harmony
+Ordinary words that a template puts elsewhere (a default system prompt, "USER:") are of neither.
+
+A ranking by foreign text holds both inside, as it counts none of them. One by the target's own answers holds those in
+the answer inside, seen or not; those of other turns no answer holds, and no place is spent on them.
+"""
+
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.data_gen.conversations import turns_of_messages
+from draftsmith.models.chat import RenderError, render, render_prompt
+from draftsmith.recipes.errors import UserError
+
+# Answers without a token in common: what every rendering of them holds is the template's.
+ANSWERS = ("Yes", "12", "a b")
+_ASKED = {"role": "user", "content": "Go"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "What."}}},
+    },
+}
+_CALL = {"type": "function", "id": "call00001", "function": {"name": "look", "arguments": {"at": "it"}}}
+
+
+class TemplateTokens(NamedTuple):
+    """Target ids, ascending."""
+
+    all: tuple[int, ...]  # both kinds
+    in_answers: tuple[int, ...]  # the second
+
+
+def template_tokens(tokenizer: PreTrainedTokenizerBase) -> TemplateTokens:
+    """What the chat template writes.
+
+    Raises:
+        UserError: the template takes no conversation at all.
+    """
+    control = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+    anywhere: set[int] = set()
+    in_answers: set[int] = set()
+    rendered, refused = 0, ""
+    for form in _forms():
+        try:
+            drafts = [[*_with(form["messages"], answer)] for answer in ANSWERS]
+            for messages in drafts:
+                anywhere |= control & set(render(tokenizer, messages, form["tools"]))
+                anywhere |= control & set(render_prompt(tokenizer, messages[:-1], form["tools"]))
+            rendered += 1
+        except RenderError as error:  # many templates know no system turn, or no tools
+            refused = str(error)
+            continue
+        try:
+            answers = [
+                {token for _, output in turns_of_messages(tokenizer, messages, form["tools"]) for token in output}
+                for messages in drafts
+            ]
+        except (RenderError, ValueError):  # an answer without a thought where the prompt opens one, and the like
+            continue
+        always = set.intersection(*answers)
+        in_answers |= control & always if form["tools"] else always  # what else a call holds is the tool's
+    if not rendered:
+        raise UserError(f"target.model: its chat template takes no conversation of a question and an answer: {refused}")
+    return TemplateTokens(tuple(sorted(anywhere | in_answers)), tuple(sorted(in_answers)))
+
+
+def _forms() -> list[dict[str, Any]]:
+    """Conversations that end with an answer, whose text `_with` sets."""
+    answer = {"role": "assistant", "content": ""}
+    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+    result = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "it"}
+    return [
+        {"messages": [_ASKED, answer], "tools": None},
+        {"messages": [_ASKED, answer, _ASKED, answer], "tools": None},
+        {"messages": [{"role": "system", "content": "Be"}, _ASKED, answer], "tools": None},
+        {"messages": [_ASKED, answer | {"reasoning_content": ""}], "tools": None},
+        {"messages": [_ASKED, called, result, answer], "tools": [_TOOL]},
+    ]
+
+
+def _with(messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
+    """The messages with this answer, and where one has a thought, with this thought."""
+    return [
+        message | {key: answer for key in ("content", "reasoning_content") if message.get(key) == ""}
+        if "tool_calls" not in message
+        else message
+        for message in messages
+    ]
