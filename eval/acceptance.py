@@ -233,7 +233,9 @@ def print_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Conte
     print(f"time         {likely_time(recipe, names, turns.total())}")
     weights = 0
     for directory in dict.fromkeys(c.drafter for c in contenders if c.drafter is not None):
-        missing = ": not there; train/eagle3.py comes first, with this recipe. Its memory is not counted"
+        missing = (
+            f": not there; train/{recipe.drafter.kind}.py comes first, with this recipe. Its memory is not counted"
+        )
         print(f"drafter      {directory}{'' if directory.exists() else missing}")
         weights += sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     if models := {c.draft_model.model for c in contenders if c.draft_model is not None}:

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.eval.benchmarks import PLAIN
 from draftsmith.eval.policies import PolicyProposer, policy_of
+from draftsmith.models.c2t import check_made_for, drafter_words
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
     first_line,
@@ -32,11 +33,12 @@ from draftsmith.models.checkpoint import (
     target_identity,
 )
 from draftsmith.models.draft_tree import Drafting, Proposer
-from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.drafters import kind_in_words, words_of_kind
+from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
-from draftsmith.models.vocab import DraftVocab, check_counts, cut, load_token_counts
+from draftsmith.models.vocab import DraftVocab, always_inside, check_counts, cut, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection, TreeSection
 
@@ -63,11 +65,20 @@ def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Conte
         section.proposer,
         section.tree,
         place,
-        recipe.drafter.kind,
+        _kind_of(recipe, drafter),
         drafter if section.proposer == "drafter" else None,
         section.draft_model,
         recipe.token_counts_path if section.tree.vocab_size is not None else None,
     )
+
+
+def _kind_of(recipe: Recipe, directory: Path) -> str:
+    """What kind of drafter lies there; of one that is yet to be trained, or cannot be read, what the recipe says."""
+    try:
+        return words_of_kind(read_config(directory)[0])
+    except UserError:
+        section = recipe.drafter
+        return kind_in_words(section.kind, section.base, section.positions)
 
 
 def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
@@ -104,6 +115,20 @@ def describe(contender: Contender) -> dict[str, Any]:
 def _most(tree: TreeSection) -> int | None:
     """None: C2T without a limit, whose trees end where its classifier says."""
     return None if tree.policy == "c2t" and tree.nodes is None and tree.c2t.beam is None else tree.most
+
+
+def contender_named(recipe: Recipe, name: str | None) -> Contender:
+    """The one of that name among the recipe's own and those under eval.also, for `--contender`; None: the recipe's own.
+
+    Raises:
+        UserError: nobody has that name.
+    """
+    if name is None:
+        return main_contender(recipe)
+    contenders = {contender.name: contender for contender in contenders_of(recipe)}
+    if name not in contenders:
+        raise UserError(f"--contender: nobody is called {name!r}; there are {', '.join(map(repr, contenders))}")
+    return contenders[name]
 
 
 # Names.
@@ -205,11 +230,47 @@ def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizer
     here = config_identity(config, target.model, target.revision, tokenizer_fingerprint(tokenizer))
     check_identity(directory, trained_for, here)
     try:
-        checked_capture_layers(shape.capture_layers, config.num_hidden_layers)
+        checked_capture_layers(shape.capture_layers, config.num_hidden_layers, final=True)
     except UserError as error:
         raise UserError(f"{directory}: the drafter cannot read this target: {error}") from None
     read_vocab(directory, shape)
     return tokenizer
+
+
+def check_classifier(contender: Contender, vocab: DraftVocab | None) -> None:
+    """C2T's classifier must have learnt from the nodes of the drafter that it serves.
+
+    Args:
+        vocab: as `words_of` takes it.
+
+    Raises:
+        UserError: it was trained for another one.
+    """
+    if contender.tree.policy == "c2t" and contender.tree.c2t.classifier is not None:
+        check_made_for(contender.tree.c2t.classifier, words_of(contender, vocab))
+
+
+def words_of(contender: Contender, vocab: DraftVocab | None) -> dict[str, Any]:
+    """`drafter_words` of a contender's drafter.
+
+    Args:
+        vocab: what a contender with a cut drafts from (`vocab_of`); without a cut it says nothing and may be None.
+    """
+    if contender.tree.vocab_size is None:
+        return drafter_words(contender.drafter, contender.draft_model, None)
+    assert vocab is not None
+    return drafter_words(contender.drafter, contender.draft_model, vocab)
+
+
+def vocab_of(contender: Contender, target: TargetSection) -> DraftVocab:
+    """What a contender drafts from, before weights are loaded.
+
+    Raises:
+        UserError: no such drafter or counts, counts of another tokenizer, or no such cut.
+    """
+    tokenizer, config = load_tokenizer(target), load_config(target).get_text_config(decoder=True)
+    stops = stop_ids(tokenizer, load_generation_config(target))
+    return _vocab_of(contender, config.vocab_size, tokenizer_fingerprint(tokenizer), stops)
 
 
 def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None:
@@ -289,11 +350,14 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], yet_to_com
             there = holds("eval.drafter", check_drafter, section, drafter)
         if contender.draft_model is not None:
             holds("draft_model", check_draft_model, section, contender.draft_model)
+        known = True
         if tree.policy != "auto":
-            holds("eval.tree.c2t.classifier", policy_of, tree, sampling)
+            known = holds("eval.tree.c2t.classifier", policy_of, tree, sampling)
             holds("eval.tree", check_size, tree, config.max_position_embeddings)
         if there and contender.proposer != "prompt_lookup":
-            holds("eval.token_counts", _check_vocab, contender, config.vocab_size, fingerprint, stops)
+            told_of = (contender, config.vocab_size, fingerprint, stops)
+            if holds("eval.token_counts", _check_vocab, *told_of) and known:
+                holds("eval.tree.c2t.classifier", check_classifier, contender, _vocab_of(*told_of))
     if places:
         raise UserError([_placed(problem, where) for problem, where in places.items()])
 
@@ -323,16 +387,21 @@ def check_size(tree: TreeSection, positions: int) -> None:
         )
 
 
-def _check_vocab(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> None:
-    """The cut that is asked for, and the ranks of a static tree: what is drafted from must hold them."""
+def _vocab_of(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> DraftVocab:
     vocab, tree = DraftVocab.full(vocab_size), contender.tree
     if contender.drafter is not None:
         vocab = read_vocab(contender.drafter, read_config(contender.drafter)[0])
-    if tree.vocab_size is not None:
-        assert contender.token_counts is not None
-        counts, metadata = load_token_counts(contender.token_counts)
-        check_counts(contender.token_counts, metadata, fingerprint)
-        vocab = cut(vocab, counts, tree.vocab_size, stops)
+    if tree.vocab_size is None:
+        return vocab
+    assert contender.token_counts is not None
+    counts, metadata = load_token_counts(contender.token_counts)
+    check_counts(contender.token_counts, metadata, fingerprint)
+    return cut(vocab, counts, tree.vocab_size, always_inside(metadata).union(stops))
+
+
+def _check_vocab(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> None:
+    """The cut that is asked for, and the ranks of a static tree: what is drafted from must hold them."""
+    vocab, tree = _vocab_of(contender, vocab_size, fingerprint, stops), contender.tree
     greatest = max(map(max, tree.static_paths)) if tree.policy == "static" else 0
     if greatest >= vocab.size:
         raise UserError(
@@ -362,7 +431,7 @@ class Lineup:
         self.target = Target(model, capture_layers=(0,))
         self.stop_ids = frozenset(stop_ids(self.tokenizer, model.generation_config))
         self.fingerprint = tokenizer_fingerprint(self.tokenizer)
-        self.drafters: dict[Path, Eagle3Drafter] = {}
+        self.drafters: dict[Path, FeatureDrafter] = {}
         self.draft_models: dict[str, Target] = {}
 
     @property
@@ -378,7 +447,9 @@ class Lineup:
         """
         if contender.proposer == "prompt_lookup":
             return PromptLookup(contender.tree.most - 1, self.target.device)
-        return PolicyProposer(self.drafting(contender), policy_of(contender.tree, sampling))
+        drafting = self.drafting(contender)
+        check_classifier(contender, drafting.vocab)
+        return PolicyProposer(drafting, policy_of(contender.tree, sampling))
 
     def drafting(self, contender: Contender) -> Drafting:
         """The drafter of `proposer`, with its vocabulary cut as the tree says."""
@@ -387,9 +458,9 @@ class Lineup:
             return CausalLMDrafting(small, self._cut(contender, DraftVocab.full(small.vocab_size)))
         assert contender.drafter is not None
         drafter = self.drafter(contender.drafter)
-        return Eagle3Drafting(drafter, self._cut(contender, drafter.vocab))
+        return FeatureDrafting(drafter, self._cut(contender, drafter.vocab))
 
-    def drafter(self, directory: Path) -> Eagle3Drafter:
+    def drafter(self, directory: Path) -> FeatureDrafter:
         if directory not in self.drafters:
             shape, _ = read_config(directory)
             self.drafters[directory] = load_drafter(directory, self.target, self.identity, shape.capture_layers)
@@ -408,4 +479,4 @@ class Lineup:
         assert contender.token_counts is not None
         counts, metadata = load_token_counts(contender.token_counts)
         check_counts(contender.token_counts, metadata, self.fingerprint)
-        return cut(vocab, counts, contender.tree.vocab_size, self.stop_ids)
+        return cut(vocab, counts, contender.tree.vocab_size, self.stop_ids | always_inside(metadata))

@@ -21,7 +21,7 @@ N nodes of the final trees, Vd draft vocabulary, V target vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -287,12 +287,16 @@ class Eagle2:
         draft_calls: the first included; the greatest depth.
         top_k: children proposed per node, and width of the beam.
         stop: ends the search earlier; None: it never looks.
+        watch: is shown the children of every call before any is cut: their values [B, b, K], the log-probabilities
+            [B, b, Vd] that they were drawn from, and their depth. Where `nodes` cuts none, the tree's nodes below the
+            root stand in this order, call by call.
     """
 
     nodes: int
     draft_calls: int
     top_k: int
     stop: Stop | None = None
+    watch: Callable[[torch.Tensor, torch.Tensor, int], object] | None = field(default=None, repr=False, compare=False)
 
     def grow(
         self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
@@ -309,6 +313,8 @@ class Eagle2:
         calls = Calls(rows, self.draft_calls)
         for call in range(1, self.draft_calls + 1):
             children, ids = _children(values_Bb, log_probs, width)
+            if self.watch is not None:
+                self.watch(children, log_probs, call)
             children, ids = children.flatten(1), ids.flatten(1)  # [B, b * K]
             if rows > 1 and not all(calls.going):
                 # Behind every node of a row that has stopped: among equal values the earlier ones go first.

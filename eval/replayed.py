@@ -227,7 +227,8 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
     unit = target_size(config, recipe.target.dtype, recipe.target.trust_remote_code).activation_bytes
     states = len(layers) * text.hidden_size * unit
     # One drafts at a time: the widest counts.
-    columns = max([0, *(2 * 4 * s.num_key_value_heads * s.head_dim for s in shapes), *_draft_model_bytes(contenders)])
+    drafters = (2 * 4 * s.num_key_value_heads * s.head_dim * s.cached_layers for s in shapes)
+    columns = max([0, *drafters, *_draft_model_bytes(contenders)])
     most = 0
     for rows in batches(answers, recipe.eval.replay_batch_size):
         longest = max(len(answers[row].prompt) + len(answers[row].tokens) for row in rows)

@@ -6,8 +6,9 @@
     provenance.json      versions, commit, command line, digests of the data
 
 A directory is written beside its place, as <name>.partial, and renamed into it, so that it is whole or not there. One
-that stands there is renamed to <name>.old first. A kill between the two renames leaves no <name>, and the new one whole
-in <name>.partial: readers find it there, and the next writer puts it into its place.
+that stands there is renamed to <name>.replaced first. A kill between the two renames leaves no <name>, and the new one
+whole in <name>.partial: readers find it there, and the next writer puts it into its place. What else lies in a replaced
+folder, notes or another folder, is moved into the new one.
 """
 
 import hashlib
@@ -17,7 +18,9 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.drafters import build_drafter, config_class, known_kinds, words_of_kind
+from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -99,59 +103,142 @@ def provenance(data: dict[str, Path]) -> dict[str, Any]:
 
 
 def save_drafter(
-    directory: Path, drafter: Eagle3Drafter, identity: dict[str, Any], recipe_yaml: str, made_by: dict[str, Any]
+    directory: Path, drafter: FeatureDrafter, identity: dict[str, Any], recipe_yaml: str, made_by: dict[str, Any]
 ) -> None:
     """Writes the checkpoint; an older one of the same name is replaced at the very end."""
-    partial, retired = _beside(directory)
-    if (left := _written(directory)) != directory:
-        os.replace(left, directory)  # before `partial` is touched: `_written` must not find half of it
-    for leftover in (partial, retired):
-        shutil.rmtree(leftover, ignore_errors=True)
-    partial.mkdir(parents=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-    save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-    config = {"kind": "eagle3", "drafter": drafter.config.to_dict(), "target": identity}
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    (partial / "recipe.yaml").write_text(recipe_yaml)
-    (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
+    shape = drafter.config
+    words = {"format": "pt", "config": json.dumps(_words(shape))}
+    kind = {"kind": shape.kind} | ({"base": shape.base} if shape.base is not None else {})
+    config = kind | {"drafter": shape.to_dict(), "target": identity}
+    with replaced(directory) as partial:
+        save_file(tensors, partial / "model.safetensors", metadata=words)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / "recipe.yaml").write_text(recipe_yaml)
+        (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
+
+
+FILES = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json")
+
+
+@contextmanager
+def replaced(directory: Path, own: Collection[str] = FILES) -> Iterator[Path]:
+    """An empty folder to write into, which takes the place of `directory` when the block ends well.
+
+    Args:
+        own: names of the files that its writer writes. Everything else in the older folder is somebody's and kept.
+
+    Raises:
+        UserError: a file has the folder's name, or what is to be kept would hide something of the same name.
+    """
+    directory = directory.resolve()  # of a link the folder behind it is replaced, not the link
+    partial, retired = _beside(directory)
+    for folder in (directory, retired):
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} is a file; move it away, a folder of that name is to be written")
+    if not directory.exists() and retired.exists():
+        # Before `partial` is touched: `written` must not find half of it.
+        os.replace(partial if partial.exists() else retired, directory)
+    _empty(retired, directory, own)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
     sync_to_disk(partial)
     if directory.exists():
         os.replace(directory, retired)
     os.replace(partial, directory)
     sync_to_disk(directory.parent, inside=False)
+    _empty(retired, directory, own)
+
+
+def _empty(retired: Path, directory: Path, own: Collection[str]) -> None:
+    """Moves what is not its writer's from a replaced folder into the new one, then deletes it."""
+    if not retired.exists():
+        return
+    kept = [path for path in retired.iterdir() if path.name not in own]
+    for path in kept:
+        if os.path.lexists(directory / path.name):
+            raise UserError(f"{path} and {directory / path.name}: only one can be kept; move one of them away")
+    for path in kept:
+        os.replace(path, directory / path.name)
+    if kept:
+        sync_to_disk(directory, inside=False)
     shutil.rmtree(retired, ignore_errors=True)
+
+
+def _words(shape: DrafterConfig) -> dict[str, Any]:
+    """All that says what the weights mean."""
+    return {"kind": shape.kind, "base": shape.base} | shape.to_dict()
 
 
 def _beside(directory: Path) -> tuple[Path, Path]:
     """Where a new checkpoint is written, and where the one that it replaces goes."""
-    return directory.with_name(directory.name + ".partial"), directory.with_name(directory.name + ".old")
+    return directory.parent / f"{directory.name}.partial", directory.parent / f"{directory.name}.replaced"
 
 
-def _written(directory: Path) -> Path:
-    """Where the checkpoint lies: in `directory`, but after a kill between the two renames of `save_drafter`."""
-    partial, retired = _beside(directory)
+def written(directory: Path) -> Path:
+    """Where the checkpoint lies: in `directory`, but after a kill between the two renames of `replaced`."""
+    partial, retired = _beside(directory.resolve())
     return partial if not directory.exists() and retired.exists() and partial.exists() else directory
 
 
-def read_config(directory: Path) -> tuple[Eagle3Config, dict[str, Any]]:
+def read_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]:
     """(shape, identity of its target) from a drafter's config.json.
 
     Raises:
         UserError: there is none, or it is not a drafter's.
     """
-    directory = _written(directory)
+    directory = written(directory)
     try:
         config = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:
-        raise UserError(f"{directory}: no drafter here (config.json is missing); train/eagle3.py writes one") from None
+        raise UserError(
+            f"{directory}: no drafter here (config.json is missing); the scripts in train/ write one"
+        ) from None
+    except NotADirectoryError:
+        raise UserError(f"{directory}: a file; name the folder that holds a drafter's config.json") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{directory / 'config.json'}: not JSON: {error}") from None
-    if not isinstance(config, dict) or config.get("kind") != "eagle3" or not {"drafter", "target"} <= config.keys():
-        raise UserError(f"{directory / 'config.json'}: not a drafter of a kind known here (eagle3)")
+    shape = config_class(config.get("kind"), config.get("base")) if isinstance(config, dict) else None
+    if shape is None or not {"drafter", "target"} <= config.keys():
+        raise UserError(f"{directory / 'config.json'}: not a drafter of a kind known here ({known_kinds()})")
     try:
-        return Eagle3Config.from_dict(config["drafter"]), dict(config["target"])
-    except (TypeError, ValueError, KeyError) as error:
+        trained_for = dict(config["target"])
+        return _checked(shape.from_dict(config["drafter"]), trained_for), trained_for
+    except (TypeError, ValueError, KeyError, UserError) as error:
         raise UserError(f"{directory / 'config.json'}: damaged: {error}") from error
+
+
+def _checked(shape: DrafterConfig, trained_for: dict[str, Any]) -> DrafterConfig:
+    """Raises ValueError where no drafter can be made of the numbers."""
+    if not all(type(layer) is int and layer >= 0 for layer in shape.capture_layers):
+        raise ValueError(f"capture_layers are {list(shape.capture_layers)}, not whole numbers")
+    for each in fields(shape):
+        value = getattr(shape, each.name)
+        if each.type is int and (type(value) is not int or value < 1):
+            raise ValueError(f"{each.name} is {value!r}, not a whole number above 0")
+        if each.type is bool and type(value) is not bool:
+            raise ValueError(f"{each.name} is {value!r}, neither true nor false")
+    if not shape.own_head:
+        last = trained_for.get("num_layers")
+        if shape.capture_layers != (last,):
+            raise ValueError(
+                f"capture_layers are {list(shape.capture_layers)}; EAGLE-1 reads the target's last, {last}"
+            )
+        if shape.draft_vocab_size != shape.vocab_size:
+            raise ValueError("draft_vocab_size is not vocab_size, but the head is the target's")
+    return shape
+
+
+def differences(there: dict[str, Any], here: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, value there, value here) of all that `here` has otherwise; of sections inside, `section.key`."""
+    for key, mine in here.items():
+        theirs = there.get(key)
+        if isinstance(mine, dict) and isinstance(theirs, dict):
+            both = mine | dict.fromkeys(theirs.keys() - mine.keys())
+            yield from differences(theirs, both, f"{before}{key}.")
+        elif theirs != mine:
+            yield f"{before}{key}", theirs, mine
 
 
 def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str, Any]) -> None:
@@ -172,27 +259,52 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
         )
 
 
-def read_vocab(directory: Path, shape: Eagle3Config) -> DraftVocab:
+def read_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
     """The drafter's vocabulary. Of model.safetensors the header and d2t and t2d are read, no weights: a file that is
     cut short is told by its length.
 
     Raises:
         UserError: no such file, a damaged one, or another vocabulary than `shape` says.
     """
-    path = _written(directory) / "model.safetensors"
+    path = written(directory) / "model.safetensors"
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in {"d2t", "t2d"} & set(file.keys())}
+            said = file.metadata() or {}
     except FileNotFoundError:
-        raise UserError(
-            f"{directory}: model.safetensors is missing; copy the whole folder, or run train/eagle3.py again"
-        ) from None
+        raise UserError(f"{directory}: model.safetensors is missing; copy the whole folder, or train again") from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: damaged or cut short: {error}; copy it again, or train again") from None
+    _check_words(directory, said, shape)
     return _vocab_of(directory, tensors, shape)
 
 
-def _vocab_of(directory: Path, tensors: dict[str, torch.Tensor], shape: Eagle3Config) -> DraftVocab:
+def _check_words(directory: Path, said: dict[str, str], shape: DrafterConfig) -> None:
+    """Weights mean nothing beside another config, even where they fit it: two specialists of one position each have the
+    tensors of two that serve two.
+
+    Raises:
+        UserError: the weights were written with another one; what differs is named. Older files do not say.
+    """
+    if "config" not in said:
+        return
+    try:
+        written = dict(json.loads(said["config"]))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{directory}: model.safetensors: damaged metadata: {error}") from None
+    here = json.loads(json.dumps(_words(shape)))
+    if different := [
+        f"{key} is {here.get(key)!r}, the weights were written with {value!r}"
+        for key, value in written.items()
+        if here.get(key) != value
+    ]:
+        raise UserError(
+            f"{directory}: config.json is not the one of model.safetensors: {'; '.join(different)}; restore it, or "
+            "copy the whole folder again"
+        )
+
+
+def _vocab_of(directory: Path, tensors: dict[str, torch.Tensor], shape: DrafterConfig) -> DraftVocab:
     if "d2t" not in tensors or "t2d" not in tensors:
         raise UserError(f"{directory}: model.safetensors holds no draft vocabulary (d2t, t2d)")
     vocab = DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(directory / "model.safetensors"))
@@ -206,7 +318,7 @@ def _vocab_of(directory: Path, tensors: dict[str, torch.Tensor], shape: Eagle3Co
 
 def load_drafter(
     directory: Path, target: Target, identity: dict[str, Any], capture: Sequence[int] | None = None
-) -> Eagle3Drafter:
+) -> FeatureDrafter:
     """The drafter in `directory`, in evaluation mode on the target's device.
 
     Args:
@@ -218,20 +330,45 @@ def load_drafter(
     """
     shape, trained_for = read_config(directory)
     check_identity(directory, trained_for, identity)
-    try:
-        tensors = load_file(_written(directory) / "model.safetensors")
-    except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"{directory}: damaged drafter checkpoint: {error}") from error
+    tensors = read_tensors(directory)
     given = tuple(target.capture_layers if capture is None else capture)
     if shape.capture_layers != given:
         raise UserError(
             f"{directory}: the drafter reads target states {list(shape.capture_layers)}, "
             f"this run captures {list(given)}"
         )
-    vocab = _vocab_of(directory, tensors, shape)
-    drafter = Eagle3Drafter(shape, vocab, target.embedding_table)
-    try:
-        drafter.load_state_dict(tensors)
-    except RuntimeError as error:
-        raise UserError(f"{directory}: tensors do not fit config.json: {error}") from error
+    vocab = read_vocab(directory, shape)
+    drafter = build_drafter(shape, vocab, target.embedding_table, target.frozen_head)
+    fill(directory, drafter, tensors)
     return drafter.to(target.device).eval().requires_grad_(False)
+
+
+def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """Everything in model.safetensors."""
+    try:
+        return load_file(written(directory) / "model.safetensors")
+    except (FileNotFoundError, SafetensorError) as error:
+        raise UserError(f"{directory}: damaged drafter checkpoint: {error}") from error
+
+
+def fill(directory: Path, drafter: FeatureDrafter, tensors: dict[str, torch.Tensor]) -> None:
+    """Loads tensors that are the drafter's, all of them.
+
+    Raises:
+        UserError: some are missing, too many or of another shape: the config describes another layout.
+    """
+    wanted = drafter.state_dict()
+    problems = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
+    problems += [f"{name} has no place" for name in tensors.keys() - wanted.keys()]
+    problems += [
+        f"{name} is {list(tensors[name].shape)}, not {list(wanted[name].shape)}"
+        for name in wanted.keys() & tensors.keys()
+        if tensors[name].shape != wanted[name].shape
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"{directory}: tensors do not fit config.json, which describes {words_of_kind(drafter.config)}: "
+            f"{'; '.join(sorted(problems)[:3])}{more}; copy the whole folder again, or train again"
+        )
+    drafter.load_state_dict(tensors)

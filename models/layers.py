@@ -52,14 +52,16 @@ def grouped_attention(
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention from inputs of width W; no biases."""
+    """Projections of grouped-query attention from inputs of width W; `bias` is of queries, keys and values."""
 
-    def __init__(self, input_size: int, hidden_size: int, heads: int, key_value_heads: int, head_dim: int):
+    def __init__(
+        self, input_size: int, hidden_size: int, heads: int, key_value_heads: int, head_dim: int, bias: bool = False
+    ):
         super().__init__()
         self.heads, self.key_value_heads, self.head_dim = heads, key_value_heads, head_dim
-        self.q_proj = nn.Linear(input_size, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(input_size, key_value_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(input_size, key_value_heads * head_dim, bias=False)
+        self.q_proj = nn.Linear(input_size, heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, key_value_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, key_value_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden_size, bias=False)
 
     def queries(self, x_BCW: torch.Tensor, cos_BCD: torch.Tensor, sin_BCD: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ n, S, A as in `models.key_values`.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers.cache_utils import DynamicLayer
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.families import scaled_logits, tried_attention
+from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.key_values import KeyValues, Kind
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
@@ -77,15 +79,18 @@ def _why_not_loaded(section: TargetSection, error: Exception) -> str:
     return f"target.model: cannot load {section.model!r} as a causal LM: {reason}"
 
 
-def checked_capture_layers(layers: Sequence[int] | None, num_layers: int) -> tuple[int, ...]:
+def checked_capture_layers(layers: Sequence[int] | None, num_layers: int, final: bool = False) -> tuple[int, ...]:
     """`layers`, or the default ones where None.
 
+    Args:
+        final: state L may be among them, which has passed the final norm: EAGLE-1's feature.
+
     Raises:
-        UserError: not ascending and distinct, or outside 0 to L-1 (state L has passed the final norm).
+        UserError: not ascending and distinct, or outside 0 to L-1.
     """
     if layers is None:
         return default_capture_layers(num_layers)
-    if list(layers) != sorted(set(layers)) or not layers or layers[0] < 0 or layers[-1] >= num_layers:
+    if list(layers) != sorted(set(layers)) or not layers or layers[0] < 0 or layers[-1] >= num_layers + final:
         raise UserError(
             f"drafter.capture_layers: {list(layers)} must be ascending and distinct, "
             f"between 0 and {num_layers - 1} for this target of {num_layers} layers"
@@ -144,7 +149,7 @@ class Target:
         if self.head is None or self.embedding_table.shape[1] != self.hidden_size:
             raise UserError(f"target.model: {self.name} has no head, or embeddings of another width than its layers")
         self.vocab_size: int = self.head.weight.shape[0]  # type: ignore[union-attr]
-        self.capture_layers = checked_capture_layers(capture_layers, self.num_layers)
+        self.capture_layers = checked_capture_layers(capture_layers, self.num_layers, final=True)
         # What the decoder multiplies rows of `embedding_table` with before its first layer; 1 where it does more.
         self.embedding_scale = self._try_embedding_and_head()
         self._try_tree()
@@ -167,6 +172,11 @@ class Target:
         """[V, H] the input embeddings, which drafters share."""
         return self.embedding.weight  # type: ignore[return-value]
 
+    @property
+    def frozen_head(self) -> FrozenHead:
+        """The head as drafters use it that have none of their own."""
+        return FrozenHead(self.head_weight, getattr(self.head, "bias", None), partial(scaled_logits, self.config))
+
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Head, scaling and soft-capping over final states [..., H]: float32 logits [..., V]."""
         return scaled_logits(self.config, self.head(last)).float()
@@ -180,14 +190,14 @@ class Target:
         """
         with self._capturing(self.capture_layers if capture is None else capture) as captured:
             last = self.decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
-        return TargetStates(torch.cat(captured, dim=-1) if captured else last[..., :0], last)
+        return TargetStates(_side_by_side(captured) if captured else last[..., :0], last)
 
     @torch.no_grad()
     def captured_states(self, input_ids_BT: torch.Tensor, capture: Sequence[int]) -> torch.Tensor:
         """[B, T, F] states of these layers, one or more, as in `states`; layers behind them are not computed."""
         with self._capturing(capture, end_there=True) as captured, suppress(_AllCaptured):
             self.decoder(input_ids=input_ids_BT, use_cache=False)
-        return torch.cat(captured, dim=-1)
+        return _side_by_side(captured)
 
     def session(self, capture: Sequence[int] = ()) -> "TargetSession":
         """Fresh conversations with an empty cache, of which the states of these layers are given back."""
@@ -195,7 +205,8 @@ class Target:
 
     @contextmanager
     def _capturing(self, layers: Sequence[int], end_there: bool = False) -> Iterator[list[torch.Tensor]]:
-        """Collects the inputs of `layers` during one forward; keeps nothing else alive.
+        """Collects the inputs of `layers` during one forward, and for layer L what the decoder returns; keeps nothing
+        else alive.
 
         Args:
             end_there: the forward ends with `_AllCaptured` once it has them all.
@@ -207,7 +218,15 @@ class Target:
             if end_there and len(captured) == len(layers):
                 raise _AllCaptured
 
-        handles = [self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
+        def final_hook(_module: nn.Module, _args: tuple, output: Any) -> None:
+            captured.append(output.last_hidden_state)
+
+        handles = [
+            self.layers[layer].register_forward_pre_hook(hook, with_kwargs=True)
+            if layer < self.num_layers
+            else self.decoder.register_forward_hook(final_hook)
+            for layer in layers
+        ]
         try:
             yield captured
         finally:
@@ -274,6 +293,10 @@ class Target:
                 f"target.model: {self.name} does not follow the mask or the positions of a draft tree: other siblings "
                 f"change a node's logits by {stirred.item():.3g}, another root by {moved.max().item():.3g}"
             )
+
+
+def _side_by_side(captured: list[torch.Tensor]) -> torch.Tensor:
+    return captured[0] if len(captured) == 1 else torch.cat(captured, dim=-1)
 
 
 def _decoder_layers(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:
@@ -431,4 +454,4 @@ class TargetSession:
         """(final states [B, n, H], captured states [B, n, F] or None) behind the cache."""
         with self.target._capturing(self.capture) if self.capture else nullcontext([]) as captured:
             output = self.target.decoder(**inputs, past_key_values=self.cache, use_cache=True)
-        return output.last_hidden_state, torch.cat(captured, dim=-1) if self.capture else None
+        return output.last_hidden_state, _side_by_side(captured) if self.capture else None

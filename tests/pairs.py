@@ -3,19 +3,37 @@
 Random drafters accept nothing, and a loop that never accepts hides most of its defects.
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from draftsmith.models.alignment import columns_of
+from draftsmith.models.drafters import build_drafter, drafter_config
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.schema import Recipe
 from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_target
 
 PROMPTS = ([11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 28, 29], [7], [5, 6, 5, 6, 5, 6, 5])
+
+# The kinds of drafters, by a name for the tests: what a recipe says of drafter and training.
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eagle3": ({}, {"ttt_steps": 4, "step_weight": 1.0}),
+    "eagle3.1": ({"fc_norm": True, "norm_output": True, "num_layers": 2}, {"ttt_steps": 4, "step_weight": 1.0}),
+    "eagle": ({"kind": "eagle"}, {"token_loss": 1.0}),
+    "hass": ({"kind": "eagle"}, {"ttt_steps": 4, "token_loss": 1.0, "top_k_loss": 1.0}),
+    "poss": ({"kind": "poss", "specialists": 2}, {"ttt_steps": 5, "token_loss": 1.0}),
+    "poss over eagle3": (
+        {"kind": "poss", "base": "eagle3", "positions_per_specialist": 1, "specialists": 3},
+        {"ttt_steps": 4, "step_weight": 1.0},
+    ),
+}
+TAUGHT_STEPS = 60
 
 
 def greedy(target: Target, prompt: list[int], length: int) -> list[int]:
@@ -34,34 +52,87 @@ def taught(
     torch.manual_seed(3)
     shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
     drafter = Eagle3Drafter(shape, vocab, target.embedding_table)
+    _teach(TrainingTimeTest(drafter, 4, 1.0), target, prompts, length, steps)
+    return drafter
+
+
+def _teach(trainee: TrainingTimeTest, target: Target, prompts: tuple[list[int], ...], length: int, steps: int) -> None:
+    """The target's greedy answers, all of them in every step; the drafter's weights are frozen at the end."""
+    drafter = trainee.drafter
     rows = [[*prompt, *greedy(target, prompt, length)] for prompt in prompts]
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     span = torch.zeros_like(ids)
     for b, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         span[b, len(prompt) : len(row)] = 1
-    states, columns = target.states(ids), columns_of(span, 4)
-    teacher = teacher_of(target, states.last, ids, columns, vocab)
-    trainee = TrainingTimeTest(drafter, 4, 1.0)
+    states, columns = target.states(ids, drafter.config.capture_layers), columns_of(span, trainee.steps)
+    teacher = teacher_of(target, states.last, ids, columns, drafter.vocab, trainee.wants_features)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
         sums = trainee(states.captured, ids, columns, teacher)
         (sums.loss / sums.columns.clamp(min=1)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return drafter.requires_grad_(False)
+    drafter.requires_grad_(False)
+
+
+def recipe_of_kind(kind: str, draft_tokens: int | None = None) -> Recipe:
+    """A recipe for drafters of this kind of `KINDS`, with no more of the target than a name."""
+    drafter, train = KINDS[kind]
+    return Recipe.model_validate(
+        {
+            "output_dir": "runs/nowhere",
+            "target": {"model": "org/target"},
+            "drafter": drafter | {"vocab_size": draft_tokens},
+            "train": train,
+        }
+    )
+
+
+def untaught(kind: str, target: Target, vocab: DraftVocab | None = None) -> FeatureDrafter:
+    """A drafter of this kind with random weights; what EAGLE-3's read are the target's own capture layers."""
+    vocab = vocab or DraftVocab.full(target.vocab_size)
+    section = recipe_of_kind(kind, None if vocab.is_full else vocab.size).drafter
+    shape = drafter_config(section, target.config, target.capture_layers)
+    shape = replace(shape, embedding_scale=target.embedding_scale)
+    torch.manual_seed(3)
+    return build_drafter(shape, vocab, target.embedding_table, target.frozen_head)
+
+
+def taught_of_kind(
+    kind: str, target: Target, vocab: DraftVocab | None = None, prompts: tuple[list[int], ...] = PROMPTS
+) -> FeatureDrafter:
+    """A drafter of this kind that learnt some of the target's greedy answers, by the kind's own losses."""
+    drafter = untaught(kind, target, vocab)
+    _teach(TrainingTimeTest.of(drafter, recipe_of_kind(kind).train), target, prompts, 40, TAUGHT_STEPS)
+    return drafter
 
 
 @cache
 def pair_of(family: str, draft_tokens: int | None = None, **overrides: Any) -> tuple[Target, Eagle3Drafter]:
     """A target with a taught drafter, of the target's whole vocabulary or of `draft_tokens` tokens that it says."""
     target = Target(make_target(family, **overrides))
+    return target, taught(target, vocab_said(target, draft_tokens))
+
+
+@cache
+def pair_of_kind(
+    kind: str, family: str, draft_tokens: int | None = None, **overrides: Any
+) -> tuple[Target, FeatureDrafter]:
+    """`pair_of` with a drafter of any of `KINDS`."""
+    if kind == "eagle3":
+        return pair_of(family, draft_tokens, **overrides)
+    target, _ = pair_of(family, None, **overrides)
+    return target, taught_of_kind(kind, target, vocab_said(target, draft_tokens))
+
+
+def vocab_said(target: Target, draft_tokens: int | None) -> DraftVocab:
+    """The target's whole vocabulary, or `draft_tokens` tokens that it says."""
     if draft_tokens is None:
-        return target, taught(target, DraftVocab.full(target.vocab_size))
+        return DraftVocab.full(target.vocab_size)
     said = torch.tensor([token for prompt in PROMPTS for token in greedy(target, prompt, 40)]).unique()
     others = torch.arange(target.vocab_size)[~torch.isin(torch.arange(target.vocab_size), said)]
-    ids = torch.cat((said, others))[:draft_tokens].sort().values
-    return target, taught(target, DraftVocab(ids, target.vocab_size))
+    return DraftVocab(torch.cat((said, others))[:draft_tokens].sort().values, target.vocab_size)
 
 
 def blurred_copy(family: str, noise: float = 0.02, **overrides: Any) -> Target:

@@ -1,11 +1,12 @@
 """Slow, obvious twins of the mathematics: loops over tokens, no shared code with the product beyond the parameters.
 
-They read a drafter's weights through its state_dict only.
+Those of whole drafters are in tests/slow_drafters.py.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import torch
 
@@ -39,62 +40,6 @@ def rope(x: torch.Tensor, position: int, theta: float) -> torch.Tensor:
         out[i] = x[i] * math.cos(angle) - x[i + half] * math.sin(angle)
         out[i + half] = x[i + half] * math.cos(angle) + x[i] * math.sin(angle)
     return out
-
-
-class SlowEagle3:
-    """EAGLE-3's layer, one column at a time. `weights` are named as in a checkpoint; silu MLP; default rotary."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], embedding: torch.Tensor, config) -> None:
-        self.w, self.embedding, self.c = weights, embedding, config
-
-    def attention_input(self, feature: torch.Tensor, token: int) -> torch.Tensor:
-        row = self.embedding[token] * self.c.embedding_scale
-        e = rms_norm(row, self.w["midlayer.input_layernorm.weight"], self.c.rms_norm_eps)
-        h = rms_norm(feature, self.w["midlayer.hidden_norm.weight"], self.c.rms_norm_eps)
-        return torch.cat([e, h])
-
-    def key_value(self, feature: torch.Tensor, token: int, position: int) -> tuple[list, list]:
-        x, d = self.attention_input(feature, token), self.c.head_dim
-        k = self.w["midlayer.self_attn.k_proj.weight"] @ x
-        v = self.w["midlayer.self_attn.v_proj.weight"] @ x
-        heads = range(self.c.num_key_value_heads)
-        theta = self.c.rope_parameters["rope_theta"]
-        keys = [rope(k[g * d : (g + 1) * d], position, theta) for g in heads]
-        return keys, [v[g * d : (g + 1) * d] for g in heads]
-
-    def output(self, feature: torch.Tensor, token: int, position: int, cache: list[tuple[list, list]]) -> torch.Tensor:
-        """The layer's output for one column that sees exactly the columns in `cache` (its own included)."""
-        x, d = self.attention_input(feature, token), self.c.head_dim
-        q = self.w["midlayer.self_attn.q_proj.weight"] @ x
-        attended = []
-        for a in range(self.c.num_attention_heads):
-            g = a * self.c.num_key_value_heads // self.c.num_attention_heads
-            query = rope(q[a * d : (a + 1) * d], position, self.c.rope_parameters["rope_theta"])
-            scores = torch.stack([query @ keys[g] / math.sqrt(d) for keys, _ in cache])
-            weights = torch.exp(scores - scores.max())
-            weights = weights / weights.sum()
-            attended.append(sum(w * values[g] for w, (_, values) in zip(weights, cache, strict=True)))
-        residual = feature + self.w["midlayer.self_attn.o_proj.weight"] @ torch.cat(attended)
-        y = rms_norm(residual, self.w["midlayer.post_attention_layernorm.weight"], self.c.rms_norm_eps)
-        gate, up = self.w["midlayer.mlp.gate_proj.weight"] @ y, self.w["midlayer.mlp.up_proj.weight"] @ y
-        return residual + self.w["midlayer.mlp.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
-
-    def logits(self, output: torch.Tensor) -> torch.Tensor:
-        return self.w["lm_head.weight"] @ rms_norm(output, self.w["norm.weight"], self.c.rms_norm_eps)
-
-    def chain(self, captured: torch.Tensor, ids: list[int], column: int, steps: int) -> list[torch.Tensor]:
-        """Outputs of steps 0..steps-1 for the chain below root x[column + 1], fed the data's tokens.
-
-        The prefix holds columns 0..column made from the target's states; each step appends its own column.
-        """
-        features = [self.w["fc.weight"] @ captured[t] for t in range(column + 1)]
-        cache = [self.key_value(features[t], ids[t + 1], t) for t in range(column + 1)]
-        outputs = [self.output(features[column], ids[column + 1], column, cache)]
-        for step in range(1, steps):
-            token, position = ids[column + 1 + step], column + step
-            cache = [*cache, self.key_value(outputs[-1], token, position)]
-            outputs.append(self.output(outputs[-1], token, position, cache))
-        return outputs
 
 
 def draft_tree_ancestors(parents: list[int]) -> list[set[int]]:
@@ -384,3 +329,55 @@ def surprise(
         excess += -math.log(p[token]) - entropy
         variance += sum(q * (-math.log(q) - entropy) ** 2 for q in p.values())
     return cut_off, excess, variance
+
+
+# Rankings.
+
+
+def blended_counts(corpora: list[list[int]], weights: list[float], scale: int) -> list[int]:
+    """Relative frequencies, added up by weight, as multiples of 1 / scale: rounded to the nearest, seen tokens to 1."""
+    result = []
+    for token in range(len(corpora[0])):
+        frequency = Fraction(0)
+        for counts, weight in zip(corpora, weights, strict=True):
+            frequency += Fraction(weight) * Fraction(counts[token], sum(counts)) / sum(map(Fraction, weights))
+        result.append(max(math.floor(frequency * scale + Fraction(1, 2)), int(frequency > 0)))
+    return result
+
+
+# C2T's rows: every node that a beam search ever proposed, and whether the target says it.
+
+
+def c2t_rows(
+    table: Table, top_k: int, calls: int, entropy_over: int, said: Path
+) -> tuple[list[tuple[int, float, float, bool]], int, int]:
+    """(rows, accepted tokens, nodes below the end of what is known) of an uncut tree. A row is (depth from 0, joint
+    probability, entropy of the parent's distribution, accepted).
+
+    Args:
+        said: the draft tokens that the target goes on with; -1 for those that no drafter has.
+    """
+    paths, _ = eagle2_tree(table, 10**9, calls, top_k)
+    length = 0
+    while length < len(said) and said[: length + 1] in paths:
+        length += 1
+    rows, beyond = [], 0
+    for path in paths:
+        if len(path) > len(said) and path[: len(said)] == said:
+            beyond += 1
+            continue
+        spread = entropy_in_nats(table(path[:-1]), entropy_over)
+        rows.append((len(path) - 1, math.exp(path_value(table, path)), spread, path == said[: len(path)]))
+    return rows, length, beyond
+
+
+def c2t_confidence(weights: dict[str, torch.Tensor]) -> Callable[[float, float, int], float]:
+    """The classifier written out: each hidden unit, cut off at zero, then their weighted sum."""
+    hidden, bias = weights["hidden.weight"].tolist(), weights["hidden.bias"].tolist()
+    output, last = weights["output.weight"].tolist()[0], weights["output.bias"].item()
+
+    def confidence(p: float, h: float, d: int) -> float:
+        units = [max(0.0, w[0] * p + w[1] * h + w[2] * d + b) for w, b in zip(hidden, bias, strict=True)]
+        return 1 / (1 + math.exp(-last - sum(w * unit for w, unit in zip(output, units, strict=True))))
+
+    return confidence

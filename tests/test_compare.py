@@ -309,7 +309,7 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     (place / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     save_untrained(place / "deep", target_dir)
     config = json.loads((place / "deep/config.json").read_text())
-    config["drafter"]["capture_layers"] = [2, 3, 7]
+    config["drafter"]["capture_layers"] = [2, 3, 8]
     (place / "deep/config.json").write_text(json.dumps(config))
     for name in ("weightless", "short"):
         shutil.copytree(place / "run/drafter", place / name)

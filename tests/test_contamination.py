@@ -18,7 +18,7 @@ from draftsmith.recipes.prompt_records import Conversation
 from draftsmith.recipes.prompts import read_conversations
 from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
-from draftsmith.train import eagle3
+from draftsmith.train import trainer
 from tests.conftest import make_tokenizer
 from tests.test_train import train
 
@@ -209,7 +209,7 @@ def test_rank_vocab_and_training_leave_out_the_same(
     tokenizer = make_tokenizer()
     digits = {n: tokenizer(str(n), add_special_tokens=False)["input_ids"][-1] for n in range(6)}
     rejects = Rejects()
-    training, validation = eagle3.read_rows(recipe, tokenizer, rejects)
+    training, validation = trainer.read_rows(recipe, tokenizer, rejects)
     ids = {row.id for row in training + validation}
     if action == "remove":
         assert ids == {"t0", "t2", "t3", "t5"} and rejects.counts == {"contaminated": 2}
@@ -242,10 +242,10 @@ def test_a_resumed_training_keeps_its_rows(tmp_path: Path, target_dir: Path, mon
 
 def test_processes_with_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     by_rank = [{"training rows": "12 rows, sha256 a"}, {"training rows": "11 rows, sha256 b"}]
-    monkeypatch.setattr(eagle3, "gather_object", lambda digests: [*digests, by_rank[1]])
+    monkeypatch.setattr(trainer, "gather_object", lambda digests: [*digests, by_rank[1]])
     with pytest.raises(UserError, match=r"rank 0 has .*12 rows.*, rank 1 has .*11 rows"):
-        eagle3.check_ranks_agree(by_rank[0])
-    eagle3.check_ranks_agree(by_rank[1])
+        trainer.check_ranks_agree(by_rank[0])
+    trainer.check_ranks_agree(by_rank[1])
 
 
 def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: Path) -> None:
@@ -254,7 +254,7 @@ def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: P
     assert contamination.training_check(recipe) is None
     # Removal looks again: the file may be older than the wish.
     removing = recipe_of(tmp_path, target_dir, "remove", prompts=str(tmp_path / "p.jsonl"))
-    rows, _ = eagle3.read_rows(removing, make_tokenizer(), Rejects())
+    rows, _ = trainer.read_rows(removing, make_tokenizer(), Rejects())
     assert {row.id for row in rows} <= {"t0", "t2", "t3", "t5"}
 
 
@@ -287,7 +287,7 @@ def test_evaluation_prompts_that_cannot_be_read(
     removing = recipe("remove", sources)
     for check in (
         lambda: screen(removing, conversations, Rejects()),
-        lambda: eagle3.read_rows(removing, make_tokenizer(), Rejects()),
+        lambda: trainer.read_rows(removing, make_tokenizer(), Rejects()),
     ):
         with pytest.raises(UserError) as caught:
             check()

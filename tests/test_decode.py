@@ -13,7 +13,8 @@ from draftsmith.eval.accept import accept_greedy
 from draftsmith.eval.decode import Clock, cut, decode, decode_batch
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -312,7 +313,7 @@ def test_a_round_waits_for_the_device_once(rows: int, tree: str, monkeypatch: py
 
     monkeypatch.setattr(torch.Tensor, "tolist", counted)
     policy = policy_of(TreeSection(policy=tree, **{"nodes": 12} if tree == "eagle2" else {}), GREEDY)  # type: ignore[arg-type]
-    proposer = PolicyProposer(Eagle3Drafting(drafter), policy)
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy)
     with Waits() as waits:
         answers = decode_batch(target, proposer, [[5, 6, 7], [8, 9], [10]][:rows], {-1}, 12)
     rounds = max(answer.rounds for answer in answers)

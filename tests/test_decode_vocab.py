@@ -16,7 +16,8 @@ import torch
 from draftsmith.eval.decode import Generation, decode, decode_batch
 from draftsmith.eval.policies import Chain, Eagle2, PolicyProposer, TreePolicy, policy_of
 from draftsmith.models.causal_lm import CausalLMDrafting
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut
@@ -56,7 +57,7 @@ def test_a_cut_drafts_from_the_cut_logits_renormalised(case: str, rows: int) -> 
     features = torch.randn(rows, max(counts), drafter.fc.in_features)
     chance = random.Random(1)
     committed = [[chance.randrange(5, 320) for _ in range(count + 1)] for count in counts]
-    drafting, whole = Eagle3Drafting(drafter, part), Eagle3Drafting(drafter)
+    drafting, whole = FeatureDrafting(drafter, part), FeatureDrafting(drafter)
     for each in (drafting, whole):
         each.reset(rows)
         each.observe(committed, features, counts)
@@ -114,7 +115,7 @@ def test_greedy_answers_are_the_target_s_whatever_is_cut(case: str, tree: str, f
     target, drafter, part = make_pair(*sizes[case], vocab_size=24, family=family, seed=2)
     chance = random.Random(5)
     prompts = [[chance.randrange(5, 24) for _ in range(length)] for length in (1, 9, 30, 4, 12, 3)]
-    proposer = PolicyProposer(Eagle3Drafting(drafter, part), policy_of(TREES[tree]))
+    proposer = PolicyProposer(FeatureDrafting(drafter, part), policy_of(TREES[tree]))
     draftable = set((drafter.vocab if part is None else part).target_ids.tolist())
     accepted = []
     for generation, prompt in zip(decode_batch(target, proposer, prompts, {STOP}, 30), prompts, strict=True):
@@ -128,7 +129,7 @@ def test_a_cut_that_leaves_nothing_out_drafts_as_before(tree: str) -> None:
     target, drafter, part = make_pair(16, 16, vocab_size=24)
     rounds = []
     for each in (part, None):
-        proposer = PolicyProposer(Eagle3Drafting(drafter, each), policy_of(TREES[tree]))
+        proposer = PolicyProposer(FeatureDrafting(drafter, each), policy_of(TREES[tree]))
         generation = decode(target, proposer, [7, 9, 11], {STOP}, 60)
         rounds.append((generation.accepted_per_round, generation.tree_nodes, generation.draft_calls))
     assert rounds[0] == rounds[1]
@@ -148,7 +149,7 @@ def test_an_answer_that_ends_with_its_first_token_leaves_the_others_alone() -> N
     stop = generate(target, prompts[1], 1)[0]
     expected = [generate(target, prompt, 12, stop) for prompt in prompts]
     assert [len(answer) == 1 for answer in expected] == [False, True, False]
-    for drafting in (Eagle3Drafting(drafter, part), CausalLMDrafting(small, part)):
+    for drafting in (FeatureDrafting(drafter, part), CausalLMDrafting(small, part)):
         generations = decode_batch(target, PolicyProposer(drafting, Chain(3)), prompts, {stop}, 12)
         assert [generation.token_ids for generation in generations] == expected
 
@@ -168,7 +169,7 @@ def test_sampled_answers_have_the_target_s_law_whatever_is_cut(
     accepted: set[int] = set()
 
     def answer(draws: EnumeratedDraws) -> Hashable:
-        proposer = PolicyProposer(Eagle3Drafting(drafter, part), policy_for(policy, sampling))
+        proposer = PolicyProposer(FeatureDrafting(drafter, part), policy_for(policy, sampling))
         generation = decode(target, proposer, prompt, {STOP}, length, sampling, draws)
         accepted.update(accepted_tokens(generation))
         return tuple(generation.token_ids)

@@ -19,13 +19,13 @@ from draftsmith.eval.policies import Chain, PolicyProposer, policy_of
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Drafting, Proposer
-from draftsmith.models.eagle3 import Eagle3Drafting
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut
 from draftsmith.recipes.schema import TreeSection
-from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of
+from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
 
 NEW_TOKENS = 24
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -35,7 +35,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 64, "max_position_embeddings": 64, "seed": 1},  # learnt positions
     "mixtral": {"num_local_experts": 4},
 }
-PROPOSERS = ("eagle3", "eagle3 with NaN", "causal_lm", "prompt lookup")
+DRAFTERS = ("eagle3", "eagle3.1", "eagle", "poss", "poss over eagle3")
+HEADS_OF_THE_TARGET = ("eagle", "poss")  # draft from the whole vocabulary, and from cuts of it
+PROPOSERS = (*DRAFTERS, "eagle3 with NaN", "causal_lm", "prompt lookup")
 POLICIES: dict[str, dict[str, Any]] = {
     "chain": {"nodes": 5},
     "static": {},
@@ -76,7 +78,7 @@ def possible(combination: Sequence[Any]) -> bool:
     _, proposer, policy, vocabulary, _ = combination
     if proposer == "prompt lookup":
         return policy == "chain" and vocabulary == "full"
-    return proposer != "causal_lm" or vocabulary in ("full", "cut of full")
+    return proposer not in ("causal_lm", *HEADS_OF_THE_TARGET) or vocabulary in ("full", "cut of full")
 
 
 EVERYTHING = [each for each in itertools.product(FAMILIES, PROPOSERS, POLICIES, VOCABULARIES, ROWS) if possible(each)]
@@ -136,7 +138,8 @@ def decoded(combination: tuple[Any, ...]) -> list[Generation]:
 
 def proposer_of(combination: tuple[Any, ...]) -> Proposer:
     family, kind, policy, vocabulary, _ = combination
-    target, drafter = pair_of(family, 120 if "draft" in vocabulary else None, **FAMILIES[family])
+    drafter_kind = kind if kind in DRAFTERS else "eagle3"
+    target, drafter = pair_of_kind(drafter_kind, family, 120 if "draft" in vocabulary else None, **FAMILIES[family])
     smaller = None
     if vocabulary.startswith("cut"):
         counts = torch.bincount(torch.tensor(expected_of(family)).flatten(), minlength=target.vocab_size)
@@ -149,7 +152,7 @@ def proposer_of(combination: tuple[Any, ...]) -> Proposer:
     if kind == "causal_lm":
         drafting: Drafting = CausalLMDrafting(blurred(family), smaller)
     else:
-        drafting = Eagle3Drafting(drafter, smaller)
+        drafting = FeatureDrafting(drafter, smaller)
     if "NaN" in kind:
         drafting = BrokenNow(drafting)
     return PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
@@ -185,13 +188,18 @@ def lengths_and_prompts(family: str) -> tuple[Target, list[list[int]], set[int]]
     return target, [list(prompt) for prompt in PROMPTS], {expected_of(family)[1][7]}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, policy: str) -> None:
+ROUNDS_OF = [
+    *((family, "eagle3", policy) for family in ("llama", "gemma2") for policy in POLICIES),
+    *(("gemma2", kind, policy) for kind in DRAFTERS[1:] for policy in ("chain", "eagle2")),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "policy"), ROUNDS_OF)
+def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, kind: str, policy: str) -> None:
     """What is drafted from a wrong column, or by a tree whose branches see each other, is lossless all the same: only
     the counts tell."""
     target, prompts, stops = lengths_and_prompts(family)
-    proposer = proposer_of((family, "eagle3", policy, "full", 4))
+    proposer = proposer_of((family, kind, policy, "full", 4))
     together = decode_batch(target, proposer, prompts, stops, NEW_TOKENS)
     assert len({len(answer.token_ids) for answer in together}) > 1
     assert sum(sum(answer.accepted_per_round) for answer in together) > 0 or policy == "static"
@@ -208,7 +216,7 @@ def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None
     sampling = Sampling(1.0, top_p=0.8)
     if policy == "drawn chain":
         _, drafter = pair_of("llama", None)
-        proposer: Proposer = PolicyProposer(Eagle3Drafting(drafter), Chain(3, sampling=sampling))
+        proposer: Proposer = PolicyProposer(FeatureDrafting(drafter), Chain(3, sampling=sampling))
     else:
         proposer = proposer_of(("llama", "eagle3", policy, "full", 4))
     lengths = set()
@@ -223,17 +231,19 @@ def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None
     assert len(lengths) > 1
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
 @torch.no_grad()
-def test_a_drafted_tree_s_distributions_are_those_of_its_paths_as_chains() -> None:
-    """Branches must not see each other."""
-    target, drafter = pair_of("llama", None)
+def test_a_drafted_tree_s_distributions_are_those_of_its_paths_as_chains(kind: str) -> None:
+    """Branches must not see each other, nor must a specialist mistake another branch's columns for its own."""
+    target, drafter = pair_of_kind(kind, "llama", None)
     prompts = [[11, 12, 13, 14, 15], [21, 22, 23]]
-    states = [target.states(torch.tensor([prompt])).captured[0] for prompt in prompts]
+    reads = drafter.config.capture_layers
+    states = [target.states(torch.tensor([prompt]), reads).captured[0] for prompt in prompts]
     features = torch.stack([torch.cat((s, s.new_zeros(5 - len(s), s.shape[1]))) for s in states])
     committed = [[*prompt, 7] for prompt in prompts]
 
-    def begun(rows: Sequence[int]) -> Eagle3Drafting:
-        drafting = Eagle3Drafting(drafter)
+    def begun(rows: Sequence[int]) -> FeatureDrafting:
+        drafting = FeatureDrafting(drafter)
         drafting.reset(len(rows))
         counts = [len(prompts[row]) for row in rows]
         drafting.observe([committed[row] for row in rows], features[list(rows), : max(counts)], counts)
@@ -255,8 +265,14 @@ def test_a_drafted_tree_s_distributions_are_those_of_its_paths_as_chains() -> No
             torch.testing.assert_close(found[0, 0], at_second[row, node], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy != "static"])
-def test_drafts_are_accepted(policy: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [
+        *(("eagle3", policy) for policy in POLICIES if policy != "static"),
+        *((kind, policy) for kind in DRAFTERS[1:] for policy in ("chain", "eagle2")),
+    ],
+)
+def test_drafts_are_accepted(kind: str, policy: str) -> None:
     """So that the tests above are not passed by drafts that never count."""
-    answers = decoded(("llama", "eagle3", policy, "full", 3))
+    answers = decoded(("llama", kind, policy, "full", 3))
     assert sum(sum(answer.accepted_per_round) for answer in answers) > 0.4 * sum(len(a.token_ids) for a in answers)

@@ -9,6 +9,8 @@ import configparser
 import functools
 import importlib.metadata
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,6 +20,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
@@ -197,6 +202,87 @@ def test_undeclared_package_is_caught(tree: Path):
 def test_type_checkers_find_every_room():
     links = {path.name: os.readlink(path) for path in (ROOT / ".typing" / "draftsmith").iterdir()}
     assert links == {room: f"../../{room}" for room in ROOMS}
+
+
+# Scripts tell by example how they are called. What they show must be what they take.
+
+
+def scripts(root: Path) -> list[Path]:
+    """Files that read a recipe from the command line."""
+    calls = re.compile(r"^    (command = parse_command|trainer\.main)\(__doc__", re.MULTILINE)
+    texts = {path: path.read_text(encoding="utf-8") for _, path in modules(root)}
+    # recipes/cli.py shows such a call in its docstring.
+    return [path for path, text in texts.items() if calls.search(text) and path != root / "recipes" / "cli.py"]
+
+
+def shown_commands(text: str) -> Iterator[list[str]]:
+    """Words of the commands shown in a docstring or a recipe's head, without the launcher and what follows a #."""
+    unfolded = re.sub(r"\\\\?\n#?\s*", " ", text)
+    for line in unfolded.splitlines():
+        if found := re.match(r"[#\s]+(?:python|accelerate launch)\s+(.*)", line):
+            words = shlex.split(found[1], comments=True)
+            while words and words[0].startswith("--"):  # of the launcher, with its value
+                words = words[2:]
+            yield words
+
+
+def wrong_examples(root: Path, place: Path, text: str) -> list[str]:
+    """Commands that name another script than there is, or overrides that its recipe does not take. That a file is not
+    there yet is no mistake: another command makes it."""
+    problems = []
+    for script, *words in shown_commands(text):
+        where = f"{place.relative_to(root)}: {script} {' '.join(words)}"
+        if not (root / script).exists():
+            problems.append(f"{where}: no such script")
+        recipes = [word for word in words if word.startswith("recipes/") and word.endswith(".yaml")]
+        overrides = [word for word in words if re.match(r"[a-z_0-9.]+=", word)]
+        for recipe in recipes:
+            try:
+                load_recipe(root / recipe, overrides)
+            except UserError as error:
+                problems += [f"{where}: {problem}" for problem in error.problems if not ABSENT.search(problem)]
+    return problems
+
+
+ABSENT = re.compile("(no such|does not exist|is missing|is not there|nothing there)")
+
+
+@pytest.fixture
+def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # recipes name files relative to it
+
+
+@pytest.mark.parametrize("path", scripts(ROOT), ids=lambda path: str(path.relative_to(ROOT)))
+def test_help_shows_commands_that_run(path: Path, at_root: None):
+    """`--help` is the docstring (tests/test_recipes.py)."""
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    name = str(path.relative_to(ROOT))
+    own = [words for words in shown_commands("\n".join(f"    {line}" for line in doc.splitlines())) if words[0] == name]
+    assert any(words[1].startswith("recipes/") for words in own), "no example on a shipped recipe"
+    assert any("--plan" in words for words in own) or path.name == "conversations.py"  # it writes nothing
+    assert wrong_examples(ROOT, path, doc) == []
+
+
+def test_recipes_show_commands_that_run(at_root: None):
+    recipes = sorted((ROOT / "recipes").glob("*.yaml"))
+    assert len(recipes) > 10
+    for path in recipes:
+        head = path.read_text(encoding="utf-8").split("\noutput_dir:")[0]
+        assert len(list(shown_commands(head))) >= 4
+        assert wrong_examples(ROOT, path, head) == []
+
+
+def test_wrong_examples_are_caught(at_root: None):
+    text = (
+        "    python train/eagel.py recipes/demo.yaml\n"
+        "    accelerate launch --num_processes 4 train/eagle3.py recipes/demo.yaml \\\n"
+        "        train.max_step=4      # nothing\n"
+        "    python eval/acceptance.py recipes/demo.yaml eval.drafter=runs/nowhere eval.answers=nowhere.jsonl\n"
+    )
+    problems = wrong_examples(ROOT, ROOT / "README.md", text)
+    assert len(problems) == 2
+    assert "train/eagel.py" in problems[0] and "no such script" in problems[0]
+    assert "train.max_step" in problems[1]
 
 
 @pytest.mark.slow

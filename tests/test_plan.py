@@ -41,7 +41,6 @@ from draftsmith.recipes.schema import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train import plan as training
 from draftsmith.train.dry_run import DRAFT_LOGITS, SCORES, TARGET_LOGITS, UnrollCost, unroll_cost
-from draftsmith.train.eagle3 import drafter_shape
 from draftsmith.train.loop import total_steps
 from draftsmith.train.plan import (
     RESERVE,
@@ -53,6 +52,7 @@ from draftsmith.train.plan import (
     trainable_parameters,
     training_plan,
 )
+from draftsmith.train.trainer import drafter_shape
 from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_target, make_tokenizer
 from tests.test_train import train, write_conversations

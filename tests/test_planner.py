@@ -44,14 +44,15 @@ from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.draft_tree import DraftTree, Proposer
-from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.eagle3 import Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.target import Target, TargetSession
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
-from draftsmith.train.eagle3 import read_rows
+from draftsmith.train.trainer import read_rows
 from tests import reference
 from tests.conftest import make_target
 from tests.pairs import PROMPTS, greedy, pair_of
@@ -185,7 +186,7 @@ def test_probes_of_trees_without_a_limit_have_one() -> None:
 
 
 def proposer_of(target: Target, drafter: Eagle3Drafter, tree: TreeSection) -> PolicyProposer:
-    return PolicyProposer(Eagle3Drafting(drafter), policy_of(tree, GREEDY))
+    return PolicyProposer(FeatureDrafting(drafter), policy_of(tree, GREEDY))
 
 
 @pytest.mark.parametrize("kind", [{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], ids=str)

@@ -46,7 +46,8 @@ from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.costs import Meter
 from draftsmith.models.draft_tree import DraftTree, Proposer
-from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.eagle3 import Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target, load_causal_lm
@@ -55,10 +56,10 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
-from draftsmith.train.eagle3 import read_rows
+from draftsmith.train.trainer import read_rows
 from tests import reference
 from tests.conftest import make_target, make_tokenizer
-from tests.pairs import blurred_copy, greedy, pair_of, taught
+from tests.pairs import blurred_copy, greedy, pair_of, pair_of_kind, taught
 
 # The first four are taught; of the others a drafter knows nothing.
 PROMPTS = (
@@ -107,7 +108,7 @@ def proposer_of(family: str, name: str) -> Proposer:
     _, drafter = pair_of(family, None, **FAMILIES[family])
     if name == "causal_lm":
         return PolicyProposer(CausalLMDrafting(blurred_copy(family, **FAMILIES[family])), policy("eagle2"))
-    return PolicyProposer(Eagle3Drafting(drafter), policy(name))
+    return PolicyProposer(FeatureDrafting(drafter), policy(name))
 
 
 @cache
@@ -154,6 +155,35 @@ def test_replaying_what_was_decoded_takes_the_same_rounds(family: str, name: str
         assert all(g.decode_seconds == g.prefill_seconds == 0 for g in replayed)
 
 
+@pytest.mark.parametrize("kind", ["eagle3.1", "eagle", "poss", "poss over eagle3"])
+@pytest.mark.parametrize("name", ["chain", "eagle2", "ddd"])
+def test_every_kind_of_drafter_takes_the_same_rounds(kind: str, name: str) -> None:
+    """Each reads states of its own: EAGLE-1's kinds the last one, behind the norm."""
+    target, drafter = pair_of_kind(kind, "gemma2", None, **FAMILIES["gemma2"])
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy(name))
+    decoded = [decode(target, proposer, prompt, stops_of("gemma2"), BUDGET) for prompt in PROMPTS]
+    assert accepted_by(decoded) > 20
+    for batch_size in (1, 3, 7):
+        assert_same_rounds(replay(target, proposer, recorded(decoded), batch_size, Agreement.of(target)), decoded)
+
+
+def test_kinds_side_by_side_read_their_own_states() -> None:
+    """One pass of the target serves drafters that read its last state, and others that do not."""
+    kinds = ("eagle", "eagle3", "poss")
+    target, _ = pair_of("llama")
+    proposers: dict[str, Proposer] = {
+        kind: PolicyProposer(FeatureDrafting(pair_of_kind(kind, "llama")[1]), policy("eagle2")) for kind in kinds
+    }
+    decoded = {
+        kind: [decode(target, proposers[kind], prompt, stops_of("llama"), BUDGET) for prompt in PROMPTS]
+        for kind in kinds
+    }
+    replayed = replay_all(target, proposers, recorded(decoded["eagle"]), 3, Agreement.of(target))
+    assert len({str([g.accepted_per_round for g in generations]) for generations in decoded.values()}) == 3
+    for kind in kinds:
+        assert_same_rounds(replayed[kind], decoded[kind])
+
+
 def test_every_way_to_end_is_met() -> None:
     """Cut by a stop token or the budget, in the middle of a path or behind it; ended by the bonus; without a round."""
     target, _ = pair_of("llama")
@@ -196,7 +226,7 @@ def test_drawn_answers_take_the_same_rounds(name: str, temperature: float) -> No
     target, drafter = small_pair()
     proposer: Proposer = PromptLookup(5, target.device)
     if name != "prompt lookup":
-        proposer = PolicyProposer(Eagle3Drafting(drafter), policy(name))
+        proposer = PolicyProposer(FeatureDrafting(drafter), policy(name))
     sampling = Sampling(temperature, top_p=0.95, top_k=12)
     decoded = []
     for stop in (4, -1, -1):
@@ -214,7 +244,7 @@ def test_trees_end_where_the_target_s_positions_end(family: str) -> None:
     """As in decoding: fewer nodes near the end of the context."""
     settings = {"max_position_embeddings": 56, "n_positions": 56, "seed": 1}
     target, drafter = pair_of(family, None, **settings)
-    proposer = PolicyProposer(Eagle3Drafting(drafter), policy("eagle2"))
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy("eagle2"))
     prompts = PROMPTS[:4]
     decoded = [decode(target, proposer, prompt, {-1}, 56 - len(prompt)) for prompt in prompts]
     assert min(g.tree_nodes[-1] for g in decoded) < 14
@@ -228,10 +258,10 @@ def test_a_cut_vocabulary_and_other_layers() -> None:
     shallow_target = Target(target.model, (1, 5))
     shallow = taught(shallow_target, DraftVocab.full(target.vocab_size), steps=60)
     proposers: dict[str, Proposer] = {
-        "whole": PolicyProposer(Eagle3Drafting(whole), policy("eagle2")),
-        "cut": PolicyProposer(Eagle3Drafting(whole, small.vocab), policy("chain")),
-        "small": PolicyProposer(Eagle3Drafting(small), policy("svip")),
-        "shallow": PolicyProposer(Eagle3Drafting(shallow), policy("chain")),
+        "whole": PolicyProposer(FeatureDrafting(whole), policy("eagle2")),
+        "cut": PolicyProposer(FeatureDrafting(whole, small.vocab), policy("chain")),
+        "small": PolicyProposer(FeatureDrafting(small), policy("svip")),
+        "shallow": PolicyProposer(FeatureDrafting(shallow), policy("chain")),
         "lookup": PromptLookup(4, target.device),
     }
     decoded = {
@@ -260,14 +290,14 @@ def test_rounds_are_those_of_a_walk_by_hand(name: str) -> None:
         for _ in range(chance.randint(0, 3)):
             answer[chance.randrange(len(answer))] = chance.randrange(320)
         answers.append(RecordedAnswer(prompt, answer))
-    replayed = replay(target, PolicyProposer(Eagle3Drafting(drafter), policy(name)), answers, 4)
+    replayed = replay(target, PolicyProposer(FeatureDrafting(drafter), policy(name)), answers, 4)
     for answer, mine in zip(answers, replayed, strict=True):
         text = [*answer.prompt, *answer.tokens]
         captured = target.states(torch.tensor([text])).captured
 
         def tree_below(read: int, text: list[int] = text, captured: torch.Tensor = captured) -> Any:
             """Tokens and parents of the tree below the last of `read` tokens."""
-            fresh = PolicyProposer(Eagle3Drafting(drafter), policy(name))
+            fresh = PolicyProposer(FeatureDrafting(drafter), policy(name))
             fresh.reset(1)
             fresh.observe([text[:read]], captured[:, : read - 1], [read - 1])
             tree, _ = fresh.propose()
@@ -642,7 +672,7 @@ def test_answers_that_stand_there_twice_are_refused(tmp_path: Path) -> None:
 
 
 def test_kept_for_validation_is_what_training_keeps(tmp_path: Path) -> None:
-    """The same conversations as `train.eagle3.read_rows`, whatever their order."""
+    """The same conversations as `train.trainer.read_rows`, whatever their order."""
     lines = [conversation(i) for i in range(40)]
     for number in (3, 4):  # one token alone trains nothing
         for turn in lines[number]["turns"]:
@@ -843,7 +873,7 @@ def test_the_plan_counts_caches_of_draft_models_and_the_check(
 
 def test_every_cache_is_gone_when_its_batch_is_done() -> None:
     target, drafter = pair_of("llama")
-    mine = Eagle3Drafting(drafter)
+    mine = FeatureDrafting(drafter)
     answers = [RecordedAnswer(prompt, greedy(target, prompt, 9), GREEDY) for prompt in PROMPTS]
     told: list[list[int]] = []
     proposers: dict[str, Proposer] = {"a": PolicyProposer(mine, policy("chain")), "b": PromptLookup(3, target.device)}

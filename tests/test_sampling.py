@@ -19,7 +19,8 @@ from draftsmith.eval.accept import Accepted, accept_sampled
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.policies import Chain, Eagle2, PolicyProposer
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws, pick
 from draftsmith.models.target import Target
@@ -27,6 +28,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from tests import reference
 from tests.conftest import make_target
+from tests.pairs import untaught
 
 TOLERANCE = 2e-5
 CPU = torch.device("cpu")
@@ -347,9 +349,9 @@ def answers_of(target: Target, prompt: list[int], length: int, sampling: Samplin
 
 PROPOSERS: dict[str, Callable[[Eagle3Drafter, Sampling], Any]] = {
     "plain": lambda drafter, sampling: None,
-    "chain": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), Chain(2)),
-    "drawn chain": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), Chain(2, sampling=sampling)),
-    "tree": lambda drafter, sampling: PolicyProposer(Eagle3Drafting(drafter), Eagle2(nodes=4, draft_calls=2, top_k=2)),
+    "chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2)),
+    "drawn chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2, sampling=sampling)),
+    "tree": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=4, draft_calls=2, top_k=2)),
     "prompt lookup": lambda drafter, sampling: PromptLookup(2, CPU),
 }
 
@@ -370,12 +372,36 @@ def test_decoded_answers_have_the_target_s_law(proposer: str, sampling: Sampling
     assert_same_law(enumerate_law(answer), answers_of(target, prompt, length, sampling))
 
 
+@pytest.mark.parametrize("kind", ["eagle", "poss", "poss over eagle3"])
+@pytest.mark.parametrize("proposer", ["chain", "drawn chain", "tree"])
+def test_answers_drafted_by_every_kind_have_the_target_s_law(proposer: str, kind: str) -> None:
+    """Deep enough for a change of specialists in a round; and with the target's head cut, where it is the head."""
+    target, _ = small_pair(None)
+    drafter = untaught(kind, target)
+    cut = DraftVocab(torch.tensor([0, 2, 3]), VOCAB) if proposer != "chain" else None
+    sampling = SAMPLINGS["T=0.5, top-k, top-p"]
+    drafting = FeatureDrafting(drafter, cut)
+    policy = {
+        "chain": Chain(3),
+        "drawn chain": Chain(3, sampling=sampling),
+        "tree": Eagle2(nodes=5, draft_calls=3, top_k=2),
+    }[proposer]
+    prompt, length = [1, 3, 0, 1, 3], 3 if proposer == "drawn chain" else 4
+
+    def answer(draws: EnumeratedDraws) -> Hashable:
+        return tuple(
+            decode(target, PolicyProposer(drafting, policy), prompt, {STOP}, length, sampling, draws).token_ids
+        )
+
+    assert_same_law(enumerate_law(answer), answers_of(target, prompt, length, sampling))
+
+
 def test_the_same_seed_gives_the_same_answer_and_sampling_without_draws_is_refused() -> None:
     target, drafter = small_pair(None)
     sampling = Sampling(1.0)
 
     def answer(seed: int) -> Generation:
-        proposer = PolicyProposer(Eagle3Drafting(drafter), Chain(2, sampling=sampling))
+        proposer = PolicyProposer(FeatureDrafting(drafter), Chain(2, sampling=sampling))
         return decode(target, proposer, [1, 3, 0], set(), 30, sampling, SeededDraws(seed, ("id", 0)))
 
     assert answer(0).token_ids == answer(0).token_ids

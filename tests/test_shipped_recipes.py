@@ -1,11 +1,15 @@
 """Every shipped recipe runs, from prompts to acceptance, on a shrunken target of its architecture.
 
+The stages are those of the recipe's head, in its order: a drafter by the script of its kind, and for C2T labelled trees
+and the classifier, before acceptance.
+
 The target has the recipe's model_type, its kind of attention, rotary scaling, biases and layer types, and random
 weights; its tokenizer has a template of the same kind. The overrides are sizes and paths alone, and float32: what is
 decoded must then equal plain decoding.
 """
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +20,21 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data_gen import rank_vocab, regenerate
+from draftsmith.data_gen import label_trees, rank_vocab, regenerate
 from draftsmith.eval import acceptance
+from draftsmith.models.c2t import C2tClassifier
 from draftsmith.models.chat import load_tokenizer, render_marked, render_prompt
+from draftsmith.models.checkpoint import read_config, read_tensors
 from draftsmith.models.target import default_capture_layers
+from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompt_records import to_conversation
-from draftsmith.recipes.schema import TargetSection
-from draftsmith.train import eagle3
+from draftsmith.recipes.schema import Recipe, TargetSection, TrainSection, other_than_published
+from draftsmith.train import c2t, eagle, eagle3, poss
 from tests.conftest import make_target
 
 ROOT = Path(__file__).parents[1]
+DEMOS = {"demo", "demo-eagle", "demo-poss"}  # run as they are: `make demo`, and the commands in their heads
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
@@ -66,6 +74,12 @@ HARMONY = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|start|>assistant' }}{%- endif -%}"
 )
+LLAMA2 = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'user' -%}{{ bos_token + '[INST] ' + message['content'] | trim + ' [/INST]' }}"
+    "{%- else -%}{{ ' ' + message['content'] | trim + ' ' + eos_token }}{%- endif -%}"
+    "{%- endfor -%}"
+)
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -76,19 +90,24 @@ LLAMA3_ROPE = {
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "attention_bias": True}
 
+TRAINED_BY = {"eagle3": eagle3, "eagle": eagle, "poss": poss}  # a drafter's kind -> its script
+LLAMA3_SPECIAL = ["<|pad|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
+LLAMA3_8B = ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, LLAMA3, LLAMA3_SPECIAL)
+LLAMA2_CHAT = ("llama", {"num_key_value_heads": 4}, LLAMA2, ["<unk>", "<s>", "</s>"])
+
 # Recipe -> (model_type, config, template, special tokens with pad, bos and eos first, tokens of what it must supervise)
 SHRUNKEN: dict[str, tuple[str, dict, str | None, list[str]]] = {
     "llama3.1-8b-instruct": (
         "llama",
         {"rope_parameters": LLAMA3_ROPE},
         LLAMA3,
-        ["<|pad|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
+        LLAMA3_SPECIAL,
     ),
     "llama3.3-70b-instruct": (
         "llama",
         {"rope_parameters": LLAMA3_ROPE, "num_attention_heads": 8, "num_key_value_heads": 1},
         LLAMA3,
-        ["<|pad|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"],
+        LLAMA3_SPECIAL,
     ),
     "vicuna-13b-v1.3": ("llama", {"num_key_value_heads": 4}, None, ["<unk>", "<s>", "</s>"]),
     "deepseek-r1-distill-llama-8b": (
@@ -97,6 +116,11 @@ SHRUNKEN: dict[str, tuple[str, dict, str | None, list[str]]] = {
         R1,
         ["<|pad|>", "<|begin|>", "<|end|>", "<|User|>", "<|Assistant|>"],
     ),
+    "llama3-8b-instruct-hass": LLAMA3_8B,
+    "llama3-8b-instruct-poss": LLAMA3_8B,
+    "llama3-8b-fr-spec": LLAMA3_8B,
+    "llama2-13b-chat-poss": LLAMA2_CHAT,
+    "llama2-7b-chat-c2t": LLAMA2_CHAT,
     "qwen3-8b": ("qwen3", {}, QWEN3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
     "gpt-oss-20b": (
         "gpt_oss",
@@ -148,13 +172,14 @@ def write_prompts(path: Path, words: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SHRUNKEN)
-def test_from_prompts_to_acceptance(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)  # a recipe names its template relative to it
-    path = f"recipes/{name}.yaml"
-    recipe = load_recipe(path)
+def write_corpus(path: Path) -> Path:
+    texts = ["the cat sat on the mat", "the dog ran after the cat", "rain, rain: 0 1 2 3 4 5 6 7 8 9"] * 20
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def shrunken(name: str, recipe: Recipe, tmp_path: Path) -> list[str]:
+    """Overrides that make a run of seconds of a shipped recipe, all its stages and contenders kept."""
     overrides = [
         f"output_dir={tmp_path / 'run'}",
         f"target.model={save_target(name, tmp_path / 'target')}",
@@ -181,15 +206,58 @@ def test_from_prompts_to_acceptance(
         overrides.append("drafter.vocab_size=24")
     if recipe.drafter.intermediate_size is not None:
         overrides.append("drafter.intermediate_size=64")
-    if name == "gpt-oss-20b":  # a plan takes seconds: once without, once with conversations
-        run(eagle3, "eagle3.py", path, [*overrides, "--plan"], monkeypatch)
-        assert "regenerate writes it" in capsys.readouterr().out
+    if recipe.data.ranking.sources:
+        corpus = write_corpus(tmp_path / "corpus.jsonl")
+        overrides += [f"data.ranking.sources.0.source={corpus}", "data.ranking.workers=1"]
+    trees = {"eval.tree": recipe.eval.tree} | {
+        f"eval.also.{i}.tree": row.tree for i, row in enumerate(recipe.eval.also)
+    }
+    cuts = sorted({tree.vocab_size for tree in trees.values() if tree.vocab_size is not None})
+    for place, tree in trees.items():
+        if tree.vocab_size is not None:  # in the same order, among the 320 tokens of the shrunken target
+            overrides.append(f"{place}.vocab_size={120 + 40 * cuts.index(tree.vocab_size)}")
+        if tree.policy == "c2t":
+            overrides += [f"{place}.c2t.classifier={tmp_path / 'run/c2t'}", f"{place}.draft_calls=3"]
+        elif tree.policy == "eagle2" and place != "eval.tree" and tree.most > 60:
+            overrides.append(f"{place}.nodes=60")
+    if "labels" in recipe.model_fields_set:
+        overrides += [
+            "labels.draft_calls=2",
+            "labels.top_k=60",
+            "classifier.epochs=2",
+            "classifier.validation_share=0.3",
+        ]
+    return overrides
+
+
+@pytest.mark.parametrize("name", SHRUNKEN)
+def test_from_prompts_to_acceptance(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)  # a recipe names its template relative to it
+    path = f"recipes/{name}.yaml"
+    recipe = load_recipe(path)
+    overrides = shrunken(name, recipe, tmp_path)
+    kind = recipe.drafter.kind
+    train = TRAINED_BY[kind]
+    if name in ("gpt-oss-20b", "llama3-8b-instruct-poss"):  # a plan takes seconds: some without conversations
+        run(train, f"{kind}.py", path, [*overrides, "train.token_loss=0.5", "--plan"], monkeypatch)
+        said = capsys.readouterr().out
+        assert "regenerate writes it" in said
+        assert re.match(
+            rf"note: otherwise than published for {kind}: train.token_loss 0.5 \(published [01.]+\)\n", said
+        )
     run(regenerate, "regenerate.py", path, overrides, monkeypatch)
     run(rank_vocab, "rank_vocab.py", path, overrides, monkeypatch)
-    if name == "vicuna-13b-v1.3":
-        run(eagle3, "eagle3.py", path, [*overrides, "--plan"], monkeypatch)
+    if name in ("vicuna-13b-v1.3", "llama2-7b-chat-c2t"):
+        run(train, f"{kind}.py", path, [*overrides, "--plan"], monkeypatch)
         assert "CANNOT WORK" not in capsys.readouterr().out
-    run(eagle3, "eagle3.py", path, overrides, monkeypatch)
+    run(train, f"{kind}.py", path, overrides, monkeypatch)
+    assert "otherwise than published" not in capsys.readouterr().out
+    if "labels" in recipe.model_fields_set:
+        run(label_trees, "label_trees.py", path, overrides, monkeypatch)
+        run(c2t, "c2t.py", path, overrides, monkeypatch)
+        assert sum(p.numel() for p in C2tClassifier.load(tmp_path / "run/c2t").parameters()) == 241
     run(acceptance, "acceptance.py", path, overrides, monkeypatch)
 
     conversations = [json.loads(line) for line in (tmp_path / "run/conversations.jsonl").read_text().splitlines()]
@@ -198,8 +266,9 @@ def test_from_prompts_to_acceptance(
     assert report["matches_target"] is True
     assert len(report["contenders"]) == 2 + len(recipe.eval.also)
     assert all(row["matches_target"] for row in report["contenders"].values())
-    shape = json.loads((tmp_path / "run/drafter/config.json").read_text())["drafter"]
-    assert tuple(shape["capture_layers"]) == default_capture_layers(7)
+    check_drafter(recipe, tmp_path / "run/drafter")
+    if recipe.data.ranking.sources:  # the corpus was counted, not the answers
+        assert "corpus.jsonl" in load_token_counts(tmp_path / "run/token_counts.safetensors")[1]["corpora"]
     if recipe.target.thinking is False:  # the switch reached the prompts: an empty thought stands at their end
         prompt = conversations[0]["turns"][0]["prompt_token_ids"]
         tokenizer = load_tokenizer(TargetSection(model=str(tmp_path / "target"), thinking=False))
@@ -209,6 +278,21 @@ def test_from_prompts_to_acceptance(
         assert "Reasoning: low" in tokenizer.decode(conversations[0]["turns"][0]["prompt_token_ids"])
 
 
+def check_drafter(recipe: Recipe, directory: Path) -> None:
+    """What was trained has the shape that the recipe's head promises."""
+    config, _ = read_config(directory)
+    names = set(read_tensors(directory))
+    assert config.kind == recipe.drafter.kind
+    if recipe.drafter.extends == "eagle3":
+        assert config.capture_layers == default_capture_layers(7)
+        return
+    assert config.capture_layers == (7,)  # the target's last state
+    assert ("fc.bias" in names) == recipe.drafter.fc_bias
+    assert not any("lm_head" in name or "embed" in name for name in names)  # the target's, frozen
+    layers = {name.split(".")[1] for name in names if name.startswith(("specialists.", "layers."))}
+    assert len(layers) == (recipe.drafter.specialist_count if config.kind == "poss" else 1)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -216,13 +300,38 @@ def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.Monke
     assert recipe.output_dir == f"runs/{name}"
     head = (ROOT / f"recipes/{name}.yaml").read_text().split("\noutput_dir:")[0]
     assert all(line.startswith("#") for line in head.splitlines() if line)
-    for script in ("data_gen/regenerate.py", "data_gen/rank_vocab.py", "train/eagle3.py", "eval/acceptance.py"):
+    train = f"train/{recipe.drafter.kind}.py"
+    for script in ("data_gen/regenerate.py", "data_gen/rank_vocab.py", train, "eval/acceptance.py"):
         assert f"{script} recipes/{name}.yaml" in head
     assert "Measured" in head
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_losses_are_as_published(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    recipe = load_recipe(f"recipes/{name}.yaml")
+    assert other_than_published(recipe.drafter, recipe.train) is None
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "poss" in name])
+def test_poss_recipes_turn_to_eagle3_as_their_heads_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The override in the head is valid, and brings EAGLE-3's losses with it."""
+    monkeypatch.chdir(ROOT)
+    head = (ROOT / f"recipes/{name}.yaml").read_text().split("\noutput_dir:")[0]
+    (drafter,) = re.findall(r"drafter='(\{kind: poss, base: eagle3.*?\})'", head)
+    given = load_recipe(f"recipes/{name}.yaml")
+    recipe = load_recipe(f"recipes/{name}.yaml", [f"drafter={drafter}", *re.findall(r"train\.clip=\w+", head)])
+    same = ("positions_per_specialist", "specialists")
+    assert [getattr(recipe.drafter, key) for key in same] == [getattr(given.drafter, key) for key in same]
+    assert recipe.train.ttt_steps == given.train.ttt_steps
+    losses = ("step_weight", "token_loss", "feature_loss", "top_k_loss", "feature_noise", "detach_features")
+    eagle3 = TrainSection()
+    assert {key: getattr(recipe.train, key) for key in losses} == {key: getattr(eagle3, key) for key in losses}
+    assert given.train.feature_loss == 1  # so that there is something to turn
+
+
 def test_every_recipe_is_tried() -> None:
-    assert set(RECIPES) == {*SHRUNKEN, "demo"}  # the demo runs as it is: `make demo`
+    assert set(RECIPES) == {*SHRUNKEN, *DEMOS}
 
 
 def test_targets_are_those_that_the_recipes_name() -> None:

@@ -30,15 +30,16 @@ from draftsmith.models.costs import (
     target_size,
 )
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.unroll import TrainingTimeTest, teacher_of
-from tests import reference
 from tests.conftest import make_target, make_tokenizer
+from tests.slow_drafters import SlowDrafter
 
 DEMO = Path(__file__).parents[1] / "recipes/demo_target"
 STOP = 4
@@ -148,6 +149,14 @@ def test_states_are_those_of_output_hidden_states(name: str) -> None:
     expected = torch.cat([theirs[layer] for layer in target.capture_layers], dim=-1)
     torch.testing.assert_close(states.captured, expected, rtol=0, atol=0)
     torch.testing.assert_close(states.last, theirs[-1], rtol=0, atol=0)
+    # State L, behind the final norm, is captured like any other: in the pass of training, and where a pass ends early.
+    reads = (2, target.num_layers)
+    expected = torch.cat([theirs[layer] for layer in reads], dim=-1)
+    torch.testing.assert_close(target.states(ids, reads).captured, expected, rtol=0, atol=0)
+    torch.testing.assert_close(target.captured_states(ids, reads), expected, rtol=0, atol=0)
+    torch.testing.assert_close(target.captured_states(ids, reads[1:]), theirs[-1], rtol=0, atol=0)
+    alone = target.states(ids[1:, :25], reads).captured  # padding changes nothing but rounding
+    assert_close(expected[1, :25], alone[0])
     assert_close(target.logits(states.last), target.model(ids, use_cache=False).logits)
 
 
@@ -157,13 +166,14 @@ def test_trees_equal_their_paths_read_alone_also_beyond_the_window(name: str) ->
     """From a prompt within the window to far beyond it, by trees and single tokens in turn."""
     target = target_of(name)
     committed = some_tokens(7, 3)
+    reads = (*target.capture_layers, target.num_layers)  # those of EAGLE-3, and that of EAGLE-1
 
     def read_alone(tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits behind the last token, captured states of all) by transformers alone, without any cache."""
         out = target.model(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
-        return out.logits[0, -1], torch.cat([out.hidden_states[layer][0] for layer in target.capture_layers], dim=-1)
+        return out.logits[0, -1], torch.cat([out.hidden_states[layer][0] for layer in reads], dim=-1)
 
-    session = target.session(target.capture_layers)
+    session = target.session(reads)
     logits, captured = session.prefill([committed])
     for seed in range(4):
         logits_alone, captured_alone = read_alone(committed)
@@ -210,7 +220,7 @@ def generate(target: Target, prompt: list[int], count: int) -> list[int]:
 @everywhere
 def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
     target = target_of(name)
-    drafting = PolicyProposer(Eagle3Drafting(drafter_of(name)), Eagle2(nodes=12, draft_calls=3, top_k=4))
+    drafting = PolicyProposer(FeatureDrafting(drafter_of(name)), Eagle2(nodes=12, draft_calls=3, top_k=4))
     prompts = [some_tokens(5, 4), (some_tokens(9, 5) * 4)[:33]]  # within the window at first, and beyond it
     expected = [generate(target, prompt, 16) for prompt in prompts]
     for prompt, answer, lookup in zip(prompts, expected, (None, PromptLookup(6, target.device)), strict=True):
@@ -311,14 +321,14 @@ def test_a_scaled_embedding_equals_the_slow_twin() -> None:
     captured = target.states(torch.tensor([ids])).captured
 
     def outputs(drafter: Eagle3Drafter) -> list[torch.Tensor]:
-        drafting = Eagle3Drafting(drafter)
+        drafting = FeatureDrafting(drafter)
         drafting.reset(1)
         drafting.observe([ids[:7]], captured[:, :6], [6])  # column 5 drafts below root ids[6]
         for step in range(1, steps):
             drafting.expand(torch.tensor([[step - 1]]), torch.tensor([ids[6 + step : 7 + step]]), step)
         return list(drafting.outputs[0])
 
-    slow = reference.SlowEagle3(drafter.state_dict(), target.embedding_table, shape)
+    slow = SlowDrafter(drafter.state_dict(), target.embedding_table, target.head_weight, shape)
     with torch.no_grad():
         wanted = slow.chain(captured[0], ids, 5, steps)
     for mine, twin in zip(outputs(drafter), wanted, strict=True):

@@ -23,14 +23,14 @@ from draftsmith.eval.replay import replay
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, target_identity
 from draftsmith.models.costs import TargetSize
-from draftsmith.models.eagle3 import Eagle3Drafting
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, default_capture_layers, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train import eagle3
+from draftsmith.train import eagle3, trainer
 from draftsmith.train.batches import BatchOrder, collate
 from draftsmith.train.dry_run import UnrollCost
 from draftsmith.train.loop import Loop
@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_told_before_the_target_is_loaded(
     def loaded(*_: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(eagle3, "load_causal_lm", loaded)
+    monkeypatch.setattr(trainer, "load_causal_lm", loaded)
     for override, message in {
         "drafter.vocab_size=77": "holds 160 draft tokens, drafter.vocab_size asks for 77",
         "drafter.capture_layers=[1,1,2]": "must be ascending and distinct",
@@ -326,7 +326,7 @@ def test_a_drafter_for_another_target_is_refused(recipe_path: Path, target_dir: 
         load_drafter(drafter, target, identity)
 
 
-@pytest.mark.parametrize("layers", [[1, 1, 2], [3, 2, 1], [0, 7], [-1, 2], []])
+@pytest.mark.parametrize("layers", [[1, 1, 2], [3, 2, 1], [0, 8], [-1, 2], []])
 def test_colliding_capture_layers_are_refused(layers: list[int]) -> None:
     with pytest.raises(UserError, match="ascending and distinct"):
         Target(make_target(), layers)
@@ -364,7 +364,7 @@ def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path
     identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(tokenizer))
     drafter = load_drafter(output / "drafter", target, identity)
     recipe = load_recipe(recipe_path, REPLAY)
-    _, validation = eagle3.read_rows(recipe, tokenizer, Rejects())
+    _, validation = trainer.read_rows(recipe, tokenizer, Rejects())
     ids = list(dict.fromkeys(row.id for row in validation))[:3]
     assert len(ids) == 3
     answers = [
@@ -373,7 +373,7 @@ def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path
         if record["id"] in ids
         for turn in record["turns"]
     ]
-    proposer = PolicyProposer(Eagle3Drafting(drafter), policy_of(recipe.eval.tree))
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(recipe.eval.tree))
     rounds = [replay(target, proposer, [answer], 1)[0] for answer in answers]
     tokens = sum(len(answer.tokens) - 1 for answer in answers)
     assert lines[-1]["replay_tau"] == pytest.approx(tokens / sum(g.rounds for g in rounds), abs=1e-4)
@@ -502,7 +502,7 @@ def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
 def test_what_cannot_be_replayed_in_training_is_told_at_once(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eagle3, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(trainer, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
     chain = "eval.tree={policy: chain, draw: sampled}"
     for overrides, message in (
         (("train.validation_conversations=0",), "train.validation_conversations is 0"),

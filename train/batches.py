@@ -19,10 +19,15 @@ class Batch:
 
     ids: torch.Tensor  # [B, T]
     span: torch.Tensor  # [B, T]
-    tokens: int  # without padding
+    lengths: list[int]  # tokens of each row, without padding
+
+    @property
+    def tokens(self) -> int:
+        """Without padding."""
+        return sum(self.lengths)
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.ids.to(device), self.span.to(device), self.tokens)
+        return Batch(self.ids.to(device), self.span.to(device), self.lengths)
 
 
 def collate(rows: Sequence[TrainingRow]) -> Batch:
@@ -34,7 +39,7 @@ def collate(rows: Sequence[TrainingRow]) -> Batch:
         ids[i, :length] = torch.tensor(row.input_ids[:length])
         for number, (start, end) in enumerate(row.spans, start=1):
             span[i, start:end] = number
-    return Batch(ids, span, sum(lengths))
+    return Batch(ids, span, lengths)
 
 
 class BatchOrder:

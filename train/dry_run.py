@@ -17,10 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.models.alignment import Columns
 from draftsmith.models.costs import Meter
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.drafters import build_drafter
+from draftsmith.models.families import scaled_logits
+from draftsmith.models.feature_drafter import DrafterConfig, FrozenHead
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TrainSection
+from draftsmith.train.noise import add_noise
 from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 
 SCORES = "attention scores of the unroll steps, [columns, tokens]"
@@ -40,7 +43,7 @@ class UnrollCost:
 
 
 def unroll_cost(
-    shape: Eagle3Config,
+    shape: DrafterConfig,
     target_config: Any,
     target_dtype: torch.dtype,
     settings: TrainSection,
@@ -60,9 +63,9 @@ def unroll_cost(
     shape = replace(shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     with FakeTensorMode(allow_non_fake_inputs=True):
         embedding = torch.empty(shape.vocab_size, shape.hidden_size, dtype=target_dtype)
-        drafter = Eagle3Drafter(shape, vocab, embedding)
-        trainee = TrainingTimeTest(drafter, settings.ttt_steps, settings.step_weight, settings.gradient_checkpointing)
         head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=target_dtype)
+        frozen = FrozenHead(head.weight, None, partial(scaled_logits, target_config))
+        trainee = TrainingTimeTest.of(build_drafter(shape, vocab, embedding, frozen), settings)
         target: Any = SimpleNamespace(head=head, config=target_config)
         target.logits = partial(Target.logits, target)
         ids = torch.zeros(rows, tokens, dtype=torch.long)
@@ -84,7 +87,9 @@ def unroll_cost(
             """As `Loop._forward`: what the target leaves dies when the unroll no longer needs it."""
             captured = torch.empty(rows, tokens, shape.hidden_size * len(shape.capture_layers), dtype=target_dtype)
             last = torch.empty(rows, tokens, shape.hidden_size, dtype=target_dtype)
-            teacher = teacher_of(target, last, ids, counted, vocab)
+            teacher = teacher_of(target, last, ids, counted, vocab, trainee.wants_features)
+            if settings.feature_noise:
+                captured = add_noise(captured, settings.feature_noise, [tokens] * rows, [""] * rows)
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 return trainee(captured, ids, counted, teacher).loss
 

@@ -23,13 +23,14 @@ from tqdm import tqdm
 
 from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
-from draftsmith.models.checkpoint import sync_to_disk
+from draftsmith.models.checkpoint import differences, sync_to_disk
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.lines import append_line
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.batches import Batch, BatchOrder, collate
 from draftsmith.train.checkpoints import checkpoint_path, full_disk_is_told, list_checkpoints, publish, remove, settle
+from draftsmith.train.noise import add_noise
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
 from draftsmith.train.validation_replay import ValidationReplay, in_numbers
 
@@ -122,7 +123,7 @@ class Loop:
         self.rows, self.validation_rows = rows, validation_rows
         self.checkpoints, self.metrics_path, self.identity = checkpoints, metrics_path, identity
         self.vocab = trainee.drafter.vocab
-        self.unroll_steps = trainee.steps
+        self.unroll_steps, self.wants_features = trainee.steps, trainee.wants_features
         self.order = BatchOrder([len(row.input_ids) for row in rows], settings.batch_size, settings.seed)
         self.total_steps = total_steps(settings, len(rows), accelerator.num_processes)
         self.parameters = [p for p in trainee.parameters() if p.requires_grad]
@@ -208,17 +209,20 @@ class Loop:
         """One optimiser step: (gradient norm before clipping, learning rate)."""
         accelerator, count = self.accelerator, self.settings.gradient_accumulation_steps
         begin = (step * accelerator.num_processes + accelerator.process_index) * count
-        batches = [self._batch(self.rows, self.order.rows(begin + i)) for i in range(count)]
+        chosen = [self.order.rows(begin + i) for i in range(count)]
+        batches = [self._batch(self.rows, rows) for rows in chosen]
         columns = [columns_of(batch.span, self.unroll_steps) for batch in batches]
         counted = sum((c.counted(0).sum() for c in columns), torch.zeros((), device=accelerator.device))
         counted = accelerator.reduce(counted, "sum").clamp(min=1)  # type: ignore[union-attr]
         for i, (batch, batch_columns) in enumerate(zip(batches, columns, strict=True)):
+            epoch = (begin + i) // self.order.batches_per_epoch
+            draws = [f"{self.settings.seed}/{epoch}/{row}" for row in chosen[i]]
             with accelerator.no_sync(self.trainee) if i + 1 < count else nullcontext():
-                sums = self._forward(self.trainee, batch, batch_columns)
+                sums = self._forward(self.trainee, batch, batch_columns, draws)
                 # Wrappers average gradients over ranks; the sum is wanted.
                 accelerator.backward(sums.loss * (accelerator.num_processes / counted))
             self.window.add(sums, batch.tokens)
-        grad_norm = torch.as_tensor(accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
+        grad_norm = self._clip()
         self.window.nonfinite += ~torch.isfinite(grad_norm)
         lr = learning_rate(step, self.total_steps, self.settings)
         for group in self.optimizer.param_groups:
@@ -227,11 +231,30 @@ class Loop:
         self.optimizer.zero_grad()
         return grad_norm, lr
 
-    def _forward(self, trainee: torch.nn.Module, batch: Batch, columns: Columns) -> UnrollSums:
+    def _clip(self) -> torch.Tensor:
+        """The gradient's norm, before it is clipped."""
+        if self.settings.clip == "norm":
+            return torch.as_tensor(self.accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self.accelerator.clip_grad_value_(self.parameters, self.settings.max_grad_norm)
+        return norm
+
+    def _forward(
+        self, trainee: torch.nn.Module, batch: Batch, columns: Columns, draws: Sequence[str] | None = None
+    ) -> UnrollSums:
+        """The target's pass, the teacher and the drafter's unroll on one micro-batch.
+
+        Args:
+            draws: names the random numbers of each row's feature noise; None: there is none.
+        """
         with self.accelerator.autocast():  # the head stays in the target's own precision: it is the teacher
             states = self.target.states(batch.ids)
-        teacher = teacher_of(self.target, states.last, batch.ids, columns, self.vocab)
-        return trainee(states.captured, batch.ids, columns, teacher)
+        teacher = teacher_of(self.target, states.last, batch.ids, columns, self.vocab, self.wants_features)
+        captured = states.captured
+        if draws is not None and self.settings.feature_noise:
+            captured = add_noise(captured, self.settings.feature_noise, batch.lengths, draws)
+        return trainee(captured, batch.ids, columns, teacher)
 
     def _refuse_nonfinite(self, step: int) -> None:
         """Before anything is logged or saved: weights that such a gradient has touched are lost."""
@@ -318,10 +341,10 @@ class Loop:
             self._drop_metrics_after(0)
             return 0
         state = json.loads((existing[-1] / "trainer_state.json").read_text())
+        here = json.loads(json.dumps(self.identity))  # as it was written: tuples are lists
         different = [
-            f"{key}: the checkpoint has {state['identity'].get(key)!r}, this run has {value!r}"
-            for key, value in self.identity.items()
-            if state["identity"].get(key) != value
+            f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
+            for key, theirs, mine in differences(state["identity"], here)
         ]
         if different:
             raise UserError(

@@ -34,8 +34,8 @@ from draftsmith.models.costs import (
     target_forward_bytes,
     target_forward_flops,
 )
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.models.vocab import DraftVocab
+from draftsmith.models.drafters import trainable_parameters
+from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.prompts import Rejects, read_conversations
 from draftsmith.recipes.schema import CHAINS, Recipe, TrainSection
 from draftsmith.train.batches import BatchOrder
@@ -216,6 +216,16 @@ class Memory:
         return max((name for name in self.parts if name in HOW_TO_LOWER), key=self.parts.__getitem__)
 
 
+def _how_to_lower(part: str, shape: DrafterConfig) -> str:
+    """The keys that make this part smaller, of those that such a drafter has."""
+    keys = HOW_TO_LOWER[part].split(", ")
+    if not shape.own_head:
+        keys = [key for key in keys if key != "drafter.vocab_size"]
+    if shape.kind == "poss" and "drafter.intermediate_size" in keys:
+        keys.append("drafter.specialists")
+    return ", ".join(keys)
+
+
 def memory_of(
     size: TargetSize,
     parameters: int,
@@ -257,7 +267,7 @@ def resident_bytes() -> int:
 
 def training_plan(
     recipe: Recipe,
-    shape: Eagle3Config,
+    shape: DrafterConfig,
     target_config: Any,
     size: TargetSize,
     data: DataSize,
@@ -275,7 +285,9 @@ def training_plan(
     """
     settings, problems = recipe.train, []
     parameters = trainable_parameters(shape)
-    head = shape.hidden_size * shape.draft_vocab_size
+    head = "the target's head"
+    if shape.own_head:
+        head = f"head of {shape.draft_vocab_size:,} tokens: {millions(shape.hidden_size * shape.draft_vocab_size)}"
     per_step = settings.batch_size * settings.gradient_accumulation_steps * processes
 
     yield line("conversations", f"{recipe.conversations_path}", "there" if data.counted else "regenerate writes it")
@@ -306,8 +318,7 @@ def training_plan(
             )
     yield line(
         "parameters",
-        f"{millions(parameters)} trained (head of {shape.draft_vocab_size:,} tokens: {millions(head)}), "
-        f"{millions(size.parameters)} frozen in the target",
+        f"{millions(parameters)} trained ({head}), {millions(size.parameters)} frozen in the target",
         "exact",
     )
     if size.expert_parameters:
@@ -320,7 +331,7 @@ def training_plan(
         basis = {TARGET_WEIGHTS: size.weight_basis, KEPT: "exact", RESERVE: "assumed"}
         basis |= {PROCESS: "measured now" if device.is_cpu else "assumed", TARGET_PASS: "assumed", REPLAY: "assumed"}
         yield line("", f"{gigabytes(count):>8}  {name}", basis.get(name, "dry run"))
-    yield line("", f"to lower the largest part: {HOW_TO_LOWER[memory.largest]}", "")
+    yield line("", f"to lower the largest part: {_how_to_lower(memory.largest, shape)}", "")
     if not device.is_cpu:
         yield line("host memory", f"{gigabytes(size.weight_bytes)} per process while the target is loaded", "exact")
     yield line("device here", f"{device.name}, {gigabytes(device.memory_bytes)}", "measured")
@@ -353,7 +364,7 @@ def training_plan(
         yield f"CANNOT WORK: {problem}"
 
 
-def _data_problems(recipe: Recipe, shape: Eagle3Config, data: DataSize, vocab_is_there: bool) -> Iterator[str]:
+def _data_problems(recipe: Recipe, shape: DrafterConfig, data: DataSize, vocab_is_there: bool) -> Iterator[str]:
     if data.prompts_without_room == 1:
         yield (
             f"no room for an answer: every sampled prompt takes all of data.max_length {recipe.data.max_length}; "
@@ -369,7 +380,7 @@ def _data_problems(recipe: Recipe, shape: Eagle3Config, data: DataSize, vocab_is
 
 def _memory(
     recipe: Recipe,
-    shape: Eagle3Config,
+    shape: DrafterConfig,
     target_config: Any,
     size: TargetSize,
     data: DataSize,
@@ -389,7 +400,7 @@ def _memory(
 
 
 def _replay_bytes(
-    recipe: Recipe, shape: Eagle3Config, target_config: Any, size: TargetSize, data: DataSize, device: Device
+    recipe: Recipe, shape: DrafterConfig, target_config: Any, size: TargetSize, data: DataSize, device: Device
 ) -> float:
     """The widest batch of train.eval_replay, if all its answers were as long as the longest row."""
     if not recipe.train.eval_replay:
@@ -399,7 +410,7 @@ def _replay_bytes(
     if data.counted:
         rows = min(rows, data.validation_answers)
     width = len(shape.capture_layers)
-    keys_values = 2 * shape.num_key_value_heads * shape.head_dim * 4
+    keys_values = 2 * shape.num_key_value_heads * shape.head_dim * 4 * shape.cached_layers
     states = width * shape.hidden_size * size.activation_bytes
     kept = replay_bytes(rows * longest, rows, longest, states, keys_values)
     tokens = max(longest, pass_tokens("cpu" if device.is_cpu else "cuda"))
@@ -450,14 +461,6 @@ def _time(
         yield line("time", f"{flops:.2e} operations per device; --flops says how many a second it reaches", "dry run")
         return
     yield line("time", f"{data.bound}{duration(flops / reached)}, {flops:.1e} operations per device", basis)
-
-
-def trainable_parameters(shape: Eagle3Config) -> int:
-    """Parameters that are trained: exact, from the module itself on the meta device."""
-    vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
-    with torch.device("meta"):
-        drafter = Eagle3Drafter(shape, vocab, torch.empty(shape.vocab_size, shape.hidden_size))
-    return sum(p.numel() for p in drafter.parameters())
 
 
 def last_logged(metrics: Path) -> tuple[int, float | None]:

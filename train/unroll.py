@@ -1,23 +1,34 @@
 """Training-time test: the drafter reads its own outputs for K steps, as it will when it drafts a chain.
 
-Which column reads and predicts what is `models.alignment`; this file is the attention and the loop over steps.
+Which column reads and predicts what is `models.alignment`; this file is the attention and the loop over steps, the same
+for every drafter of `models.feature_drafter`. K = 1 is EAGLE-1; HASS and PosS, whose papers keep targets in place and
+shift features to the right, are the same unroll told from the chain's root.
 
 The query of column t at step k sees, as a chain drafted below root x[t+1] would (EAGLE-3, section 3.2):
 
     step-0 keys of columns 0..t         made from the target's states         one causal part, the same at every step
     its own column's keys of steps 1..k made from its own earlier outputs     k single scores
 
-so one softmax runs over t + 1 + k scores. No [T, k*T] mask exists. Columns that do not count leave a step-0 key and
-value and are never queried: with one draft layer nothing else of them is read.
+so one softmax runs over t + 1 + k scores. No [T, k*T] mask exists. Masked scores are left out of the softmax; the
+published HASS and PosS code multiplies scores by 0 instead, which leaves exp(0) in its denominator for every masked
+column. Columns that do not count leave a step-0 key and value and are never queried: with one draft layer nothing else
+of them is read. With several, the lower ones run step 0 on all columns.
+
+Each stack of layers has keys and values of its own. Where the stack changes (`models.poss`), the new one makes them
+from the same step-0 features, and from the drafted features of steps 1..k-1, handed to it without their history:
+
+    step               0     1     2     3          two positions a stack: gradients of step 3 end at this line |
+    stack              0     0     1     1
+    feature            f[t]  a_0 | a_1   a_2        a_1 | is cut off, and a_0 is when stack 1 reads it again
 
 Tokens are the data's at every step, never the drafter's own guesses (feeding guesses lowers acceptance: 5.0 to 4.44 in
 one published reproduction).
 
 Shapes: B rows, T tokens, C counted columns, A query heads, G key/value heads, R = A/G, D head dimension, H hidden size,
-K steps, Vd draft vocabulary.
+W entry width, K steps, Vd draft vocabulary.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +37,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.alignment import Columns
-from draftsmith.models.eagle3 import Eagle3Drafter
+from draftsmith.models.feature_drafter import DraftLayer, FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.losses import soft_cross_entropy
+from draftsmith.recipes.schema import TrainSection
+from draftsmith.train.losses import feature_regression, soft_cross_entropy, top_k_cross_entropy
 
 
 def merged_attention(
@@ -59,57 +71,115 @@ def merged_attention(
     return attended.to(query_BACD.dtype).flatten(1, 2)
 
 
+# Of each layer: keys and values of the counted columns' steps 1, 2, ..., [B, G, C, D] each.
+OwnColumns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+class _Chains:
+    """The keys and values of one stack of layers, for all counted columns at once.
+
+    Args:
+        entry_BTW: of step 0, all columns.
+    """
+
+    def __init__(
+        self, drafter: FeatureDrafter, layers: Sequence[DraftLayer], entry_BTW: torch.Tensor, columns: Columns
+    ):
+        self.drafter, self.layers, self.columns = drafter, layers, columns
+        position = torch.arange(entry_BTW.shape[1], device=entry_BTW.device)[None]
+        self.visible = position[None] <= columns.index[:, :, None]  # [B, C, T]
+        rotary = drafter.rotary(entry_BTW, position.expand(len(entry_BTW), -1))
+        self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer: [B, G, T, D] keys and values
+        h = entry_BTW
+        for layer in layers:
+            x, residual = layer.enter(h)
+            keys, values = layer.self_attn.keys_values(x, *rotary)
+            self.prefix.append((keys, values))
+            if layer is not layers[-1]:  # the layer above needs a key of every column
+                causal = (position[0] <= position[0][:, None]).expand(len(h), -1, -1)  # [B, T, T]
+                query = layer.self_attn.queries(x, *rotary)
+                h = layer.finish(residual, merged_attention(query, keys, values, [], [], causal))
+        # What the last layer is asked with: the counted columns alone.
+        self.first_input = columns.gather(x), columns.gather(residual)
+        self.own: OwnColumns = [([], []) for _ in layers]
+
+    def first_step(self) -> torch.Tensor:
+        """Outputs [B, C, H] of step 0."""
+        layer, (x, residual) = self.layers[-1], self.first_input
+        query = layer.self_attn.queries(x, *self.drafter.rotary(x, self.columns.index))
+        return layer.finish(residual, merged_attention(query, *self.prefix[-1], [], [], self.visible))
+
+    def read(self, entry_BCW: torch.Tensor, step: int) -> None:
+        """Keys and values of a drafted step that another stack made."""
+        [layer], [(keys, values)] = self.layers, self.own
+        x = layer.enter(entry_BCW)[0]
+        key, value = layer.self_attn.keys_values(x, *self.drafter.rotary(x, self.columns.index + step))
+        self.own = [([*keys, key], [*values, value])]
+
+    def later_step(self, entry_BCW: torch.Tensor, step: int, own: OwnColumns) -> tuple[torch.Tensor, OwnColumns]:
+        """Outputs [B, C, H] of a step above 0, and `own` with its keys and values.
+
+        `own` is given and returned: a checkpointed step, run again in the backward pass, reads what it read first.
+        """
+        grown: OwnColumns = []
+        h = entry_BCW
+        cos, sin = self.drafter.rotary(h, self.columns.index + step)
+        for layer, prefix, (own_keys, own_values) in zip(self.layers, self.prefix, own, strict=True):
+            x, residual = layer.enter(h)
+            key, value = layer.self_attn.keys_values(x, cos, sin)
+            query = layer.self_attn.queries(x, cos, sin)
+            keys, values = [*own_keys, key], [*own_values, value]
+            h = layer.finish(residual, merged_attention(query, *prefix, keys, values, self.visible))
+            grown.append((keys, values))
+        return h, grown
+
+
 def unroll(
-    drafter: Eagle3Drafter,
+    drafter: FeatureDrafter,
     captured_BTF: torch.Tensor,
     ids_BT: torch.Tensor,
     columns: Columns,
     steps: int,
     gradient_checkpointing: bool = False,
+    detach: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Yields the layer's outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns; none is detached.
+    """Yields the layer's outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns.
 
     At step k only columns with `columns.counted(k)` mean anything; the others compute along and must be masked.
+
+    Args:
+        detach: gradients never flow from one step to the one before (HASS). Where the stack changes they never do.
     """
-    layer, attention = drafter.midlayer, drafter.midlayer.self_attn
-    feature_BTH = drafter.fuse(captured_BTF)
     following = torch.cat((ids_BT[:, 1:], ids_BT[:, -1:]), dim=1)  # [B, T] x[t+1]; the last column never counts
-    x = layer.attention_input(feature_BTH, drafter.embed(following))
-    position = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
-    prefix_keys, prefix_values = attention.keys_values(x, *drafter.rotary(x, position.expand_as(ids_BT)))
-    visible = position[None] <= columns.index[:, :, None]  # [B, C, T]
-
-    def first_step(x_BCW: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
-        query = attention.queries(x_BCW, *drafter.rotary(x_BCW, columns.index))
-        return layer.finish(feature, merged_attention(query, prefix_keys, prefix_values, [], [], visible))
-
-    def later_step(
-        feature: torch.Tensor, step: int, own_keys: list[torch.Tensor], own_values: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        x = layer.attention_input(feature, drafter.embed(columns.gather(ids_BT, 1 + step)))
-        cos, sin = drafter.rotary(x, columns.index + step)
-        key, value = attention.keys_values(x, cos, sin)
-        attended = merged_attention(
-            attention.queries(x, cos, sin),
-            prefix_keys,
-            prefix_values,
-            [*own_keys, key],
-            [*own_values, value],
-            visible,
-        )
-        return layer.finish(feature, attended), key, value
+    entry_BTW = drafter.entry(drafter.fuse(captured_BTF), drafter.embed(following))
 
     def run(function, *args):
         # The non-reentrant form: the reentrant one gives outputs inside containers no gradient at all.
         return checkpoint(function, *args, use_reentrant=False) if gradient_checkpointing else function(*args)
 
-    output = run(first_step, columns.gather(x), columns.gather(feature_BTH))
+    def entry_of(feature: torch.Tensor, step: int) -> torch.Tensor:
+        return drafter.entry(feature, drafter.embed(columns.gather(ids_BT, 1 + step)))
+
+    stack = drafter.stack_of(0)
+    chains = _Chains(drafter, drafter.stacks[stack], entry_BTW, columns)
+    output = run(chains.first_step)
     yield output
-    own_keys: list[torch.Tensor] = []
-    own_values: list[torch.Tensor] = []
+    drafted: list[torch.Tensor] = []  # features of steps 1, 2, ... as another stack is handed them
     for step in range(1, steps):
-        output, key, value = run(later_step, output, step, own_keys, own_values)
-        own_keys, own_values = [*own_keys, key], [*own_values, value]
+        feature = drafter.feedback(output)
+        handed = feature.detach()
+        if drafter.stack_of(step) != stack:
+            stack, feature = drafter.stack_of(step), handed
+            chains = _Chains(drafter, drafter.stacks[stack], entry_BTW, columns)
+            for earlier, its_feature in enumerate(drafted, start=1):
+                chains.read(entry_of(its_feature, earlier), earlier)
+        elif detach:
+            feature = handed
+        output, chains.own = run(
+            lambda f, k, own, c=chains: c.later_step(entry_of(f, k), k, own), feature, step, chains.own
+        )
+        if len(drafter.stacks) > 1:
+            drafted.append(handed)
         yield output
 
 
@@ -120,18 +190,30 @@ class Teacher:
     probabilities: torch.Tensor  # [B, C, Vd] the target's distribution restricted to the draft vocabulary, renormalised
     best: torch.Tensor  # [B, C] the target's likeliest token as a draft id, -1 where the draft vocabulary lacks it
     label_drafted: torch.Tensor  # [B, C] whether the data's token x[t+2] is in the draft vocabulary
+    features: torch.Tensor | None = None  # [B, C, H] the target's last state, behind its final norm; None: not wanted
 
 
 @torch.no_grad()
 def teacher_of(
-    target: Target, last_BTH: torch.Tensor, ids_BT: torch.Tensor, columns: Columns, vocab: DraftVocab
+    target: Target,
+    last_BTH: torch.Tensor,
+    ids_BT: torch.Tensor,
+    columns: Columns,
+    vocab: DraftVocab,
+    features: bool = False,
 ) -> Teacher:
-    """Runs the target's head over the counted positions only (teacher position t+1 of each column)."""
-    logits_BCV = target.logits(columns.gather(last_BTH, 1))
+    """Runs the target's head over the counted positions only (teacher position t+1 of each column).
+
+    Args:
+        features: keep the states, too, which drafted features are compared with.
+    """
+    states_BCH = columns.gather(last_BTH, 1)
+    logits_BCV = target.logits(states_BCH)
     return Teacher(
         probabilities=functional.softmax(logits_BCV[..., vocab.target_ids.to(logits_BCV.device)], dim=-1),
         best=vocab.to_draft(logits_BCV.argmax(-1)),
         label_drafted=vocab.to_draft(columns.gather(ids_BT, 2)) >= 0,
+        features=states_BCH if features else None,
     )
 
 
@@ -139,13 +221,30 @@ def teacher_of(
 class UnrollSums:
     """Sums over one micro-batch, to be added over micro-batches and ranks before any division."""
 
-    loss: (
-        torch.Tensor
-    )  # scalar, with gradient: sum_k step_weight^k * sum over trained columns of the soft cross-entropy
+    loss: torch.Tensor  # scalar, with gradient: sum_k step_weight^k * sum over trained columns of the weighted losses
     columns: torch.Tensor  # scalar: columns counted at step 0, the loss's denominator
     reached: torch.Tensor  # [K] columns that a chain can reach at step k
     correct: torch.Tensor  # [K] of those, where drafter and target agree on the likeliest token
     trained: torch.Tensor  # [K] columns with a loss at step k
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What is summed for each trained column (`train.losses`). The defaults are EAGLE-3's.
+
+    Attributes:
+        token: of the soft cross-entropy; top_k: of that over the teacher's `top_k_tokens` likeliest tokens alone.
+        feature: of the distance between output and target feature, for drafters whose outputs are features.
+    """
+
+    token: float = 1.0
+    feature: float = 0.0
+    top_k: float = 0.0
+    top_k_tokens: int = 10
+
+    @classmethod
+    def of(cls, settings: TrainSection) -> "LossWeights":
+        return cls(settings.token_loss, settings.feature_loss, settings.top_k_loss, settings.top_k_tokens)
 
 
 class TrainingTimeTest(nn.Module):
@@ -159,17 +258,46 @@ class TrainingTimeTest(nn.Module):
     Accuracy is over reached columns; a likeliest token outside the draft vocabulary is a miss, as in decoding.
     """
 
-    def __init__(self, drafter: Eagle3Drafter, steps: int, step_weight: float, gradient_checkpointing: bool = False):
+    def __init__(
+        self,
+        drafter: FeatureDrafter,
+        steps: int,
+        step_weight: float,
+        gradient_checkpointing: bool = False,
+        weights: LossWeights | None = None,
+        detach: bool = False,
+    ):
         super().__init__()
         self.drafter = drafter
         self.steps = steps
         self.step_weight = step_weight
         self.gradient_checkpointing = gradient_checkpointing
+        self.weights = weights or LossWeights()
+        self.detach = detach
+
+    @classmethod
+    def of(cls, drafter: FeatureDrafter, settings: TrainSection) -> "TrainingTimeTest":
+        """As a recipe's section has it."""
+        return cls(
+            drafter,
+            settings.ttt_steps,
+            settings.step_weight,
+            settings.gradient_checkpointing,
+            LossWeights.of(settings),
+            settings.detach_features,
+        )
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether the teacher has to bring the target's features."""
+        return self.weights.feature > 0
 
     def forward(
         self, captured_BTF: torch.Tensor, ids_BT: torch.Tensor, columns: Columns, teacher: Teacher
     ) -> UnrollSums:
-        outputs = unroll(self.drafter, captured_BTF, ids_BT, columns, self.steps, self.gradient_checkpointing)
+        outputs = unroll(
+            self.drafter, captured_BTF, ids_BT, columns, self.steps, self.gradient_checkpointing, self.detach
+        )
         width = columns.index.shape[1]
         reachable = torch.ones_like(teacher.label_drafted)
         loss = captured_BTF.new_zeros((), dtype=torch.float32)
@@ -180,10 +308,9 @@ class TrainingTimeTest(nn.Module):
             reached_BC = (columns.counted(step) & reachable)[:, :inside]
             trained_BC = reached_BC & (best >= 0)
             logits_BCV = self.drafter.logits(output_BCH[:, :inside])
-            step_loss = soft_cross_entropy(
-                logits_BCV.flatten(0, 1), teacher.probabilities[:, step:].flatten(0, 1), trained_BC.flatten()
+            loss = loss + self.step_weight**step * self._loss(
+                output_BCH[:, :inside].flatten(0, 1), logits_BCV.flatten(0, 1), teacher, step, trained_BC.flatten()
             )
-            loss = loss + self.step_weight**step * step_loss
             reached.append(reached_BC.sum())
             correct.append(((logits_BCV.argmax(-1) == best) & reached_BC).sum())
             trained.append(trained_BC.sum())
@@ -197,6 +324,22 @@ class TrainingTimeTest(nn.Module):
             correct=torch.stack(correct),
             trained=torch.stack(trained),
         )
+
+    def _loss(
+        self, outputs_NH: torch.Tensor, logits_NV: torch.Tensor, teacher: Teacher, step: int, trained_N: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted losses of one step; N = B * (C - step) columns, whose teachers stand `step` places behind."""
+        weights, p_NV = self.weights, teacher.probabilities[:, step:].flatten(0, 1)
+        total = logits_NV.new_zeros(())
+        if weights.token:
+            total = total + weights.token * soft_cross_entropy(logits_NV, p_NV, trained_N)
+        if weights.top_k:
+            total = total + weights.top_k * top_k_cross_entropy(logits_NV, p_NV, trained_N, weights.top_k_tokens)
+        if weights.feature:
+            assert teacher.features is not None
+            features_NH = teacher.features[:, step:].flatten(0, 1)
+            total = total + weights.feature * feature_regression(outputs_NH, features_NH, trained_N)
+        return total
 
 
 def simulated_tau(accuracy: list[float]) -> float:

@@ -22,9 +22,9 @@ from draftsmith.eval.policies import PolicyProposer, TreePolicy, policy_of
 from draftsmith.eval.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay import replay
 from draftsmith.models.chat import load_config
-from draftsmith.models.eagle3 import Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
-from draftsmith.models.vocab import DraftVocab, check_counts, cut, load_token_counts
+from draftsmith.models.vocab import DraftVocab, always_inside, check_counts, cut, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
 
@@ -75,7 +75,7 @@ def cut_of(recipe: Recipe, vocab: DraftVocab, fingerprint: str, stops: Sequence[
     path: Path = recipe.token_counts_path
     counts, metadata = load_token_counts(path)
     check_counts(path, metadata, fingerprint)
-    return cut(vocab, counts, recipe.eval.tree.vocab_size, stops)
+    return cut(vocab, counts, recipe.eval.tree.vocab_size, always_inside(metadata).union(stops))
 
 
 def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[RecordedAnswer]:
@@ -124,10 +124,10 @@ class ValidationReplay:
             cut_of(recipe, vocab, fingerprint, stops),
         )
 
-    def share(self, target: Target, drafter: Eagle3Drafter, rank: int, ranks: int) -> list[Generation]:
+    def share(self, target: Target, drafter: FeatureDrafter, rank: int, ranks: int) -> list[Generation]:
         """The rounds of this rank's answers."""
         mine = self.answers[rank::ranks]
-        proposer = PolicyProposer(Eagle3Drafting(drafter, self.cut), self.policy)
+        proposer = PolicyProposer(FeatureDrafting(drafter, self.cut), self.policy)
         with torch.autocast(target.device.type, enabled=False):  # as decoding runs
             return replay(target, proposer, mine, self.batch_size) if mine else []
 

@@ -15,7 +15,8 @@ from collections import defaultdict
 
 import torch
 
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -35,8 +36,8 @@ def main() -> None:
     torch.set_num_threads(wanted.threads)
     torch.manual_seed(wanted.seed)
     drafter = random_drafter(wanted.hidden, wanted.vocab).to(wanted.device, getattr(torch, wanted.dtype))
-    draftings = {"whole": Eagle3Drafting(drafter)} | {
-        f"{size:,}": Eagle3Drafting(drafter, DraftVocab(torch.arange(size), wanted.vocab)) for size in wanted.cuts
+    draftings = {"whole": FeatureDrafting(drafter)} | {
+        f"{size:,}": FeatureDrafting(drafter, DraftVocab(torch.arange(size), wanted.vocab)) for size in wanted.cuts
     }
     features = torch.randn(
         1, wanted.context, drafter.fc.in_features, device=wanted.device, dtype=drafter.fc.weight.dtype

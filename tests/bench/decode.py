@@ -34,11 +34,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftsmith.eval.decode import TargetVerifier, decode
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.eval.speculator import Speculator
-from draftsmith.models import eagle3
+from draftsmith.models import feature_drafter
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer, render_prompt
 from draftsmith.models.draft_tree import DraftTree, Proposer
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Drafting
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.key_values import KeyValues
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
@@ -135,15 +136,17 @@ def network_of_lm(target: Target) -> list[tuple[Any, str]]:
     return [(target.decoder, "forward"), (target.head, "forward")]
 
 
-def network_of_eagle3(drafter: Eagle3Drafter) -> list[tuple[Any, str]]:
+def network_of_eagle3(drafter: Any) -> list[tuple[Any, str]]:
     """Attention and its cache are counted, as they are inside the decoder of an LM."""
     layer = drafter.midlayer
     return [
-        *[(drafter, name) for name in ("fuse", "embed", "logits")],
-        *[(layer, name) for name in ("attention_input", "finish")],
+        *[(drafter, name) for name in ("fuse", "embed", "entry")],
+        (drafter.lm_head, "forward"),
+        (drafter.norm, "forward"),
+        *[(layer, name) for name in ("enter", "finish")],
         *[(layer.self_attn, name) for name in ("queries", "keys_values")],
         (drafter.rotary, "forward"),
-        (eagle3, "grouped_attention"),
+        (feature_drafter, "grouped_attention"),
         (KeyValues, "write"),
     ]
 
@@ -353,7 +356,7 @@ def large_bench(args: argparse.Namespace) -> tuple[Bench, list[list[int]]]:
         (CHAIN, TreeSection(policy="chain", nodes=args.draft_tokens + 1)),
         (TREE, TreeSection(policy="eagle2", nodes=60)),
     ):
-        bench.add_loop(name, PolicyProposer(Eagle3Drafting(drafter), policy_of(tree)), network_of_eagle3(drafter))
+        bench.add_loop(name, PolicyProposer(FeatureDrafting(drafter), policy_of(tree)), network_of_eagle3(drafter))
     return bench, torch.randint(5, 32000, (2, 64)).tolist()
 
 

@@ -1,0 +1,140 @@
+"""The kinds of drafters: from a config.json or a recipe to a module. There is no other list of them."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from draftsmith.models.eagle import EagleConfig, EagleDrafter
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
+from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import DrafterSection
+
+KINDS: dict[type[DrafterConfig], Any] = {
+    Eagle3Config: Eagle3Drafter,
+    EagleConfig: EagleDrafter,
+    PossConfig: PossDrafter,
+    Poss3Config: Poss3Drafter,
+}
+
+
+def config_class(kind: Any, base: Any = None) -> type[DrafterConfig] | None:
+    """The config of this kind, and for position specialists of what they extend; None: not a kind known here."""
+    return next((config for config in KINDS if (config.kind, config.base) == (kind, base)), None)
+
+
+def known_kinds() -> str:
+    return ", ".join(config.kind + f" over {config.base}" * (config.base is not None) for config in KINDS)
+
+
+def words_of_kind(config: DrafterConfig) -> str:
+    """What people call it: eagle3, eagle, poss-2 (two positions a specialist), poss-2 over eagle3."""
+    return kind_in_words(config.kind, config.base, getattr(config, "positions_per_specialist", None))
+
+
+def kind_in_words(kind: str, base: str | None, positions: int | None) -> str:
+    """The same of a recipe's words. Specialists over EAGLE-1 are the published form and need no base in their name."""
+    return kind + f"-{positions}" * (kind == "poss") + f" over {base}" * (kind == "poss" and base != "eagle")
+
+
+def build_drafter(
+    config: DrafterConfig, vocab: DraftVocab, embedding_VH: torch.Tensor, head: FrozenHead | None
+) -> FeatureDrafter:
+    """A drafter of this shape with random weights.
+
+    Args:
+        embedding_VH: the target's input embeddings.
+        head: the target's; None does for kinds with a head of their own.
+    """
+    return KINDS[type(config)](config, vocab, embedding_VH, head)
+
+
+def trainable_parameters(config: DrafterConfig) -> int:
+    """Parameters that are trained: exact, from the module itself on the meta device."""
+    return sum(p.numel() for p in _on_meta(config).parameters())
+
+
+def _on_meta(config: DrafterConfig) -> FeatureDrafter:
+    vocab = DraftVocab(torch.arange(config.draft_vocab_size), config.vocab_size)
+    with torch.device("meta"):
+        table = torch.empty(config.vocab_size, config.hidden_size)
+        return build_drafter(config, vocab, table, FrozenHead(table, None, lambda logits: logits))
+
+
+def drafter_config(section: DrafterSection, target_config: Any, capture_layers: tuple[int, ...]) -> DrafterConfig:
+    """The shape that a recipe asks for, for a target with this text config.
+
+    Args:
+        capture_layers: target states that EAGLE-3's fusion reads; EAGLE-1 reads the last one.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    vocab_size = target_config.vocab_size
+    if section.vocab_size is not None and section.vocab_size > vocab_size:
+        raise UserError(
+            f"drafter.vocab_size: {section.vocab_size} is more than the target's vocabulary of {vocab_size} tokens"
+        )
+    kind = config_class(section.kind, section.base if section.kind == "poss" else None)
+    assert kind is not None
+    names = {each.name for each in fields(kind)}
+    wanted: dict[str, Any] = {
+        "num_layers": section.num_layers,
+        "attention_bias": section.attention_bias,
+        "fc_bias": section.fc_bias,
+        "fc_norm": section.fc_norm,
+        "norm_output": section.norm_output,
+        "positions_per_specialist": section.positions,
+        "specialists": section.specialist_count,
+    }
+    last = (target_config.num_hidden_layers,)
+    config = kind.for_target(
+        target_config,
+        vocab_size,
+        last if section.extends == "eagle" else capture_layers,
+        section.vocab_size or vocab_size,
+        num_attention_heads=section.num_attention_heads,
+        num_key_value_heads=section.num_key_value_heads,
+        intermediate_size=section.intermediate_size,
+        **{key: value for key, value in wanted.items() if key in names},
+    )
+    return config if section.match_specialists is None else widened(config, section.match_specialists)
+
+
+def widened(config: DrafterConfig, specialists: int) -> DrafterConfig:
+    """A single drafter with as many parameters as `specialists` single layers of its kind beside one another: each of
+    its layers gets its share of what it lacks as a wider MLP, or a narrower one where it has more layers than they are.
+    Exact to half a row of its MLPs.
+
+    Raises:
+        UserError: its layers are too many for that, even with MLPs of no width.
+    """
+    first, *above = (sum(p.numel() for p in layer.parameters()) for layer in _on_meta(config).stacks[0])
+    spare = (specialists - 1) * first - sum(above)
+    width = config.intermediate_size + round(spare / (3 * config.hidden_size * config.num_layers))  # gate, up, down
+    if width < 1:
+        raise UserError(
+            f"drafter.match_specialists: {specialists} specialists have fewer parameters than {config.num_layers} "
+            "layers without MLPs; lower drafter.num_layers"
+        )
+    return type(config).from_dict(config.to_dict() | {"intermediate_size": width})
+
+
+def padded(tensors: Mapping[str, torch.Tensor], drafter: FeatureDrafter) -> dict[str, torch.Tensor]:
+    """A checkpoint whose MLPs may be narrower than the drafter's, as one of its own width that computes the same.
+
+    The rows that gate and up have in addition stay as random as they are; down begins by ignoring them.
+    """
+    result = dict(tensors)
+    for name, own in drafter.state_dict().items():
+        given = tensors.get(name)
+        if given is None or ".mlp." not in name or given.shape == own.shape:
+            continue
+        wide = torch.zeros_like(own) if ".down_proj." in name else own.clone()
+        wide[: given.shape[0], : given.shape[1]] = given
+        result[name] = wide
+    return result

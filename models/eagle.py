@@ -1,0 +1,84 @@
+"""EAGLE-1/2: one decoder layer that continues the target's features (arXiv 2401.15077, section 3; EAGLE-2 is the same
+drafter under another tree, arXiv 2406.16858). HASS trains it over several steps (arXiv 2408.15766).
+
+    feature f_t, the target's state of position t behind its final norm --\\
+    embedding of the next token -------------------------------------------[2H]--fc--> u --> layer --> f'_{t+1}
+    f'_{t+1} --the target's own head, frozen--> logits over the whole vocabulary
+    f'_{t+1} itself is the next step's feature, through fc with the next token
+
+The first layer has no norm before its attention: u enters as it is. Nothing is normed behind the last layer, since
+outputs stand in for features, which are normed already. Parameter names are those of published EAGLE checkpoints.
+Deviations from the reference code: rotary base, scaling and norm epsilon are the target's; the head's scaling and
+soft-capping (Gemma, Granite, Cohere) are applied to drafts, too.
+
+Shapes: as in `models.feature_drafter`; F = W = H.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from draftsmith.models.feature_drafter import (
+    DrafterConfig,
+    DraftLayer,
+    FeatureDrafter,
+    FrozenHead,
+    layers_above,
+)
+from draftsmith.models.vocab import DraftVocab
+
+
+@dataclass(frozen=True)
+class EagleConfig(DrafterConfig):
+    kind = "eagle"
+    own_head = False
+
+    fc_bias: bool = True
+
+
+class EagleLayer(DraftLayer):
+    """The first layer, without a norm before attention."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config, config.hidden_size)
+
+    def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return entry, entry
+
+
+class EagleDrafter(FeatureDrafter):
+    """fc and layers; embeddings and head are the target's, frozen and not part of the checkpoint."""
+
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, embedding_VH: torch.Tensor, head: FrozenHead | None):
+        super().__init__(config, vocab, embedding_VH)
+        if head is None or not vocab.is_full:
+            raise ValueError("EAGLE-1 drafts with the target's head over its whole vocabulary")
+        self.register_buffer("head_weight", head.weight_VH.detach(), persistent=False)
+        self.register_buffer("head_bias", None if head.bias_V is None else head.bias_V.detach(), persistent=False)
+        self.scaled = head.scaled
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        self.stacks = self.make_layers()
+
+    def make_layers(self) -> Sequence[Sequence[DraftLayer]]:
+        """Registers the layers and returns the stacks."""
+        layers = [EagleLayer(self.config), *layers_above(self.config)]
+        self.layers = nn.ModuleList(layers)
+        return (layers,)
+
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        return captured.to(self.dtype)
+
+    def entry(self, feature: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.cat((embedding, feature), dim=-1)).to(self.dtype)
+
+    def head(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        weight: torch.Tensor = self.head_weight  # type: ignore[assignment]
+        bias: torch.Tensor | None = self.head_bias  # type: ignore[assignment]
+        if rows is not None:
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        return lambda outputs: self.scaled(functional.linear(outputs.to(weight.dtype), weight, bias)).float()

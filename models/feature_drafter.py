@@ -1,0 +1,400 @@
+"""What EAGLE's drafters share: layers that draft from the target's features, and how they do it inside an answer.
+
+    captured target states --fuse--> feature_t                only where the target's states are known
+    feature_t, embedding of token t+1 --entry--> [W]          what belongs to all layers of the drafter
+    [W] --layer.enter--> input of attention, residual --attention--> layer.finish --> output
+    output --logits--> distribution over the draft vocabulary
+    output --feedback--> the next drafted column's feature
+
+Drafters differ in fuse, entry, logits and feedback, and in their layers: `models.eagle`, `models.eagle3`. A *stack* is
+the layers that make one output, one above the other. Most drafters have one; position specialists (`models.poss`) have
+several, and the position that is drafted says which: step 0 is the first drafted token.
+
+    step      0  1  2  3  4  5  6 ...
+    stack     0  0  1  1  2  2  2 ...        three stacks, two positions each; the last one goes on
+
+Training (`train.unroll`) and decoding (`FeatureDrafting`) call the same five functions; they differ in which keys a
+query sees.
+
+Shapes: B rows, T tokens, C columns, H hidden size, F captured states, W entry width, V target vocabulary, Vd draft
+vocabulary, b new slots, S slots of the round.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from draftsmith.models.families import layer_configs
+from draftsmith.models.key_values import KeyValues, Kind, SlotTree
+from draftsmith.models.layers import Attention, GatedMLP, grouped_attention, rotary
+from draftsmith.models.vocab import DraftVocab, rows_of
+from draftsmith.recipes.errors import UserError
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Everything that fixes the shape of a drafter; stored in its config.json."""
+
+    kind: ClassVar[str]
+    base: ClassVar[str | None] = None  # of position specialists: what they extend
+    own_head: ClassVar[bool]  # whether the head is trained, or the target's
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int  # V, the target's
+    draft_vocab_size: int  # Vd
+    capture_layers: tuple[int, ...]
+    rms_norm_eps: float
+    max_position_embeddings: int
+    hidden_act: str = "silu"
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
+    embedding_scale: float = 1.0  # the target's (`Target.embedding_scale`): rows of its table are multiplied with it
+    num_layers: int = 1
+    attention_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"drafter.num_attention_heads: {self.num_attention_heads} query heads cannot share "
+                f"{self.num_key_value_heads} key/value heads evenly; change one of the two"
+            )
+
+    @classmethod
+    def for_target(
+        cls,
+        config: Any,
+        vocab_size: int,
+        capture_layers: tuple[int, ...],
+        draft_vocab_size: int,
+        num_attention_heads: int | None = None,
+        num_key_value_heads: int | None = None,
+        intermediate_size: int | None = None,
+        **own: Any,
+    ) -> Self:
+        """The shape that fits a target; what is None is taken from it.
+
+        Args:
+            config: the target's text config; vocab_size: rows of its head.
+            own: further fields of the kind's config.
+        """
+        # Where layers differ, those that see everything are the model for the drafter, which does, too.
+        types = getattr(config, "layer_types", None) or []
+        layer = layer_configs(config)[types.index("full_attention") if "full_attention" in types else 0]
+        heads = num_attention_heads or layer.num_attention_heads
+        width = intermediate_size or getattr(layer, "intermediate_size", None)
+        if width is None:
+            raise UserError(
+                "drafter.intermediate_size: the target's config names no width of its MLPs; give one, for example "
+                f"{4 * config.hidden_size}"
+            )
+        rope = getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+        if "rope_type" not in rope:  # one set per attention type: the drafter's attention is full
+            rope = rope.get("full_attention") or next(iter(rope.values()))
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=width,
+            num_attention_heads=heads,
+            num_key_value_heads=num_key_value_heads or getattr(layer, "num_key_value_heads", None) or heads,
+            head_dim=getattr(layer, "head_dim", None) or config.hidden_size // layer.num_attention_heads,
+            vocab_size=vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            capture_layers=capture_layers,
+            rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(rope),
+            **own,
+        )
+
+    @property
+    def cached_layers(self) -> int:
+        """Layers that keep keys and values."""
+        return self.num_layers
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"capture_layers": list(self.capture_layers)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        shape: dict[str, Any] = {**values, "capture_layers": tuple(values["capture_layers"])}
+        return cls(**shape)
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer whose attention reads inputs of width `input_size`. What comes before attention is `enter`'s."""
+
+    def __init__(self, config: DrafterConfig, input_size: int):
+        super().__init__()
+        size = config.hidden_size
+        self.self_attn = Attention(
+            input_size,
+            size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.attention_bias,
+        )
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, config.hidden_act)
+
+    def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads [..., input_size], and the residual stream [..., H]."""
+        raise NotImplementedError
+
+    def finish(self, residual: torch.Tensor, attended_BACD: torch.Tensor) -> torch.Tensor:
+        """Attention output and MLP on the residual stream: [B, C, H]."""
+        residual = residual + self.self_attn.output(attended_BACD)
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class UpperLayer(DraftLayer):
+    """A layer above the first one: the ordinary pre-norm decoder layer."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.input_layernorm(entry), entry
+
+
+@dataclass(frozen=True)
+class FrozenHead:
+    """The target's head, for drafters whose outputs are features of the target.
+
+    Attributes:
+        scaled: what the target's family does to logits behind the head (`families.scaled_logits`).
+    """
+
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+    scaled: Callable[[torch.Tensor], torch.Tensor]
+
+
+class FeatureDrafter(nn.Module):
+    """A trainable drafter. `embed_tokens` is the target's table, frozen and not part of the checkpoint."""
+
+    def __init__(self, config: DrafterConfig, vocab: DraftVocab, embedding_VH: torch.Tensor):
+        super().__init__()
+        if (vocab.size, vocab.target_vocab_size) != (config.draft_vocab_size, config.vocab_size):
+            raise ValueError(
+                f"draft vocabulary of {vocab.size} over {vocab.target_vocab_size} tokens, "
+                f"config says {config.draft_vocab_size} over {config.vocab_size}"
+            )
+        self.config = config
+        self._vocab = vocab
+        self.register_buffer("embed_tokens", embedding_VH.detach(), persistent=False)
+        self.register_buffer("d2t", vocab.d2t.clone())
+        self.register_buffer("t2d", vocab.t2d.clone())
+        self.rotary = rotary(config.rope_parameters, config.head_dim, config.max_position_embeddings)
+
+    stacks: Sequence[Sequence[DraftLayer]]  # set by those who make the layers; `nn.Module` does not see into it
+
+    @property
+    def positions_per_stack(self) -> int:
+        return 1
+
+    def stack_of(self, step: int) -> int:
+        """Which stack makes the output of this step."""
+        return min(step // self.positions_per_stack, len(self.stacks) - 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.stacks[0][0].post_attention_layernorm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the residual stream."""
+        return self.stacks[0][0].post_attention_layernorm.weight.dtype
+
+    @property
+    def vocab(self) -> DraftVocab:
+        """The draft vocabulary, on the drafter's device."""
+        if self._vocab.target_ids.device != self.device:
+            self._vocab = self._vocab.to(self.device)
+        return self._vocab
+
+    def fuse(self, captured: torch.Tensor) -> torch.Tensor:
+        """Target states [..., F] to features [..., H], in the precision of the residual stream."""
+        raise NotImplementedError
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Target token ids [...] to embeddings [..., H], scaled as the target scales them."""
+        rows = functional.embedding(tokens, self.embed_tokens).to(self.dtype)  # type: ignore[arg-type]
+        return rows if self.config.embedding_scale == 1 else rows * self.config.embedding_scale
+
+    def entry(self, feature: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Features [..., H] and embeddings [..., H] to what the first layer of a stack enters with, [..., W]."""
+        raise NotImplementedError
+
+    def logits(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., H] to float32 logits over the draft vocabulary [..., Vd]."""
+        return self.head(None)(outputs)
+
+    def head(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """`logits`, of these draft ids [n] alone: outputs [..., H] to float32 [..., n]. None: of all."""
+        raise NotImplementedError
+
+    def feedback(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., H] to the features of the columns drafted next [..., H]."""
+        return outputs
+
+
+class FeatureDrafting:
+    """A drafter inside B answers: a `models.draft_tree.Drafting`.
+
+    Column t of the cache holds key and value of (target feature of position t, token t+1) at position t, never of a
+    drafted feature: accepted columns are read again from the target's states (`observe`). Drafted columns of the round
+    stand behind them in the same buffers (`models.key_values`) and are overwritten by the next round:
+
+        buffer   | 0 1 2 ... S-1 | slot 1  slot 2 ... |        slot 0 is column S-1, whose output drafts the root's
+        children
+                   committed       this round's tree
+
+    Every layer of every stack has such buffers. Where the stack changes within a round, the new one reads the round's
+    drafted columns again, by its own weights: features are handed over, keys and values are not.
+
+    Args:
+        cut: FR-Spec (arXiv 2502.14856): draft these tokens alone, by their rows of the drafter's head; probabilities
+            are those among them. None: all that the drafter knows.
+    """
+
+    def __init__(self, drafter: FeatureDrafter, cut: DraftVocab | None = None):
+        self.drafter = drafter
+        self.device = drafter.device
+        self.vocab = drafter.vocab if cut is None else cut.to(self.device)
+        self.head = drafter.head(None if cut is None else rows_of(drafter.vocab, self.vocab))
+        self.capture_layers = drafter.config.capture_layers
+        self.stacks = drafter.stacks
+        # Which of the buffers is a layer's: those of stack s begin at first[s].
+        self.first = [0]
+        for stack in self.stacks:
+            self.first.append(self.first[-1] + len(stack))
+        self.reset(0)
+
+    def reset(self, rows: int) -> None:
+        config = self.drafter.config
+        kind = Kind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
+        self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * rows, capacity=512)
+        self._new_round(torch.empty(0))
+
+    def _new_round(self, outputs: torch.Tensor) -> None:
+        self.outputs = outputs  # [B, slots, H] outputs of the round's columns, slot 0 first
+        self.slots = SlotTree(len(outputs), self.device)
+        self.stack = 0  # which made the newest outputs
+        self.drafted: list[tuple[torch.Tensor, ...]] = []  # of each expansion: entry [B, b, W], cos and sin [B, b, D]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Between rounds: what the last one drafted is forgotten, but its outputs."""
+        self.columns.keep(rows)
+        if len(self.outputs):  # none yet where an answer ended with its first token
+            self._new_round(self.outputs[torch.tensor(rows, device=self.device), :1])
+
+    @torch.no_grad()
+    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+        """New columns from target states [B, n, F]; only the last one's output is needed, the others leave
+        key and value."""
+        assert features is not None
+        drafter, columns = self.drafter, self.columns
+        rows, most = len(counts), features.shape[1]
+        read = [
+            [*tokens[done + 1 : done + 1 + count], *[0] * (most - count)]
+            for tokens, done, count in zip(committed, columns.lengths, counts, strict=True)
+        ]
+        columns.place(0, most)
+        h = drafter.entry(drafter.fuse(features), drafter.embed(torch.tensor(read, device=self.device)))  # [B, n, W]
+        cos, sin = drafter.rotary(h, columns.positions(most, self.device))
+        for stack, first in zip(self.stacks[1:], self.first[1:-1], strict=True):
+            columns.write(first, *stack[0].self_attn.keys_values(stack[0].enter(h)[0], cos, sin))
+        *lower, last = self.stacks[0]
+        for i, layer in enumerate(lower):  # the layer above needs a key of every column
+            visible = torch.ones(most, most, dtype=torch.bool, device=self.device).tril().expand(rows, -1, -1)
+            h = self._through(layer, i, h, cos, sin, columns.seen(visible))
+        x, residual = last.enter(h)
+        keys, values = columns.write(len(lower), *last.self_attn.keys_values(x, cos, sin))
+        columns.commit(counts)
+        if rows > 1:
+            each = torch.arange(rows, device=self.device)
+            newest = torch.tensor(counts, device=self.device) - 1
+            x, cos, sin, residual = (states[each, newest][:, None] for states in (x, cos, sin, residual))  # [B, 1, ...]
+        else:
+            x, cos, sin, residual = (states[:, -1:] for states in (x, cos, sin, residual))
+        mask = None  # row b sees its own columns alone; the others' may reach farther
+        if not columns.even:
+            lengths = torch.tensor(columns.lengths, device=self.device)
+            mask = (torch.arange(keys.shape[2], device=self.device) < lengths[:, None])[:, None]
+        else:
+            keys, values = keys[:, :, : columns.lengths[0]], values[:, :, : columns.lengths[0]]
+        attended = grouped_attention(last.self_attn.queries(x, cos, sin), keys, values, mask)
+        self._new_round(last.finish(residual, attended))
+
+    @torch.no_grad()
+    def root_log_probs(self) -> torch.Tensor:
+        return self._log_probs(self.outputs[:, 0])
+
+    @torch.no_grad()
+    def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        rows, count = tokens.shape
+        drafter, columns = self.drafter, self.columns
+        before = self.slots.count
+        seen_slots = self.slots.extend(parent_slots, depth)
+        if seen_slots is None:
+            parents = self.outputs[:, -1:]  # of a chain
+        elif rows == 1:
+            parents = self.outputs[0].index_select(0, parent_slots[0])[None]  # [B, b, H]
+        else:
+            parents = self.outputs[torch.arange(rows, device=self.device)[:, None], parent_slots]
+        h = drafter.entry(drafter.feedback(parents), drafter.embed(tokens))
+        # The tree's columns at depth d stand at position S-1+d: the column of unroll step d (models.alignment).
+        position = columns.positions(1, self.device, depth - 1)
+        cos, sin = drafter.rotary(h, position.expand(-1, count))
+        stack = drafter.stack_of(depth)
+        if stack != self.stack:
+            self._hand_over(stack, before)
+        if len(self.stacks) > 1:
+            self.drafted.append((h, cos, sin))
+        columns.place(before, count)
+        mask = columns.seen(seen_slots)  # [B, b, S + slots]
+        for i, layer in enumerate(self.stacks[stack], start=self.first[stack]):
+            h = self._through(layer, i, h, cos, sin, mask)
+        self.outputs = torch.cat((self.outputs, h), dim=1)
+        return self._log_probs(h)
+
+    def _through(
+        self,
+        layer: DraftLayer,
+        place: int,
+        h: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Columns that were placed, through a layer and into its buffers: [B, n, H]."""
+        x, residual = layer.enter(h)
+        keys, values = self.columns.write(place, *layer.self_attn.keys_values(x, cos, sin))
+        return layer.finish(residual, grouped_attention(layer.self_attn.queries(x, cos, sin), keys, values, mask))
+
+    def _hand_over(self, stack: int, drafted: int) -> None:
+        """Another stack goes on: keys and values of the columns drafted so far, by its own weights."""
+        self.stack = stack
+        if not drafted:
+            return
+        h, cos, sin = (torch.cat(parts, dim=1) for parts in zip(*self.drafted, strict=True))
+        self.columns.place(0, drafted)
+        layer = self.stacks[stack][0]
+        self.columns.write(self.first[stack], *layer.self_attn.keys_values(layer.enter(h)[0], cos, sin))
+
+    def _log_probs(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Outputs [..., H] to log-probabilities [..., Vd]."""
+        return functional.log_softmax(self.head(outputs), dim=-1)
+
+
+def layers_above(config: DrafterConfig) -> Iterator[UpperLayer]:
+    """The further layers of a stack."""
+    return (UpperLayer(config) for _ in range(config.num_layers - 1))

@@ -1,0 +1,109 @@
+"""PosS: position specialists, a decoder layer of its own for each few draft positions (arXiv 2506.03566, section 3).
+
+A single layer that drafts position 5 reads features that it drafted itself, worse with every step, and has to be good
+at all of them. Here specialist i // n drafts position i, and the last one all that follow:
+
+    drafted position    0   1   2   3   4   5   6 ...
+    specialist (n = 2)  0   0   1   1   2   2   2 ...       PosS-2 with three specialists
+
+What stands before and behind the layer is shared: fc, embeddings and head of EAGLE-1 (the published form, trained as
+HASS trains), or fc, norm and head of EAGLE-3. Features are handed from specialist to specialist; keys and values are
+not: each makes its own from all columns, those of the text from the target's features, those of the chain from the
+features that the specialists before it drafted.
+
+    column              t-1      t        t+1      t+2                chain below root x[t+1], n = 1
+    feature             f[t-1]   f[t]     a_0      a_1
+    read by specialist  0 1 2    0 1 2    1 2      2                  through its own k and v
+
+Gradients: at a change of specialists the feature is cut off (`train.unroll`), so that a specialist learns from its own
+positions alone; what is shared learns from all. The reference code's defects are not repeated: masked scores that take
+part in the softmax, a first round that always asks specialist 0, and drafted features that outlive their prompt.
+
+Shapes: as in `models.feature_drafter`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from draftsmith.models.eagle import EagleConfig, EagleDrafter, EagleLayer
+from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Layer
+from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter
+from draftsmith.recipes.errors import UserError
+
+
+def specialists_of(tensors: Mapping[str, torch.Tensor], config: DrafterConfig) -> dict[str, torch.Tensor]:
+    """A checkpoint of a single-layer drafter of the same base as one of specialists that all begin with its layer."""
+    first = "midlayer." if config.base == "eagle3" else "layers.0."
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(first):
+            own = name.removeprefix(first)
+            result |= {f"specialists.{i}.{own}": tensor.clone() for i in range(config.cached_layers)}
+        else:
+            result[name] = tensor
+    return result
+
+
+@dataclass(frozen=True)
+class SpecialistsConfig(DrafterConfig):
+    """What position specialists add to the config of what they extend."""
+
+    kind = "poss"
+
+    positions_per_specialist: int = 1  # n
+    specialists: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        n, count = self.positions_per_specialist, self.specialists
+        if n < 1 or count < 1:
+            raise UserError(f"drafter: {count} specialists of {n} positions each; both must be at least 1")
+        if self.num_layers != 1:
+            raise UserError(f"drafter.num_layers: {self.num_layers}, but a position specialist is a single layer")
+
+    @property
+    def cached_layers(self) -> int:
+        return self.specialists
+
+
+@dataclass(frozen=True)
+class PossConfig(SpecialistsConfig, EagleConfig):
+    """Specialists over EAGLE-1's features: the published form."""
+
+    base = "eagle"
+
+
+@dataclass(frozen=True)
+class Poss3Config(SpecialistsConfig, Eagle3Config):
+    """Specialists over EAGLE-3's fused features."""
+
+    base = "eagle3"
+
+
+class Specialists(FeatureDrafter):
+    """A stack of one layer for each specialist."""
+
+    config: SpecialistsConfig
+    layer_class: type[EagleLayer] | type[Eagle3Layer]
+
+    def make_layers(self) -> Sequence[Sequence[DraftLayer]]:
+        layers = [self.layer_class(self.config) for _ in range(self.config.specialists)]
+        self.specialists = nn.ModuleList(layers)
+        return [[layer] for layer in layers]
+
+    @property
+    def positions_per_stack(self) -> int:
+        return self.config.positions_per_specialist
+
+
+class PossDrafter(Specialists, EagleDrafter):
+    config: PossConfig
+    layer_class = EagleLayer
+
+
+class Poss3Drafter(Specialists, Eagle3Drafter):
+    config: Poss3Config
+    layer_class = Eagle3Layer

@@ -1,0 +1,566 @@
+"""Every kind of drafter as users meet it: trained by its script, saved, loaded, cut, compared. On the tiny target.
+
+How they learn is tests/test_unroll.py's matter, how they draft tests/test_lossless.py's.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from draftsmith.eval import acceptance
+from draftsmith.eval.contenders import Lineup, contenders_of, main_contender
+from draftsmith.eval.policies import PolicyProposer, policy_of
+from draftsmith.eval.recorded_answers import Recording
+from draftsmith.eval.replayed import planned_bytes
+from draftsmith.eval.speculator import Speculator
+from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.checkpoint import load_drafter, read_config, save_drafter, target_identity
+from draftsmith.models.draft_tree import Drafting
+from draftsmith.models.drafters import drafter_config, trainable_parameters
+from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import DrafterSection, TargetSection, TreeSection
+from draftsmith.train import eagle, eagle3, poss, trainer
+from tests.conftest import make_target, make_tokenizer
+from tests.pairs import KINDS, untaught
+from tests.test_train import ROOT, metrics, write_conversations
+
+SCRIPTS: dict[str, Callable[[], None]] = {"eagle3": eagle3.main, "eagle": eagle.main, "poss": poss.main}
+# What a recipe says of drafter and training; what it leaves out is as published, noise and detached steps included.
+RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "eagle": ({"kind": "eagle"}, {}),
+    "hass": ({"kind": "eagle"}, {"ttt_steps": 3, "top_k_loss": 1.0, "clip": "value", "max_grad_norm": 0.01}),
+    "poss": ({"kind": "poss", "specialists": 2}, {"ttt_steps": 4, "top_k_loss": 1.0, "clip": "value"}),
+    "poss over eagle3": (
+        {"kind": "poss", "base": "eagle3", "positions_per_specialist": 1, "specialists": 3, "vocab_size": 160},
+        {"feature_noise": 0.1},
+    ),
+    "eagle3.1": (
+        {"fc_norm": True, "norm_output": True, "num_layers": 2, "vocab_size": 160, "init_head": "target"},
+        {"ttt_steps": 2},
+    ),
+}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+@pytest.fixture
+def recipe_of(tmp_path: Path, target_dir: Path) -> Callable[[str], Path]:
+    """Writes the recipe of that name, its conversations and its draft vocabulary."""
+
+    def recipe_of(name: str) -> Path:
+        drafter, train = RECIPES[name]
+        output = tmp_path / name.replace(" ", "-").replace(".", "-")
+        write_conversations(output / "conversations.jsonl", 24)
+        vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
+        vocab.save(output / "draft_vocab.safetensors")
+        settings = {
+            "max_steps": 6, "batch_size": 4, "learning_rate": 0.003, "save_every_steps": 3, "log_every_steps": 1,
+            "validate_every_steps": 3, "validation_conversations": 4, "mixed_precision": "no",
+        }  # fmt: skip
+        recipe = {
+            "output_dir": str(output),
+            "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
+            "drafter": drafter,
+            "train": settings | train,
+        }
+        path = output.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(recipe))
+        return path
+
+    return recipe_of
+
+
+def train(path: Path, *overrides: str, script: str | None = None) -> Path:
+    """Runs the kind's script in this process; returns its output_dir."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    recipe = load_recipe(path, [each for each in overrides if not each.startswith("--")])
+    argv, sys.argv = sys.argv, ["train.py", str(path), *overrides]
+    try:
+        SCRIPTS[script or recipe.drafter.kind]()
+    finally:
+        sys.argv = argv
+    return Path(recipe.output_dir)
+
+
+def copy_of_inputs(output: Path, place: Path, *others: str) -> Path:
+    place.mkdir()
+    for name in ("conversations.jsonl", "draft_vocab.safetensors", *others):
+        (shutil.copytree if (output / name).is_dir() else shutil.copy)(output / name, place / name)
+    return place
+
+
+def assert_same_weights(first: Path, second: Path) -> None:
+    mine, expected = (load_file(each / "drafter/model.safetensors") for each in (first, second))
+    assert mine.keys() == expected.keys()
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+@pytest.fixture(scope="module")
+def loaded(target_dir: Path) -> tuple[Target, dict[str, Any]]:
+    target = Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32")))
+    return target, target_identity(target, str(target_dir), None, tokenizer_fingerprint(make_tokenizer()))
+
+
+def saved(directory: Path, kind: str, loaded: tuple[Target, dict[str, Any]], vocab: DraftVocab | None = None) -> Path:
+    """An untrained drafter of that kind of `tests.pairs`, as training would save it."""
+    save_drafter(directory, untaught(kind, loaded[0], vocab), loaded[1], "", {})
+    return directory
+
+
+# Training.
+
+
+@every_recipe
+def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp_path: Path) -> None:
+    """Noise included: it hangs on the rows, not on how often random numbers were drawn. And replay at checkpoints."""
+    path = recipe_of(name)
+    replay = ("train.eval_replay=2", "eval.tree={nodes: 10, draft_calls: 3, top_k: 4}")
+    whole = train(path, *replay)
+    lines = metrics(whole)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]
+    assert len({line["loss"] for line in lines}) == 6
+    steps = load_recipe(path).train.ttt_steps
+    assert len(lines[0]["accuracy"]) == len(lines[2]["validation_accuracy"]) == steps
+
+    resumed = copy_of_inputs(whole, tmp_path / "resumed", "metrics.jsonl", "checkpoints")
+    shutil.rmtree(resumed / "checkpoints/step-00000006")
+    train(path, *replay, f"output_dir={resumed}")
+    assert metrics(resumed) == lines
+    assert_same_weights(resumed, whole)
+
+
+@every_recipe
+def test_splitting_and_recomputing_follow_one_trajectory(name: str, recipe_of: Any, tmp_path: Path) -> None:
+    path = recipe_of(name)
+    lines = {}
+    for run, overrides in {
+        "whole": ["train.batch_size=24"],
+        "split": ["train.batch_size=8", "train.gradient_accumulation_steps=3"],
+        "recomputed": ["train.batch_size=24", "train.gradient_checkpointing=true"],
+    }.items():
+        output = copy_of_inputs(path.with_suffix(""), tmp_path / run)
+        settings = ["train.validation_conversations=0", "train.max_steps=3", f"output_dir={output}"]
+        lines[run] = metrics(train(path, *overrides, *settings))
+    for run in ("split", "recomputed"):
+        for mine, expected in zip(lines[run], lines["whole"], strict=True):
+            assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+            assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
+def test_training_learns_of_features_and_of_tokens(recipe_of: Any) -> None:
+    overrides = ["train.max_steps=60", "train.learning_rate=0.02", "train.batch_size=24", "train.save_every_steps=60"]
+    lines = metrics(train(recipe_of("hass"), *overrides, "train.clip=norm", "train.validation_conversations=0"))
+    assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
+    assert lines[-1]["simulated_tau"] > 1.4 > 1.1 > lines[0]["simulated_tau"]
+
+
+def test_noise_is_for_training_alone_and_changes_it(recipe_of: Any, tmp_path: Path) -> None:
+    """The weights of the first validation come from different steps, so a run that never steps far is compared."""
+    path = recipe_of("eagle")
+    tiny = ["train.learning_rate=1e-12", "train.max_steps=3"]
+    noisy = metrics(train(path, *tiny))
+    silent = copy_of_inputs(path.with_suffix(""), tmp_path / "silent")
+    quiet = metrics(train(path, *tiny, "train.feature_noise=0", f"output_dir={silent}"))
+    assert noisy[-1]["loss"] != pytest.approx(quiet[-1]["loss"], rel=1e-4)
+    assert noisy[-1]["validation_loss"] == pytest.approx(quiet[-1]["validation_loss"], rel=1e-6)
+
+
+def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def watched(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"]]
+        seen.append(max(float(g.abs().max()) for g in gradients))
+        return step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+    lines = metrics(train(recipe_of("hass"), "train.max_steps=2", "train.max_grad_norm=1e-4"))
+    assert seen == [pytest.approx(1e-4)] * 2
+    assert all(line["grad_norm"] > 1e-3 for line in lines)  # as it was before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hass", "poss", "poss over eagle3"])
+def test_two_processes_follow_the_trajectory_of_one(name: str, recipe_of: Any, tmp_path: Path) -> None:
+    """Every specialist gets gradients on every rank, so that none waits for another's."""
+    path = recipe_of(name)
+    script = f"train/{load_recipe(path).drafter.kind}.py"
+    lines = {}
+    for run, processes, accumulation in (("one", 1, 2), ("two", 2, 1)):
+        output = copy_of_inputs(path.with_suffix(""), tmp_path / run)
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        overrides = [f"train.gradient_accumulation_steps={accumulation}", "train.max_steps=3", f"output_dir={output}"]
+        subprocess.run(
+            [sys.executable, *launch, script, str(path), *overrides],
+            cwd=ROOT,
+            env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+            check=True,
+            timeout=240,
+        )
+        lines[run] = metrics(output)
+    for two, one in zip(lines["two"], lines["one"], strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert two["accuracy"] == one["accuracy"]
+
+
+def test_another_kind_s_script_says_which_is_its_own(recipe_of: Any) -> None:
+    for name, script, right in (("poss", "eagle", "poss"), ("hass", "eagle3", "eagle"), ("eagle3.1", "poss", "eagle3")):
+        with pytest.raises(UserError, match=rf"drafter\.kind: {right}, which train/{right}\.py trains"):
+            train(recipe_of(name), script=script)
+    command = [sys.executable, "train/eagle.py", str(recipe_of("poss")), "train.max_steps=1"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode == 2
+    assert "train/poss.py" in told.stderr and "Traceback" not in told.stderr
+
+
+@every_recipe
+def test_the_plan_of_every_kind(
+    name: str, recipe_of: Any, capsys: pytest.CaptureFixture[str], target_dir: Path
+) -> None:
+    path = recipe_of(name)
+    train(path, "--plan", "train.eval_replay=2", "eval.tree={policy: chain, nodes: 4}")
+    said = {line[:14].strip(): line[15:] for line in capsys.readouterr().out.splitlines() if line[:1] != " "}
+    recipe, target = load_recipe(path), Target(make_target())
+    drafter = trainer.new_drafter(
+        recipe.drafter,
+        drafter_config(recipe.drafter, target.config, (2, 3, 4)),
+        DraftVocab.load(path.with_suffix("") / "draft_vocab.safetensors"),
+        target,
+        {},
+    )
+    count = sum(p.numel() for p in drafter.parameters())
+    head = "head of 160 tokens: 0.01 M" if recipe.drafter.extends == "eagle3" else "the target's head"
+    assert said["parameters"].startswith(f"{count / 1e6:.2f} M trained ({head})")
+    assert trainable_parameters(drafter.config) == count
+    assert "CANNOT WORK" not in said
+
+
+# What a run starts from.
+
+
+@pytest.mark.parametrize(("single", "specialists"), [("eagle", "poss"), ("eagle3", "poss over eagle3")])
+def test_every_specialist_starts_from_the_single_layer(
+    single: str, specialists: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+) -> None:
+    """At its first position a fresh PosS drafts as the single drafter does; at the later ones, too."""
+    target, identity = loaded
+    single_dir = saved(tmp_path / "single", single, loaded)
+    before = load_drafter(single_dir, target, identity, read_config(single_dir)[0].capture_layers)
+    drafter = untaught(specialists, target)
+    untrained = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    trainer.start_from(single_dir, drafter, identity)
+    with torch.no_grad():
+        assert not all(torch.equal(untrained[name], tensor) for name, tensor in drafter.state_dict().items())
+        for stack in drafter.stacks:
+            assert len(stack) == 1
+            for name, tensor in before.stacks[0][0].state_dict().items():
+                assert torch.equal(stack[0].state_dict()[name], tensor)
+        assert torch.equal(distributions(drafter, target), distributions(before, target))
+        drafter.stacks[0][0].mlp.down_proj.weight.zero_()
+        assert drafter.stacks[1][0].mlp.down_proj.weight.abs().max() > 0  # copies, not one tensor for all
+
+
+def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | None = None) -> torch.Tensor:
+    """What a drafter says along a chain of five tokens behind a prompt: [5, Vd]."""
+    prompt, chain = [11, 12, 13, 14], [21, 22, 23, 24]
+    drafting: Drafting = FeatureDrafting(drafter, cut)
+    drafting.reset(1)
+    captured = target.states(torch.tensor([prompt]), drafter.config.capture_layers).captured
+    drafting.observe([[*prompt, 7]], captured, [len(prompt)])
+    said = [drafting.root_log_probs()[0]]
+    for depth, token in enumerate(chain, start=1):
+        said.append(drafting.expand(torch.tensor([[depth - 1]]), torch.tensor([[token]]), depth)[0, 0])
+    return torch.stack(said)
+
+
+def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
+    recipe_of: Any, loaded: tuple[Target, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    starts = tmp_path / "starts"
+    half = DraftVocab(torch.arange(0, 320, 2), 320)
+    other = DraftVocab(torch.arange(1, 320, 2), 320)
+    for kind in ("eagle", "poss"):
+        saved(starts / kind, kind, loaded)
+    saved(starts / "eagle3", "eagle3", loaded, half)
+    saved(starts / "other words", "eagle3", loaded, other)
+    saved(starts / "eagle3.1", "eagle3.1", loaded, half)
+    elsewhere = Target(make_target(vocab_size=330))
+    save_drafter(starts / "wide", untaught("eagle", elsewhere), target_identity(elsewhere, "wide", None, "f"), "", {})
+    for name, start, message in (
+        ("poss", "eagle3", "is a drafter of kind eagle3, the recipe asks for poss-2, which may also start from a "),
+        ("poss over eagle3", "eagle", "kind eagle, the recipe asks for poss-1 over eagle3, which .* a single eagle3"),
+        ("poss over eagle3", "poss", "kind poss-2, the recipe asks for poss-1 over eagle3"),
+        ("eagle", "poss", "kind poss-2, the recipe asks for eagle"),
+        ("poss over eagle3", "eagle3.1", "num_layers is 2 there, 1 here; fc_norm is True there, False here"),
+        ("poss over eagle3", "other words", "has another draft vocabulary"),
+        ("eagle", "wide", "vocab_size: the drafter was trained for 330, this target has 320"),
+        ("eagle", "nowhere", "no drafter here"),
+    ):
+        path = recipe_of(name)
+        for plan in ((), ("--plan",)):
+            with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
+                train(path, f"drafter.init_from={starts / start}", *plan)
+        shutil.rmtree(path.with_suffix(""))
+    with pytest.raises(UserError, match=r"specialists is 2 there, 3 here"):
+        train(recipe_of("poss"), f"drafter.init_from={starts / 'poss'}", "drafter.specialists=3", "train.ttt_steps=6")
+    with pytest.raises(UserError, match=r"intermediate_size is 48 there, 40 here"):
+        train(recipe_of("eagle"), f"drafter.init_from={starts / 'eagle'}", "drafter.intermediate_size=40")
+
+
+def test_a_run_from_a_trained_drafter(recipe_of: Any) -> None:
+    """eagle, then its specialists, then those again; another start under a checkpoint is refused."""
+    first = train(recipe_of("eagle"), "train.max_steps=2")
+    path = recipe_of("poss")
+    second = train(path, f"drafter.init_from={first / 'drafter'}", "train.max_steps=2", "train.learning_rate=1e-9")
+    single, several = (load_file(each / "drafter/model.safetensors") for each in (first, second))
+    torch.testing.assert_close(several["fc.weight"], single["fc.weight"])
+    for i in range(2):
+        name = "self_attn.q_proj.weight"
+        torch.testing.assert_close(several[f"specialists.{i}.{name}"], single[f"layers.0.{name}"])
+    third = copy_of_inputs(second, second.with_name("third"))
+    train(path, f"drafter.init_from={second / 'drafter'}", "train.max_steps=1", f"output_dir={third}")
+    with pytest.raises(UserError, match=r"drafter\.init_from: the checkpoint has"):
+        train(path, f"drafter.init_from={third / 'drafter'}", "train.max_steps=3", f"output_dir={third}")
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path) -> None:
+    target, identity = loaded
+    drafter = untaught(kind, target).requires_grad_(False)
+    save_drafter(tmp_path / "drafter", drafter, identity, "", {})
+    shape, _ = read_config(tmp_path / "drafter")
+    assert shape == drafter.config
+    assert type(shape).from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
+    again = load_drafter(tmp_path / "drafter", target, identity, shape.capture_layers)
+    assert type(again) is type(drafter)
+    assert torch.equal(distributions(again, target), distributions(drafter, target))
+    frozen = {"embed_tokens", "head_weight", "head_bias"}  # the target's
+    assert not frozen & load_file(tmp_path / "drafter/model.safetensors").keys()
+
+
+def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    change(config)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("poss", {"positions_per_specialist": 1}, "positions_per_specialist is 1, the weights were written with 2"),
+        ("poss", {"specialists": 3}, "specialists is 3, the weights were written with 2"),
+        ("poss", {"specialists": 0}, "at least 1"),
+        ("poss", {"specialists": 2.5}, r"specialists is 2\.5, not a whole number above 0"),
+        ("poss", {"num_layers": 2}, "a position specialist is a single layer"),
+        ("poss", {"capture_layers": [2, 3]}, r"capture_layers are \[2, 3\]; EAGLE-1 reads the target's last, 7"),
+        ("eagle", {"fc_bias": "yes"}, "fc_bias is 'yes', neither true nor false"),
+        ("eagle", {"fc_bias": False}, "fc_bias is False, the weights were written with True"),
+        ("eagle3.1", {"norm_output": False}, "norm_output is False, the weights were written with True"),
+        ("eagle3.1", {"num_layers": 1}, "num_layers is 1, the weights were written with 2"),
+    ],
+)
+def test_an_edited_layout_is_refused(
+    kind: str, change: dict[str, Any], message: str, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Also where the tensors would fit."""
+    directory = saved(tmp_path / "drafter", kind, loaded)
+    edited(directory, lambda config: config["drafter"].update(change))
+    with pytest.raises(UserError, match=message):
+        load_drafter(directory, *loaded, capture=untaught(kind, loaded[0]).config.capture_layers)
+
+
+@pytest.mark.parametrize(("kind", "base"), [("eagle", None), ("poss", "eagle3"), ("poss", None), ("medusa", None)])
+def test_another_kind_s_config_is_refused(
+    kind: str, base: str | None, loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+) -> None:
+    directory = saved(tmp_path / "drafter", "poss", loaded)
+    edited(directory, lambda config: config.update(kind=kind, base=base))
+    with pytest.raises(UserError, match=r"config\.json"):
+        load_drafter(directory, *loaded, capture=(7,))
+
+
+def test_weights_of_another_layout_without_a_word_of_it_are_refused(
+    loaded: tuple[Target, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Files that other tools wrote say nothing of their config: then the tensors must fit."""
+    from safetensors.torch import save_file
+
+    directory = saved(tmp_path / "drafter", "poss", loaded)
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors")
+    assert load_drafter(directory, *loaded, capture=(7,)).config.kind == "poss"
+    edited(directory, lambda config: config["drafter"].update(specialists=3))
+    with pytest.raises(UserError, match=r"describes poss-2: specialists\.2\.\S+ is missing; .* and \d+ more"):
+        load_drafter(directory, *loaded, capture=(7,))
+    edited(directory, lambda config: config["drafter"].update(specialists=1))
+    with pytest.raises(UserError, match=r"specialists\.1\.\S+ has no place"):
+        load_drafter(directory, *loaded, capture=(7,))
+    edited(directory, lambda config: config["drafter"].update(specialists=2, intermediate_size=40))
+    with pytest.raises(UserError, match=r"is \[32, 48\], not \[32, 40\]"):
+        load_drafter(directory, *loaded, capture=(7,))
+
+
+# The target's head, cut (FR-Spec).
+
+HEADS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma2": {"final_logit_softcapping": 3.0, "sliding_window": 8},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 8.0},
+    "phi": {},  # its head has a bias
+}
+
+
+@pytest.mark.parametrize("family", HEADS)
+@pytest.mark.parametrize("kind", ["eagle", "poss"])
+@torch.no_grad()
+def test_a_cut_head_is_the_log_softmax_over_its_rows(family: str, kind: str) -> None:
+    model = make_target(family, **HEADS[family])
+    if family == "phi":
+        torch.nn.init.normal_(model.lm_head.bias, std=2.0)
+    target = Target(model)
+    drafter = untaught(kind, target)
+    kept = DraftVocab(torch.randperm(320, generator=torch.Generator().manual_seed(1))[:40].sort().values, 320)
+    whole = distributions(drafter, target)
+    torch.testing.assert_close(distributions(drafter, target, kept), whole[:, kept.target_ids].log_softmax(-1))
+    # What the target itself would say of these features.
+    features = torch.randn(3, 32)
+    torch.testing.assert_close(drafter.logits(features), target.logits(features))
+    torch.testing.assert_close(
+        functional.softmax(drafter.head(kept.target_ids)(features), -1),
+        functional.softmax(target.logits(features)[:, kept.target_ids], -1),
+    )
+    assert whole.exp().sum(-1) == pytest.approx(1, abs=1e-5)
+
+
+# Measuring.
+
+
+def evaluation(target_dir: Path, tmp_path: Path, **drafter: Any) -> Path:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n{"prompt": "the dog ran"}\n')
+    path = tmp_path / "recipe.yaml"
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
+        "drafter": drafter,
+        "eval": {
+            "prompts": str(tmp_path / "prompts.jsonl"),
+            "max_new_tokens": 12,
+            "tree": {"nodes": 8, "draft_calls": 4, "top_k": 3},
+            "bootstrap_samples": 100,
+        },
+    }
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def measure(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", str(path), *arguments])
+    acceptance.main()
+    return json.loads((load_recipe(path).eval_out / "acceptance.json").read_text())
+
+
+def test_several_kinds_in_one_comparison(
+    target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is called what it is, whatever the recipe trains; decoded and replayed, the answers are the target's."""
+    for kind in KINDS:
+        saved(tmp_path / kind, kind, loaded)
+    path = evaluation(target_dir, tmp_path, kind="eagle")
+    others = ["poss", "poss over eagle3", "eagle3", "eagle3.1"]
+    rivals = [f"eval.drafter={str(tmp_path / kind)!r}" for kind in others]
+    numbers = measure(path, monkeypatch, f"eval.drafter={tmp_path / 'eagle'}", "--compare", *rivals)
+    rows = numbers["contenders"]
+    names = [name for name in rows if name != "plain"]
+    drafted = [name for name in names if "tree of 8" in name]
+    assert len(drafted) == 5
+    assert {"eagle, tree of 8", "poss-2, tree of 8", "poss-1 over eagle3, tree of 8"} <= set(drafted)
+    assert sum(name.startswith("eagle3, tree of 8, ") for name in drafted) == 2  # told apart by their places
+    assert all(rows[name]["matches_target"] for name in drafted)
+    decoded = {name: rows[name]["accepted_per_round"] for name in drafted}
+
+    again = measure(path, monkeypatch, f"eval.drafter={tmp_path / 'eagle'}", "eval.mode=replay", "--compare", *rivals)
+    assert {name: again["contenders"][name]["accepted_per_round"] for name in drafted} == decoded
+
+
+def test_a_plan_names_the_script_that_comes_first(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = evaluation(target_dir, tmp_path, kind="poss", positions_per_specialist=3)
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", str(path), "--plan"])
+    acceptance.main()
+    said = capsys.readouterr().out
+    assert "not there; train/poss.py comes first" in said
+    assert "poss-3, tree of 8" in said
+    assert [c.name for c in contenders_of(load_recipe(path))] == ["poss-3, tree of 8"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_speculator_answers_with_every_kind(
+    kind: str, target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
+) -> None:
+    directory = saved(tmp_path / "drafter", kind, loaded)
+    speculator = Speculator.load(TargetSection(model=str(target_dir), dtype="float32"), directory)
+    tree = TreeSection(nodes=8, draft_calls=4, top_k=3)
+    answer = speculator.answer("the cat", max_new_tokens=12, tree=tree)
+    assert answer.generation.rounds and answer.generation.draft_calls[0] == 4
+    plain = speculator.answer("the cat", max_new_tokens=12, tree=TreeSection(policy="chain", nodes=2))
+    assert answer.text == plain.text
+
+
+def test_replay_s_planned_memory_counts_every_specialist(
+    target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
+) -> None:
+    """The drafter's columns weigh as often as there are specialists."""
+    from draftsmith.eval.recorded_answers import RecordedAnswer
+
+    recipe = load_recipe(evaluation(target_dir, tmp_path))
+    answers = [RecordedAnswer([5] * 40, [6] * 20, benchmark="x", conversation_id="1")]
+    recording = Recording(tmp_path / "x.jsonl", {"plain": answers})
+    bytes_of = {}
+    for kind in ("eagle", "poss"):
+        directory = saved(tmp_path / kind, kind, loaded)
+        contender = main_contender(load_recipe(evaluation(target_dir, tmp_path), [f"eval.drafter={directory}"]))
+        bytes_of[kind] = planned_bytes(recipe, recording, [contender])
+    assert bytes_of["poss"] - bytes_of["eagle"] == 60 * 2 * 4 * 2 * 8  # a layer's keys and values of 60 columns
+
+
+def test_a_lineup_loads_every_kind_for_one_target(
+    target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
+) -> None:
+    lineup = Lineup(TargetSection(model=str(target_dir), dtype="float32"))
+    for kind in ("eagle", "poss", "eagle3"):
+        drafter = lineup.drafter(saved(tmp_path / kind, kind, loaded))
+        assert torch.equal(distributions(drafter, lineup.target), distributions(untaught(kind, loaded[0]), loaded[0]))
+        PolicyProposer(FeatureDrafting(drafter), policy_of(TreeSection(nodes=4, draft_calls=2, top_k=2)))
+
+
+def test_the_matched_baseline_has_as_many_parameters() -> None:
+    target = Target(make_target())
+    several = drafter_config(DrafterSection(kind="poss", specialists=3), target.config, ())
+    matched = drafter_config(DrafterSection(kind="eagle", match_specialists=3), target.config, ())
+    half_a_row = 3 * target.hidden_size / 2
+    assert abs(trainable_parameters(several) - trainable_parameters(matched)) <= half_a_row

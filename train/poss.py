@@ -1,0 +1,32 @@
+"""Train position specialists (PosS): a layer of its own for each few draft positions.
+
+    accelerate launch train/poss.py recipes/demo-poss.yaml
+    accelerate launch train/poss.py recipes/demo-poss.yaml output_dir=runs/poss3 drafter.positions_per_specialist=3 \\
+        drafter.specialists=2                                                           # PosS-3
+    accelerate launch train/poss.py recipes/demo-poss.yaml output_dir=runs/poss-eagle3 drafter.base=eagle3 \\
+        drafter.vocab_size=768                                                          # over EAGLE-3's features
+    accelerate launch train/poss.py recipes/demo-poss.yaml output_dir=runs/poss-from \\
+        drafter.init_from=runs/demo-eagle/drafter                                       # all from one trained layer
+    python train/poss.py recipes/demo-poss.yaml train.max_steps=20 output_dir=runs/try  # the smallest run that works
+    python train/poss.py recipes/demo-poss.yaml --plan                                  # what it would do
+
+With another output_dir, data_gen/rank_vocab.py wants it, and the same drafter.vocab_size.
+
+Specialists extend EAGLE-1's drafter trained as HASS trains it, the published form, or EAGLE-3's. The baseline with as
+many parameters in one layer is train/eagle.py or train/eagle3.py with drafter.match_specialists.
+
+Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
+(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it goes on from
+the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once, with 130; a kill harms nothing.
+"""
+
+from draftsmith.recipes.cli import run
+from draftsmith.train import trainer
+
+
+def main() -> None:
+    trainer.main(__doc__, "poss")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,393 @@
+"""What the training scripts share: a recipe, its rows, its drafter and the target, put together and trained.
+
+The scripts (`train/eagle.py`, `train/eagle3.py`, `train/poss.py`) say which kind of drafter they train; all else is the
+recipe's. The method is in `models` (the drafter) and `train.unroll` (steps and losses).
+"""
+
+import hashlib
+import json
+import os
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, gather_object, set_seed
+
+from draftsmith.data_gen.contamination import left_out_of_training
+from draftsmith.data_gen.conversations import TrainingRow, training_rows
+from draftsmith.models.chat import (
+    FINGERPRINT_COVERS,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    stop_ids,
+    tokenizer_fingerprint,
+)
+from draftsmith.models.checkpoint import (
+    check_identity,
+    config_identity,
+    file_digest,
+    fill,
+    provenance,
+    read_config,
+    read_tensors,
+    save_drafter,
+    target_identity,
+    written,
+)
+from draftsmith.models.checkpoint import read_vocab as read_drafter_vocab
+from draftsmith.models.costs import device_here, target_size
+from draftsmith.models.drafters import build_drafter, drafter_config, padded, words_of_kind
+from draftsmith.models.eagle3 import Eagle3Drafter
+from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
+from draftsmith.models.poss import specialists_of
+from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
+from draftsmith.models.vocab import DraftVocab, load_metadata
+from draftsmith.recipes.cli import parse_command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import dump_recipe
+from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
+from draftsmith.recipes.validation import validation_rank
+from draftsmith.train.checkpoints import full_disk_is_told
+from draftsmith.train.loop import Loop
+from draftsmith.train.plan import counted_data, expected_data, training_plan
+from draftsmith.train.unroll import TrainingTimeTest
+from draftsmith.train.validation_replay import ValidationReplay, check_replay
+
+
+def main(doc: str | None, kind: str) -> None:
+    """Trains the drafter of the recipe on the command line.
+
+    Args:
+        doc: the script's docstring, its `--help`.
+        kind: of the drafters that the script trains.
+    """
+    command = parse_command(doc, extra=_options)
+    recipe = command.recipe
+    if recipe.drafter.kind != kind:
+        raise UserError(f"drafter.kind: {recipe.drafter.kind}, which train/{recipe.drafter.kind}.py trains")
+    tokenizer = load_tokenizer(recipe.target)
+    check_replay(recipe)
+    speaks = os.environ.get("RANK", "0") == "0"  # all ranks read the same rows; one writes and prints
+    if speaks and (note := other_than_published(recipe.drafter, recipe.train)):
+        print(f"note: {note}")
+    if command.plan:
+        print_plan(recipe, tokenizer, command.flops)
+        return
+    rejects = Rejects(recipe.training_rejects_path if speaks else None)
+    rows, validation_rows = read_rows(recipe, tokenizer, rejects)
+    if rejects.total and speaks:
+        print(rejects.summary())
+    section = recipe.target
+    config = load_config(section).get_text_config()
+    shape = drafter_shape(recipe, config)
+    vocab = read_vocab(recipe, config.vocab_size, tokenizer_fingerprint(tokenizer))
+    if recipe.drafter.init_from is not None:
+        here = config_identity(config, section.model, section.revision, tokenizer_fingerprint(tokenizer))
+        check_start(Path(recipe.drafter.init_from), shape, vocab, here, yet_unknown=("embedding_scale",))
+
+    stops = stop_ids(tokenizer, load_generation_config(section))
+    replay = ValidationReplay.of(recipe, validation_rows, vocab, tokenizer_fingerprint(tokenizer), stops)
+    digests = {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
+
+    set_seed(recipe.train.seed)
+    accelerator = Accelerator(
+        # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+        mixed_precision=precision(recipe.train),
+        log_with=list(recipe.train.trackers) or None,
+        project_dir=recipe.output_dir,
+    )
+    check_ranks_agree(digests)
+    cores = os.cpu_count() or 1
+    if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
+        print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
+    if recipe.train.trackers:
+        accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
+    target = Target(load_causal_lm(section, str(accelerator.device)), shape.capture_layers)
+    shape = replace(shape, embedding_scale=target.embedding_scale)
+    identity = target_identity(target, section.model, section.revision, tokenizer_fingerprint(tokenizer))
+    drafter = new_drafter(recipe.drafter, shape, vocab, target, identity).to(accelerator.device)
+    loop = Loop(
+        accelerator,
+        TrainingTimeTest.of(drafter, recipe.train),
+        target,
+        rows,
+        validation_rows,
+        recipe.train,
+        recipe.checkpoints_dir,
+        recipe.metrics_path,
+        identity=run_identity(recipe, drafter, identity, accelerator.num_processes, digests),
+        replay=replay,
+    )
+    trainable = sum(p.numel() for p in drafter.parameters())
+    accelerator.print(
+        f"{trainable / 1e6:.2f} M trainable parameters, draft vocabulary {drafter.vocab.size} of {target.vocab_size}, "
+        f"target states {list(target.capture_layers)}, {len(rows)} rows, {len(validation_rows)} kept for validation"
+    )
+    if loop.run() and accelerator.is_main_process:
+        data = {"conversations": recipe.conversations_path, "draft_vocab": recipe.draft_vocab_path}
+        if recipe.drafter.init_from is not None:
+            data["init_from"] = written(Path(recipe.drafter.init_from)) / "model.safetensors"
+        with full_disk_is_told(recipe.drafter_dir):
+            save_drafter(recipe.drafter_dir, drafter, identity, dump_recipe(recipe), provenance(data))
+        print(f"drafter: {recipe.drafter_dir}")
+    accelerator.end_training()
+
+
+def precision(settings: TrainSection) -> str:
+    """`auto` is bf16 where the machine multiplies it natively; elsewhere it would only be slower."""
+    if settings.mixed_precision != "auto":
+        return settings.mixed_precision
+    if torch.cuda.is_available():
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif torch.accelerator.is_available():
+        native = False
+    else:
+        native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return "bf16" if native else "no"
+
+
+def read_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> tuple[list[TrainingRow], list[TrainingRow]]:
+    """(training rows, validation rows). A conversation's rows stay on one side, chosen by a hash of its id."""
+    path = recipe.conversations_path
+    if not path.exists():
+        raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
+    rows = list(training_rows(path, tokenizer, recipe.data.max_length, rejects, left_out_of_training(recipe)))
+    usable = [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
+    wanted = min(recipe.train.validation_conversations, len({row.id for row in usable}) // 5)
+    ids = sorted({row.id for row in usable}, key=validation_rank)
+    kept_out = set(ids[:wanted])
+    training = [row for row in usable if row.id not in kept_out]
+    if not training:
+        raise UserError(
+            f"data.conversations: {path} holds no answer of two tokens or more; there is nothing to train on"
+        )
+    return training, [row for row in usable if row.id in kept_out]
+
+
+def read_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> DraftVocab:
+    """The run's draft vocabulary, checked against the recipe and the target.
+
+    Raises:
+        UserError: none there, or one for another target, tokenizer or drafter.vocab_size.
+    """
+    path = recipe.draft_vocab_path
+    if not path.exists():
+        raise UserError(f"draft vocabulary: {path} does not exist; data_gen/rank_vocab.py writes it")
+    vocab = DraftVocab.load(path)
+    made_with = load_metadata(path).get("tokenizer_fingerprint", fingerprint)
+    wanted = recipe.drafter.vocab_size or target_vocab_size
+    problems = []
+    if vocab.target_vocab_size != target_vocab_size:
+        problems.append(f"it is for a target of {vocab.target_vocab_size} tokens, this one has {target_vocab_size}")
+    if made_with != fingerprint:
+        problems.append(
+            f"its tokenizer has fingerprint {made_with[:16]}, the target's has {fingerprint[:16]} "
+            f"(a fingerprint covers {FINGERPRINT_COVERS})"
+        )
+    if vocab.size != wanted:
+        problems.append(f"it holds {vocab.size} draft tokens, drafter.vocab_size asks for {wanted}")
+    if problems:
+        raise UserError(f"{path}: {'; '.join(problems)}; run data_gen/rank_vocab.py with this recipe")
+    return vocab
+
+
+def drafter_shape(recipe: Recipe, config: Any) -> DrafterConfig:
+    """The drafter's shape for a target with this text config. Raises UserError where they do not fit."""
+    fused = recipe.drafter.extends == "eagle3"
+    layers = checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers) if fused else ()
+    return drafter_config(recipe.drafter, config, layers)
+
+
+def new_drafter(
+    section: DrafterSection, shape: DrafterConfig, vocab: DraftVocab, target: Target, identity: dict[str, Any]
+) -> FeatureDrafter:
+    """A drafter with the weights that training starts from, on the CPU.
+
+    Raises:
+        UserError: drafter.init_from is for another target or of another shape.
+    """
+    drafter = build_drafter(shape, vocab, target.embedding_table, target.frozen_head)
+    if section.init_head == "target" and isinstance(drafter, Eagle3Drafter):
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(target.head_weight[vocab.target_ids.to(target.device)])
+    if section.init_from is not None:
+        start_from(Path(section.init_from), drafter, identity)
+    return drafter
+
+
+def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any]) -> None:
+    """Copies a trained drafter's weights: of one of the same shape, of one with narrower MLPs (`drafters.padded`), or
+    of a single layer into all specialists.
+
+    Raises:
+        UserError: what `check_start` finds.
+    """
+    given = check_start(directory, drafter.config, drafter.vocab, identity)
+    tensors = read_tensors(directory)
+    if given.kind != drafter.config.kind:
+        tensors = specialists_of(tensors, drafter.config)
+    fill(directory, drafter, padded(tensors, drafter))
+
+
+def check_start(
+    directory: Path,
+    shape: DrafterConfig,
+    vocab: DraftVocab,
+    identity: dict[str, Any],
+    yet_unknown: Sequence[str] = (),
+) -> DrafterConfig:
+    """The shape of the drafter in `directory`, which one of `shape` can start from.
+
+    Args:
+        identity: of the target, as far as it is known by now.
+        yet_unknown: what of `shape` is not.
+
+    Raises:
+        UserError: it is not there, for another target, of another kind, shape or draft vocabulary; what differs is
+            named.
+    """
+    try:
+        given, trained_for = read_config(directory)
+        check_identity(directory, trained_for, identity)
+        its_vocab = read_drafter_vocab(directory, given)
+    except UserError as error:
+        raise UserError([f"drafter.init_from: {problem}" for problem in error.problems]) from None
+    has, wants = given.to_dict(), shape.to_dict()
+    if shape.kind == "poss" and given.kind == shape.base:
+        wants = {key: value for key, value in wants.items() if key not in ("positions_per_specialist", "specialists")}
+    elif (given.kind, given.base) != (shape.kind, shape.base):
+        also = f", which may also start from a single {shape.base}" * (shape.kind == "poss")
+        raise UserError(
+            f"drafter.init_from: {directory} is a drafter of kind {words_of_kind(given)}, the recipe asks for "
+            f"{words_of_kind(shape)}{also}"
+        )
+    if different := [
+        f"{key} is {has.get(key)!r} there, {value!r} here"
+        for key, value in wants.items()
+        if key not in yet_unknown and has.get(key) != value
+        if not (key == "intermediate_size" and has[key] < value)  # a wider MLP can begin as a narrow one
+    ]:
+        raise UserError(
+            f"drafter.init_from: {directory} has another shape: {'; '.join(different)}; ask for what is there"
+        )
+    if not its_vocab.same_as(vocab.to(its_vocab.target_ids.device)):
+        raise UserError(
+            f"drafter.init_from: {directory} has another draft vocabulary than draft_vocab.safetensors of this run; "
+            "copy the one of the run that it comes from"
+        )
+    return given
+
+
+# What may change between a run and the run that goes on with it: how long, how often it writes, and who is told.
+MAY_CHANGE = {
+    "max_steps",
+    "epochs",
+    "resume",
+    "save_every_steps",
+    "keep_checkpoints",
+    "log_every_steps",
+    "validate_every_steps",
+    "eval_replay",
+    "trackers",
+    "gradient_checkpointing",
+}
+
+
+def rows_digest(rows: Sequence[TrainingRow]) -> str:
+    """Says which rows these are, in their order: their number, and sha256 of their ids and lengths."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.id, len(row.input_ids)]).encode() + b"\n")
+    return f"{len(rows)} rows, sha256 {digest.hexdigest()}"
+
+
+def check_ranks_agree(digests: dict[str, str]) -> None:
+    """Every rank reads its rows itself; a source that one of them cannot read now would give it others.
+
+    Raises:
+        UserError: the rows differ.
+    """
+    by_rank = gather_object([digests])
+    others = [rank for rank, found in enumerate(by_rank) if found != by_rank[0]]
+    if others:
+        raise UserError(
+            f"the processes do not train on the same rows: rank 0 has {by_rank[0]}, rank {others[0]} has "
+            f"{by_rank[others[0]]}; do all of them see the same conversations and the same eval.prompts?"
+        )
+
+
+def run_identity(
+    recipe: Recipe, drafter: FeatureDrafter, target: dict[str, Any], processes: int, digests: dict[str, str]
+) -> dict[str, Any]:
+    """What a resumed run must share with the run it goes on with: data, order, settings, drafter, target.
+
+    Args:
+        digests: of the rows that are left after all checks: what eval.prompts hold may have changed in between.
+    """
+    start = recipe.drafter.init_from
+    settings = {f"train.{key}": value for key, value in recipe.train.model_dump().items() if key not in MAY_CHANGE}
+    return {
+        "target": {key: value for key, value in target.items() if key not in ("model", "revision")},
+        "drafter": drafter.config.to_dict(),
+        "drafter.init_head": recipe.drafter.init_head,
+        "drafter.init_from": None if start is None else file_digest(written(Path(start)) / "model.safetensors"),
+        "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
+        "conversations_sha256": file_digest(recipe.conversations_path),
+        "data.max_length": recipe.data.max_length,
+        "left out for asking what is asked in": recipe.eval.prompts if recipe.data.contamination == "remove" else None,
+        "processes": processes,
+    } | (digests | settings)
+
+
+def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | None) -> None:
+    """What training would take, from what is there: conversations and vocabulary, or else the prompts.
+
+    Raises:
+        UserError: what is there does not fit the recipe; or there is nothing to plan from.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    section = recipe.target
+    config = load_config(section)
+    text_config = config.get_text_config()
+    shape = drafter_shape(recipe, text_config)
+    vocab_is_there = recipe.draft_vocab_path.exists()
+    if vocab_is_there:
+        vocab = read_vocab(recipe, text_config.vocab_size, tokenizer_fingerprint(tokenizer))
+        if recipe.drafter.init_from is not None:
+            here = config_identity(text_config, section.model, section.revision, tokenizer_fingerprint(tokenizer))
+            check_start(Path(recipe.drafter.init_from), shape, vocab, here, yet_unknown=("embedding_scale",))
+    if recipe.conversations_path.exists() or recipe.data.prompts is None:
+        rejects = Rejects()
+        data = counted_data(*read_rows(recipe, tokenizer, rejects), recipe.train)
+        if rejects.total:
+            print(rejects.summary())
+    else:
+        data = expected_data(recipe, tokenizer)
+    lines = training_plan(
+        recipe,
+        shape,
+        text_config,
+        target_size(config, section.dtype, section.trust_remote_code),
+        data,
+        vocab_is_there,
+        precision(recipe.train) == "bf16",
+        device_here(section.device),
+        int(os.environ.get("WORLD_SIZE", "1")),
+        tera_flops_per_second and tera_flops_per_second * 1e12,
+    )
+    for text in lines:
+        print(text)
+
+
+def _options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--flops", type=float, metavar="TFLOPS", help="what one device reaches, in TFLOP/s, for the time in --plan"
+    )
