@@ -17,15 +17,19 @@ A classifier's directory holds config.json and model.safetensors:
     depth_convention  "root's children 0"
     negative_ratio    rejected rows kept per accepted one in training: a threshold on C means something only beside it;
                       null: unknown, or not sub-sampled
-    drafter           whose nodes it was trained on, in the words of who trained it
+    drafter           whose nodes it was trained on (`drafter_words`); {}: unknown
     weights_sha256    of model.safetensors, so that two halves of different classifiers are noticed
+
+and what training writes beside them: recipe.yaml, provenance.json, metrics.jsonl.
 
 Shapes: `...` any number of axes, K candidates, Vd draft vocabulary.
 """
 
+import hashlib
 import json
-import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +38,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from draftsmith.models.checkpoint import file_digest, sync_to_disk
+from draftsmith.models.checkpoint import FILES, file_digest, replaced, written
+from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
 
 KIND = "c2t"
 DEPTH_CONVENTION = "root's children 0"
 FEATURES = 3  # P, H, d
+CLASSIFIER_FILES = (*FILES, "metrics.jsonl")
 
 
 def entropy(log_probs: torch.Tensor, over: int | None = None) -> torch.Tensor:
@@ -96,28 +103,27 @@ class C2tClassifier(nn.Module):
         weight = self.output.weight
         return torch.sigmoid(self(features.to(weight.dtype)))
 
-    def save(self, directory: str | Path) -> None:
-        """Writes the directory; config.json last, which vouches for the weights."""
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        weights, config = directory / "model.safetensors", directory / "config.json"
-        unfinished = weights.with_name(weights.name + ".tmp"), config.with_name(config.name + ".tmp")
+    def save(self, directory: str | Path, beside: Mapping[str, str] | None = None) -> None:
+        """Writes the directory, in place of an older one, as `models.checkpoint` writes a drafter's: it is whole at any
+        moment, and what else lies there is kept.
+
+        Args:
+            beside: further text files, by name.
+        """
         tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, unfinished[0], metadata={"format": "pt"})
-        words = {
-            "kind": KIND,
-            "hidden": self.config.hidden,
-            "entropy_over": self.config.entropy_over,
-            "depth_convention": DEPTH_CONVENTION,
-            "negative_ratio": self.config.negative_ratio,
-            "drafter": self.config.drafter,
-            "weights_sha256": file_digest(unfinished[0]),
-        }
-        unfinished[1].write_text(json.dumps(words, indent=2) + "\n")
-        for path, place in zip(unfinished, (weights, config), strict=True):
-            sync_to_disk(path)
-            os.replace(path, place)
-        sync_to_disk(directory, inside=False)
+        with replaced(Path(directory), {*CLASSIFIER_FILES, *(beside or {})}) as partial:
+            save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+            words = {
+                "kind": KIND,
+                "hidden": self.config.hidden,
+                "entropy_over": self.config.entropy_over,
+                "depth_convention": DEPTH_CONVENTION,
+                "negative_ratio": self.config.negative_ratio,
+                "drafter": self.config.drafter,
+                "weights_sha256": file_digest(partial / "model.safetensors"),
+            }
+            for name, text in {**(beside or {}), "config.json": json.dumps(words, indent=2) + "\n"}.items():
+                (partial / name).write_text(text, encoding="utf-8")
 
     @staticmethod
     def load(directory: str | Path) -> "C2tClassifier":
@@ -126,7 +132,7 @@ class C2tClassifier(nn.Module):
         Raises:
             UserError: none there, damaged, or one that counts depths otherwise.
         """
-        directory = Path(directory)
+        directory = written(Path(directory))
         config, digest = read_config(directory)
         weights = directory / "model.safetensors"
         try:
@@ -159,11 +165,13 @@ def read_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
     Raises:
         UserError: no classifier there, or not one that is understood here.
     """
-    path = Path(directory) / "config.json"
+    path = written(Path(directory)) / "config.json"
     try:
         words = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{directory}: no C2T classifier here (config.json is missing)") from None
+        raise UserError(
+            f"{directory}: no C2T classifier here (config.json is missing); train/c2t.py writes one"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
@@ -194,3 +202,110 @@ def read_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
 
 def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())) or "nothing"
+
+
+# Whose nodes?
+
+
+def drafter_words(
+    directory: Path | None, draft_model: TargetSection | None, cut_to: DraftVocab | None
+) -> dict[str, Any]:
+    """What a classifier knows its drafter by. One of the first two is given.
+
+    Args:
+        directory: of a trained drafter. Its weights decide, not where it lies.
+        draft_model: a causal LM in its place. Of a local folder the weights decide (`weights_digest`), of a hub name
+            the name and the revision.
+        cut_to: the part of its vocabulary that eval.tree.vocab_size leaves, for a cut changes every probability; None:
+            all of it.
+
+    Raises:
+        UserError: the drafter's files are not there.
+    """
+    if draft_model is not None:
+        words: dict[str, Any] = {"kind": "causal_lm", "model": draft_model.model, "revision": draft_model.revision}
+        if Path(draft_model.model).is_dir():  # as transformers tells a folder from a name
+            words["weights_sha256"] = weights_digest(Path(draft_model.model))
+    else:
+        assert directory is not None
+        weights = written(directory) / "model.safetensors"
+        try:
+            kind = json.loads((written(directory) / "config.json").read_text(encoding="utf-8"))["kind"]
+            status = weights.stat()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{directory}: no drafter here that could be read: {error}") from None
+        digest = _digest(weights, status.st_mtime_ns, status.st_size)
+        words = {"kind": kind, "directory": str(directory), "weights_sha256": digest}
+    if cut_to is None:
+        return words | {"vocab_size": None, "vocab_sha256": None}
+    ids = cut_to.target_ids.sort().values.to("cpu", torch.int64)
+    return words | {"vocab_size": cut_to.size, "vocab_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
+
+
+@lru_cache(maxsize=64)  # twenty thresholds of one drafter are twenty contenders
+def _digest(path: Path, changed: int, size: int) -> str:
+    return file_digest(path)
+
+
+SAMPLED_BLOCKS, BLOCK_BYTES = 1024, 4096
+
+
+def weights_digest(directory: Path) -> str:
+    """sha256 over the weight files of a causal LM's folder: names, sizes, and of each file 1,024 blocks of 4 KiB from
+    its first byte to its last, evenly spread; files of up to 4 MiB are read whole.
+
+    A model may have gigabytes, and training moves nearly all weights of a matrix: a sample tells. Two copies in other
+    shards, or in another precision, count as different models. config.json is hashed, too.
+    """
+    weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
+    try:
+        facts = [(path, path.stat()) for path in (*directory.glob("config.json"), *weights)]
+        return _sampled_digest(tuple((path, status.st_mtime_ns, status.st_size) for path, status in facts))
+    except OSError as error:
+        raise UserError(f"{directory}: its weights cannot be read: {error}") from None
+
+
+@lru_cache(maxsize=64)
+def _sampled_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, _, size in files:
+        digest.update(f"{path.name} {size}\n".encode())
+        last = max(0, size - BLOCK_BYTES)
+        blocks = min(SAMPLED_BLOCKS, -(-size // BLOCK_BYTES))
+        with path.open("rb") as file:
+            for i in range(blocks):
+                file.seek(last * i // max(1, blocks - 1))
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def unequal_words(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Keys of `drafter_words` by which two drafters are not the same one; what either side does not know is not
+    compared, nor where weights lie that both know."""
+    places = {"directory"}
+    if "weights_sha256" in there and "weights_sha256" in here:
+        places |= {"model", "revision"}
+    return [key for key in here if key not in places and key in there and there[key] != here[key]]
+
+
+def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
+    """Refuses a classifier that was trained on another drafter's nodes: its threshold would mean something else.
+
+    Args:
+        here: `drafter_words` of the drafter that it is to serve.
+
+    Raises:
+        UserError: both sides named.
+    """
+    known = read_config(directory)[0].drafter
+    different = [f"{key}: {_short(known[key])} there, {_short(here[key])} here" for key in unequal_words(known, here)]
+    if different:
+        raise UserError(
+            f"{directory}: a classifier for another drafter ({'; '.join(different)}). Label this one's trees "
+            "(data_gen/label_trees.py) and calibrate the classifier on them (train/c2t.py with "
+            f"classifier.init_from={directory}), or train one"
+        )
+
+
+def _short(word: Any) -> str:
+    return repr(word[:16] if isinstance(word, str) and len(word) == 64 else word)

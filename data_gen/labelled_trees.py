@@ -1,0 +1,310 @@
+"""Labelled draft trees on disk: the rows that a C2T classifier is trained on, whole trees one after another.
+
+    manifest.json               what the rows are (drafter, target, answers, k, calls, M, depth convention), and of
+                                every shard its answers, trees, rows and sha256
+    shard-00000.safetensors     P, H       [R] float32   the features, by `models.c2t.node_features`
+                                d          [R] int16     depth; the root's children have 0
+                                accepted   [R] bool      the node lies on the path that the target accepts
+                                starts     [T + 1]       the rows of tree t are starts[t] to starts[t + 1]
+                                answer     [T]           number of the answer, in the order in which they were labelled
+
+A shard is written under another name, synced and renamed; then the manifest, likewise. What the manifest does not name
+does not count, so a kill at any moment costs the shard that was in the making, and no row is ever there twice.
+
+Shapes: R rows (nodes), T trees.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from draftsmith.models.c2t import DEPTH_CONVENTION
+from draftsmith.models.checkpoint import file_digest, sync_to_disk
+from draftsmith.recipes.errors import UserError
+
+KIND = "labelled_trees"
+MANIFEST = "manifest.json"
+ROW_BYTES = 4 + 4 + 2 + 1
+COUNTS = ("answers", "trees", "rows", "accepted", "dropped_nan", "dropped_beyond")
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Rows of whole trees; the tensors of a shard."""
+
+    P: torch.Tensor
+    H: torch.Tensor
+    d: torch.Tensor
+    accepted: torch.Tensor
+    starts: torch.Tensor
+    answer: torch.Tensor
+
+    @property
+    def count(self) -> int:
+        """T."""
+        return len(self.answer)
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return len(self.P)
+
+    @property
+    def features(self) -> torch.Tensor:
+        """[R, 3] as the classifier takes them."""
+        return torch.stack((self.P, self.H, self.d.to(self.P.dtype)), dim=-1)
+
+    @classmethod
+    def of(cls, features: Sequence[torch.Tensor], accepted: Sequence[torch.Tensor], answer: Sequence[int]) -> "Trees":
+        """Of each tree its features [rows, 3], labels [rows], and the number of its answer."""
+        sizes = torch.tensor([0, *map(len, accepted)])
+        rows_R3 = torch.cat([torch.empty(0, 3), *features])
+        return cls(
+            rows_R3[:, 0].contiguous(),
+            rows_R3[:, 1].contiguous(),
+            rows_R3[:, 2].to(torch.int16),
+            torch.cat([torch.empty(0, dtype=torch.bool), *accepted]),
+            sizes.cumsum(0),
+            torch.tensor(list(answer), dtype=torch.long),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["Trees"]) -> "Trees":
+        """One after another."""
+        ends = [0]
+        for part in parts:
+            ends.append(ends[-1] + part.rows)
+        starts = [part.starts[:-1] + before for part, before in zip(parts, ends, strict=False)]
+        return cls(
+            torch.cat([part.P for part in parts]),
+            torch.cat([part.H for part in parts]),
+            torch.cat([part.d for part in parts]),
+            torch.cat([part.accepted for part in parts]),
+            torch.cat([*starts, torch.tensor(ends[-1:])]),
+            torch.cat([part.answer for part in parts]),
+        )
+
+    def chosen(self, trees: torch.Tensor) -> "Trees":
+        """The trees of these numbers [n], in this order."""
+        sizes = self.starts[trees + 1] - self.starts[trees]
+        starts = torch.cat((torch.zeros(1, dtype=torch.long), sizes.cumsum(0)))
+        # Row i of the result lies as far behind its tree's first row as it does here.
+        at = torch.arange(int(starts[-1])) + (self.starts[trees] - starts[:-1]).repeat_interleave(sizes)
+        return Trees(self.P[at], self.H[at], self.d[at], self.accepted[at], starts, self.answer[trees])
+
+
+@dataclass
+class Manifest:
+    """What a folder of labelled trees says of itself.
+
+    Args:
+        made_of: everything that decides which rows there are: another drafter, target, list of answers or shape of
+            trees makes other rows. Depth convention and M are among it.
+        shards: file, sha256 and counts (COUNTS) of each, in order.
+        of_answers: answers that there are to label; fewer are done while the labelling goes on, and where max_rows
+            ended it.
+        complete: nothing is left to do but with a greater max_rows.
+    """
+
+    made_of: dict[str, Any]
+    of_answers: int
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+
+    def total(self, name: str) -> int:
+        """Sum over the shards of one of COUNTS."""
+        return sum(shard[name] for shard in self.shards)
+
+    def write(self, directory: Path) -> None:
+        words = {
+            "kind": KIND,
+            "complete": self.complete,
+            "of_answers": self.of_answers,
+            **{name: self.total(name) for name in COUNTS},
+            "made_of": self.made_of,
+            "shards": self.shards,
+        }
+        _replace(directory / MANIFEST, lambda path: path.write_text(json.dumps(words, indent=2) + "\n"))
+
+
+def write_shard(directory: Path, number: int, trees: Trees, counts: dict[str, int]) -> dict[str, Any]:
+    """Writes shard `number` and returns what the manifest says of it."""
+    path = directory / shard_name(number)
+    tensors = {name: getattr(trees, name) for name in ("P", "H", "d", "accepted", "starts", "answer")}
+    _replace(path, lambda unfinished: save_file(tensors, unfinished))
+    made = {"trees": trees.count, "rows": trees.rows, "accepted": int(trees.accepted.sum())}
+    return {"file": path.name, "sha256": file_digest(path), **counts, **made}
+
+
+def _replace(path: Path, write: Any) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    write(unfinished)
+    sync_to_disk(unfinished)
+    os.replace(unfinished, path)
+    sync_to_disk(path.parent, inside=False)
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """None where nothing was labelled yet.
+
+    Raises:
+        UserError: a manifest that is damaged, or another kind of file.
+    """
+    path = directory / MANIFEST
+    try:
+        words = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}; delete the folder and label again") from None
+    if not isinstance(words, dict) or words.get("kind") != KIND:
+        raise UserError(f"{path}: not a manifest of labelled trees (kind: {KIND}); data_gen/label_trees.py writes one")
+    problem = _damage(words)
+    if problem is not None:
+        raise UserError(f"{path}: damaged: {problem}; delete the folder and label again")
+    return Manifest(words["made_of"], words["of_answers"], words["shards"], words.get("complete") is True)
+
+
+def _damage(words: dict[str, Any]) -> str | None:
+    """What cannot have been written by `Manifest.write`."""
+    shards, made_of = words.get("shards"), words.get("made_of")
+    if not isinstance(made_of, dict) or not isinstance(made_of.get("drafter", {}), dict):
+        return "made_of, and drafter inside it, must be objects"
+    if type(words.get("of_answers")) is not int:
+        return "of_answers must be a whole number"
+    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
+        return "shards must be a list of objects"
+    for number, shard in enumerate(shards):
+        name = shard.get("file")
+        if name != shard_name(number):
+            return f"shard {number} names the file {name!r}, not {shard_name(number)!r}"
+        if type(shard.get("sha256")) is not str:
+            return f"{name} has no sha256"
+        for count in COUNTS:
+            if type(shard.get(count)) is not int or shard[count] < 0:
+                return f"{name}: {count}: {shard.get(count)!r} must be a whole number, 0 or more"
+        if not shard["accepted"] <= shard["rows"]:
+            return f"{name}: {shard['accepted']:,} of {shard['rows']:,} rows are accepted"
+    return None
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | None = None) -> Manifest:
+    """Refuses rows that no classifier can be trained on, before any is read.
+
+    Args:
+        entropy_over: M of a classifier that is to be trained on; None: any.
+
+    Raises:
+        UserError: no rows, unfinished ones, another depth convention or M, or no node that was accepted (or none that
+            was rejected); all problems at once.
+    """
+    if manifest is None:
+        raise UserError(
+            f"{directory}: no labelled trees here ({MANIFEST} is missing); data_gen/label_trees.py writes them"
+        )
+    problems = []
+    convention, over = manifest.made_of.get("depth_convention"), manifest.made_of.get("entropy_over")
+    if convention != DEPTH_CONVENTION:
+        problems.append(
+            f"{directory}: depth_convention is {convention!r}, understood is {DEPTH_CONVENTION!r}: decoding would ask "
+            "for other depths than training saw; label again"
+        )
+    if type(over) is not int or over < 1:
+        problems.append(f"{directory}: entropy_over: {over!r} must be a whole number above 0; label again")
+    elif entropy_over is not None and over != entropy_over:
+        problems.append(
+            f"{directory}: entropies over {over} tokens, but classifier.init_from was trained on entropies over "
+            f"{entropy_over}; label with labels.entropy_over={entropy_over}"
+        )
+    if not manifest.complete:
+        problems.append(
+            f"{directory}: labelled {manifest.total('answers'):,} of {manifest.of_answers:,} answers so far; run "
+            "data_gen/label_trees.py again, which goes on, or end it with labels.max_rows"
+        )
+    rows, accepted = manifest.total("rows"), manifest.total("accepted")
+    if not 0 < accepted < rows:
+        problems.append(
+            f"{directory}: of {rows:,} rows {'all' if rows and accepted else 'none'} were accepted, and nothing can be "
+            "learnt from that; label more answers, or look at the drafter"
+        )
+    if problems:
+        raise UserError(problems)
+    return manifest
+
+
+def read_trees(directory: Path, manifest: Manifest) -> Trees:
+    """All rows.
+
+    Raises:
+        UserError: a shard that is missing, not what the manifest says, or with rows that no node can have.
+    """
+    parts, problems = [], []
+    for shard in manifest.shards:
+        path = directory / shard["file"]
+        try:
+            if file_digest(path) != shard["sha256"]:
+                raise ValueError("not the bytes that the manifest was written for")
+            trees = Trees(**load_file(path))
+            _check_trees(trees, shard)
+            parts.append(trees)
+        except FileNotFoundError:
+            problems.append(f"{path}: missing; copy the whole folder, or delete it and label again")
+        except (OSError, SafetensorError, ValueError, TypeError) as error:
+            problems.append(f"{path}: damaged ({error}); copy it again, or delete the folder and label again")
+    if problems:
+        raise UserError(problems)
+    return Trees.joined(parts)
+
+
+DTYPES = {
+    "P": torch.float32,
+    "H": torch.float32,
+    "d": torch.int16,
+    "accepted": torch.bool,
+    "starts": torch.int64,
+    "answer": torch.int64,
+}
+
+
+def _check_trees(trees: Trees, shard: dict[str, Any]) -> None:
+    """Raises ValueError where a shard's tensors are not those that the manifest counts."""
+    for name, dtype in DTYPES.items():
+        tensor = getattr(trees, name)
+        if tensor.dtype != dtype or tensor.dim() != 1:
+            raise ValueError(f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, not a vector of {dtype}")
+    rows, count = shard["rows"], shard["trees"]
+    sizes = {name: len(getattr(trees, name)) for name in DTYPES}
+    if sizes != dict.fromkeys(("P", "H", "d", "accepted"), rows) | {"starts": count + 1, "answer": count}:
+        raise ValueError(f"lengths {sizes}, but the manifest counts {rows:,} rows of {count:,} trees")
+    ends = trees.starts.tolist()
+    if (ends[0], ends[-1]) != (0, rows) or bool((trees.starts.diff() < 0).any()):
+        raise ValueError("starts do not divide the rows into trees")
+    if int(trees.accepted.sum()) != shard["accepted"]:
+        raise ValueError(f"{int(trees.accepted.sum()):,} accepted rows, the manifest counts {shard['accepted']:,}")
+    broken = int((~trees.features.isfinite()).any(-1).sum())
+    if broken:
+        raise ValueError(f"P or H of {broken:,} rows is not finite")
+
+
+def intact_shards(directory: Path, manifest: Manifest) -> list[dict[str, Any]]:
+    """The first shards that are what the manifest says: labelling goes on behind them."""
+    whole = []
+    for shard in manifest.shards:
+        path = directory / shard["file"]
+        if not path.exists() or file_digest(path) != shard["sha256"]:
+            break
+        whole.append(shard)
+    return whole
