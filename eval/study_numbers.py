@@ -1,0 +1,144 @@
+"""What the study's lines say together: means over seeds, and intervals over the prompts that all of them answered.
+
+A line holds the rounds that each held-out answer took (`recipes.study`). An arm's tau is the mean over its seeds; its
+interval comes from resampling prompts, the same ones for every seed and arm, so that a ratio of two arms is paired
+prompt by prompt. How far seeds are apart is told beside it: three of them give no interval.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from draftsmith.eval.metrics import bootstrap
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.study_cells import ALL, CHAIN, SEEDS, TREE, Lines, drafter_name
+
+SAMPLES, SEED = 2000, 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds."""
+
+    value: float
+    interval: tuple[float, float]  # 95 %, over prompts
+    by_seed: dict[int, float]
+
+    @property
+    def half_width(self) -> float:
+        return (self.interval[1] - self.interval[0]) / 2
+
+
+class Found:
+    """The lines of a study.
+
+    Raises:
+        UserError: lines of different held-out answers.
+    """
+
+    def __init__(self, lines: Lines):
+        self.lines = lines
+        self._check_answers()
+
+    def _check_answers(self) -> None:
+        first: dict[str, str] = {}
+        for name, line in self.lines.items():
+            for numbers in line.get("replay", {}).values():
+                first.setdefault(numbers["answers_sha256"], name)
+        if len(first) > 1:
+            raise UserError(
+                f"results: {' and '.join(list(first.values())[:2])} were not measured along the same answers; delete "
+                "the lines of one of the two studies"
+            )
+
+    def of(self, arm: str, size: int = ALL) -> dict[int, Mapping[str, Any]]:
+        """Lines of an arm's drafters by seed."""
+        names = {seed: drafter_name(arm, size, seed) for seed in SEEDS}
+        return {seed: self.lines[name] for seed, name in names.items() if name in self.lines}
+
+    def tau(self, arm: str, tree: str = TREE, size: int = ALL) -> Estimate | None:
+        """None: no line yet."""
+        return self._of_rounds({seed: line["replay"][tree] for seed, line in self.of(arm, size).items()})
+
+    def tau_of(self, cell: str, contender: str) -> Estimate | None:
+        """Of one contender of one line, as those of FR-Spec."""
+        line = self.lines.get(cell)
+        return None if line is None else self._of_rounds({line["seed"]: line["replay"][contender]})
+
+    def _of_rounds(self, by_seed: Mapping[int, Mapping[str, Any]]) -> Estimate | None:
+        if not by_seed:
+            return None
+        sums = self._sums(list(by_seed.values()))
+        interval = bootstrap(sums, SAMPLES, SEED)(_mean_tau)
+        taus = {seed: float(tau) for seed, tau in zip(by_seed, sums[:, 0].sum() / sums[:, 1:].sum(0), strict=True)}
+        value = sum(taus.values()) / len(taus)
+        return Estimate(value, _pair(interval, value), taus)
+
+    def ratio(self, arm: str, base: str, tree: str = TREE, sizes: tuple[int, int] = (ALL, ALL)) -> Estimate | None:
+        """tau of `arm` over that of `base`, of the seeds that both have, paired by prompt; None: there is none.
+
+        Args:
+            sizes: of the data of each.
+        """
+        own, other = self.of(arm, sizes[0]), self.of(base, sizes[1])
+        seeds = [seed for seed in own if seed in other]
+        if not seeds:
+            return None
+        rounds = [line["replay"][tree] for lines in (own, other) for line in (lines[seed] for seed in seeds)]
+        sums = self._sums(rounds)
+        half = 1 + len(seeds)
+
+        def statistic(resampled: np.ndarray) -> np.ndarray:
+            tokens = resampled[:, :1]
+            return (tokens / resampled[:, 1:half]).mean(1) / (tokens / resampled[:, half:]).mean(1)
+
+        total = sums.sum(0)
+        value = float(statistic(total[None])[0])
+        by_seed = {seed: float(total[half + i] / total[1 + i]) for i, seed in enumerate(seeds)}
+        return Estimate(value, _pair(bootstrap(sums, SAMPLES, SEED)(statistic), value), by_seed)
+
+    def _sums(self, replays: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """[answers, 1 + replays] tokens behind the first one, then the rounds of each replay.
+
+        Tokens of an answer are the same for all, and no line repeats them: they are read from the line of the answers.
+        """
+        line = self.lines.get("answers")
+        if line is None:
+            raise UserError("results: drafters without the line of the cell `answers`, which says how long they were")
+        tokens = np.array(line["tokens_by_answer"]) - 1
+        rounds = [replay["rounds_by_answer"] for replay in replays]
+        if any(len(own) != len(tokens) for own in rounds):
+            raise UserError(f"results: {len(tokens)} held-out answers, but lines of {sorted(set(map(len, rounds)))}")
+        return np.column_stack([tokens, *rounds]).astype(float)
+
+    def positions(self, arm: str, tree: str = CHAIN) -> list[Estimate]:
+        """Conditional acceptance by draft position: means over seeds, of rates and of the ends of their intervals."""
+        replays = {seed: line["replay"][tree] for seed, line in self.of(arm).items()}
+        if not replays:
+            return []
+        depth = min(len(replay["acceptance_by_position"]) for replay in replays.values())
+        found = []
+        for i in range(depth):
+            rates = {seed: replay["acceptance_by_position"][i] for seed, replay in replays.items()}
+            if any(rate is None for rate in rates.values()):
+                break
+            ends = [replay["acceptance_by_position_interval"][i] for replay in replays.values()]
+            low, high = (sum(end[side] for end in ends) / len(ends) for side in (0, 1))
+            found.append(Estimate(sum(rates.values()) / len(rates), (low, high), rates))
+        return found
+
+    def milliseconds(self, arm: str, calls: str) -> tuple[float, float, float] | None:
+        """(median, least, most) over the passes of the cell `timing`; None: not measured yet."""
+        line = self.lines.get("timing")
+        passes = sorted(line["milliseconds"].get(arm, {}).get(calls, [])) if line else []
+        return (float(np.median(passes)), passes[0], passes[-1]) if passes else None
+
+
+def _mean_tau(sums: np.ndarray) -> np.ndarray:
+    return (sums[:, :1] / sums[:, 1:]).mean(1)
+
+
+def _pair(interval: Sequence[float] | None, value: float) -> tuple[float, float]:
+    return (value, value) if interval is None else (interval[0], interval[1])

@@ -1,0 +1,483 @@
+"""Tables and plots of the study's lines (`recipes.study`): fills docs/results.md between its markers.
+
+    python eval/study_report.py
+    python eval/study_report.py --results runs/mine.jsonl --doc runs/mine.md --plots runs/plots
+
+What lies between `<!-- study:NAME -->` and `<!-- end -->` is replaced; all else in the file is left as it stands. Cells
+without a line are shown as open, and left out of plots.
+"""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+from draftsmith.eval.figures import Colours, Plot, label, name_lines, new_figure, percent, write_png
+from draftsmith.eval.study_numbers import Estimate, Found
+from draftsmith.recipes.cli import run
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.study import RESULTS, read_lines
+from draftsmith.recipes.study_cells import (
+    ALL,
+    ARMS,
+    CHAIN,
+    CUTS,
+    RATE_ARM,
+    SEEDS,
+    SIZES,
+    TREE,
+    cells,
+    rate_name,
+    rates_of,
+)
+
+DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
+OPEN = "open"
+# (arm, what it is compared with)
+COMPARED = (
+    *(("eagle3", "eagle2"), ("hass", "eagle2"), ("eagle3", "hass")),
+    *((f"poss{n}", "hass") for n in (1, 2, 3)),
+    *(("hass-no-top10", "hass"), ("poss2", "hass-no-top10"), ("matched", "hass-no-top10"), ("poss2", "matched")),
+    *((f"poss{n}-eagle3", "eagle3") for n in (1, 2, 3)),
+    *(("matched-eagle3", "eagle3"), ("poss2-eagle3", "matched-eagle3")),
+)
+# (claim, what the paper or its reviewers found, arm, what it beats)
+CLAIMS = (
+    ("HASS beats EAGLE-2", "+6 % of tau (4.37, 4.11; Llama-3.1-8B, five tasks)", "hass", "eagle2"),
+    ("EAGLE-3 beats EAGLE-2", "+52 % (6.23, 4.11; the same)", "eagle3", "eagle2"),
+    ("PosS-1 beats HASS", "+2.1 % of speed over all (Llama-3-8B), +0.3 % (Llama-2-13B)", "poss1", "hass"),
+    ("PosS-2 beats HASS", "as above", "poss2", "hass"),
+    ("PosS-3 beats HASS", "as above", "poss3", "hass"),
+    ("... and one layer of as many parameters", "asked for, not shown", "poss2", "matched"),
+    ("PosS-3 over EAGLE-3 beats EAGLE-3", "about +10 %", "poss3-eagle3", "eagle3"),
+    ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not shown", "poss2-eagle3", "matched-eagle3"),
+)
+SHOWN_POSITIONS = (
+    "eagle2",
+    "hass",
+    "poss1",
+    "poss2",
+    "poss3",
+    "eagle3",
+    "poss1-eagle3",
+    "poss2-eagle3",
+    "poss3-eagle3",
+)
+# (file, title, arms): few lines each, for intervals lie over one another.
+DRAWN_POSITIONS = (
+    ("positions", "Acceptance by draft position, chain of 6", ("eagle2", "hass", "eagle3")),
+    ("positions_poss", "PosS beside HASS, chain of 6", ("hass", "poss1", "poss2", "poss3")),
+    ("positions_poss_eagle3", "PosS over EAGLE-3, chain of 6", ("eagle3", *(f"poss{n}-eagle3" for n in (1, 2, 3)))),
+)
+CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names of what eval/plan.py times
+CORPORA = {"answers": "the target's answers", "library": "the library's text"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--results", type=Path, default=Path(RESULTS), help=f"default: {RESULTS}")
+    parser.add_argument("--doc", type=Path, default=DOC, help=f"default: {DOC}")
+    parser.add_argument("--plots", type=Path, default=PLOTS, help=f"folder; default: {PLOTS}")
+    options = parser.parse_args()
+    found = Found(read_lines(options.results.absolute()))
+    try:
+        text = options.doc.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--doc: {options.doc} cannot be read ({error.strerror}); it holds the markers") from None
+    options.plots.mkdir(parents=True, exist_ok=True)
+    drawn = plots(found)
+    folder = os.path.relpath(options.plots, options.doc.parent)
+    sections = {name: "\n".join(make(found)) for name, make in SECTIONS.items()} | dict.fromkeys(PLOT_SECTIONS, OPEN)
+    sections |= {f"plot-{plot.name}": f"![{plot.title}]({folder}/{plot.name}.png)" for plot in drawn}
+    filled, missing = fill(text, sections)
+    options.doc.write_text(filled, encoding="utf-8")
+    print(f"written: {options.doc}{''.join(f'; no marker for {name}' for name in missing)}")
+    for plot in drawn:
+        place = options.plots / f"{plot.name}.png"
+        partial = place.with_name(f"{plot.name}.partial.png")  # matplotlib goes by the ending
+        write_png(plot, partial)
+        os.replace(partial, place)
+        print(f"written: {place}")
+
+
+def fill(text: str, sections: dict[str, str]) -> tuple[str, list[str]]:
+    """(`text` with what lies between markers replaced, names of sections that it has no marker for).
+
+    Raises:
+        UserError: a marker without its end, or of an unknown section.
+    """
+    for name in re.findall(r"<!-- study:(\S+) -->", text):
+        if name not in sections:
+            raise UserError(f"--doc: marker study:{name}: no such section; there are {', '.join(sections)}")
+    missing = []
+    for name, content in sections.items():
+        pattern = rf"(<!-- study:{re.escape(name)} -->\n)(.*?)(<!-- end -->)"
+        if f"<!-- study:{name} -->" not in text:
+            missing.append(name)
+            continue
+        # Up to the nearest end; another marker in between means that this one's end is missing.
+        match = re.search(pattern, text, flags=re.S)
+        if match is None or "<!-- study:" in match[2]:
+            raise UserError(f"--doc: marker study:{name} has no <!-- end --> behind it")
+        text = text[: match.end(1)] + content + "\n" + text[match.start(3) :]
+    return text, missing
+
+
+# Tables.
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def digits_of(half_width: float) -> int:
+    """Decimals that an interval of this half width allows: the first that it reaches, and no more than three."""
+    return 3 if half_width < 0.005 else 2 if half_width < 0.5 else 1
+
+
+def with_interval(found: Estimate | None) -> str:
+    if found is None:
+        return OPEN
+    digits = digits_of(found.half_width)
+    return f"{found.value:.{digits}f} [{found.interval[0]:.{digits}f}, {found.interval[1]:.{digits}f}]"
+
+
+def seeds_of(found: Estimate | None) -> str:
+    """Every seed's value; a dash where its cell is open."""
+    if found is None:
+        return OPEN
+    digits = digits_of(found.half_width)
+    return ", ".join(f"{found.by_seed[seed]:.{digits}f}" if seed in found.by_seed else "-" for seed in SEEDS)
+
+
+def in_percent(found: Estimate | None) -> str:
+    """A ratio as a gain."""
+    if found is None:
+        return OPEN
+    digits = 1 if found.half_width < 0.01 else 0
+    value, low, high = (f"{100 * (x - 1):+.{digits}f}" for x in (found.value, *found.interval))
+    return f"{value} % [{low}, {high}]"
+
+
+def progress(found: Found) -> list[str]:
+    every = cells(found.lines)
+    left = [cell.name for cell in every if cell.name not in found.lines]
+    commits = list(dict.fromkeys(line["commit"].rstrip("+") for line in found.lines.values()))
+    hours = sum(line["seconds"] for line in found.lines.values()) / 3600
+    done = f"{len(every) - len(left)} of {len(every)} cells done in {hours:.1f} hours of one core"
+    return [f"{done}, at commit{'s' * (len(commits) > 1)} {', '.join(commits)}." if commits else f"{done}."]
+
+
+def drafters(found: Found) -> list[str]:
+    rows = []
+    for arm, about in ARMS.items():
+        lines = found.of(arm)
+        first = next(iter(lines.values()), None)
+        size = f"{first['parameters'] / 1e6:.2f}" if first else OPEN
+        tree = found.tau(arm)
+        rows.append([about.name, size, with_interval(tree), seeds_of(tree), with_interval(found.tau(arm, CHAIN))])
+    return table(["", "million parameters", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
+
+
+def costs(found: Found) -> list[str]:
+    rows = []
+    for arm, about in ARMS.items():
+        if arm == "hass-no-top10":
+            continue  # the same drafter as HASS
+        lines = [line for line in found.of(arm).values() if not line.get("resumed")]
+        minutes = f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else OPEN
+        shown = next(iter(found.of(arm).values()), None)
+        of_round = [OPEN, OPEN]
+        if shown is not None:
+            of_round = [f"{shown['replay'][tree]['tree_nodes_per_round']:.0f}" for tree in (TREE, CHAIN)]
+        times = [found.milliseconds(arm, name) for name in (CHAIN_CALLS.format(6), TREE_CALLS.format(8))]
+        cells_ = []
+        for time, calls in zip(times, (6, 8), strict=True):
+            cells_ += [OPEN, OPEN] if time is None else [_spread(time, calls), _spread(time, 1)]
+        rows.append([about.name, *of_round, *cells_, minutes])
+    head = ["", "nodes a round, tree", "chain", "ms a call, chain", "ms a round, chain", "ms a call, tree"]
+    return table([*head, "ms a round, tree", "minutes of training"], rows)
+
+
+def _spread(time: tuple[float, float, float], calls: int) -> str:
+    """Median, and the least and most of all passes; two digits are what such times are good for."""
+    median, least, most = (x / calls for x in time)
+    digits = 1 if median >= 1 else 2
+    return f"{median:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
+
+
+def compared(found: Found) -> list[str]:
+    rows = []
+    for arm, base in COMPARED:
+        tree, chain = found.ratio(arm, base), found.ratio(arm, base, CHAIN)
+        seeds = OPEN
+        if tree is not None:
+            seeds = ", ".join(f"{100 * (tree.by_seed[s] - 1):+.0f}" if s in tree.by_seed else "-" for s in SEEDS)
+        rows.append([ARMS[arm].name, ARMS[base].name, in_percent(tree), seeds, in_percent(chain)])
+    return table(["", "beside", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
+
+
+def verdict(found: Estimate | None) -> str:
+    """A gain shows where the interval and every seed say so."""
+    if found is None:
+        return OPEN
+    one = ", with one seed" if len(found.by_seed) == 1 else ""
+    if found.interval[0] > 1 and min(found.by_seed.values()) > 1:
+        return "shows" + one
+    if found.interval[1] < 1 and max(found.by_seed.values()) < 1:
+        return "the other way round" + one
+    return "not clear" + one
+
+
+def claims(found: Found) -> list[str]:
+    rows = []
+    for claim, paper, arm, base in CLAIMS:
+        ratio = found.ratio(arm, base)
+        rows.append([claim, paper, in_percent(ratio), verdict(ratio)])
+    of_data = [found.ratio(arm, arm, sizes=(ALL, 1)) for arm in ("eagle3", "eagle2")]
+    both = "; ".join(
+        f"{ARMS[arm].name} {in_percent(own)}" for arm, own in zip(("eagle3", "eagle2"), of_data, strict=True)
+    )
+    more, less = of_data
+    # Two intervals that do not meet: cruder than a test of their difference, and on the safe side.
+    shows = OPEN if more is None or less is None else "shows" if more.interval[0] > less.interval[1] else "not clear"
+    rows.append(["EAGLE-3 gains more from eight times the data", "it rises, EAGLE-2 hardly (a graphic)", both, shows])
+    whole, half = found.tau_of("fr-spec/answers", TREE), found.tau_of("fr-spec/answers", "512")
+    kept = OPEN if whole is None or half is None else f"keeps {100 * half.value / whole.value:.0f} % of tau"
+    rows.append(
+        ["FR-Spec: half the vocabulary", "keeps 98 % (64 k of 128 k, Llama-3-8B)", kept, OPEN if whole is None else "-"]
+    )
+    line = found.lines.get("c2t/eagle2")
+    share, seen = OPEN, OPEN
+    for row in line["at_equal_tau"] if line else ():
+        if row["eagle2_nodes"] == 100:
+            reached, ends = row["share"], row["share_interval"]
+            share = "not reached" if reached is None else f"{reached:.2f} [{ends[0]:.2f}, {ends[1]:.2f}]"
+            seen = "shows" if reached is not None and ends[1] < 1 else "not clear"
+    rows.append(["C2T needs fewer candidates than EAGLE-2's 100", "0.78 of them (Llama-2-7B)", share, seen])
+    return table(["claim", "paper", "here", ""], rows)
+
+
+def positions(tree: str, depth: int) -> Callable[[Found], list[str]]:
+    def made(found: Found) -> list[str]:
+        rows = []
+        for arm in SHOWN_POSITIONS:
+            rates = found.positions(arm, tree)[:depth]
+            shown = [f"{100 * rate.value:.0f} ± {max(1, round(100 * rate.half_width))}" for rate in rates]
+            rows.append([ARMS[arm].name, *shown, *[OPEN] * (depth - len(shown))])
+        return table(["%", *(str(i + 1) for i in range(depth))], rows)
+
+    return made
+
+
+def data(found: Found) -> list[str]:
+    counts = found.lines.get("data", {}).get("training_conversations", {})
+    rows = []
+    for arm in ("eagle2", "hass", "eagle3"):
+        for tree in (TREE, CHAIN):
+            taus = [found.tau(arm, tree, size) for size in SIZES]
+            rows.append([f"{ARMS[arm].name}, {tree}", *(_with_seeds(tau) for tau in taus)])
+    head = [f"{name}{f': {counts[name]:,} conversations' if name in counts else ''}" for name in SIZES.values()]
+    return table(["", *head], rows)
+
+
+def _with_seeds(found: Estimate | None) -> str:
+    if found is None:
+        return OPEN
+    return with_interval(found) + (f", {len(found.by_seed)} seeds" if len(found.by_seed) > 1 else ", 1 seed")
+
+
+def fr_spec(found: Found) -> list[str]:
+    rows = []
+    for corpus, words in CORPORA.items():
+        whole = found.tau_of(f"fr-spec/{corpus}", TREE)
+        for size in CUTS:
+            own = found.tau_of(f"fr-spec/{corpus}", str(size))
+            share = OPEN if own is None or whole is None else f"{100 * own.value / whole.value:.0f} %"
+            rows.append([words, f"{size:,}", with_interval(own), share])
+        rows.append([words, "all 1,024", with_interval(whole), OPEN if whole is None else "100 %"])
+    return table(["ranked by", "tokens", "tau, tree of 60", "of the whole vocabulary's"], rows)
+
+
+def c2t(found: Found) -> list[str]:
+    rows = []
+    for arm in ("eagle2", "eagle3"):
+        line = found.lines.get(f"c2t/{arm}")
+        if line is None:
+            rows.append([ARMS[arm].name, *[OPEN] * 5])
+            continue
+        for row in line["at_equal_tau"]:
+            if row["share"] is None:
+                reached = ["not reached", "-"]
+            else:
+                low, high = row["share_interval"] or (row["share"], row["share"])
+                reached = [f"{row['candidates']:,}", f"{row['share']:.2f} [{low:.2f}, {high:.2f}]"]
+            own = [f"{row['eagle2_nodes']}", f"{row['tau']:.2f}", f"{row['eagle2_candidates']:,}"]
+            rows.append([ARMS[arm].name, *own, *reached])
+    return table(["drafter", "EAGLE-2's N", "tau", "its candidates", "C2T's", "share"], rows)
+
+
+def rates(found: Found) -> list[str]:
+    rows = []
+    for arm in ARMS:
+        family = ARMS[arm].family
+        if RATE_ARM[family] != arm:
+            continue
+        tried = rates_of(family, found.lines)
+        lines = {rate: found.lines.get(rate_name(family, rate)) for rate in tried}
+        taus = {rate: line["validation"]["replay_tau"] for rate, line in lines.items() if line is not None}
+        best = max(taus, key=lambda rate: taus[rate]) if len(taus) == len(tried) else None
+        shown = [
+            f"{'**' * (rate == best)}{rate:g}: {f'{taus[rate]:.2f}' if rate in taus else OPEN}{'**' * (rate == best)}"
+            for rate in tried
+        ]
+        others = [about.name for name, about in ARMS.items() if about.family == family and name != arm]
+        rows.append([ARMS[arm].name, ", ".join(others) or "-", "; ".join(shown)])
+    return table(["searched with", "also used by", "rate: tau of the validation answers' replay"], rows)
+
+
+SECTIONS: dict[str, Callable[[Found], list[str]]] = {
+    "progress": progress,
+    "claims": claims,
+    "drafters": drafters,
+    "costs": costs,
+    "compared": compared,
+    "positions-chain": positions(CHAIN, 6),
+    "positions-tree": positions(TREE, 8),
+    "data": data,
+    "fr-spec": fr_spec,
+    "c2t": c2t,
+    "rates": rates,
+}
+
+# Plots.
+
+SCALES = ("data", "fr_spec", "c2t_eagle2", "c2t_eagle3")
+PLOT_SECTIONS = tuple(f"plot-{name}" for name in (*(name for name, _, _ in DRAWN_POSITIONS), *SCALES))
+Series = tuple[str, str, list[float], list[float], list[tuple[float, float]]]  # name, colour role, x, y, intervals
+
+
+def plots(found: Found) -> list[Plot]:
+    """Those that have something to show."""
+    made = [
+        *(_plot(name, title, _position_series(found, arms), _draw_positions) for name, title, arms in DRAWN_POSITIONS),
+        _plot("data", "tau against training conversations", _data_series(found), _draw_data),
+        _plot("fr_spec", "FR-Spec: tau by draft vocabulary", _fr_spec_series(found), _draw_cuts),
+        *(
+            _plot(
+                f"c2t_{arm}",
+                f"C2T beside EAGLE-2's trees, {ARMS[arm].name}'s drafter",
+                _c2t_series(found, arm),
+                _draw_c2t,
+            )
+            for arm in ("eagle2", "eagle3")
+        ),
+    ]
+    return [plot for plot in made if plot is not None]
+
+
+def _plot(name: str, title: str, series: list[Series], draw: Callable[[Colours, list[Series]], Figure]) -> Plot | None:
+    if not series:
+        return None
+    words = "; ".join(f"{own}: {', '.join(f'{y:.2f}' for y in ys)}" for own, _, _, ys, _ in series)
+    return Plot(name, title, f"{words}.", lambda colours: draw(colours, series))
+
+
+def _series(name: str, role: str, points: Sequence[tuple[float, Estimate | None]]) -> list[Series]:
+    there = [(x, found) for x, found in points if found is not None]
+    if not there:
+        return []
+    ys, intervals = [found.value for _, found in there], [found.interval for _, found in there]
+    return [(name, role, [x for x, _ in there], ys, intervals)]
+
+
+def _position_series(found: Found, arms: Sequence[str]) -> list[Series]:
+    return [
+        series
+        for i, arm in enumerate(arms, start=1)
+        for series in _series(ARMS[arm].name, f"s{i}", list(enumerate(found.positions(arm), start=1)))
+    ]
+
+
+def _data_series(found: Found) -> list[Series]:
+    counts = found.lines.get("data", {}).get("training_conversations", {})
+    result = []
+    for arm, role in (("eagle2", "s1"), ("hass", "s2"), ("eagle3", "s3")):
+        points = [(counts[name], found.tau(arm, TREE, size)) for size, name in SIZES.items() if name in counts]
+        if sum(tau is not None for _, tau in points) > 1:
+            result += _series(ARMS[arm].name, role, points)
+    return result
+
+
+def _fr_spec_series(found: Found) -> list[Series]:
+    result = []
+    for i, (corpus, words) in enumerate(CORPORA.items(), start=1):
+        points = [(size, found.tau_of(f"fr-spec/{corpus}", str(size))) for size in CUTS]
+        result += _series(words, f"s{i}", [*points, (1024, found.tau_of(f"fr-spec/{corpus}", TREE))])
+    return result
+
+
+def _c2t_series(found: Found, arm: str) -> list[Series]:
+    every = found.lines.get(f"c2t/{arm}", {}).get("points", [])
+    result = []
+    for curve in dict.fromkeys(row["curve"] for row in every):
+        rows = sorted((row for row in every if row["curve"] == curve), key=lambda row: row["candidates"])
+        name, role = ("EAGLE-2 over N", "plain") if curve == "eagle2" else ("C2T over beta", "s1")
+        points = [(row["candidates"], Estimate(row["tau"], tuple(row["tau_interval"]), {})) for row in rows]
+        result += _series(name, role, points)
+    return result
+
+
+def _lines(colours: Colours, series: list[Series], gap: float = 0.1, log: bool = False) -> Figure:
+    figure, (ax,) = new_figure(colours, 280)
+    ends = []
+    for name, role, x, y, intervals in series:
+        ax.fill_between(x, *zip(*intervals, strict=True), color=colours(role), alpha=0.1, linewidth=0)  # type: ignore[arg-type]
+        ax.plot(x, y, color=colours(role), linewidth=1.6, marker="o", markersize=3.5)
+        ends.append((x[-1], y[-1], name, role))
+    if log:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_major_locator(LogLocator(2, numticks=7))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        ax.minorticks_off()
+    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    name_lines(ax, colours, ends, gap)
+    return figure
+
+
+def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
+    figure = _lines(colours, series, gap=0.16)
+    figure.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    percent(figure.axes[0])
+    label(figure.axes[0], colours, "draft position", "accepted where all before were")
+    return figure
+
+
+def _draw_data(colours: Colours, series: list[Series]) -> Figure:
+    figure = _lines(colours, series, log=True)
+    ax = figure.axes[0]
+    ax.set_xticks(sorted({x for _, _, xs, _, _ in series for x in xs}))
+    label(ax, colours, "training conversations, at equal optimiser steps", "tau, tree of 60")
+    return figure
+
+
+def _draw_cuts(colours: Colours, series: list[Series]) -> Figure:
+    figure = _lines(colours, series, gap=0.16, log=True)
+    label(figure.axes[0], colours, "tokens that are drafted from", "tau, tree of 60")
+    return figure
+
+
+def _draw_c2t(colours: Colours, series: list[Series]) -> Figure:
+    figure = _lines(colours, series, gap=0.14, log=True)
+    label(figure.axes[0], colours, "candidates verified in all, roots included", "tau")
+    return figure
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,340 @@
+"""The study's design: its arms, its cells in order of worth, and the commands of each cell (`recipes.study` runs them).
+
+Every arm trains on the demo's conversations: the same rows in the same order, optimiser steps, batch and schedule;
+arms differ in the drafter, in the losses it was published with, and in the learning rate, which each family of arms
+chooses for itself on validation conversations. EAGLE-3, HASS and PosS unroll as many steps as there are positions with
+specialists, so that nobody sees positions that another does not. All draft from the target's whole vocabulary, and all
+start from random layers (EAGLE-3's head from the target's rows, which EAGLE-1's kind has as they are).
+
+Published PosS and HASS go on from a trained EAGLE drafter; here nobody does, for then steps would not be equal.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RECIPE = "recipes/demo.yaml"
+STEPS = 600
+RATE_STEPS = 300  # half as many: a rate that wins a much shorter run is too high for the whole one
+LONGER = 1200
+UNROLL = 6  # steps, and positions that specialists share out
+SEEDS = (0, 1, 2)
+VALIDATION = 48  # conversations, the same for every size of data
+SIZES = {1: "x1", 2: "x2", 4: "x4", 8: "x8"}  # shares of eight of the training conversations
+ALL = 8
+ANSWERS = 400  # held-out ones that are replayed
+RATES = (2e-3, 4e-3, 8e-3)
+RATE_BOUNDS = (5e-4, 3.2e-2)
+CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
+TREE, CHAIN = "tree of 60", "chain of 6"
+CHAIN_TREE = "{policy: chain, nodes: 7}"  # the root and six drafted tokens
+TIMED = 3  # passes over all arms
+
+Line = Mapping[str, Any]  # of results.jsonl
+Lines = Mapping[str, Line]  # by cell
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A drafter and how it is trained."""
+
+    name: str  # in tables
+    family: str  # shares a learning rate with
+    script: str
+    drafter: str  # the recipe's section
+    train: tuple[str, ...]  # what its publication does not fix
+    seconds_per_step: float = 0.6  # on one core of an AMD EPYC (Zen 4)
+
+
+_MATCHED = UNROLL // 2  # as many parameters as PosS-2
+
+
+def _poss(n: int, base: str, head: str) -> str:
+    return f"{{kind: poss, base: {base}, positions_per_specialist: {n}, specialists: {UNROLL // n}{head}}}"
+
+
+_STEPS = f"train.ttt_steps={UNROLL}"
+_HEAD = ", init_head: target"
+ARMS = {
+    "eagle2": Arm("EAGLE-2", "eagle2", "train/eagle.py", "{kind: eagle}", ("train.ttt_steps=1",), 0.19),
+    "eagle3": Arm("EAGLE-3", "eagle3", "train/eagle3.py", f"{{kind: eagle3{_HEAD}}}", (_STEPS,), 0.56),
+    "hass": Arm("HASS", "hass", "train/eagle.py", "{kind: eagle}", (_STEPS, "train.top_k_loss=1"), 0.51),
+    "poss2": Arm("PosS-2", "poss", "train/poss.py", _poss(2, "eagle", ""), (_STEPS,), 0.6),
+    "poss2-eagle3": Arm(
+        "PosS-2 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(2, "eagle3", _HEAD), (_STEPS,), 0.8
+    ),
+    # PosS was published without HASS's top-10 loss, so its baselines go without.
+    "matched": Arm(
+        "one layer, PosS-2's parameters",
+        *("hass", "train/eagle.py", f"{{kind: eagle, match_specialists: {_MATCHED}}}", (_STEPS,), 0.7),
+    ),
+    "matched-eagle3": Arm(
+        "EAGLE-3, PosS-2's parameters",
+        *("eagle3", "train/eagle3.py", f"{{kind: eagle3, match_specialists: {_MATCHED}{_HEAD}}}", (_STEPS,)),
+        0.8,
+    ),
+    "poss1": Arm("PosS-1", "poss", "train/poss.py", _poss(1, "eagle", ""), (_STEPS,), 0.62),
+    "poss3": Arm("PosS-3", "poss", "train/poss.py", _poss(3, "eagle", ""), (_STEPS,), 0.58),
+    "poss1-eagle3": Arm(
+        "PosS-1 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(1, "eagle3", _HEAD), (_STEPS,), 0.9
+    ),
+    "poss3-eagle3": Arm(
+        "PosS-3 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(3, "eagle3", _HEAD), (_STEPS,), 0.75
+    ),
+    "hass-no-top10": Arm("HASS without its top-10 loss", "hass", "train/eagle.py", "{kind: eagle}", (_STEPS,), 0.5),
+}
+MAIN = tuple(arm for arm in ARMS if arm != "hass-no-top10")
+SCALED = ("eagle3", "eagle2")  # arms of the data figure; HASS with one seed
+RATE_ARM = {arm.family: name for name, arm in reversed(ARMS.items())}  # the first of each family searches for it
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One result line."""
+
+    name: str
+    kind: str
+    seconds: float  # before anything was measured
+    needs: tuple[str, ...] = ()  # cells whose files, or whose lines, it reads
+    arm: str = ""
+    size: int = ALL
+    seed: int = 0
+    rate: float = 0.0
+    steps: int = STEPS
+
+
+def rate_name(family: str, rate: float) -> str:
+    return f"rate/{family}/{rate:g}"
+
+
+def drafter_name(arm: str, size: int = ALL, seed: int = 0, steps: int = STEPS) -> str:
+    return f"drafter/{arm}/{SIZES[size]}/seed{seed}" + f"/steps{steps}" * (steps != STEPS)
+
+
+def rates_of(family: str, lines: Lines) -> list[float]:
+    """The rates that are to be tried: where the best of those tried lies at an end, one more beyond it."""
+    rates = sorted(RATES)
+    while all(rate_name(family, rate) in lines for rate in rates):
+        best = max(rates, key=lambda rate: lines[rate_name(family, rate)]["validation"]["replay_tau"])
+        if best == rates[0] and best / 2 >= RATE_BOUNDS[0]:
+            rates.insert(0, best / 2)
+        elif best == rates[-1] and best * 2 <= RATE_BOUNDS[1]:
+            rates.append(best * 2)
+        else:
+            break
+    return rates
+
+
+def best_rate(family: str, lines: Lines) -> float:
+    """Raises KeyError where a rate has no line yet."""
+    return max(rates_of(family, lines), key=lambda rate: lines[rate_name(family, rate)]["validation"]["replay_tau"])
+
+
+def cells(lines: Lines) -> list[Cell]:
+    """All cells, the most valuable ones first; those of the learning rates hang on what was found so far."""
+    found: dict[str, Cell] = {}
+
+    def add(cell: Cell) -> None:
+        found.setdefault(cell.name, cell)
+
+    def drafter(arm: str, size: int, seed: int, steps: int = STEPS) -> None:
+        family = ARMS[arm].family
+        searcher, rates = ARMS[RATE_ARM[family]], rates_of(family, lines)
+        for rate in rates:
+            seconds = 25 + RATE_STEPS * searcher.seconds_per_step
+            own = RATE_ARM[family], ALL, 0, rate, RATE_STEPS
+            add(Cell(rate_name(family, rate), "rate", seconds, ("data",), *own))
+        needs = ("data", "answers", *(rate_name(family, rate) for rate in rates))
+        seconds = 80 + steps * ARMS[arm].seconds_per_step
+        add(Cell(drafter_name(arm, size, seed, steps), "drafter", seconds, needs, arm, size, seed, steps=steps))
+
+    add(Cell("data", "data", 25))
+    add(Cell("answers", "answers", 40))
+    for arm in MAIN:
+        drafter(arm, ALL, 0)
+    for corpus in ("answers", "library"):
+        add(Cell(f"fr-spec/{corpus}", "fr-spec", 240, ("data", "answers", drafter_name("eagle2")), "eagle2"))
+    for arm in ("eagle2", "eagle3"):
+        add(Cell(f"c2t/{arm}", "c2t", 900, ("data", "answers", drafter_name(arm)), arm))
+    for arm in SCALED:
+        for size in SIZES:
+            drafter(arm, size, 0)
+    for arm in SCALED:
+        drafter(arm, ALL, 0, LONGER)
+    for seed in SEEDS[1:]:
+        for arm in MAIN:
+            drafter(arm, ALL, seed)
+    for seed in SEEDS:
+        drafter("hass-no-top10", ALL, seed)
+    for size in SIZES:
+        drafter("hass", size, 0)
+    for seed in SEEDS[1:]:
+        for arm in SCALED:
+            for size in SIZES:
+                drafter(arm, size, seed)
+    timed = tuple(drafter_name(arm) for arm in MAIN)
+    add(Cell("timing", "timing", 25 * TIMED * len(MAIN), ("answers", *timed)))
+    return list(found.values())
+
+
+# Where a cell's files lie, and the commands that make them.
+
+
+@dataclass(frozen=True)
+class Places:
+    """Folders of a study."""
+
+    out: Path
+    demo: Path  # what `make demo` wrote
+
+    @property
+    def data(self) -> Path:
+        return self.out / "data"
+
+    @property
+    def answers(self) -> Path:
+        return self.out / "heldout" / "conversations.jsonl"
+
+    @property
+    def counts(self) -> Path:
+        return self.data / "token_counts.safetensors"
+
+    @property
+    def library(self) -> Path:
+        """The library's text, a corpus that the target did not write."""
+        return self.out / "library" / "library.jsonl"
+
+    def conversations(self, size: int) -> Path:
+        return self.data / f"{SIZES[size]}.jsonl"
+
+    def of(self, name: str) -> Path:
+        """A cell's own folder."""
+        return self.out / name
+
+    def made_by(self, cell: Cell) -> list[Path]:
+        """Files that other cells read."""
+        if cell.kind == "data":
+            return [*map(self.conversations, SIZES), self.data / "draft_vocab.safetensors", self.counts]
+        if cell.kind == "answers":
+            return [self.answers]
+        if cell.kind == "drafter":
+            return [self.of(cell.name) / "drafter" / "model.safetensors"]
+        return []
+
+
+def commands(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    """Scripts with their arguments, one after another.
+
+    Args:
+        lines: what was found so far, for the learning rate.
+    """
+    return _MAKERS[cell.kind](cell, places, lines)
+
+
+def _data(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    own = [f"output_dir={places.data}", f"data.conversations={places.demo / 'conversations.jsonl'}"]
+    return [["data_gen/rank_vocab.py", RECIPE, *own, "drafter.vocab_size=null"]]
+
+
+def _answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    asked = ["data.prompts=stdlib:heldout", f"data.max_prompts={ANSWERS}", "data.contamination=off"]
+    return [["data_gen/regenerate.py", RECIPE, f"output_dir={places.answers.parent}", *asked]]
+
+
+def training(cell: Cell, places: Places, rate: float) -> list[str]:
+    """Overrides of the recipe."""
+    arm = ARMS[cell.arm]
+    return [
+        f"output_dir={places.of(cell.name)}",
+        f"data.conversations={places.conversations(cell.size)}",
+        f"drafter={arm.drafter}",
+        *arm.train,
+        f"train.learning_rate={rate:g}",
+        f"train.max_steps={cell.steps}",
+        f"train.warmup_steps={cell.steps // 20}",
+        f"train.validation_conversations={VALIDATION}",
+        f"train.seed={cell.seed}",
+    ]
+
+
+def _rate(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    last = [f"train.save_every_steps={RATE_STEPS}", f"train.validate_every_steps={RATE_STEPS}"]
+    own = training(cell, places, cell.rate)
+    return [[ARMS[cell.arm].script, RECIPE, *own, *last, f"train.eval_replay={VALIDATION}"]]
+
+
+def _drafter(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    own = training(cell, places, best_rate(ARMS[cell.arm].family, lines))
+    often = ["train.save_every_steps=100", f"train.validate_every_steps={cell.steps}", "train.eval_replay=0"]
+    replay = replaying(places, places.of(cell.name), places.of(cell.name) / "drafter")
+    return [
+        [ARMS[cell.arm].script, RECIPE, *own, *often],
+        [*replay, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"],
+    ]
+
+
+def replaying(places: Places, out: Path, drafter: Path) -> list[str]:
+    """eval/acceptance.py along the held-out answers, by the recipe's tree of 60."""
+    along = ["eval.mode=replay", f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}", "eval.also=[]"]
+    drafter_and_counts = [f"eval.drafter={drafter}", f"eval.token_counts={places.counts}"]
+    return ["eval/acceptance.py", RECIPE, f"output_dir={out}", *drafter_and_counts, *along]
+
+
+def _fr_spec(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    corpus, own = cell.name.rpartition("/")[2], places.of(cell.name)
+    first, counts = [], places.counts
+    if corpus == "library":
+        counts = own / "token_counts.safetensors"
+        conversations = f"data.conversations={places.demo / 'conversations.jsonl'}"
+        sources = f"data.ranking.sources=[{{source: {places.library}}}]"
+        first = [["data_gen/rank_vocab.py", RECIPE, f"output_dir={own}", conversations, "drafter.vocab_size=null"]]
+        first[0].append(sources)
+    replay = replaying(places, own, places.of(drafter_name(cell.arm)) / "drafter")
+    replay = [f"eval.token_counts={counts}" if part.startswith("eval.token_counts=") else part for part in replay]
+    cuts = [f"{size}: eval.tree.vocab_size={size}" for size in CUTS]
+    return [*first, [*replay, "--compare", *cuts]]
+
+
+def _c2t(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    own = [
+        f"output_dir={places.of(cell.name)}",
+        f"data.conversations={places.demo / 'conversations.jsonl'}",
+        f"eval.drafter={places.of(drafter_name(cell.arm)) / 'drafter'}",
+        f"train.validation_conversations={VALIDATION}",
+    ]
+    answers = [f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}"]
+    return [
+        ["data_gen/label_trees.py", RECIPE, *own],
+        # As many steps over a million rows as the paper made over nine.
+        ["train/c2t.py", RECIPE, *own, "classifier.epochs=100"],
+        ["eval/c2t_sweep.py", RECIPE, *own, *answers],
+    ]
+
+
+def _timing(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    """All arms in turn, several times: what the machine does meanwhile meets everyone."""
+    candidates = f"eval.planner.candidates=[{{policy: eagle2}}, {CHAIN_TREE}]"
+    return [
+        [
+            "eval/plan.py",
+            RECIPE,
+            f"output_dir={places.of(cell.name) / f'{arm}-{time}'}",
+            f"eval.drafter={places.of(drafter_name(arm)) / 'drafter'}",
+            f"eval.planner.answers={places.answers}",
+            candidates,
+        ]
+        for time in range(TIMED)
+        for arm in MAIN
+    ]
+
+
+_MAKERS: dict[str, Callable[[Cell, Places, Lines], list[list[str]]]] = {
+    "data": _data,
+    "answers": _answers,
+    "rate": _rate,
+    "drafter": _drafter,
+    "fr-spec": _fr_spec,
+    "c2t": _c2t,
+    "timing": _timing,
+}
