@@ -13,7 +13,7 @@ ACCELERATE := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixe
 	--num_cpu_threads_per_process $(shell nproc) --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow lint types wheel-check ci demo demo-target clean
+.PHONY: help install test test-slow lint types wheel-check ci demo demo-target study clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,10 @@ demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptan
 
 demo-target: install  ## train the demo's target model again: 80 minutes
 	$(BIN)/python recipes/make_demo_target.py --out runs/demo_target
+
+study: install  ## all drafters on the demo pair, after make demo: 80 cells, 8 hours of a core; docs/results.md
+	OMP_NUM_THREADS=1 $(BIN)/python recipes/study.py
+	$(BIN)/python eval/study_report.py
 
 clean:  ## remove what builds and tools leave; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
