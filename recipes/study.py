@@ -42,6 +42,7 @@ from draftsmith.recipes.study_cells import (
     ALL,
     ANSWERS,
     ARMS,
+    MAIN,
     RATE_STEPS,
     SIZES,
     STEPS,
@@ -365,9 +366,12 @@ def prepare(cell: Cell, places: Places) -> None:
     """Files that no script of ours writes."""
     if cell.kind == "data":
         write_shares(ROOT / places.demo / "conversations.jsonl", places)
-    elif cell.kind in ("rate", "drafter"):
+    elif cell.kind in ("rate", "drafter", "timing"):
         # A draft vocabulary of all tokens is the same for all shares of the data.
-        shutil.copy(ROOT / places.data / "draft_vocab.safetensors", ROOT / places.of(cell.name))
+        own = places.of(cell.name)
+        for folder in [places.untaught(arm) for arm in MAIN] if cell.kind == "timing" else [own]:
+            (ROOT / folder).mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / places.data / "draft_vocab.safetensors", ROOT / folder)
     elif cell.name == "fr-spec/library":
         write_library(ROOT / places.library)
 

@@ -173,8 +173,7 @@ def cells(lines: Lines) -> list[Cell]:
         for arm in SCALED:
             for size in SIZES:
                 drafter(arm, size, seed)
-    timed = tuple(drafter_name(arm) for arm in MAIN)
-    add(Cell("timing", "timing", 25 * TIMED * len(MAIN), ("answers", *timed)))
+    add(Cell("timing", "timing", 25 * (TIMED + 1) * len(MAIN), ("data", "answers")))
     return list(found.values())
 
 
@@ -211,6 +210,10 @@ class Places:
     def of(self, name: str) -> Path:
         """A cell's own folder."""
         return self.out / name
+
+    def untaught(self, arm: str) -> Path:
+        """A drafter that is there to be timed."""
+        return self.of("timing") / "untaught" / arm
 
     def made_by(self, cell: Cell) -> list[Path]:
         """Files that other cells read."""
@@ -313,20 +316,36 @@ def _c2t(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 
 def _timing(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    """All arms in turn, several times: what the machine does meanwhile meets everyone."""
+    """All arms in turn, several times: what the machine does meanwhile meets everyone.
+
+    What a call costs does not hang on what a drafter has learned, so each makes one training step and is timed.
+    """
     candidates = f"eval.planner.candidates=[{{policy: eagle2}}, {CHAIN_TREE}]"
-    return [
+    begin = [
+        [
+            ARMS[arm].script,
+            RECIPE,
+            f"output_dir={places.untaught(arm)}",
+            f"data.conversations={places.conversations(min(SIZES))}",
+            f"drafter={ARMS[arm].drafter}",
+            *ARMS[arm].train,
+            *("train.max_steps=1", "train.warmup_steps=0", "train.validation_conversations=0", "train.eval_replay=0"),
+        ]
+        for arm in MAIN
+    ]
+    passes = [
         [
             "eval/plan.py",
             RECIPE,
             f"output_dir={places.of(cell.name) / f'{arm}-{time}'}",
-            f"eval.drafter={places.of(drafter_name(arm)) / 'drafter'}",
+            f"eval.drafter={places.untaught(arm) / 'drafter'}",
             f"eval.planner.answers={places.answers}",
             candidates,
         ]
         for time in range(TIMED)
         for arm in MAIN
     ]
+    return begin + passes
 
 
 _MAKERS: dict[str, Callable[[Cell, Places, Lines], list[list[str]]]] = {
