@@ -245,7 +245,7 @@ class TrainSection(Section):
     """No gradient flows back through drafted features from one step to the one before (HASS). Default: false for eagle3
     and poss over it, else true."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """`auto` is bf16 where the machine computes it natively."""
+    """`auto` is bf16 on accelerators that compute it natively, no (float32) elsewhere: on CPUs it may be slower."""
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, the same gradients."""
     seed: int = 0

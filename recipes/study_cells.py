@@ -160,11 +160,11 @@ def cells(lines: Lines) -> list[Cell]:
     for arm in SCALED:
         for size in SIZES:
             drafter(arm, size, 0)
-    for arm in SCALED:
-        drafter(arm, ALL, 0, LONGER)
     for seed in SEEDS[1:]:
         for arm in MAIN:
             drafter(arm, ALL, seed)
+    for arm in SCALED:
+        drafter(arm, ALL, 0, LONGER)
     for seed in SEEDS:
         drafter("hass-no-top10", ALL, seed)
     for size in SIZES:
@@ -258,6 +258,7 @@ def training(cell: Cell, places: Places, rate: float) -> list[str]:
         f"train.warmup_steps={cell.steps // 20}",
         f"train.validation_conversations={VALIDATION}",
         f"train.seed={cell.seed}",
+        "train.mixed_precision=no",
     ]
 
 
@@ -329,6 +330,7 @@ def _timing(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
             f"data.conversations={places.conversations(min(SIZES))}",
             f"drafter={ARMS[arm].drafter}",
             *ARMS[arm].train,
+            "train.mixed_precision=no",
             *("train.max_steps=1", "train.warmup_steps=0", "train.validation_conversations=0", "train.eval_replay=0"),
         ]
         for arm in MAIN

@@ -72,6 +72,12 @@ def remove(checkpoint: Path) -> None:
     _delete(retired)
 
 
+def keep_last(directory: Path, count: int) -> None:
+    """Removes all but the newest `count` checkpoints."""
+    for old in list_checkpoints(directory)[:-count]:
+        remove(old)
+
+
 def _delete(path: Path) -> None:
     """Whatever bears the name, if anything does: a folder, or a file or link that somebody put there."""
     if path.is_dir() and not path.is_symlink():

@@ -29,7 +29,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.lines import append_line
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.batches import Batch, BatchOrder, collate
-from draftsmith.train.checkpoints import checkpoint_path, full_disk_is_told, list_checkpoints, publish, remove, settle
+from draftsmith.train.checkpoints import (
+    checkpoint_path,
+    full_disk_is_told,
+    keep_last,
+    list_checkpoints,
+    publish,
+    settle,
+)
 from draftsmith.train.noise import add_noise
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
 from draftsmith.train.validation_replay import ValidationReplay, in_numbers
@@ -320,8 +327,7 @@ class Loop:
                 (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
                 sync_to_disk(self.metrics_path)  # what was logged before a checkpoint is not written again
                 publish(partial, final)
-            for old in list_checkpoints(self.checkpoints)[: -self.settings.keep_checkpoints]:
-                remove(old)
+            keep_last(self.checkpoints, self.settings.keep_checkpoints)
         self.accelerator.wait_for_everyone()
 
     def _resume(self) -> int:
@@ -360,6 +366,8 @@ class Loop:
         if self.accelerator.is_main_process:
             self.window.restore(state["window"])
         self._drop_metrics_after(state["step"])
+        if self.accelerator.is_main_process:  # a kill may have come before the last save did
+            keep_last(self.checkpoints, self.settings.keep_checkpoints)
         self.accelerator.print(f"resumed from {existing[-1]}")
         self._log_waiting(state.get("waiting"))
         return state["step"]

@@ -141,15 +141,11 @@ def main(doc: str | None, kind: str) -> None:
 
 
 def precision(settings: TrainSection) -> str:
-    """`auto` is bf16 where the machine multiplies it natively; elsewhere it would only be slower."""
+    """`auto` is bf16 on accelerators that multiply it natively, and float32 on CPUs: there bf16 gains little at best
+    (docs/log.md), and float32 gives nearly the same losses on every machine."""
     if settings.mixed_precision != "auto":
         return settings.mixed_precision
-    if torch.cuda.is_available():
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    elif torch.accelerator.is_available():
-        native = False
-    else:
-        native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    native = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if native else "no"
 
 
