@@ -4,7 +4,6 @@ How they learn is tests/test_unroll.py's matter, how they draft tests/test_lossl
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -38,6 +37,7 @@ from draftsmith.recipes.schema import DrafterSection, TargetSection, TreeSection
 from draftsmith.train import eagle, eagle3, poss, trainer
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import KINDS, untaught
+from tests.ranks import run_ranks
 from tests.test_train import ROOT, metrics, write_conversations
 
 SCRIPTS: dict[str, Callable[[], None]] = {"eagle3": eagle3.main, "eagle": eagle.main, "poss": poss.main}
@@ -206,15 +206,8 @@ def test_two_processes_follow_the_trajectory_of_one(name: str, recipe_of: Any, t
     lines = {}
     for run, processes, accumulation in (("one", 1, 2), ("two", 2, 1)):
         output = copy_of_inputs(path.with_suffix(""), tmp_path / run)
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         overrides = [f"train.gradient_accumulation_steps={accumulation}", "train.max_steps=3", f"output_dir={output}"]
-        subprocess.run(
-            [sys.executable, *launch, script, str(path), *overrides],
-            cwd=ROOT,
-            env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-            check=True,
-            timeout=240,
-        )
+        run_ranks(processes, script, [str(path), *overrides])
         lines[run] = metrics(output)
     for two, one in zip(lines["two"], lines["one"], strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)

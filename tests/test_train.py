@@ -37,6 +37,7 @@ from draftsmith.train.loop import Loop
 from draftsmith.train.plan import HOW_TO_LOWER, memory_of
 from draftsmith.train.plan import REPLAY as REPLAYED
 from tests.conftest import make_target, make_tokenizer
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -541,15 +542,8 @@ def test_two_processes_follow_the_trajectory_of_one(recipe_path: Path, tmp_path:
     for name, processes, accumulation in (("one", 1, 2), ("two", 2, 1)):
         output = tmp_path / name
         shutil.copytree(recipe_path.parent / "run", output)
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         overrides = [f"train.gradient_accumulation_steps={accumulation}", f"output_dir={output}"]
-        subprocess.run(
-            [sys.executable, *launch, "train/eagle3.py", str(recipe_path), *overrides, *REPLAY],
-            cwd=ROOT,
-            env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-            check=True,
-            timeout=240,
-        )
+        run_ranks(processes, "train/eagle3.py", [str(recipe_path), *overrides, *REPLAY])
         state = json.loads((output / "checkpoints/step-00000006/trainer_state.json").read_text())
         assert state["identity"]["processes"] == processes
         lines[name] = metrics(output)

@@ -56,6 +56,7 @@ from draftsmith.recipes.validation import validation_rank
 from draftsmith.train.checkpoints import full_disk_is_told
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
+from draftsmith.train.processes import keep_group
 from draftsmith.train.unroll import TrainingTimeTest
 from draftsmith.train.validation_replay import ValidationReplay, check_replay
 
@@ -103,6 +104,7 @@ def main(doc: str | None, kind: str) -> None:
         log_with=list(recipe.train.trackers) or None,
         project_dir=recipe.output_dir,
     )
+    keep_group()
     check_ranks_agree(digests)
     cores = os.cpu_count() or 1
     if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
