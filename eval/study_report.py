@@ -170,7 +170,7 @@ def progress(found: Found) -> list[str]:
     left = [cell.name for cell in every if cell.name not in found.lines]
     commits = list(dict.fromkeys(line["commit"].rstrip("+") for line in found.lines.values()))
     hours = sum(line["seconds"] for line in found.lines.values()) / 3600
-    done = f"{len(every) - len(left)} of {len(every)} cells done in {hours:.1f} hours of one core"
+    done = f"{len(every) - len(left)} of {len(every)} cells done in {hours:.1f} hours of a processor"
     return [f"{done}, at commit{'s' * (len(commits) > 1)} {', '.join(commits)}." if commits else f"{done}."]
 
 
@@ -190,7 +190,7 @@ def costs(found: Found) -> list[str]:
     for arm, about in ARMS.items():
         if arm == "hass-no-top10":
             continue  # the same drafter as HASS
-        lines = [line for line in found.of(arm).values() if not line.get("resumed")]
+        lines = [line for line in found.of(arm).values() if "train_seconds" in line and not line.get("resumed")]
         minutes = f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else OPEN
         shown = next(iter(found.of(arm).values()), None)
         of_round = [OPEN, OPEN]
