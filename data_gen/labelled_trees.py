@@ -131,19 +131,24 @@ class Manifest:
             "made_of": self.made_of,
             "shards": self.shards,
         }
-        _replace(directory / MANIFEST, lambda path: path.write_text(json.dumps(words, indent=2) + "\n"))
+        write_whole(directory / MANIFEST, lambda path: path.write_text(json.dumps(words, indent=2) + "\n"))
 
 
 def write_shard(directory: Path, number: int, trees: Trees, counts: dict[str, int]) -> dict[str, Any]:
     """Writes shard `number` and returns what the manifest says of it."""
     path = directory / shard_name(number)
     tensors = {name: getattr(trees, name) for name in ("P", "H", "d", "accepted", "starts", "answer")}
-    _replace(path, lambda unfinished: save_file(tensors, unfinished))
+    write_whole(path, lambda unfinished: save_file(tensors, unfinished))
     made = {"trees": trees.count, "rows": trees.rows, "accepted": int(trees.accepted.sum())}
     return {"file": path.name, "sha256": file_digest(path), **counts, **made}
 
 
-def _replace(path: Path, write: Any) -> None:
+def write_whole(path: Path, write: Any) -> None:
+    """Writes a file beside its place and renames it into it, so that it is whole or not there.
+
+    Args:
+        write: is called with where to write.
+    """
     unfinished = path.with_name(path.name + ".tmp")
     write(unfinished)
     sync_to_disk(unfinished)

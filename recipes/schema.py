@@ -102,6 +102,17 @@ class RankingSection(Section):
     """Processes that tokenise texts. Default: one a core."""
 
 
+class CaptureSection(Section):
+    """Hidden states on disk (data_gen/capture.py)."""
+
+    dtype: Literal["bfloat16", "float32", "int8", "fp8"] = "bfloat16"
+    """Of the stored states. int8 and fp8 (e4m3) keep one scale for each state of each token."""
+    shard_megabytes: float = Field(default=512, gt=0)
+    """About how much a shard holds: what a kill can cost, and what capture keeps in memory."""
+    batch_tokens: int = Field(default=8192, ge=1)
+    """Tokens of one pass of the target, padding included; a longer row stands alone."""
+
+
 class DataSection(Section):
     prompts: str | list[str] | None = None
     """Conversations whose assistant turns the target rewrites: a .jsonl, .json or .parquet file, `stdlib:train`, or a
@@ -116,6 +127,10 @@ class DataSection(Section):
     """Training conversations that ask what eval.prompts ask: list and count them, leave them out, or do not look."""
     generator: GeneratorSection = GeneratorSection()
     ranking: RankingSection = RankingSection()
+    states: str | None = None
+    """Folder of the target's hidden states, which data_gen/capture.py writes. Training then reads them and never runs
+    the target. None: the target runs beside the drafter, and capture writes to <output_dir>/states."""
+    capture: CaptureSection = CaptureSection()
 
 
 MOST_SPECIALISTS = 64  # and positions of each: far beyond what is drafted in a round
@@ -214,6 +229,9 @@ class TrainSection(Section):
     """Conversations per micro-batch and process."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimiser step. Splitting a batch over them changes nothing but memory."""
+    packing: bool = False
+    """A micro-batch's conversations one behind the other in one row without padding, each attending to itself alone,
+    instead of one a row padded to the longest: the same losses and gradients, another use of time and memory."""
     learning_rate: float = Field(default=1e-4, gt=0)
     warmup_steps: int = Field(default=0, ge=0)
     """Optimiser steps of linear warm-up."""
@@ -687,6 +705,11 @@ class Recipe(Section):
     def drafter_dir(self) -> Path:
         """The final drafter of training."""
         return Path(self.output_dir) / "drafter"
+
+    @property
+    def states_dir(self) -> Path:
+        """Hidden states that data_gen/capture.py writes."""
+        return Path(self.data.states or Path(self.output_dir) / "states")
 
     @property
     def labelled_trees_dir(self) -> Path:
