@@ -30,11 +30,42 @@ across the end of a span or of the text.
 Counted columns of one span are consecutive, so among counted columns alone (index c), step k of column c is about the
 position of column c + k at step 0: its teacher is teacher[c + k], the token it reads is following[c + k]. The unroll
 shifts by an index; it never copies.
+
+Several documents may stand in one row, one behind the other (`Documents`). Each is read as if it had the row to itself:
+its positions count from 0, its tokens attend to its own alone. No window of a column crosses from one into the next,
+because spans never hold the first token of a document, which no chain has for a root and nothing predicts:
+
+    token         u  >  A  B  .  >  C  D  .             two documents
+    position      0  1  2  3  4  0  1  2  3
+    span          -  -  1  1  1  -  1  1  1             numbered in each document
+    depth         0  2  1  0  0  2  1  0  0
 """
 
 from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of a batch stand, of which some share a row.
+
+        row 0     a a a a b b b c c         places (0, 0, 4), (0, 4, 3), (0, 7, 2)
+        position  0 1 2 3 0 1 2 0 1
+        row 1     d d d d d d . . .                (1, 0, 6)
+        position  0 1 2 3 4 5 0 0 0         each token of padding is a document of its own
+
+    Attributes:
+        position: [B, T] of each token in its document; 0 in padding.
+        places: (row, first column, tokens) of each document, row by row, in the order of columns.
+    """
+
+    position: torch.Tensor
+    places: tuple[tuple[int, int, int], ...]
+
+    def first(self) -> torch.Tensor:
+        """[B, T] the column in which the document of each token begins."""
+        return torch.arange(self.position.shape[1], device=self.position.device) - self.position
 
 
 @dataclass(frozen=True)
@@ -57,6 +88,13 @@ class Columns:
         """values[b, t + offset, ...] for each column t: [B, C, ...]. Offsets stay inside wherever the column counts."""
         rows = torch.arange(len(self.index), device=self.index.device)[:, None]
         return values_BT[rows, (self.index + offset).clamp(max=values_BT.shape[1] - 1)]
+
+    def of_each(self, documents: Documents) -> list[tuple[int, int]]:
+        """Which columns are a document's: (first, end), along C. Columns of a row stand in the order of its tokens."""
+        index = torch.where(self.depth > 0, self.index, documents.position.shape[1])  # ascending, padding behind all
+        edges = torch.tensor([[start, start + tokens] for _, start, tokens in documents.places], device=index.device)
+        rows = torch.tensor([row for row, _, _ in documents.places], device=index.device)
+        return [(first, end) for first, end in torch.searchsorted(index[rows], edges).tolist()]
 
 
 def remaining_in_span(span_BT: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.families import scaled_logits, tried_attention
@@ -153,6 +154,7 @@ class Target:
         # What the decoder multiplies rows of `embedding_table` with before its first layer; 1 where it does more.
         self.embedding_scale = self._try_embedding_and_head()
         self._try_tree()
+        self._keeps_documents_apart = False  # not tried yet: only those who pack need it
 
     @property
     def device(self) -> torch.device:
@@ -182,15 +184,46 @@ class Target:
         return scaled_logits(self.config, self.head(last)).float()
 
     @torch.no_grad()
-    def states(self, input_ids_BT: torch.Tensor, capture: Sequence[int] | None = None) -> TargetStates:
+    def states(
+        self, input_ids_BT: torch.Tensor, capture: Sequence[int] | None = None, documents: Documents | None = None
+    ) -> TargetStates:
         """One causal pass over right-padded rows. Padding comes last, so no counted position ever sees it.
 
         Args:
             capture: the layers whose states are wanted, any or none; None: those of the target.
+            documents: where they stand, each read as if it were alone; None: every row is one.
+
+        Raises:
+            UserError: this decoder does not keep documents apart that share a row.
         """
+        if documents is not None and not self._keeps_documents_apart:
+            self._try_documents()
+            self._keeps_documents_apart = True
         with self._capturing(self.capture_layers if capture is None else capture) as captured:
-            last = self.decoder(input_ids=input_ids_BT, use_cache=False).last_hidden_state
+            last = self._read(input_ids_BT, documents)
         return TargetStates(_side_by_side(captured) if captured else last[..., :0], last)
+
+    def _read(self, input_ids_BT: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+        """Final states [B, T, H].
+
+        Documents are kept apart by masks and positions of our own, of which it was tried that the decoder follows
+        them, and not by those that transformers makes out of position_ids: which attention kernels and which families
+        heed restarting positions changes from release to release.
+
+            document     a a a b b          sees      a . . . .
+            position     0 1 2 0 1                    a a . . .
+                                                      a a a . .
+                                                      . . . b .
+                                                      . . . b b
+        """
+        inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
+        if documents is not None:
+            column = torch.arange(input_ids_BT.shape[1], dtype=torch.int32, device=input_ids_BT.device)
+            distance = column[:, None] - column  # [T, T] columns apart are positions apart within a document
+            seen = (distance >= 0) & (column >= documents.first()[..., None])  # [B, T, T]
+            inputs["attention_mask"] = self.kinds.masks(seen[:, None], distance, self.dtype)
+            inputs["position_ids"] = documents.position
+        return self.decoder(**inputs).last_hidden_state
 
     @torch.no_grad()
     def captured_states(self, input_ids_BT: torch.Tensor, capture: Sequence[int]) -> torch.Tensor:
@@ -292,6 +325,34 @@ class Target:
             raise UserError(
                 f"target.model: {self.name} does not follow the mask or the positions of a draft tree: other siblings "
                 f"change a node's logits by {stirred.item():.3g}, another root by {moved.max().item():.3g}"
+            )
+
+    @torch.no_grad()
+    def _try_documents(self) -> None:
+        """Refuses decoders that read a document otherwise where another one stands before it in its row.
+
+        Longer ones than the window, where there is one that a trial can afford. What the company changes is compared
+        with what it changes where nothing keeps the two apart.
+        """
+        tokens = 12 if self.kinds.window is None or self.kinds.window > 64 else self.kinds.window + 8
+        ids = self.vocab_size * torch.arange(1, 2 * tokens + 1, device=self.device)[None] // (2 * tokens + 1)
+        alone = self._read(ids[:, tokens:], None).float()
+        together = self._read(ids, None)[:, tokens:].float()
+        position = torch.arange(tokens, device=self.device).repeat(2)[None]
+        try:
+            packed = self._read(ids, Documents(position, ((0, 0, tokens), (0, tokens, tokens))))[:, tokens:].float()
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+            raise UserError(
+                f"train.packing: {self.name} cannot read packed documents: {type(error).__name__}: "
+                f"{first_line(error)}; set train.packing: false"
+            ) from error
+        stirred, moved = (packed - alone).abs().max().item(), (together - alone).abs().max().item()
+        # As with trees: rounding stirs by a hundredth of what neighbours move, a decoder that mixes them by most of it.
+        if not stirred < 0.1 * moved:
+            raise UserError(
+                f"train.packing: {self.name} does not keep documents apart that share a row: the one before changes "
+                f"its neighbour's states by {stirred:.3g}, by {moved:.3g} where nothing keeps them apart; set "
+                "train.packing: false"
             )
 
 

@@ -6,40 +6,119 @@ so that a resumed run and a run on other ranks read exactly the same batches.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.models.alignment import Documents
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows right-padded to the longest. span is 0 outside supervised spans, else the number of the span in its row."""
+    """Training rows laid out in rows of a batch: one a row and right-padded, or as documents one behind the other.
 
-    ids: torch.Tensor  # [B, T]
-    span: torch.Tensor  # [B, T]
-    lengths: list[int]  # tokens of each row, without padding
+        collate(rows)                packed                       collate_as(rows, [[2, 0], [1]])
+        a a a a a                    a a a a a b b c c c          c c c a a a a a
+        b b . . .                                                 b b . . . . . .
+        c c c . .
+
+    Attributes:
+        ids: [B, T] 0 in padding, which nothing ever looks at.
+        span: [B, T] 0 outside supervised spans, else the number of the span in its document. 0 at the first token of
+            each document, too, which no chain has for a root: so the spans of neighbours never touch.
+        document: [B, T] 0 in padding, else the number of the document in its row, from 1.
+        position: [B, T] of each token in its document; 0 in padding.
+        rows: which training rows stand here, in the order of the layout: row by row, along each row.
+        places: (row, first column, tokens) of each of them, in that order.
+    """
+
+    ids: torch.Tensor
+    span: torch.Tensor
+    document: torch.Tensor
+    position: torch.Tensor
+    rows: tuple[int, ...]
+    places: tuple[tuple[int, int, int], ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each training row, without padding."""
+        return [tokens for _, _, tokens in self.places]
 
     @property
     def tokens(self) -> int:
         """Without padding."""
         return sum(self.lengths)
 
+    @property
+    def documents(self) -> Documents | None:
+        """What keeps documents apart; None: each has a row to itself, and the order of columns is all that it takes."""
+        return Documents(self.position, self.places) if any(start for _, start, _ in self.places) else None
+
+    def lay_out(self, per_row: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What each training row brings, [tokens, ...] in the order of `rows`, as the ids are laid out: [B, T, ...].
+
+        Zeros in padding. What a training row brings for tokens behind those of this batch is cut, as its ids are.
+        """
+        like = per_row[0]
+        laid_out = torch.zeros(*self.ids.shape, *like.shape[1:], dtype=like.dtype, device=like.device)
+        for (row, start, tokens), values in zip(self.places, per_row, strict=True):
+            if len(values) < tokens:
+                raise ValueError(f"a training row of {tokens} tokens brings {len(values)} values")
+            laid_out[row, start : start + tokens] = values[:tokens]
+        return laid_out
+
     def to(self, device: torch.device) -> "Batch":
-        return Batch(self.ids.to(device), self.span.to(device), self.lengths)
+        tensors = {name: getattr(self, name).to(device) for name in ("ids", "span", "document", "position")}
+        return replace(self, **tensors)
 
 
-def collate(rows: Sequence[TrainingRow]) -> Batch:
-    """Pads with token 0, which nothing ever looks at. What follows a row's last span is cut: nothing counts there."""
-    lengths = [max((end for _, end in row.spans), default=1) for row in rows]
-    ids = torch.zeros(len(rows), max(lengths), dtype=torch.long)
-    span = torch.zeros_like(ids)
-    for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        ids[i, :length] = torch.tensor(row.input_ids[:length])
-        for number, (start, end) in enumerate(row.spans, start=1):
-            span[i, start:end] = number
-    return Batch(ids, span, lengths)
+def collate(rows: Sequence[TrainingRow], packed: bool = False, indices: Sequence[int] | None = None) -> Batch:
+    """All rows of a micro-batch: padded, one a row; or packed, all in one row without padding.
+
+    Args:
+        indices: the numbers of these rows, for `Batch.rows`; None: 0, 1, 2, ...
+    """
+    each = range(len(rows))
+    return collate_as(rows, [list(each)] if packed else [[i] for i in each], indices)
+
+
+def collate_as(
+    rows: Sequence[TrainingRow], layout: Sequence[Sequence[int]], indices: Sequence[int] | None = None
+) -> Batch:
+    """`layout`: places in `rows` of those that stand in each row of the batch, in their order."""
+    lengths = [[counted_length(rows[i]) for i in line] for line in layout]
+    shape = len(layout), max(map(sum, lengths))
+    ids, span, document, position = (torch.zeros(shape, dtype=torch.long) for _ in range(4))
+    places = []
+    for b, line in enumerate(layout):
+        start = 0
+        for number, (i, length) in enumerate(zip(line, lengths[b], strict=True), start=1):
+            here = slice(start, start + length)
+            ids[b, here] = torch.tensor(rows[i].input_ids[:length])
+            document[b, here] = number
+            position[b, here] = torch.arange(length)
+            for span_number, (first, end) in enumerate(rows[i].spans, start=1):
+                span[b, start + max(first, 1) : start + end] = span_number
+            places.append((b, start, length))
+            start += length
+    order = [i if indices is None else indices[i] for line in layout for i in line]
+    return Batch(ids, span, document, position, tuple(order), tuple(places))
+
+
+def counted_length(row: TrainingRow) -> int:
+    """Tokens of a row up to the end of its last span: behind it nothing counts, so nothing is computed."""
+    return max((end for _, end in row.spans), default=1)
+
+
+def efficiency(order: "BatchOrder", rows: Sequence[TrainingRow], packed: bool) -> float:
+    """Tokens that count / tokens computed, over the micro-batches of the first epoch: 1 is no padding at all."""
+    counted = computed = 0
+    for number in range(order.batches_per_epoch):
+        lengths = [counted_length(rows[i]) for i in order.rows(number)]
+        counted += sum(lengths)
+        computed += sum(lengths) if packed else len(lengths) * max(lengths)
+    return counted / computed
 
 
 class BatchOrder:

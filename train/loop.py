@@ -69,7 +69,6 @@ class Tally:
     reached: torch.Tensor
     correct: torch.Tensor
     tokens: torch.Tensor
-    nonfinite: torch.Tensor  # optimiser steps whose gradient was infinite or not a number
 
     @classmethod
     def empty(cls, steps: int, device: torch.device) -> "Tally":
@@ -82,6 +81,10 @@ class Tally:
         self.reached += sums.reached
         self.correct += sums.correct
         self.tokens += tokens
+
+    def merge(self, other: "Tally") -> None:
+        for f in fields(self):
+            getattr(self, f.name).add_(getattr(other, f.name))
 
     def summed(self, accelerator: Accelerator) -> dict[str, Any]:
         """The sums over all ranks, as numbers; `restore` takes them back exactly."""
@@ -101,6 +104,7 @@ class Tally:
             "accuracy": [round(value, 5) for value in accuracy],
             "simulated_tau": round(simulated_tau(accuracy), 4),
             "tokens": int(total["tokens"]),
+            "columns": int(total["columns"]),
         }
 
 
@@ -109,6 +113,7 @@ class Loop:
 
     Args:
         identity: what must be the same for a resumed run (data, order, drafter, target); compared, printed on refusal.
+        bf16: whether products are in bfloat16.
         replay: along which answers acceptance is found at every checkpoint; None: nowhere.
     """
 
@@ -123,6 +128,7 @@ class Loop:
         checkpoints: Path,
         metrics_path: Path,
         identity: dict[str, Any],
+        bf16: bool = False,
         replay: ValidationReplay | None = None,
     ):
         self.replay = replay
@@ -133,15 +139,9 @@ class Loop:
         self.unroll_steps, self.wants_features = trainee.steps, trainee.wants_features
         self.order = BatchOrder([len(row.input_ids) for row in rows], settings.batch_size, settings.seed)
         self.total_steps = total_steps(settings, len(rows), accelerator.num_processes)
-        self.parameters = [p for p in trainee.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=settings.learning_rate,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            weight_decay=settings.weight_decay,
-        )
-        self.trainee, self.optimizer = accelerator.prepare(trainee, optimizer)
+        self.engine = Engine(accelerator, trainee, settings, bf16)
         self.window = Tally.empty(self.unroll_steps, accelerator.device)  # since the last logged step
+        self.skipped = 0  # steps of this run whose gradient was not finite
         self.stopping = False  # SIGTERM came
 
     def run(self) -> bool:
@@ -160,13 +160,6 @@ class Loop:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.stopping = True
 
-    def _agree_to_stop(self, logged: bool) -> bool:
-        """Whether any rank got SIGTERM. Several ranks ask each other at logged steps, where they meet anyway."""
-        if self.accelerator.num_processes == 1:
-            return self.stopping
-        asked = torch.tensor(float(self.stopping), device=self.accelerator.device)
-        return logged and bool(self.accelerator.reduce(asked, "sum"))
-
     def _run(self, first: int) -> bool:
         logged_at, tokens_before = time.perf_counter(), int(self.window.tokens)
         main = self.accelerator.is_main_process
@@ -175,7 +168,7 @@ class Loop:
         )
         for step in range(first, self.total_steps):
             waiting: dict[str, Any] | None = None  # a line that is logged with what replay finds, after the checkpoint
-            grad_norm, lr = self._step(step)
+            grad_norm, lr, stop = self._step(step)
             done = step + 1
             progress.update()
             last = done == self.total_steps
@@ -184,10 +177,9 @@ class Loop:
             replay = self.replay is not None and save
             log = done % self.settings.log_every_steps == 0 or validate or replay or last
             if log:
-                self._refuse_nonfinite(done)
                 line = self.window.over_ranks(self.accelerator)
-                rate = (line.pop("tokens") - tokens_before) / (time.perf_counter() - logged_at)
-                line = {"step": done, **line, "grad_norm": grad_norm.item(), "lr": lr, "tokens_per_second": round(rate)}
+                clock = self.clock.read(line.pop("tokens"), line.pop("columns"))
+                line = {"step": done, **line, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped, **clock}
                 progress.set_postfix(
                     loss=f"{line['loss']:.3f}", tau=f"{line['simulated_tau']:.2f}", tok_s=f"{rate:.0f}"
                 )
@@ -256,12 +248,12 @@ class Loop:
             draws: names the random numbers of each row's feature noise; None: there is none.
         """
         with self.accelerator.autocast():  # the head stays in the target's own precision: it is the teacher
-            states = self.target.states(batch.ids)
+            states = self.target.states(batch.ids, documents=batch.documents)
         teacher = teacher_of(self.target, states.last, batch.ids, columns, self.vocab, self.wants_features)
         captured = states.captured
         if draws is not None and self.settings.feature_noise:
-            captured = add_noise(captured, self.settings.feature_noise, batch.lengths, draws)
-        return trainee(captured, batch.ids, columns, teacher)
+            captured = add_noise(captured, self.settings.feature_noise, batch.lengths, draws, batch.documents)
+        return trainee(captured, batch.ids, columns, teacher, batch.documents)
 
     def _refuse_nonfinite(self, step: int) -> None:
         """Before anything is logged or saved: weights that such a gradient has touched are lost."""
@@ -294,7 +286,7 @@ class Loop:
         return in_numbers(gather_object(rounds))
 
     def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> Batch:
-        return collate([rows[i] for i in indices]).to(self.accelerator.device)
+        return collate([rows[i] for i in indices], self.settings.packing, indices).to(self.accelerator.device)
 
     def _log(self, line: dict[str, Any]) -> None:
         flat = {

@@ -53,6 +53,7 @@ from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
 from draftsmith.recipes.validation import validation_rank
+from draftsmith.train.batches import efficiency
 from draftsmith.train.checkpoints import full_disk_is_told
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
@@ -130,7 +131,9 @@ def main(doc: str | None, kind: str) -> None:
     trainable = sum(p.numel() for p in drafter.parameters())
     accelerator.print(
         f"{trainable / 1e6:.2f} M trainable parameters, draft vocabulary {drafter.vocab.size} of {target.vocab_size}, "
-        f"target states {list(target.capture_layers)}, {len(rows)} rows, {len(validation_rows)} kept for validation"
+        f"target states {list(target.capture_layers)}, {len(rows)} rows, {len(validation_rows)} kept for validation\n"
+        f"{efficiency(loop.order, rows, recipe.train.packing):.1%} of the tokens computed count, the rest is padding "
+        f"({'packed' if recipe.train.packing else 'padded'} micro-batches, first epoch)"
     )
     if loop.run() and accelerator.is_main_process:
         data = {"conversations": recipe.conversations_path, "draft_vocab": recipe.draft_vocab_path}
@@ -295,6 +298,7 @@ MAY_CHANGE = {
     "eval_replay",
     "trackers",
     "gradient_checkpointing",
+    "packing",
 }
 
 

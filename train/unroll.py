@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from draftsmith.models.alignment import Columns
+from draftsmith.models.alignment import Columns, Documents
 from draftsmith.models.feature_drafter import DraftLayer, FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -71,6 +71,65 @@ def merged_attention(
     return attended.to(query_BACD.dtype).flatten(1, 2)
 
 
+class _Sight:
+    """Which step-0 keys each query sees: those of its own document, up to its own column.
+
+    Where every row is a document, one product takes all rows; documents that share a row are taken one by one, so that
+    nothing at all is computed between two of them.
+
+    Args:
+        index_BC: column of each query.
+        tokens: T.
+        ranges: (first, end) of each document's queries, along C; None where every row is one.
+    """
+
+    def __init__(
+        self, index_BC: torch.Tensor, tokens: int, documents: Documents | None, ranges: Sequence[tuple[int, int]] | None
+    ):
+        column = torch.arange(tokens, device=index_BC.device)
+        self.visible: torch.Tensor | None = None
+        self.parts: list[tuple[int, slice, slice, torch.Tensor]] = []  # row, its queries, its keys, who sees whom
+        if documents is None or ranges is None:
+            self.visible = column <= index_BC[:, :, None]  # [B, C, T]
+            return
+        for (row, start, length), (first, end) in zip(documents.places, ranges, strict=True):
+            if first < end:
+                keys, queries = slice(start, start + length), slice(first, end)
+                visible = column[keys] <= index_BC[row, queries, None]
+                self.parts.append((row, queries, keys, visible[None]))
+
+    def attend(
+        self,
+        query_BACD: torch.Tensor,
+        prefix_keys_BGTD: torch.Tensor,
+        prefix_values_BGTD: torch.Tensor,
+        own_keys: list[torch.Tensor],
+        own_values: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """`merged_attention` of them: [B, A, C, D]; 0 in padding of rows that documents share."""
+        if self.visible is not None:
+            return merged_attention(
+                query_BACD, prefix_keys_BGTD, prefix_values_BGTD, own_keys, own_values, self.visible
+            )
+        found: list[list[torch.Tensor]] = [[] for _ in query_BACD]
+        for row, queries, keys, visible in self.parts:
+            here = slice(row, row + 1)
+            attended = merged_attention(
+                query_BACD[here, :, queries],
+                prefix_keys_BGTD[here, :, keys],
+                prefix_values_BGTD[here, :, keys],
+                [key[here, :, queries] for key in own_keys],
+                [value[here, :, queries] for value in own_values],
+                visible,
+            )
+            found[row].append(attended)
+        width, lines = query_BACD.shape[2], []
+        for b, parts in enumerate(found):
+            line = torch.cat(parts, dim=2) if parts else query_BACD[b : b + 1, :, :0]
+            lines.append(functional.pad(line, (0, 0, 0, width - line.shape[2])))
+        return torch.cat(lines)
+
+
 # Of each layer: keys and values of the counted columns' steps 1, 2, ..., [B, G, C, D] each.
 OwnColumns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
@@ -83,12 +142,20 @@ class _Chains:
     """
 
     def __init__(
-        self, drafter: FeatureDrafter, layers: Sequence[DraftLayer], entry_BTW: torch.Tensor, columns: Columns
+        self,
+        drafter: FeatureDrafter,
+        layers: Sequence[DraftLayer],
+        entry_BTW: torch.Tensor,
+        columns: Columns,
+        documents: Documents | None,
     ):
-        self.drafter, self.layers, self.columns = drafter, layers, columns
-        position = torch.arange(entry_BTW.shape[1], device=entry_BTW.device)[None]
-        self.visible = position[None] <= columns.index[:, :, None]  # [B, C, T]
-        rotary = drafter.rotary(entry_BTW, position.expand(len(entry_BTW), -1))
+        self.drafter, self.layers = drafter, layers
+        rows, tokens = entry_BTW.shape[:2]
+        every_column = torch.arange(tokens, device=entry_BTW.device).expand(rows, -1)  # [B, T]
+        position = every_column if documents is None else documents.position
+        self.position = columns.gather(position)  # [B, C]
+        self.sight = _Sight(columns.index, tokens, documents, columns.of_each(documents) if documents else None)
+        rotary = drafter.rotary(entry_BTW, position)
         self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer: [B, G, T, D] keys and values
         h = entry_BTW
         for layer in layers:
@@ -96,9 +163,10 @@ class _Chains:
             keys, values = layer.self_attn.keys_values(x, *rotary)
             self.prefix.append((keys, values))
             if layer is not layers[-1]:  # the layer above needs a key of every column
-                causal = (position[0] <= position[0][:, None]).expand(len(h), -1, -1)  # [B, T, T]
+                ranges = [(start, start + length) for _, start, length in documents.places] if documents else None
+                causal = _Sight(every_column, tokens, documents, ranges)
                 query = layer.self_attn.queries(x, *rotary)
-                h = layer.finish(residual, merged_attention(query, keys, values, [], [], causal))
+                h = layer.finish(residual, causal.attend(query, keys, values, [], []))
         # What the last layer is asked with: the counted columns alone.
         self.first_input = columns.gather(x), columns.gather(residual)
         self.own: OwnColumns = [([], []) for _ in layers]
@@ -106,14 +174,14 @@ class _Chains:
     def first_step(self) -> torch.Tensor:
         """Outputs [B, C, H] of step 0."""
         layer, (x, residual) = self.layers[-1], self.first_input
-        query = layer.self_attn.queries(x, *self.drafter.rotary(x, self.columns.index))
-        return layer.finish(residual, merged_attention(query, *self.prefix[-1], [], [], self.visible))
+        query = layer.self_attn.queries(x, *self.drafter.rotary(x, self.position))
+        return layer.finish(residual, self.sight.attend(query, *self.prefix[-1], [], []))
 
     def read(self, entry_BCW: torch.Tensor, step: int) -> None:
         """Keys and values of a drafted step that another stack made."""
         [layer], [(keys, values)] = self.layers, self.own
         x = layer.enter(entry_BCW)[0]
-        key, value = layer.self_attn.keys_values(x, *self.drafter.rotary(x, self.columns.index + step))
+        key, value = layer.self_attn.keys_values(x, *self.drafter.rotary(x, self.position + step))
         self.own = [([*keys, key], [*values, value])]
 
     def later_step(self, entry_BCW: torch.Tensor, step: int, own: OwnColumns) -> tuple[torch.Tensor, OwnColumns]:
@@ -123,13 +191,13 @@ class _Chains:
         """
         grown: OwnColumns = []
         h = entry_BCW
-        cos, sin = self.drafter.rotary(h, self.columns.index + step)
+        cos, sin = self.drafter.rotary(h, self.position + step)
         for layer, prefix, (own_keys, own_values) in zip(self.layers, self.prefix, own, strict=True):
             x, residual = layer.enter(h)
             key, value = layer.self_attn.keys_values(x, cos, sin)
             query = layer.self_attn.queries(x, cos, sin)
             keys, values = [*own_keys, key], [*own_values, value]
-            h = layer.finish(residual, merged_attention(query, *prefix, keys, values, self.visible))
+            h = layer.finish(residual, self.sight.attend(query, *prefix, keys, values))
             grown.append((keys, values))
         return h, grown
 
@@ -142,6 +210,7 @@ def unroll(
     steps: int,
     gradient_checkpointing: bool = False,
     detach: bool = False,
+    documents: Documents | None = None,
 ) -> Iterator[torch.Tensor]:
     """Yields the layer's outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns.
 
@@ -149,8 +218,11 @@ def unroll(
 
     Args:
         detach: gradients never flow from one step to the one before (HASS). Where the stack changes they never do.
+        documents: where they stand; None: every row is one.
     """
-    following = torch.cat((ids_BT[:, 1:], ids_BT[:, -1:]), dim=1)  # [B, T] x[t+1]; the last column never counts
+    following = torch.cat(
+        (ids_BT[:, 1:], ids_BT[:, -1:]), dim=1
+    )  # [B, T] x[t+1]; the last column of a document never counts
     entry_BTW = drafter.entry(drafter.fuse(captured_BTF), drafter.embed(following))
 
     def run(function, *args):
@@ -161,7 +233,7 @@ def unroll(
         return drafter.entry(feature, drafter.embed(columns.gather(ids_BT, 1 + step)))
 
     stack = drafter.stack_of(0)
-    chains = _Chains(drafter, drafter.stacks[stack], entry_BTW, columns)
+    chains = _Chains(drafter, drafter.stacks[stack], entry_BTW, columns, documents)
     output = run(chains.first_step)
     yield output
     drafted: list[torch.Tensor] = []  # features of steps 1, 2, ... as another stack is handed them
@@ -170,7 +242,7 @@ def unroll(
         handed = feature.detach()
         if drafter.stack_of(step) != stack:
             stack, feature = drafter.stack_of(step), handed
-            chains = _Chains(drafter, drafter.stacks[stack], entry_BTW, columns)
+            chains = _Chains(drafter, drafter.stacks[stack], entry_BTW, columns, documents)
             for earlier, its_feature in enumerate(drafted, start=1):
                 chains.read(entry_of(its_feature, earlier), earlier)
         elif detach:
@@ -293,10 +365,15 @@ class TrainingTimeTest(nn.Module):
         return self.weights.feature > 0
 
     def forward(
-        self, captured_BTF: torch.Tensor, ids_BT: torch.Tensor, columns: Columns, teacher: Teacher
+        self,
+        captured_BTF: torch.Tensor,
+        ids_BT: torch.Tensor,
+        columns: Columns,
+        teacher: Teacher,
+        documents: Documents | None = None,
     ) -> UnrollSums:
         outputs = unroll(
-            self.drafter, captured_BTF, ids_BT, columns, self.steps, self.gradient_checkpointing, self.detach
+            self.drafter, captured_BTF, ids_BT, columns, self.steps, self.gradient_checkpointing, self.detach, documents
         )
         width = columns.index.shape[1]
         reachable = torch.ones_like(teacher.label_drafted)
