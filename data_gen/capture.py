@@ -1,0 +1,348 @@
+"""Write the target's hidden states of a recipe's conversations to disk, to train from them without the target.
+
+    python data_gen/capture.py recipes/demo.yaml
+    python data_gen/capture.py recipes/demo.yaml data.capture.dtype=int8 data.states=runs/demo/int8   # half the size
+    python data_gen/capture.py recipes/demo.yaml --plan                     # what it would write, and how much
+    python data_gen/capture.py recipes/demo.yaml --verify                 # reads all again, writes anew what is damaged
+    accelerate launch train/eagle3.py recipes/demo.yaml data.states=runs/demo/states train.eval_replay=0
+
+Which states: those that the recipe's drafter reads (drafter.kind, drafter.capture_layers) of every token, and the last
+one where it teaches. Rows of training and of validation are captured alike; which are which may change afterwards.
+
+Writes <data.states>, by default <output_dir>/states (`data_gen.store`). Its size is told first, and compared with what
+is free. Stopped at any moment and started again, it makes the shards that are missing. For other rows, another target,
+other layers or another dtype name another folder.
+"""
+
+import shutil
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tqdm import tqdm
+
+from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.data_gen.store import (
+    ENCODINGS,
+    Manifest,
+    Shape,
+    ShardBuffer,
+    file_problem,
+    key_of,
+    length_of,
+    unlike,
+    words_of_rows,
+)
+from draftsmith.data_gen.stored_target import (
+    head_bytes,
+    save_target,
+    target_is_whole,
+    words_bytes,
+    words_of_config,
+)
+from draftsmith.data_gen.training_data import usable_rows
+from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.checkpoint import config_identity, file_digest, target_identity
+from draftsmith.models.costs import gigabytes, target_forward_flops, target_size, torch_dtype
+from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
+from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import output_problem
+from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.schema import Recipe
+
+MANIFEST_BYTES_A_SHARD = 450
+
+
+def main() -> None:
+    command = parse_command(__doc__, extra=_options)
+    recipe = command.recipe
+    directory = recipe.states_dir
+    if (problem := output_problem(directory, folder=True)) is not None:
+        raise UserError(f"data.states: {problem}")
+    tokenizer = load_tokenizer(recipe.target)
+    rejects = Rejects(None if command.plan else recipe.training_rejects_path)
+    job = Job.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
+    if rejects.total:
+        print(rejects.summary())
+    manifest = begun(directory, job, command.verify)
+    for text in plan_lines(job, manifest, directory):
+        print(text)
+    if command.plan:
+        return
+    check_room(job, manifest, directory)
+    if manifest.complete and target_is_whole(directory, manifest):
+        print(f"all is captured: {in_words(manifest)}")
+        return
+    capture(job, manifest, directory)
+    print(f"{directory}: {in_words(manifest)}")
+
+
+def _options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--verify", action="store_true", help="read what is written again, compare its sha256, write anew what differs"
+    )
+
+
+# What is captured.
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the recipe asks for.
+
+    Args:
+        shards: the rows of each.
+        made_of: as far as it is known before the target is loaded.
+    """
+
+    recipe: Recipe
+    fingerprint: str
+    layers: tuple[int, ...]
+    shape: Shape
+    shards: list[list[TrainingRow]]
+    made_of: dict[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], fingerprint: str) -> "Job":
+        section, settings = recipe.target, recipe.data.capture
+        config = load_config(section).get_text_config(decoder=True)
+        layers = layers_of(recipe, config)
+        shape = shape_of(config, layers, settings.dtype)
+        target = config_identity(config, section.model, section.revision, fingerprint)
+        made_of = wanted(target, config, layers, settings.dtype) | {
+            "rows": words_of_rows({key_of(row) for row in rows}),
+            # What decides the last bits, and where each row lies.
+            "computed_in": str(torch_dtype(config, section.dtype)).removeprefix("torch."),
+            "shard_megabytes": settings.shard_megabytes,
+            "batch_tokens": settings.batch_tokens,
+        }
+        shards = shape.shards(rows, settings.shard_megabytes * 1e6)
+        return cls(recipe, fingerprint, layers, shape, shards, made_of)
+
+    @property
+    def bytes_of_target(self) -> int:
+        """Of its head, embeddings, config and tokenizer."""
+        section = self.recipe.target
+        config = load_config(section)
+        itemsize = torch_dtype(config, section.dtype).itemsize
+        with tempfile.TemporaryDirectory() as folder:
+            return head_bytes(config.get_text_config(decoder=True), itemsize) + words_bytes(section, Path(folder))
+
+
+def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
+    """States that the recipe's drafter reads: EAGLE-1's is the last, behind the final norm."""
+    if recipe.drafter.extends == "eagle":
+        return (config.num_hidden_layers,)
+    return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
+
+
+def shape_of(config: Any, layers: Sequence[int], dtype: str) -> Shape:
+    has_last = layers[-1] != config.num_hidden_layers
+    return Shape(len(layers), config.hidden_size, ENCODINGS[dtype], has_last)
+
+
+def wanted(target: dict[str, Any], config: Any, layers: Sequence[int], dtype: str) -> dict[str, Any]:
+    """What a store must be to be read with this target, drafter and recipe; its rows apart.
+
+    Args:
+        target: its identity, as far as it is known.
+    """
+    return {"target": target | words_of_config(config), "capture_layers": list(layers), "dtype": dtype}
+
+
+def begun(directory: Path, job: Job, verify: bool) -> Manifest:
+    """What was captured there so far, as far as it is intact; an empty manifest where nothing was.
+
+    Raises:
+        UserError: what lies there was made otherwise.
+    """
+    manifest = Manifest.read(directory)
+    if manifest is None:
+        return Manifest(job.made_of, len(job.shards))
+    known = {**manifest.made_of, "target": {**manifest.made_of["target"], **job.made_of["target"]}}
+    if different := unlike(manifest, known | {key: job.made_of[key] for key in job.made_of if key != "target"}):
+        raise UserError(
+            f"{directory}: states that were captured otherwise ({'; '.join(different)}); name another data.states, or "
+            "delete that folder"
+        )
+    for number, said in list(manifest.shards.items()):
+        path = directory / said["file"]
+        problem = file_problem(path, said)
+        if problem is None and verify and file_digest(path) != said["sha256"]:
+            problem = f"{path}: damaged: not what was written (its sha256 differs)"
+        if problem is not None:
+            print(f"note: {problem}; captured again")
+            del manifest.shards[number]
+    if not target_is_whole(directory, manifest, verify):
+        manifest.files = {}
+    return manifest
+
+
+def todo(job: Job, manifest: Manifest) -> list[int]:
+    """Numbers of the shards that are missing."""
+    return [number for number in range(len(job.shards)) if number not in manifest.shards]
+
+
+# Sizes.
+
+
+def estimated_bytes(job: Job) -> int:
+    """The whole store: shards, target/ and manifest."""
+    shards = sum(map(job.shape.bytes_of_shard, job.shards))
+    return shards + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
+
+
+def plan_lines(job: Job, manifest: Manifest, directory: Path) -> Iterator[str]:
+    rows = [row for shard in job.shards for row in shard]
+    shape, width = job.shape, job.shape.hidden_size
+    tokens = sum(map(length_of, rows))
+    one = shape.encoding.bytes_of(width)
+    taught = sum(max(0, end - max(start, 1) - 1) for row in rows for start, end in row.spans)
+    a_token = one * (shape.states + (taught / tokens if shape.has_last else 0))
+    states = f"{list(job.layers)} of every token" + (
+        f", the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else ", which is the teacher's, too"
+    )
+    section = job.recipe.target
+    config = load_config(section)
+    size = target_size(config, section.dtype, section.trust_remote_code)
+    flops = sum(target_forward_flops(config.get_text_config(decoder=True), size, 1, length_of(row), 0) for row in rows)
+    yield f"rows           {len(rows):,}, {tokens:,} tokens, of training and validation"
+    yield f"states         {states}, in {job.recipe.data.capture.dtype}"
+    yield (
+        f"a token        {a_token:,.0f} bytes of states; three states and the last of every token in 16 bits "
+        f"(4 * H * 2) are {4 * width * 2:,}"
+    )
+    yield f"disk           {gigabytes(estimated_bytes(job))} in {shards_in_words(job)}, {free_in_words(directory)}"
+    yield f"passes         {flops:.1e} operations of the target; the progress bar tells how long they take here"
+    if manifest.shards:
+        yield f"done           {in_words(manifest)}"
+    yield f"writes         {directory}"
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder on the way to `path` that is there."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def shards_in_words(job: Job) -> str:
+    return f"{len(job.shards):,} shard{'s' * (len(job.shards) > 1)}"
+
+
+def free_in_words(directory: Path) -> str:
+    return f"{gigabytes(shutil.disk_usage(existing_parent(directory)).free)} are free there"
+
+
+def check_room(job: Job, manifest: Manifest, directory: Path) -> None:
+    """Refuses before anything is written what cannot fit.
+
+    Raises:
+        UserError: it cannot.
+    """
+    left = sum(job.shape.bytes_of_shard(job.shards[number]) for number in todo(job, manifest))
+    left += 0 if manifest.files else job.bytes_of_target
+    free = shutil.disk_usage(existing_parent(directory)).free
+    if left > free:
+        raise UserError(
+            f"data.states: {gigabytes(left)} are still to be written to {directory}, and {gigabytes(free)} are free "
+            "there: make room, name another folder, or take data.capture.dtype=int8 or a smaller data.max_length"
+        )
+
+
+def in_words(manifest: Manifest) -> str:
+    rows, tokens, size = (manifest.total(name) for name in ("rows", "tokens", "bytes"))
+    text = (
+        f"{rows:,} rows, {tokens:,} tokens, {gigabytes(size)} in {len(manifest.shards):,} of {manifest.of_shards:,} "
+        "shards"
+    )
+    if broken := manifest.total("nonfinite_rows"):
+        text += f"; {broken:,} rows have states that are not finite numbers, and training will skip them"
+    return text
+
+
+# Capturing.
+
+
+def capture(job: Job, manifest: Manifest, directory: Path) -> None:
+    """Writes target/ and every shard that is missing.
+
+    Raises:
+        UserError: the target is not the one of the shards that are there; the disk is full.
+    """
+    section, settings = job.recipe.target, job.recipe.data.capture
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.states: {directory} cannot be made: {error.strerror}; name another folder") from None
+    for leftover in directory.glob("*.tmp"):  # of a run that was killed
+        leftover.unlink()
+    target = Target(load_causal_lm(section), job.layers)
+    identity = target_identity(target, section.model, section.revision, job.fingerprint)
+    identity |= {"embedding_scale": target.embedding_scale}
+    made_of = job.made_of | {"target": job.made_of["target"] | identity}
+    if manifest.shards and (different := unlike(manifest, made_of)):
+        raise UserError(
+            f"{directory}: states of another target ({'; '.join(different)}); name another data.states, or delete that "
+            "folder"
+        )
+    manifest.made_of = made_of
+    missing = todo(job, manifest)
+    total = sum(length_of(row) for number in missing for row in job.shards[number])
+    nonfinite: list[str] = []
+    with tqdm(total=total, desc="capture", unit="token", unit_scale=True) as bar:
+        try:
+            if not manifest.files:
+                manifest.files = save_target(section, target, directory)
+                manifest.write(directory)
+            for number in missing:
+                shard = ShardBuffer(job.shape, job.shards[number])
+                for batch in batches_of(job.shards[number], settings.batch_tokens):
+                    fill(shard, batch, target)
+                    bar.update(sum(length_of(shard.rows[index]) for index in batch))
+                nonfinite += [shard.rows[index].id for index in sorted(shard.nonfinite)]
+                manifest.shards[number] = shard.write(directory, number)
+                manifest.write(directory)
+        except (OSError, SafetensorError) as error:
+            for unfinished in directory.glob("*.tmp"):
+                unfinished.unlink(missing_ok=True)
+            raise UserError(
+                f"{directory}: cannot be written ({str(error).splitlines()[0]}): make room, if the disk is full, and "
+                f"start again; {len(manifest.shards):,} of {manifest.of_shards:,} shards are whole, and it goes on "
+                "behind them"
+            ) from error
+    if nonfinite:
+        print(f"note: states that are not finite numbers in {len(nonfinite)} rows, the first: {nonfinite[:5]}")
+
+
+def batches_of(rows: Sequence[TrainingRow], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of rows that are read side by side: of like length, so many tokens with their padding."""
+    order = sorted(range(len(rows)), key=lambda index: (length_of(rows[index]), index), reverse=True)
+    batch: list[int] = []
+    for index in order:
+        longest = length_of(rows[batch[0] if batch else index])
+        if batch and longest * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:
+    """Runs the target over some rows of a shard and puts their states into it."""
+    rows = [shard.rows[index] for index in batch]
+    ids = torch.zeros(len(rows), max(map(length_of, rows)), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : length_of(row)] = torch.tensor(row.input_ids[: length_of(row)])
+    states = target.states(ids.to(target.device))
+    for i, (index, row) in enumerate(zip(batch, rows, strict=True)):
+        shard.put(index, states.captured[i, : length_of(row)], states.last[i, : length_of(row)])
+
+
+if __name__ == "__main__":
+    run(main)

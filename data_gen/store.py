@@ -1,0 +1,497 @@
+"""The target's hidden states on disk, so that a drafter is trained many times and the target runs once.
+
+    manifest.json               whose states these are, of which rows, in which dtype; size, sha256 and counts of every
+                                file
+    target/                     what training asks of the target itself: its embeddings and head
+                                (`data_gen.stored_target`), its config and tokenizer
+    shard-00000.safetensors     rows one behind the other:
+        captured        [N, S, H]   the states that the drafter reads, of all tokens
+        captured_scale  [N, S]      float32, of int8 and fp8 alone: a state is values * scale
+        last            [M, H]      the teacher's last state, of the tokens alone that some column has for a teacher;
+        last_scale      [M]         neither is there where the last state is captured: then it is in `captured`
+        ids             [N] int32   the rows' tokens
+        starts          [R + 1]     tokens of row r are starts[r] to starts[r + 1]
+        spans           [P, 3]      (row, start, end) of the supervised spans
+        key             [R, 16]     `key_of` each row
+
+A row's tokens behind its last span are not stored: nothing there is ever read (`train.batches.collate`). Which of them
+is whose teacher, `models.alignment` says: column t has the target's distribution at t + 1, and counts where x[t+1] and
+x[t+2] lie in one span. So a span (s, e) needs the last states of s to e - 2:
+
+    position      0  1  2  3  4  5  6  7  8  9 10
+    token         u  u  u  >  A  B  C  D  .  u  u          span (4, 9)
+    captured      *  *  *  *  *  *  *  *  *
+    last                      *  *  *  *
+
+Rows lie in shards by the order of their keys, that is, at random: a shard is a fair sample of the data, and training
+shuffles shards and what is in a few of them (`train.stored_states`). A shard is whole or not there
+(`labelled_trees.write_whole`), and what the manifest does not name does not count. Reading compares sizes when a store
+is opened and sha256 when a shard is first read.
+
+Shapes: N tokens, S captured states of width H, M teacher positions, R rows, P spans, T tokens of a row.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.data_gen.labelled_trees import MANIFEST, shard_name, write_whole
+from draftsmith.models.checkpoint import differences, file_digest
+from draftsmith.recipes.errors import UserError
+
+KIND = "hidden_states"
+KEY_BYTES = 16
+# What safetensors says of the tensors of a shard before their bytes, about.
+HEADER_BYTES = 600
+COUNTS = ("rows", "tokens", "teacher_tokens", "nonfinite_rows")
+
+
+# How a state is stored.
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A dtype of stored states. `largest`: what the largest element of a state becomes; None: states are not scaled."""
+
+    dtype: torch.dtype
+    largest: float | None = None
+
+    def bytes_of(self, width: int) -> int:
+        """Of one state."""
+        return width * self.dtype.itemsize + (0 if self.largest is None else 4)
+
+    def encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """States [..., H] as (values [..., H], scales [...] or None). What is not finite does not become so."""
+        if self.largest is None:
+            return states.to(self.dtype), None
+        exact = states.float()
+        scale = exact.abs().amax(-1) / self.largest
+        values = exact / torch.where(scale > 0, scale, 1.0)[..., None]
+        if not self.dtype.is_floating_point:
+            values = values.nan_to_num(0.0).round()
+        return values.to(self.dtype), scale
+
+    def decode(self, values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """The other way, in `dtype`."""
+        return values.to(dtype) if scales is None else (values.float() * scales[..., None]).to(dtype)
+
+
+ENCODINGS = {
+    "bfloat16": Encoding(torch.bfloat16),
+    "float32": Encoding(torch.float32),
+    "int8": Encoding(torch.int8, 127.0),
+    "fp8": Encoding(torch.float8_e4m3fn, 448.0),
+}
+
+
+# Rows.
+
+
+def key_of(row: TrainingRow) -> bytes:
+    """Says which row this is: its id, its tokens and its spans."""
+    words = json.dumps([row.id, row.spans]).encode()
+    return hashlib.blake2b(words + array("i", row.input_ids).tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def length_of(row: TrainingRow) -> int:
+    """Tokens whose states are stored."""
+    return max(end for _, end in row.spans)
+
+
+def teacher_positions(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Positions whose last state teaches some column at some step, ascending. The first token has no column before it.
+
+    Teachers of later steps are other columns' of step 0 (`models.alignment`), so that K does not matter.
+    """
+    return [position for start, end in spans for position in range(max(start, 1), end - 1)]
+
+
+def words_of_rows(keys: Iterable[bytes]) -> str:
+    """Says which rows these are, whatever their order."""
+    ordered = sorted(keys)
+    return f"{len(ordered)} rows, sha256 {hashlib.sha256(b''.join(ordered)).hexdigest()}"
+
+
+# Sizes.
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What decides how many bytes a row takes.
+
+    Attributes:
+        states: S, captured states of a token.
+        has_last: the teacher's last states stand beside them.
+    """
+
+    states: int
+    hidden_size: int
+    encoding: Encoding
+    has_last: bool
+
+    def bytes_of(self, row: TrainingRow) -> int:
+        state, length = self.encoding.bytes_of(self.hidden_size), length_of(row)
+        taught = sum(max(0, end - max(start, 1) - 1) for start, end in row.spans) if self.has_last else 0
+        return state * (self.states * length + taught) + 4 * length + 24 * len(row.spans) + 8 + KEY_BYTES
+
+    def shards(self, rows: Sequence[TrainingRow], shard_bytes: float) -> list[list[TrainingRow]]:
+        """Which rows stand together: each once, in the order of their keys, shards of about the same size."""
+        distinct = {key_of(row): row for row in rows}
+        sizes = {key: self.bytes_of(row) for key, row in distinct.items()}
+        shards: list[list[TrainingRow]] = [[]]
+        filled = 0
+        for key in sorted(distinct):
+            if shards[-1] and filled + sizes[key] > shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(distinct[key])
+            filled += sizes[key]
+        return shards
+
+    def bytes_of_shard(self, rows: Sequence[TrainingRow]) -> int:
+        return HEADER_BYTES + sum(map(self.bytes_of, rows))
+
+
+# Writing.
+
+
+class ShardBuffer:
+    """A shard in the making, in memory, as it will lie on disk."""
+
+    def __init__(self, shape: Shape, rows: Sequence[TrainingRow]):
+        self.shape, self.rows = shape, rows
+        self.starts = [0]
+        self.taught_starts = [0]
+        for row in rows:
+            self.starts.append(self.starts[-1] + length_of(row))
+            self.taught_starts.append(self.taught_starts[-1] + len(teacher_positions(row.spans)))
+        tokens, taught = self.starts[-1], self.taught_starts[-1]
+        dtype, width = shape.encoding.dtype, shape.hidden_size
+        self.tensors = {"captured": torch.empty(tokens, shape.states, width, dtype=dtype)}
+        if shape.has_last:
+            self.tensors["last"] = torch.empty(taught, width, dtype=dtype)
+        if shape.encoding.largest is not None:
+            self.tensors["captured_scale"] = torch.empty(tokens, shape.states)
+            if shape.has_last:
+                self.tensors["last_scale"] = torch.empty(taught)
+        self.nonfinite: set[int] = set()
+
+    def put(self, index: int, captured_TF: torch.Tensor, last_TH: torch.Tensor) -> None:
+        """The states of row `index`, one for each of its tokens."""
+        captured_TSH = captured_TF.unflatten(-1, (self.shape.states, self.shape.hidden_size))
+        self._put(index, "captured", self.starts, captured_TSH)
+        if self.shape.has_last:
+            taught = torch.tensor(teacher_positions(self.rows[index].spans), device=last_TH.device, dtype=torch.long)
+            self._put(index, "last", self.taught_starts, last_TH[taught])
+
+    def _put(self, index: int, name: str, starts: Sequence[int], states: torch.Tensor) -> None:
+        place = slice(starts[index], starts[index + 1])
+        values, scales = self.shape.encoding.encode(states)
+        self.tensors[name][place] = values.cpu()
+        if scales is not None:
+            self.tensors[f"{name}_scale"][place] = scales.cpu()
+        if not bool(states.isfinite().all()):
+            self.nonfinite.add(index)
+
+    def write(self, directory: Path, number: int) -> dict[str, Any]:
+        """Writes shard `number` and returns what the manifest says of it."""
+        ids = [row.input_ids[: length_of(row)] for row in self.rows]
+        spans = [(index, start, end) for index, row in enumerate(self.rows) for start, end in row.spans]
+        keys = b"".join(map(key_of, self.rows))
+        tensors = self.tensors | {
+            "ids": torch.tensor([token for row in ids for token in row], dtype=torch.int32),
+            "starts": torch.tensor(self.starts),
+            "spans": torch.tensor(spans),
+            "key": torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, KEY_BYTES),
+        }
+        path = directory / shard_name(number)
+        write_whole(path, lambda unfinished: save_file(tensors, unfinished))
+        return {
+            "file": path.name,
+            "bytes": path.stat().st_size,
+            "sha256": file_digest(path),
+            "keys_sha256": hashlib.sha256(keys).hexdigest(),
+            "rows": len(self.rows),
+            "tokens": self.starts[-1],
+            "teacher_tokens": self.taught_starts[-1],
+            "nonfinite_rows": len(self.nonfinite),
+        }
+
+
+# The manifest.
+
+
+@dataclass
+class Manifest:
+    """What a store says of itself.
+
+    Args:
+        made_of: everything that decides what is in it: target (`identity_of` in data_gen/capture.py), dtype, capture
+            layers, rows, how they are divided into shards.
+        files: size and sha256 of what lies in target/.
+        of_shards: how many there will be; `shards` holds those that are written, by number.
+    """
+
+    made_of: dict[str, Any]
+    of_shards: int
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    shards: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.shards) == self.of_shards
+
+    def total(self, name: str) -> int:
+        """Sum over the shards of one of COUNTS, or of their bytes."""
+        return sum(shard[name] for shard in self.shards.values())
+
+    def write(self, directory: Path) -> None:
+        words = {
+            "kind": KIND,
+            "complete": self.complete,
+            "of_shards": self.of_shards,
+            **{name: self.total(name) for name in COUNTS},
+            "bytes": self.total("bytes") + sum(each["bytes"] for each in self.files.values()),
+            "made_of": self.made_of,
+            "target_files": self.files,
+            "shards": [self.shards[number] for number in sorted(self.shards)],
+        }
+        write_whole(directory / MANIFEST, lambda path: path.write_text(json.dumps(words, indent=2) + "\n"))
+
+    @classmethod
+    def read(cls, directory: Path) -> "Manifest | None":
+        """None where nothing was captured yet.
+
+        Raises:
+            UserError: a manifest that is damaged, or another kind of file.
+        """
+        path = directory / MANIFEST
+        try:
+            words = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"{path}: not JSON: {error}; delete the folder and capture again") from None
+        if not isinstance(words, dict) or words.get("kind") != KIND:
+            raise UserError(f"{path}: not a manifest of hidden states (kind: {KIND}); data_gen/capture.py writes one")
+        try:
+            return cls._of(words)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise UserError(f"{path}: damaged: {what}; delete the folder and capture again") from None
+
+    @classmethod
+    def _of(cls, words: dict[str, Any]) -> "Manifest":
+        shards: dict[int, dict[str, Any]] = {}
+        for shard in words["shards"]:
+            number = int(shard["file"].removeprefix("shard-").removesuffix(".safetensors"))
+            if shard["file"] != shard_name(number) or number >= words["of_shards"] or number in shards:
+                raise ValueError(f"{shard['file']!r} is no file of it")
+            _check_numbers(shard["file"], shard, ("bytes", *COUNTS))
+            shards[number] = {name: shard[name] for name in ("file", "bytes", "sha256", "keys_sha256", *COUNTS)}
+        for name, file in words["target_files"].items():
+            _check_numbers(name, file, ("bytes",))
+            if Path(name).name != name or type(file["sha256"]) is not str:
+                raise ValueError(f"{name!r} is no file of it")
+        made_of = words["made_of"]
+        if not {"target", "dtype", "capture_layers", "rows"} <= made_of.keys() or made_of["dtype"] not in ENCODINGS:
+            raise ValueError(f"made_of is {made_of!r}")
+        return cls(made_of, words["of_shards"], words["target_files"], shards)
+
+
+def _check_numbers(name: str, said: dict[str, Any], keys: Sequence[str]) -> None:
+    for key in keys:
+        if type(said[key]) is not int or said[key] < 0:
+            raise ValueError(f"{name}: {key}: {said[key]!r} must be a whole number, 0 or more")
+
+
+def unlike(manifest: Manifest, wanted: dict[str, Any]) -> list[str]:
+    """In what a store differs from what is asked for, both sides named; a target may be moved or renamed."""
+    return [
+        f"{key}: the store has {theirs!r}, asked for is {mine!r}"
+        for key, theirs, mine in differences(manifest.made_of, json.loads(json.dumps(wanted)))
+        if key not in ("target.model", "target.revision")
+    ]
+
+
+def file_problem(path: Path, said: dict[str, Any]) -> str | None:
+    """By size alone: what does not take time."""
+    try:
+        has = path.stat().st_size
+    except OSError as error:
+        return f"{path}: {error.strerror.lower() if error.strerror else error}"
+    return None if has == said["bytes"] else f"{path}: damaged: {has:,} bytes instead of {said['bytes']:,}"
+
+
+# Reading.
+
+
+@dataclass(frozen=True)
+class RowStates:
+    """What is stored of a row, as it is stored.
+
+    Attributes:
+        captured: [T, S, H]; captured_scale: [T, S] or None.
+        last: [m, H], of `teacher_positions`; None where it is among `captured`. last_scale: [m] or None.
+    """
+
+    captured: torch.Tensor
+    captured_scale: torch.Tensor | None
+    last: torch.Tensor | None
+    last_scale: torch.Tensor | None
+
+    def to(self, device: torch.device) -> "RowStates":
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "RowStates":
+        """In memory that is copied to a GPU while it computes."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RowStates":
+        parts = (self.captured, self.captured_scale, self.last, self.last_scale)
+        captured, *others = (None if part is None else change(part) for part in parts)
+        assert captured is not None
+        return RowStates(captured, *others)
+
+
+@dataclass
+class _Index:
+    """Where the rows of a shard lie in it."""
+
+    starts: list[int]
+    taught_starts: list[int]
+
+
+class Store:
+    """A whole store, opened for reading, by one thread at a time.
+
+    Raises:
+        UserError: there is none, it is unfinished, or files are missing, truncated or altered; all that can be seen
+            without reading the shards, at once.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        manifest = Manifest.read(directory)
+        if manifest is None:
+            raise UserError(f"data.states: no hidden states in {directory}; data_gen/capture.py writes them")
+        if not manifest.complete:
+            raise UserError(
+                f"data.states: {directory} has {len(manifest.shards):,} of {manifest.of_shards:,} shards; run "
+                "data_gen/capture.py again, which goes on"
+            )
+        self.manifest = manifest
+        files = [(directory / "target" / name, said) for name, said in manifest.files.items()]
+        files += [(directory / shard["file"], shard) for shard in manifest.shards.values()]
+        if problems := [problem for path, said in files if (problem := file_problem(path, said))]:
+            raise UserError([f"{problem}; {MEND}" for problem in problems])
+        self.encoding = ENCODINGS[manifest.made_of["dtype"]]
+        self.capture_layers: tuple[int, ...] = tuple(manifest.made_of["capture_layers"])
+        self._verified: set[int] = set()
+        self._open: dict[int, Any] = {}
+        self._indices: dict[int, _Index] = {}
+        self._places = dict(self._read_keys())  # key -> (shard, row in it)
+
+    def _read_keys(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
+        for number, said in self.manifest.shards.items():
+            keys = self._of_shard(number, lambda shard: shard.get_tensor("key")).numpy().tobytes()
+            if hashlib.sha256(keys).hexdigest() != said["keys_sha256"]:
+                raise self._damaged(number, "its rows are not those that were written")
+            for row in range(len(keys) // KEY_BYTES):
+                yield keys[row * KEY_BYTES : (row + 1) * KEY_BYTES], (number, row)
+
+    @property
+    def words_of_rows(self) -> str:
+        return words_of_rows(self._places)
+
+    def missing(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+        """Those of which nothing is stored."""
+        return [row for row in rows if key_of(row) not in self._places]
+
+    def shard_of(self, row: TrainingRow) -> int:
+        """The number of the shard that holds the row's states."""
+        return self._places[key_of(row)][0]
+
+    def read(self, row: TrainingRow) -> RowStates:
+        """What is stored of a row.
+
+        Raises:
+            UserError: its shard is not what was written.
+        """
+        number, index = self._places[key_of(row)]
+        if number not in self._verified:
+            self._verify(number)
+        return self._of_shard(number, lambda shard: self._read(shard, number, index, row))
+
+    def _read(self, shard: Any, number: int, index: int, row: TrainingRow) -> RowStates:
+        if number not in self._indices:
+            self._indices[number] = _index_of(shard)
+        at = self._indices[number]
+        names = set(shard.keys())
+
+        def part(name: str, starts: Sequence[int]) -> torch.Tensor | None:
+            return shard.get_slice(name)[starts[index] : starts[index + 1]] if name in names else None
+
+        captured = part("captured", at.starts)
+        ids = shard.get_slice("ids")[at.starts[index] : at.starts[index + 1]].tolist()
+        if captured is None or ids != row.input_ids[: length_of(row)]:
+            raise self._damaged(number, f"its tokens of row {row.id!r} are not the row's")
+        return RowStates(
+            captured,
+            part("captured_scale", at.starts),
+            part("last", at.taught_starts),
+            part("last_scale", at.taught_starts),
+        )
+
+    def _verify(self, number: int) -> None:
+        said = self.manifest.shards[number]
+        try:
+            found = file_digest(self.directory / said["file"])
+        except OSError as error:
+            raise self._damaged(number, str(error.strerror)) from None
+        if found != said["sha256"]:
+            raise self._damaged(number, "not what was written (its sha256 differs)")
+        self._verified.add(number)
+
+    def _of_shard(self, number: int, read: Any) -> Any:
+        """What `read` makes of the opened shard. Few stay open: a store may have more files than a process may open."""
+        try:
+            shard = self._open.pop(number, None)
+            if shard is None:
+                shard = safe_open(self.directory / self.manifest.shards[number]["file"], framework="pt")
+            self._open[number] = shard  # the last used one stands last
+            while len(self._open) > OPEN_SHARDS:
+                self._open.pop(next(iter(self._open)))
+            return read(shard)
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(number, str(error).splitlines()[0]) from None
+
+    def _damaged(self, number: int, problem: str) -> UserError:
+        path = self.directory / self.manifest.shards[number]["file"]
+        return UserError(f"{path}: damaged: {problem}; {MEND}")
+
+
+OPEN_SHARDS = 16
+MEND = "copy it again, or run data_gen/capture.py --verify, which writes anew what is damaged"
+
+
+def _index_of(shard: Any) -> _Index:
+    starts = shard.get_tensor("starts").tolist()
+    taught = [0] * (len(starts) - 1)
+    for row, start, end in shard.get_tensor("spans").tolist():
+        taught[row] += max(0, end - max(start, 1) - 1)
+    taught_starts = [0]
+    for count in taught:
+        taught_starts.append(taught_starts[-1] + count)
+    return _Index(starts, taught_starts)

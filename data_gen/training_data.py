@@ -1,0 +1,22 @@
+"""The rows that a recipe trains and validates on: the same for training and for what is captured for it."""
+
+from typing import Any
+
+from draftsmith.data_gen.contamination import left_out_of_training
+from draftsmith.data_gen.conversations import TrainingRow, training_rows
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.schema import Recipe
+
+
+def usable_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> list[TrainingRow]:
+    """All rows of the recipe's conversations with an answer of two tokens or more, in the file's order.
+
+    Raises:
+        UserError: no conversations, or none that can be trained on.
+    """
+    path = recipe.conversations_path
+    if not path.exists():
+        raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
+    rows = training_rows(path, tokenizer, recipe.data.max_length, rejects, left_out_of_training(recipe))
+    return [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
