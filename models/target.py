@@ -331,8 +331,9 @@ class Target:
     def _try_documents(self) -> None:
         """Refuses decoders that read a document otherwise where another one stands before it in its row.
 
-        Longer ones than the window, where there is one that a trial can afford. What the company changes is compared
-        with what it changes where nothing keeps the two apart.
+        Documents are longer than the window, where that is short. What the company changes is compared with what it
+        changes where nothing keeps the two apart; over the median of tokens, for rounding that sends a token to another
+        expert changes all of that one.
         """
         tokens = 12 if self.kinds.window is None or self.kinds.window > 64 else self.kinds.window + 8
         ids = self.vocab_size * torch.arange(1, 2 * tokens + 1, device=self.device)[None] // (2 * tokens + 1)
@@ -346,8 +347,8 @@ class Target:
                 f"train.packing: {self.name} cannot read packed documents: {type(error).__name__}: "
                 f"{first_line(error)}; set train.packing: false"
             ) from error
-        stirred, moved = (packed - alone).abs().max().item(), (together - alone).abs().max().item()
-        # As with trees: rounding stirs by a hundredth of what neighbours move, a decoder that mixes them by most of it.
+        stirred, moved = ((other - alone).norm(dim=-1).median().item() for other in (packed, together))
+        # As with trees: rounding stirs by hundredths of what neighbours move, a decoder that mixes them by most of it.
         if not stirred < 0.1 * moved:
             raise UserError(
                 f"train.packing: {self.name} does not keep documents apart that share a row: the one before changes "

@@ -17,6 +17,22 @@ def counted(span: list[int], column: int, step: int) -> bool:
     return all(0 <= p < len(span) and span[p] > 0 and span[p] == span[column + 1] for p in positions)
 
 
+def laid_out(documents: list[tuple[list[int], list[int]]], width: int) -> list[list[int]]:
+    """One row of a batch, token by token: [ids, spans, numbers of the documents, positions], padded with 0.
+
+    Args:
+        documents: (ids, number of the span of each token, 0 outside) of each. A document's first token is no span's.
+    """
+    ids, spans, numbers, positions = [], [], [], []
+    for number, (tokens, span) in enumerate(documents, start=1):
+        for position, token in enumerate(tokens):
+            ids.append(token)
+            spans.append(span[position] if position > 0 else 0)
+            numbers.append(number)
+            positions.append(position)
+    return [row + [0] * (width - len(row)) for row in (ids, spans, numbers, positions)]
+
+
 def soft_cross_entropy(logits: torch.Tensor, teacher: torch.Tensor, counted_columns: list[bool]) -> torch.Tensor:
     """Sum over counted rows of -sum_v p_v (z_v - log sum_w exp z_w), token by token."""
     total = torch.zeros((), dtype=logits.dtype)

@@ -1,13 +1,17 @@
-"""The unroll is chain drafting, for every kind of drafter, and equals its slow twin; padding, splitting and
+"""The unroll is chain drafting, for every kind of drafter, and equals its slow twin; padding, packing, splitting and
 checkpointing change nothing; every parameter is trained.
 """
 
 import pytest
 import torch
 
-from draftsmith.models.alignment import Columns, columns_of
+from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.models.alignment import Columns, Documents, columns_of
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.train.unroll import simulated_tau, teacher_of, unroll
+from draftsmith.models.layers import rotary
+from draftsmith.train.batches import Batch, collate, collate_as
+from draftsmith.train.noise import add_noise
+from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of, unroll
 from tests.drafter_cases import (
     CASES,
     SPECIALISTS,
@@ -183,6 +187,172 @@ def test_padding_and_splitting_change_neither_loss_nor_gradient(name: str, noisy
     if noisy:
         clean = sums_of(trainee, ids, span)
         assert abs(clean.loss.item() - whole.loss.item()) > 1e-2
+
+
+# Documents that share a row. Three of two turns each; one in which a single column counts, one in which none does.
+DOCUMENTS = [27, 21, 14]
+
+
+def training_rows(seed: int = 2) -> list[TrainingRow]:
+    ids, span = make_rows(DOCUMENTS, seed)
+    rows = [
+        TrainingRow(str(b), ids[b, :n].tolist(), [], [(2, n // 3), (n // 3 + 2, n)]) for b, n in enumerate(DOCUMENTS)
+    ]
+    assert all(span[b, start:end].min() > 0 for b, row in enumerate(rows) for start, end in row.spans)
+    tokens = torch.randint(1, VOCAB_SIZE, (9,), generator=torch.Generator().manual_seed(seed + 1)).tolist()
+    # The first begins with a span; behind the second nothing counts. Neighbours' spans touch.
+    return [*rows, TrainingRow("3", tokens[:3], [], [(0, 3)]), TrainingRow("4", tokens[3:], [], [(2, 3)])]
+
+
+LAYOUTS = {
+    "padded": [[0], [1], [2], [3], [4]],
+    "packed": [[0, 1, 2, 3, 4]],
+    "packed in another order": [[3, 2, 4, 0, 1]],
+    "some packed, some padded": [[4, 1], [0], [2, 3]],
+    "a row in which nothing counts": [[4], [2, 0, 3, 1]],
+}
+
+
+def sums_of_batch(trainee: TrainingTimeTest, batch: Batch, noisy: bool = False) -> UnrollSums:
+    """As the loop does it."""
+    target, drafter = small_target(), trainee.drafter
+    states = target.states(batch.ids, drafter.config.capture_layers, batch.documents)
+    columns = columns_of(batch.span, trainee.steps)
+    teacher = teacher_of(target, states.last, batch.ids, columns, drafter.vocab, trainee.wants_features)
+    captured = states.captured
+    if noisy:
+        draws = [f"0/0/{row}" for row in batch.rows]
+        captured = add_noise(captured, 0.2, batch.lengths, draws, batch.documents)
+    return trainee(captured, batch.ids, columns, teacher, batch.documents)
+
+
+def tallies(sums: UnrollSums) -> list[list[int]]:
+    return [sums.columns[None].tolist(), sums.reached.tolist(), sums.correct.tolist(), sums.trained.tolist()]
+
+
+@each_case
+@pytest.mark.parametrize("noisy", [False, True], ids=["clean", "noisy"])
+def test_any_layout_gives_the_loss_and_gradient_of_one_document_at_a_time(name: str, noisy: bool) -> None:
+    """Within what float32 makes of sums in another order: a millionth or so of the largest, ten times that allowed."""
+    case, drafter = CASES[name], drafter_of(CASES[name])
+    trainee, rows = trainee_of(case, drafter), training_rows()
+    loss, expected_tallies = torch.zeros(()), None
+    for i, row in enumerate(rows):
+        sums = sums_of_batch(trainee, collate([row], indices=[i]), noisy)
+        sums.loss.backward()
+        loss = loss + sums.loss.detach()
+        mine = tallies(sums)
+        expected_tallies = (
+            mine
+            if expected_tallies is None
+            else [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(expected_tallies, mine, strict=True)]
+        )
+    expected = gradients(drafter)
+    for name_of_layout, layout in LAYOUTS.items():
+        for checkpointing in (False, True) if name_of_layout == "packed" else (False,):
+            trainee = trainee_of(case, drafter, checkpointing)
+            sums = sums_of_batch(trainee, collate_as(rows, layout), noisy)
+            sums.loss.backward()
+            assert tallies(sums) == expected_tallies, name_of_layout
+            torch.testing.assert_close(sums.loss.detach(), loss, rtol=1e-5, atol=1e-5)
+            assert_same_gradients(gradients(drafter), expected)
+
+
+@each_case
+def test_packed_documents_equal_the_slow_twin(name: str) -> None:
+    """Which reads them one by one, column by column, in float64; tolerances as for rows side by side."""
+    case, target = CASES[name], small_target()
+    drafter = drafter_of(case).double()
+    two_layers = drafter.config.num_layers > 1
+    lengths = [9, 7] if two_layers else [12, 10]
+    ids, _ = make_rows(lengths)
+    rows = [TrainingRow(str(b), ids[b, :n].tolist(), [], [(0, n // 3), (n // 3 + 1, n)]) for b, n in enumerate(lengths)]
+    batch = collate(rows, packed=True)
+    assert batch.documents is not None
+    alone = [target.states(torch.tensor([row.input_ids]), drafter.config.capture_layers) for row in rows]
+    captured = [states.captured[0].double() for states in alone]
+    last = [states.last[0].double() for states in alone]
+    columns = columns_of(batch.span, case.steps)
+    trainee = trainee_of(case, drafter)
+    laid_out = batch.lay_out(last).float()
+    teacher = teacher_of(target, laid_out, batch.ids, columns, drafter.vocab, trainee.wants_features)
+    sums = trainee(batch.lay_out(captured), batch.ids, columns, teacher, batch.documents)
+    sums.loss.backward()
+
+    weights = {key: p.detach().clone().requires_grad_() for key, p in drafter.named_parameters()}
+    table, head = target.embedding_table.detach().double(), target.head_weight.detach().double()
+    loss, reached, trained, correct = slow_loss(
+        SlowDrafter(weights, table, head, drafter.config),
+        captured,
+        [states @ head.T for states in last],
+        last,
+        [row.input_ids for row in rows],
+        [
+            [
+                sum((start <= t < end) * n for n, (start, end) in enumerate(row.spans, 1))
+                for t in range(len(row.input_ids))
+            ]
+            for row in rows
+        ],
+        drafter.vocab.target_ids.tolist(),
+        trainee,
+    )
+    loss.backward()
+    assert [sums.reached.tolist(), sums.trained.tolist(), sums.correct.tolist()] == [reached, trained, correct]
+    assert reached[0] > 0
+    torch.testing.assert_close(sums.loss.double(), loss, rtol=1e-5, atol=1e-5)
+    found = {key: weight.grad for key, weight in weights.items() if weight.grad is not None}
+    assert_same_gradients(gradients(drafter), found)
+
+
+def test_positions_restart_with_each_document() -> None:
+    """Rotary positions are distances, but for scalings that begin at a length: no document here reaches that of the
+    drafter, all of them together do."""
+    case, drafter = CASES["eagle3"], drafter_of(CASES["eagle3"])
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    drafter.rotary = rotary(dynamic, drafter.config.head_dim, max_position_embeddings=32)
+    assert max(DOCUMENTS) + case.steps <= 32 < sum(DOCUMENTS)
+    short, long = (drafter.rotary(torch.zeros(1), torch.arange(n)[None])[0][0, 9] for n in (32, 33))
+    assert (short - long).abs().max() > 1e-2
+    with torch.no_grad():
+        padded, packed = (sums_of_batch(trainee_of(case, drafter), collate(training_rows(), p)) for p in (False, True))
+    torch.testing.assert_close(packed.loss, padded.loss, rtol=1e-5, atol=1e-5)
+
+
+@each_case
+def test_nothing_leaks_from_one_document_into_another(name: str) -> None:
+    """In value: a document's outputs stay, to the bit, when its neighbours' states and tokens change. In gradient: what
+    is computed of it hangs on its own states alone."""
+    case, drafter = CASES[name], drafter_of(CASES[name])
+    steps = max(case.steps, 4)
+    batch, others = (collate_as(training_rows(seed), [[0, 1, 2], [4, 3]]) for seed in (2, 50))
+    columns = columns_of(batch.span, steps)
+    captured, _ = states_of(drafter, batch.ids)
+    _, start, tokens = batch.places[1]
+    mine = slice(start, start + tokens)
+    first, end = columns.of_each(Documents(batch.position, batch.places))[1]
+
+    def outputs(captured: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        found = unroll(drafter, captured, ids, columns, steps, documents=batch.documents)
+        # Steps at which a column does not count read tokens behind its span.
+        return torch.cat([output[0, first:end][columns.depth[0, first:end] > k] for k, output in enumerate(found)])
+
+    changed, ids = torch.full_like(captured, 1e2), others.ids.clone()
+    changed[0, mine], ids[0, mine] = captured[0, mine], batch.ids[0, mine]
+    assert (ids != batch.ids).sum() > 20
+    with torch.no_grad():
+        before = outputs(captured, batch.ids)
+        assert len(before) > 30
+        assert torch.equal(outputs(changed, ids), before)
+
+    leaf = captured.clone().requires_grad_()
+    drafted = outputs(leaf, batch.ids)
+    (drafted * torch.randn_like(drafted)).sum().backward()
+    assert leaf.grad is not None
+    nonzero = leaf.grad.abs().amax(-1) > 0
+    assert nonzero[0, start : int(columns.index[0, end - 1]) + 1].all()
+    nonzero[0, mine] = False
+    assert not nonzero.any()
 
 
 @each_case

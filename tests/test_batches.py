@@ -1,0 +1,269 @@
+"""Micro-batches: any layout of the same documents is read the same, by the target and by what counts; nothing leaks.
+
+Targets in float32. One forward over many tokens and forwards over fewer round differently: by 1e-5 of the largest state
+at most in these families, so that 1e-4 leaves room for other machines. A key too many changes far more.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.models.alignment import Documents, columns_of
+from draftsmith.models.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.train.batches import Batch, BatchOrder, collate, collate_as, counted_length, efficiency
+from draftsmith.train.noise import add_noise
+from tests.conftest import make_target
+from tests.reference import counted, laid_out
+from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
+
+
+def row_of(ids: list[int], spans: list[tuple[int, int]]) -> TrainingRow:
+    mask = [any(start <= i < end for start, end in spans) for i in range(len(ids))]
+    return TrainingRow("a", ids, mask, spans)
+
+
+def some_rows(count: int, seed: int) -> list[TrainingRow]:
+    """Rows of one to three spans: some begin with one, some end with one, some spans touch, some rows go on behind."""
+    chance = random.Random(seed)
+    rows = []
+    for number in range(count):
+        spans, at = [], chance.choice((0, 0, 1, 4))
+        for _ in range(chance.randint(1, 3)):
+            end = at + chance.randint(1, 9)
+            spans.append((at, end))
+            at = end + chance.choice((0, 1, 3))
+        rows.append(row_of(some_tokens(spans[-1][1] + chance.choice((0, 0, 5)), 100 * seed + number), spans))
+    return rows
+
+
+def some_layout(count: int, seed: int) -> list[list[int]]:
+    """The rows in any order, cut anywhere."""
+    chance = random.Random(seed)
+    order = chance.sample(range(count), count)
+    cuts = sorted(chance.sample(range(1, count), chance.randint(0, count - 1)))
+    return [order[start:end] for start, end in zip([0, *cuts], [*cuts, count], strict=True)]
+
+
+def spans_of(row: TrainingRow) -> list[int]:
+    """The number of each token's span, up to the end of the last one."""
+    end_of_all = max(end for _, end in row.spans)
+    numbers = [0] * end_of_all
+    for number, (start, end) in enumerate(row.spans, start=1):
+        numbers[start:end] = [number] * (end - start)
+    return numbers
+
+
+def test_layouts_equal_the_slow_twin() -> None:
+    for seed in range(20):
+        rows, layout = some_rows(6, seed), some_layout(6, seed)
+        batch = collate_as(rows, layout, range(40, 46))
+        documents = [
+            [(rows[i].input_ids[: counted_length(rows[i])], spans_of(rows[i])) for i in line] for line in layout
+        ]
+        width = max(sum(len(ids) for ids, _ in line) for line in documents)
+        expected = [laid_out(line, width) for line in documents]
+        tensors = (batch.ids, batch.span, batch.document, batch.position)
+        assert [list(map(list, each)) for each in zip(*(t.tolist() for t in tensors), strict=True)] == expected
+        assert batch.rows == tuple(40 + i for line in layout for i in line)
+        assert batch.lengths == [len(ids) for line in documents for ids, _ in line]
+        assert batch.tokens == int((batch.document > 0).sum())
+        assert (batch.documents is None) == all(len(line) == 1 for line in layout)
+
+
+def test_collate_is_padded_or_packed() -> None:
+    rows = some_rows(4, 1)
+    padded, packed = collate(rows), collate(rows, packed=True, indices=[7, 5, 6, 9])
+    assert padded.ids.shape == (4, max(map(counted_length, rows)))
+    assert padded.documents is None
+    assert packed.ids.shape == (1, sum(map(counted_length, rows)))
+    assert packed.document.min() == 1
+    assert padded.rows == (0, 1, 2, 3)
+    assert packed.rows == (7, 5, 6, 9)
+    assert collate(rows[:1], packed=True).documents is None  # alone it needs nothing that keeps it apart
+    moved = packed.to(torch.device("cpu"))
+    assert moved.places == packed.places and torch.equal(moved.position, packed.position)
+
+
+def test_lay_out_puts_everything_where_the_ids_are() -> None:
+    rows, layout = some_rows(6, 3), [[4], [0, 5, 2], [1, 3]]
+    batch = collate_as(rows, layout)
+    ids = [torch.tensor(rows[i].input_ids) for i in batch.rows]  # longer than what is laid out, where rows go on
+    assert torch.equal(batch.lay_out(ids), batch.ids)
+    wide = [torch.stack((each, -each), dim=-1).double() for each in ids]
+    assert batch.lay_out(wide).dtype == torch.float64
+    assert torch.equal(batch.lay_out(wide), torch.stack((batch.ids, -batch.ids), dim=-1).double())
+    with pytest.raises(ValueError, match=f"a training row of {batch.lengths[0]} tokens brings {batch.lengths[0] - 1}"):
+        batch.lay_out([ids[0][: batch.lengths[0] - 1], *ids[1:]])
+
+
+def test_columns_of_a_layout_are_those_of_each_document_alone() -> None:
+    """By the definition, token by token: no window holds tokens of two documents, whatever their spans are called."""
+    steps, touching = 4, 0
+    for seed in range(30):
+        rows = some_rows(6, seed)
+        batch = collate_as(rows, some_layout(6, seed))
+        columns = columns_of(batch.span, steps)
+        found = {
+            (b, int(columns.index[b, c])): int(columns.depth[b, c]) for b, c in columns.counted(0).nonzero().tolist()
+        }
+        expected = {}
+        for i, (b, start, length) in zip(batch.rows, batch.places, strict=True):
+            spans = spans_of(rows[i])
+            touching += bool(start and spans[0] and batch.span[b, start - 1])
+            for t in range(length):
+                depth = sum(counted(spans, t, k) for k in range(steps))
+                if depth:
+                    expected[b, start + t] = depth
+        assert found == expected
+        documents = Documents(batch.position, batch.places)
+        for (b, start, length), (first, end) in zip(batch.places, columns.of_each(documents), strict=True):
+            mine = [at for row, at in sorted(expected) if row == b and start <= at < start + length]
+            assert columns.index[b, first:end].tolist() == mine
+    assert touching > 10  # documents that end with a span, before ones that begin with one
+
+
+def test_efficiency_is_what_is_counted_over_what_is_computed() -> None:
+    rows = some_rows(70, 5)
+    order = BatchOrder([len(row.input_ids) for row in rows], batch_size=4, seed=3)
+    batches = [order.rows(number) for number in range(order.batches_per_epoch)]
+    for packed in (False, True):
+        laid = [collate([rows[i] for i in chosen], packed) for chosen in batches]
+        computed = sum(batch.ids.numel() for batch in laid)
+        counts = sum(int((batch.document > 0).sum()) for batch in laid)
+        assert efficiency(order, rows, packed) == pytest.approx(counts / computed)
+    assert 0.5 < efficiency(order, rows, packed=False) < efficiency(order, rows, packed=True) == 1
+    shuffled = [order.rows(order.batches_per_epoch + number) for number in range(order.batches_per_epoch)]
+    random.Random(0).shuffle(flat := [i for chosen in shuffled for i in chosen])
+    careless = sum(4 * max(counted_length(rows[i]) for i in flat[at : at + 4]) for at in range(0, 68, 4))
+    assert efficiency(order, rows, packed=False) > 1.1 * sum(counted_length(rows[i]) for i in flat[:68]) / careless
+
+
+def test_noise_does_not_depend_on_the_layout() -> None:
+    rows = some_rows(5, 2)
+    clean = [torch.randn(counted_length(row), 6) for row in rows]
+    alone = [add_noise(states[None], 0.2, [len(states)], [f"0/0/{i}"])[0] for i, states in enumerate(clean)]
+    for layout in ([[0], [1], [2], [3], [4]], [[2, 0, 4, 1, 3]], [[3, 1], [0], [4, 2]]):
+        batch = collate_as(rows, layout)
+        draws = [f"0/0/{i}" for i in batch.rows]
+        noisy = add_noise(batch.lay_out([clean[i] for i in batch.rows]), 0.2, batch.lengths, draws, batch.documents)
+        assert torch.equal(noisy, batch.lay_out([alone[i] for i in batch.rows]))
+
+
+# The target over documents that share rows.
+
+LENGTHS = [30, 7, 19, 2, 26]  # of a window of 12 some are far beyond, some within
+
+
+def documents_of(seed: int = 0) -> list[TrainingRow]:
+    return [row_of(some_tokens(n, seed + i), [(1, n)]) for i, n in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str) -> None:
+    target = target_of(name)
+    rows = documents_of()
+    assert max(LENGTHS) > 2 * WINDOW
+    alone = [target.states(torch.tensor([row.input_ids])) for row in rows]
+    for layout in ([[0, 1, 2, 3, 4]], [[3, 0], [4], [2, 1]]):
+        batch = collate_as(rows, layout)
+        assert batch.documents is not None
+        states = target.states(batch.ids, documents=batch.documents)
+        real = (batch.document > 0)[..., None]
+        for found, each in (
+            (states.captured, [s.captured[0] for s in alone]),
+            (states.last, [s.last[0] for s in alone]),
+        ):
+            assert torch.isfinite(found).all()
+            assert_close(found * real, batch.lay_out([each[i] for i in batch.rows]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_no_document_hears_of_another(name: str) -> None:
+    """All tokens of its neighbours change: experts are then asked in another order, hence a tolerance."""
+    target = target_of(name)
+    rows, others = documents_of(), documents_of(50)
+    mixed = [*others[:2], rows[2], *others[3:]]
+    before, after = (collate(each, packed=True) for each in (rows, mixed))
+    _, start, tokens = before.places[2]
+    here = slice(start, start + tokens)
+    states, changed = (target.states(each.ids, documents=each.documents).last[0] for each in (before, after))
+    assert_close(changed[here], states[here])
+    assert (changed[:start] - states[:start]).abs().max() > 0.1
+    merged = target.states(before.ids).last[0]  # without what keeps them apart
+    assert (merged[here] - states[here]).abs().max() > 1e-2 * states.abs().max()
+
+
+def broken(model: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+    """The model with a decoder that reads packed documents as `change` makes it: other passes are as before."""
+    forward = model.model.forward
+
+    def other(**inputs: Any) -> Any:
+        if not inputs.get("use_cache") and inputs.get("position_ids") is not None:
+            change(inputs)
+        return forward(**inputs)
+
+    model.model.forward = other
+    return model
+
+
+def test_decoders_that_mix_documents_are_refused_by_name() -> None:
+    def refuse(_: dict[str, Any]) -> None:
+        raise ValueError("no masks here\nat all")
+
+    def without_mask(inputs: dict[str, Any]) -> None:
+        del inputs["attention_mask"], inputs["position_ids"]  # by which transformers makes a mask of its own
+
+    batch = collate(documents_of(), packed=True)
+    for change, message in (
+        (without_mask, r"LlamaForCausalLM does not keep documents apart that share a row: .* train\.packing: false"),
+        (refuse, "LlamaForCausalLM cannot read packed documents: ValueError: no masks here; set"),
+    ):
+        target = Target(broken(make_target(), change))
+        target.states(batch.ids)  # who does not pack is not troubled
+        for _ in range(2):
+            with pytest.raises(UserError, match=rf"^train\.packing: {message}"):
+                target.states(batch.ids, documents=batch.documents)
+
+
+def test_positions_that_go_on_are_refused_where_they_are_learned() -> None:
+    """Rotary positions are distances: only learned ones tell a document that begins at 0 from one that does not."""
+    model = make_target("gpt2")
+    forward = model.transformer.forward
+
+    def going_on(*args: Any, **inputs: Any) -> Any:
+        if not inputs.get("use_cache") and inputs.get("position_ids") is not None:
+            inputs["position_ids"] = torch.arange(inputs["position_ids"].shape[1])[None]
+        return forward(*args, **inputs)
+
+    model.transformer.forward = going_on
+    batch = collate(documents_of(), packed=True)
+    with pytest.raises(UserError, match="GPT2LMHeadModel does not keep documents apart"):
+        Target(model).states(batch.ids, documents=batch.documents)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_family_packs_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    family, overrides = FAMILIES[name]
+    batch = collate(documents_of(), packed=True)
+    states = Target(make_target(family, **overrides).to(dtype)).states(batch.ids, documents=batch.documents)
+    assert torch.isfinite(states.last).all()
+
+
+@torch.no_grad()
+def test_a_batch_of_one_document_a_row_takes_the_path_without_masks() -> None:
+    seen: list[dict[str, Any]] = []
+    model = make_target()
+    forward = model.model.forward
+    target = Target(model)
+    model.model.forward = lambda **inputs: (seen.append(inputs), forward(**inputs))[1]
+    batch: Batch = collate(documents_of())
+    target.states(batch.ids, documents=batch.documents)
+    assert [set(inputs) for inputs in seen] == [{"input_ids", "use_cache"}]
