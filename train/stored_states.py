@@ -6,9 +6,9 @@ Each epoch shuffles the shards, and then the rows of a few neighbouring ones tog
     rows       those of 5 and 2, shuffled | those of 7 and 0, shuffled | ...
     pools      cut from these rows for 32 micro-batches each: sorted by length, cut into micro-batches, those shuffled
 
-A pool lies in two windows at most. Rows lie in shards at random, so that a window is a fair sample. As everywhere the
-order is a pure function of seed and epoch, the same for all ranks; a store of no more shards than a window has is read
-in the order in which training with the target goes.
+A pool lies in two windows, or in a few where a window has fewer rows than a pool. Rows lie in shards at random, so that
+a window is a fair sample. As everywhere the order is a pure function of seed and epoch, the same for all ranks; a store
+of no more shards than a window has is read in the order in which training with the target goes.
 
 Memory holds the micro-batches that were read ahead, as they are stored; what the system keeps of the shards beside them
 it takes from memory that nobody needs.
