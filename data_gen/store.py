@@ -411,9 +411,12 @@ class Store:
             for row in range(len(keys) // KEY_BYTES):
                 yield keys[row * KEY_BYTES : (row + 1) * KEY_BYTES], (number, row)
 
-    @property
-    def words_of_rows(self) -> str:
-        return words_of_rows(self._places)
+    def in_words(self) -> str:
+        made_of, manifest = self.manifest.made_of, self.manifest
+        return (
+            f"states {list(self.capture_layers)} in {made_of['dtype']} are read from {self.directory}: "
+            f"{manifest.total('tokens'):,} tokens of {manifest.total('rows'):,} rows; the target does not run"
+        )
 
     def missing(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
         """Those of which nothing is stored."""

@@ -152,6 +152,11 @@ def target_is_whole(store: Path, manifest: Manifest, verify: bool = False) -> bo
     return not verify or all(file_digest(path) == said["sha256"] for path, said in paths.items())
 
 
+def stored_bytes(store: Store) -> int:
+    """What a `StoredTarget` holds in memory."""
+    return store.manifest.files[HEAD]["bytes"]
+
+
 def words_bytes(section: TargetSection, directory: Path) -> int:
     """What `save_words` takes; writes it into `directory`, which is empty."""
     save_words(section, directory)

@@ -330,7 +330,11 @@ def test_heads_of_other_families(recipe_path: Path, tmp_path: Path, family: str,
 
 def test_a_head_that_is_more_than_its_weight_is_refused(recipe_path: Path) -> None:
     target = target_of(load_recipe(recipe_path))
-    target.head.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+    def doubled(module: Any, inputs: Any, output: Any) -> Any:
+        return 2 * output
+
+    target.head.register_forward_hook(doubled)
     with pytest.raises(UserError, match="more than a matrix"):
         check_head(target)
 
@@ -432,14 +436,15 @@ def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store:
     cpu = torch.device("cpu")
     ahead, plain = StoredStates(opened, rows, cpu, torch.float32), StoredStates(Store(store), rows, cpu, torch.float32)
     trained = [len(row.input_ids) for row in rows[:30]]
-    order = ahead.ordered(BatchOrder(trained, 2, 0), 2, 2)
+    order, in_order = ahead.ordered(BatchOrder(trained, 2, 0), 2, 2), BatchOrder(trained, 2, 0)
     most, served = 0, 0
     for step in range(12):  # rank 1 of 2, two micro-batches a step: beyond the end of an epoch
         numbers = [(step * 2 + 1) * 2 + i for i in range(2)]
         for number in numbers:
             order.rows(number)
         for number in numbers:
-            batch = collate([rows[i] for i in order.order.rows(number)], False, order.order.rows(number))
+            chosen = in_order.rows(number)
+            batch = collate([rows[i] for i in chosen], False, chosen)
             served += sum(row in ahead.begun for row in batch.rows)
             mine, its = ahead.of(batch), plain.of(batch)
             assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
@@ -504,6 +509,17 @@ def test_fewer_rows_than_are_stored_can_be_trained_on(recipe_path: Path, store: 
     (output / "conversations.jsonl").write_text("\n".join(lines[:30]) + "\n")
     run_main(eagle3, recipe_path, f"data.states={store}", f"output_dir={output}")
     assert len(metrics(output)) == 6
+
+
+def test_the_plan_of_training_counts_no_target(
+    recipe_path: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run_main(
+        eagle3, recipe_path, f"data.states={store}", f"output_dir={to_train(recipe_path, tmp_path / 'run')}", "--plan"
+    )
+    printed = capsys.readouterr().out
+    assert f"states [2, 3, 4] in float32 are read from {store}: " in printed and "the target does not run" in printed
+    assert "the target's weights  [its head and embeddings, exact]" in printed and "the target's pass" not in printed
 
 
 def test_replaying_needs_the_target(recipe_path: Path, store: Path) -> None:

@@ -74,7 +74,7 @@ HOW_TO_LOWER = {
     DRAFT_LOGITS: "train.batch_size (and accumulate), data.max_length, drafter.vocab_size, train.ttt_steps",
     WEIGHT_SHAPED: "drafter.intermediate_size, drafter.vocab_size",
     LAYER: "train.gradient_checkpointing=true, train.batch_size (and accumulate), data.max_length",
-    TARGET_WEIGHTS: "target.dtype=bfloat16, or a quantised checkpoint; every process holds the whole target",
+    TARGET_WEIGHTS: "target.dtype=bfloat16, a quantised checkpoint, or data.states; every process holds it whole",
     TARGET_PASS: "train.batch_size (and accumulate), data.max_length",
     UPDATE: "drafter.intermediate_size, drafter.vocab_size",
     KEPT: "drafter.intermediate_size, drafter.vocab_size",
@@ -394,6 +394,8 @@ def _memory(
         shape, target_config, size.dtype, recipe.train, bf16, rows, data.longest_tokens, data.longest_columns
     )
     target_pass = target_forward_bytes(target_config, size, rows, data.longest_tokens, len(shape.capture_layers))
+    if recipe.data.states is not None:  # read, and never computed
+        target_pass = 0.0
     accumulates = recipe.train.gradient_accumulation_steps > 1
     replay = _replay_bytes(recipe, shape, target_config, size, data, device)
     return memory_of(size, parameters, unroll, target_pass, accumulates, processes, device.is_cpu, replay), unroll
@@ -445,7 +447,8 @@ def _time(
     tokens, columns = round(data.mean_padded_tokens), round(data.mean_columns)
     # Operations grow nearly in proportion to counted columns; the dry run was of the largest batch.
     unroll_flops = largest.flops * columns / max(1, min(data.longest_columns, data.longest_tokens))
-    target_flops = target_forward_flops(target_config, size, rows, tokens, rows * columns)
+    read = recipe.data.states is not None
+    target_flops = target_forward_flops(target_config, size, rows, 0 if read else tokens, rows * columns)
     flops = (unroll_flops + target_flops) * recipe.train.gradient_accumulation_steps * steps
     if flops_per_second is not None:
         reached, basis = flops_per_second, f"assumed: --flops {flops_per_second / 1e12:g}"
