@@ -12,10 +12,10 @@ n, S, A as in `models.key_values`.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -26,8 +26,12 @@ from transformers.cache_utils import DynamicLayer
 
 from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import first_line, load_config
+from draftsmith.models.document_attention import document_attention, is_possible
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.families import scaled_logits, tried_attention
+from draftsmith.models.families import _TRIED_TOKENS as TRIED_TOKENS
+from draftsmith.models.families import _TRIED_WINDOW as TRIED_WINDOW
+from draftsmith.models.families import AttentionKinds, scaled_logits, tried_attention
+from draftsmith.models.families import _shortened_window as shortened_window
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.key_values import KeyValues, Kind
 from draftsmith.recipes.errors import UserError
@@ -113,6 +117,10 @@ def default_capture_layers(num_layers: int) -> tuple[int, int, int]:
     return (2, num_layers // 2, num_layers - 3)
 
 
+# How documents that share a row are kept apart: attended to one by one, or masked from each other.
+Packing = Literal["attention", "masks"]
+
+
 class _AllCaptured(Exception):
     """Ends a forward of which nothing more is wanted."""
 
@@ -154,7 +162,7 @@ class Target:
         # What the decoder multiplies rows of `embedding_table` with before its first layer; 1 where it does more.
         self.embedding_scale = self._try_embedding_and_head()
         self._try_tree()
-        self._keeps_documents_apart = False  # not tried yet: only those who pack need it
+        self._packing: Packing | None = None  # not tried yet: only those who pack need it
 
     @property
     def device(self) -> torch.device:
@@ -196,19 +204,21 @@ class Target:
         Raises:
             UserError: this decoder does not keep documents apart that share a row.
         """
-        if documents is not None and not self._keeps_documents_apart:
-            self._try_documents()
-            self._keeps_documents_apart = True
+        if documents is not None and self._packing is None:
+            self._packing = self._try_documents()
         with self._capturing(self.capture_layers if capture is None else capture) as captured:
-            last = self._read(input_ids_BT, documents)
+            last = self._read(input_ids_BT, documents, self._packing, self.kinds)
         return TargetStates(_side_by_side(captured) if captured else last[..., :0], last)
 
-    def _read(self, input_ids_BT: torch.Tensor, documents: Documents | None) -> torch.Tensor:
+    def _read(
+        self, input_ids_BT: torch.Tensor, documents: Documents | None, packing: Packing | None, kinds: AttentionKinds
+    ) -> torch.Tensor:
         """Final states [B, T, H].
 
-        Documents are kept apart by masks and positions of our own, of which it was tried that the decoder follows
-        them, and not by those that transformers makes out of position_ids: which attention kernels and which families
-        heed restarting positions changes from release to release.
+        Documents are kept apart by an attention or by masks of our own, of which it was tried that the decoder follows
+        them, and not by those that transformers makes out of position_ids: which of its attentions and families heed
+        positions that restart changes from release to release. Masks are for those with attention formulas of their
+        own:
 
             document     a a a b b          sees      a . . . .
             position     0 1 2 0 1                    a a . . .
@@ -217,12 +227,16 @@ class Target:
                                                       . . . b b
         """
         inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
-        if documents is not None:
-            column = torch.arange(input_ids_BT.shape[1], dtype=torch.int32, device=input_ids_BT.device)
-            distance = column[:, None] - column  # [T, T] columns apart are positions apart within a document
-            seen = (distance >= 0) & (column >= documents.first()[..., None])  # [B, T, T]
-            inputs["attention_mask"] = self.kinds.masks(seen[:, None], distance, self.dtype)
-            inputs["position_ids"] = documents.position
+        if documents is None:
+            return self.decoder(**inputs).last_hidden_state
+        inputs["position_ids"] = documents.position
+        if packing == "attention":
+            with document_attention(self.decoder, documents):
+                return self.decoder(**inputs).last_hidden_state
+        column = torch.arange(input_ids_BT.shape[1], dtype=torch.int32, device=input_ids_BT.device)
+        distance = column[:, None] - column  # [T, T] columns apart are positions apart within a document
+        seen = (distance >= 0) & (column >= documents.first()[..., None])  # [B, T, T]
+        inputs["attention_mask"] = kinds.masks(seen[:, None], distance, self.dtype)
         return self.decoder(**inputs).last_hidden_state
 
     @torch.no_grad()
@@ -328,33 +342,46 @@ class Target:
             )
 
     @torch.no_grad()
-    def _try_documents(self) -> None:
-        """Refuses decoders that read a document otherwise where another one stands before it in its row.
+    def _try_documents(self) -> Packing:
+        """How this decoder keeps documents apart that share a row: the first way in which it does.
 
-        Documents are longer than the window, where that is short. What the company changes is compared with what it
-        changes where nothing keeps the two apart; over the median of tokens, for rounding that sends a token to another
-        expert changes all of that one.
+        Where layers slide, it is tried with a short window. What the company of another document changes is compared
+        with what it changes where nothing keeps the two apart; over the median of tokens, for rounding that sends a
+        token to another expert changes all of that one.
+
+        Raises:
+            UserError: in none.
         """
-        tokens = 12 if self.kinds.window is None or self.kinds.window > 64 else self.kinds.window + 8
+        tokens, kinds, window = TRIED_TOKENS, self.kinds, self.kinds.window
         ids = self.vocab_size * torch.arange(1, 2 * tokens + 1, device=self.device)[None] // (2 * tokens + 1)
-        alone = self._read(ids[:, tokens:], None).float()
-        together = self._read(ids, None)[:, tokens:].float()
         position = torch.arange(tokens, device=self.device).repeat(2)[None]
-        try:
-            packed = self._read(ids, Documents(position, ((0, 0, tokens), (0, tokens, tokens))))[:, tokens:].float()
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-            raise UserError(
-                f"train.packing: {self.name} cannot read packed documents: {type(error).__name__}: "
-                f"{first_line(error)}; set train.packing: false"
-            ) from error
-        stirred, moved = ((other - alone).norm(dim=-1).median().item() for other in (packed, together))
-        # As with trees: rounding stirs by hundredths of what neighbours move, a decoder that mixes them by most of it.
-        if not stirred < 0.1 * moved:
-            raise UserError(
-                f"train.packing: {self.name} does not keep documents apart that share a row: the one before changes "
-                f"its neighbour's states by {stirred:.3g}, by {moved:.3g} where nothing keeps them apart; set "
-                "train.packing: false"
-            )
+        documents = Documents(position, ((0, 0, tokens), (0, tokens, tokens)))
+        if window is not None:
+            kinds = replace(kinds, window=TRIED_WINDOW)
+        reason = ""
+        with nullcontext() if window is None else shortened_window(self.decoder, self.config, window):
+
+            def read(ids: torch.Tensor, documents: Documents | None = None, by: Packing | None = None) -> torch.Tensor:
+                return self._read(ids, documents, by, kinds)[0, -tokens:].float()  # of the last document
+
+            alone, together = read(ids[:, tokens:]), read(ids)
+            moved = (together - alone).norm(dim=-1).median().item()
+            ways: tuple[Packing, ...] = ("attention", "masks") if is_possible(self.decoder) else ("masks",)
+            for way in ways:
+                try:
+                    stirred = (read(ids, documents, way) - alone).norm(dim=-1).median().item()
+                except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
+                    reason = f"cannot read packed documents: {type(error).__name__}: {first_line(error)}"
+                    continue
+                # As with trees: rounding stirs by hundredths of what neighbours move, a decoder that mixes them by
+                # most of it.
+                if stirred < 0.1 * moved:
+                    return way
+                reason = (
+                    f"does not keep documents apart that share a row: the one before changes its neighbour's states by "
+                    f"{stirred:.3g}, by {moved:.3g} where nothing keeps them apart"
+                )
+        raise UserError(f"train.packing: {self.name} {reason}; set train.packing: false")
 
 
 def _side_by_side(captured: list[torch.Tensor]) -> torch.Tensor:
