@@ -68,8 +68,8 @@ def save_target(section: TargetSection, target: Target, store: Path) -> dict[str
 
 
 def _names(store: Path) -> set[str]:
-    """What an earlier capture wrote there."""
-    return {path.name for path in (store / FOLDER).glob("*")}
+    """What earlier captures wrote there, one that was killed while it replaced the folder among them."""
+    return {path.name for path in store.glob(f"{FOLDER}*/*")}
 
 
 def is_tied(target: Target) -> bool:
