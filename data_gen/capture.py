@@ -76,7 +76,8 @@ def main() -> None:
     if command.plan:
         return
     check_room(job, manifest, directory)
-    if manifest.complete and target_is_whole(directory, manifest):
+    clear_leftovers(directory, manifest)
+    if manifest.complete and manifest.files:
         print(f"all is captured: {in_words(manifest)}")
         return
     capture(job, manifest, directory)
@@ -184,6 +185,15 @@ def begun(directory: Path, job: Job, verify: bool) -> Manifest:
     return manifest
 
 
+def clear_leftovers(directory: Path, manifest: Manifest) -> None:
+    """Removes what a kill left half-written, or half-deleted."""
+    for leftover in directory.glob("*.tmp"):
+        leftover.unlink()
+    if manifest.files:  # else it is written anew, and whoever does that clears up
+        for leftover in (directory / "target.partial", directory / "target.replaced"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
 def todo(job: Job, manifest: Manifest) -> list[int]:
     """Numbers of the shards that are missing."""
     return [number for number in range(len(job.shards)) if number not in manifest.shards]
@@ -279,8 +289,6 @@ def capture(job: Job, manifest: Manifest, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"data.states: {directory} cannot be made: {error.strerror}; name another folder") from None
-    for leftover in directory.glob("*.tmp"):  # of a run that was killed
-        leftover.unlink()
     target = Target(load_causal_lm(section), job.layers)
     identity = target_identity(target, section.model, section.revision, job.fingerprint)
     identity |= {"embedding_scale": target.embedding_scale}
@@ -308,8 +316,7 @@ def capture(job: Job, manifest: Manifest, directory: Path) -> None:
                 manifest.shards[number] = shard.write(directory, number)
                 manifest.write(directory)
         except (OSError, SafetensorError) as error:
-            for unfinished in directory.glob("*.tmp"):
-                unfinished.unlink(missing_ok=True)
+            clear_leftovers(directory, manifest)
             raise UserError(
                 f"{directory}: cannot be written ({str(error).splitlines()[0]}): make room, if the disk is full, and "
                 f"start again; {len(manifest.shards):,} of {manifest.of_shards:,} shards are whole, and it goes on "

@@ -681,11 +681,10 @@ def test_a_capture_that_was_killed_goes_on(
         assert ending.status == -signal.SIGKILL, ending.output
         check_what_a_kill_left(directory)
     # The target's folder is written anew, and another kill comes while it is replaced, and while what it replaced goes.
-    (directory / "target/head.safetensors").unlink()
     for fault in (Fault("rename", 1), Fault("rename", 2), Fault("rename", 3), Fault("remove", 2)):
+        (directory / "target/head.safetensors").unlink(missing_ok=True)
         ending = lab.run(CAPTURE, run, fault=fault)
         assert ending.status == -signal.SIGKILL, ending.output
-        (directory / "target/head.safetensors").unlink(missing_ok=True)
     before = {path.name: path.stat().st_mtime_ns for path in directory.glob("shard-*.safetensors")}
     manifest = Manifest.read(directory)
     assert manifest is not None and 0 < len(manifest.shards) < SHARDS
