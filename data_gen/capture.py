@@ -187,7 +187,7 @@ def begun(directory: Path, job: Job, verify: bool) -> Manifest:
 
 def clear_leftovers(directory: Path, manifest: Manifest) -> None:
     """Removes what a kill left half-written, or half-deleted."""
-    for leftover in directory.glob("*.tmp"):
+    for leftover in (*directory.glob("*.tmp"), *directory.glob(".tmp*")):  # ours, and safetensors' own
         leftover.unlink()
     if manifest.files:  # else it is written anew, and whoever does that clears up
         for leftover in (directory / "target.partial", directory / "target.replaced"):
