@@ -50,84 +50,107 @@ def merged_attention(
     prefix_values_BGTD: torch.Tensor,
     own_keys: list[torch.Tensor],
     own_values: list[torch.Tensor],
-    visible_BCT: torch.Tensor,
+    sight: "Sight",
 ) -> torch.Tensor:
     """One softmax over the visible step-0 keys and the column's own later keys: [B, A, C, D].
 
     Args:
         own_keys, own_values: one [B, G, C, D] for each of the steps 1..k.
-        visible_BCT: True where column c sees step-0 key t.
+        sight: which step-0 keys a column sees.
     """
     groups = prefix_keys_BGTD.shape[1]
     query = query_BACD.unflatten(1, (groups, -1)) * query_BACD.shape[-1] ** -0.5  # [B, G, R, C, D]
-    prefix = query @ prefix_keys_BGTD[:, :, None].transpose(-1, -2)  # [B, G, R, C, T]
-    scores = [prefix.float().masked_fill(~visible_BCT[:, None, None], float("-inf"))]
-    scores += [(query * key[:, :, None]).sum(-1, keepdim=True).float() for key in own_keys]  # each [B, G, R, C, 1]
-    weights = torch.cat(scores, dim=-1).softmax(dim=-1)
-    length = prefix_keys_BGTD.shape[2]
-    attended = (weights[..., :length].to(prefix_values_BGTD.dtype) @ prefix_values_BGTD[:, :, None]).float()
+    own = [(query * key[:, :, None]).sum(-1, keepdim=True).float() for key in own_keys]  # each [B, G, R, C, 1]
+    if sight.documents is None:
+        attended, weights = _over_prefix(query, prefix_keys_BGTD, prefix_values_BGTD, own, sight.visible[0])
+    else:
+        attended, weights = sight.by_document(query, prefix_keys_BGTD, prefix_values_BGTD, own)
     for step, value in enumerate(own_values):
-        attended = attended + weights[..., length + step, None] * value[:, :, None]
+        attended = attended + weights[..., step, None] * value[:, :, None]
     return attended.to(query_BACD.dtype).flatten(1, 2)
 
 
-class _Sight:
+def _over_prefix(
+    query_BGRCD: torch.Tensor,
+    keys_BGTD: torch.Tensor,
+    values_BGTD: torch.Tensor,
+    own: list[torch.Tensor],
+    visible_BCT: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the softmax over prefix and own scores (each [B, G, R, C, 1]) takes from the prefix, float32
+    [B, G, R, C, D], and its weights of the own ones [B, G, R, C, k]."""
+    prefix = query_BGRCD @ keys_BGTD[:, :, None].transpose(-1, -2)  # [B, G, R, C, T]
+    scores = [prefix.float().masked_fill(~visible_BCT[:, None, None], float("-inf")), *own]
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1)
+    length = keys_BGTD.shape[2]
+    attended = (weights[..., :length].to(values_BGTD.dtype) @ values_BGTD[:, :, None]).float()
+    return attended, weights[..., length:]
+
+
+class Sight:
     """Which step-0 keys each query sees: those of its own document, up to its own column.
 
-    Where every row is a document, one product takes all rows; documents that share a row are taken one by one, so that
-    nothing at all is computed between two of them.
+    Where every row is a document, one product takes all rows. Documents that share rows are taken one by one, so that
+    nothing at all is computed between two of them:
+
+        columns   0 1 2 3 4 | 0 1 2 3 | padding        of a row with two documents
 
     Args:
         index_BC: column of each query.
         tokens: T.
-        ranges: (first, end) of each document's queries, along C; None where every row is one.
+        ranges: (first, end) of each document's queries, along C.
     """
 
     def __init__(
-        self, index_BC: torch.Tensor, tokens: int, documents: Documents | None, ranges: Sequence[tuple[int, int]] | None
+        self,
+        index_BC: torch.Tensor,
+        tokens: int,
+        documents: Documents | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
     ):
         column = torch.arange(tokens, device=index_BC.device)
-        self.visible: torch.Tensor | None = None
-        self.parts: list[tuple[int, slice, slice, torch.Tensor]] = []  # row, its queries, its keys, who sees whom
-        if documents is None or ranges is None:
-            self.visible = column <= index_BC[:, :, None]  # [B, C, T]
+        self.documents = documents
+        if documents is None:
+            self.visible = [column <= index_BC[:, :, None]]  # [B, C, T]
             return
+        self.visible = []  # of each document: [1, its queries, its keys]
+        rows, width = index_BC.shape
+        # What the queries and the keys of each row are split into: its documents, then padding.
+        self.queries: list[list[int]] = [[] for _ in range(rows)]
+        self.keys: list[list[int]] = [[] for _ in range(rows)]
         for (row, start, length), (first, end) in zip(documents.places, ranges, strict=True):
-            if first < end:
-                keys, queries = slice(start, start + length), slice(first, end)
-                visible = column[keys] <= index_BC[row, queries, None]
-                self.parts.append((row, queries, keys, visible[None]))
+            self.queries[row].append(end - first)
+            self.keys[row].append(length)
+            self.visible.append((column[start : start + length] <= index_BC[row, first:end, None])[None])
+        for queries, keys in zip(self.queries, self.keys, strict=True):
+            queries.append(width - sum(queries))
+            keys.append(tokens - sum(keys))
 
-    def attend(
+    def by_document(
         self,
-        query_BACD: torch.Tensor,
-        prefix_keys_BGTD: torch.Tensor,
-        prefix_values_BGTD: torch.Tensor,
-        own_keys: list[torch.Tensor],
-        own_values: list[torch.Tensor],
-    ) -> torch.Tensor:
-        """`merged_attention` of them: [B, A, C, D]; 0 in padding of rows that documents share."""
-        if self.visible is not None:
-            return merged_attention(
-                query_BACD, prefix_keys_BGTD, prefix_values_BGTD, own_keys, own_values, self.visible
+        query_BGRCD: torch.Tensor,
+        keys_BGTD: torch.Tensor,
+        values_BGTD: torch.Tensor,
+        own: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_over_prefix` of them all; 0 in padding."""
+        # Splits, not slices: the backward pass of many slices would add up as many gradients of the whole.
+        query_rows, key_rows, value_rows = query_BGRCD.split(1), keys_BGTD.split(1), values_BGTD.split(1)
+        scores = torch.cat(own, dim=-1) if own else query_BGRCD[..., :0].float()  # [B, G, R, C, k]
+        visible, attended, weights = iter(self.visible), [], []
+        for row, score_row in enumerate(scores.split(1)):
+            queries, keys = self.queries[row], self.keys[row]
+            *documents, (query_padding, score_padding, *_) = zip(
+                query_rows[row].split(queries, 3),
+                score_row.split(queries, 3),
+                key_rows[row].split(keys, 2),
+                value_rows[row].split(keys, 2),
+                strict=True,
             )
-        found: list[list[torch.Tensor]] = [[] for _ in query_BACD]
-        for row, queries, keys, visible in self.parts:
-            here = slice(row, row + 1)
-            attended = merged_attention(
-                query_BACD[here, :, queries],
-                prefix_keys_BGTD[here, :, keys],
-                prefix_values_BGTD[here, :, keys],
-                [key[here, :, queries] for key in own_keys],
-                [value[here, :, queries] for value in own_values],
-                visible,
-            )
-            found[row].append(attended)
-        width, lines = query_BACD.shape[2], []
-        for b, parts in enumerate(found):
-            line = torch.cat(parts, dim=2) if parts else query_BACD[b : b + 1, :, :0]
-            lines.append(functional.pad(line, (0, 0, 0, width - line.shape[2])))
-        return torch.cat(lines)
+            found = [_over_prefix(q, k, v, [s], next(visible)) for q, s, k, v in documents]
+            attended.append(torch.cat([*(a for a, _ in found), torch.zeros_like(query_padding).float()], 3))
+            weights.append(torch.cat([*(w for _, w in found), torch.zeros_like(score_padding)], 3))
+        return torch.cat(attended), torch.cat(weights)
 
 
 # Of each layer: keys and values of the counted columns' steps 1, 2, ..., [B, G, C, D] each.
@@ -154,7 +177,7 @@ class _Chains:
         every_column = torch.arange(tokens, device=entry_BTW.device).expand(rows, -1)  # [B, T]
         position = every_column if documents is None else documents.position
         self.position = columns.gather(position)  # [B, C]
-        self.sight = _Sight(columns.index, tokens, documents, columns.of_each(documents) if documents else None)
+        self.sight = Sight(columns.index, tokens, documents, columns.of_each(documents) if documents else ())
         rotary = drafter.rotary(entry_BTW, position)
         self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer: [B, G, T, D] keys and values
         h = entry_BTW
@@ -163,10 +186,10 @@ class _Chains:
             keys, values = layer.self_attn.keys_values(x, *rotary)
             self.prefix.append((keys, values))
             if layer is not layers[-1]:  # the layer above needs a key of every column
-                ranges = [(start, start + length) for _, start, length in documents.places] if documents else None
-                causal = _Sight(every_column, tokens, documents, ranges)
+                ranges = [(start, start + length) for _, start, length in documents.places] if documents else ()
+                causal = Sight(every_column, tokens, documents, ranges)
                 query = layer.self_attn.queries(x, *rotary)
-                h = layer.finish(residual, causal.attend(query, keys, values, [], []))
+                h = layer.finish(residual, merged_attention(query, keys, values, [], [], causal))
         # What the last layer is asked with: the counted columns alone.
         self.first_input = columns.gather(x), columns.gather(residual)
         self.own: OwnColumns = [([], []) for _ in layers]
@@ -175,7 +198,7 @@ class _Chains:
         """Outputs [B, C, H] of step 0."""
         layer, (x, residual) = self.layers[-1], self.first_input
         query = layer.self_attn.queries(x, *self.drafter.rotary(x, self.position))
-        return layer.finish(residual, self.sight.attend(query, *self.prefix[-1], [], []))
+        return layer.finish(residual, merged_attention(query, *self.prefix[-1], [], [], self.sight))
 
     def read(self, entry_BCW: torch.Tensor, step: int) -> None:
         """Keys and values of a drafted step that another stack made."""
@@ -197,7 +220,7 @@ class _Chains:
             key, value = layer.self_attn.keys_values(x, cos, sin)
             query = layer.self_attn.queries(x, cos, sin)
             keys, values = [*own_keys, key], [*own_values, value]
-            h = layer.finish(residual, self.sight.attend(query, *prefix, keys, values))
+            h = layer.finish(residual, merged_attention(query, *prefix, keys, values, self.sight))
             grown.append((keys, values))
         return h, grown
 
