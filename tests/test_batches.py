@@ -5,7 +5,10 @@ at most in these families, so that 1e-4 leaves room for other machines. A key to
 """
 
 import random
+import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from draftsmith.train.noise import add_noise
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
+from tests.test_train import metrics, recipe_path, train  # noqa: F401 - a fixture
 
 
 def row_of(ids: list[int], spans: list[tuple[int, int]]) -> TrainingRow:
@@ -163,10 +167,17 @@ def documents_of(seed: int = 0) -> list[TrainingRow]:
     return [row_of(some_tokens(n, seed + i), [(1, n)]) for i, n in enumerate(LENGTHS)]
 
 
+def has_config(module: Any) -> bool:
+    return hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
+
+
+@pytest.mark.parametrize("way", ["its own", "masks"])
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
-def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str) -> None:
-    target = target_of(name)
+def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str, way: Any) -> None:
+    """In the way that the trial chooses, and by masks, which it falls back on."""
+    target = Target(target_of(name).model)
+    target._packing = None if way == "its own" else way
     rows = documents_of()
     assert max(LENGTHS) > 2 * WINDOW
     alone = [target.states(torch.tensor([row.input_ids])) for row in rows]
@@ -181,6 +192,10 @@ def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str) -
         ):
             assert torch.isfinite(found).all()
             assert_close(found * real, batch.lay_out([each[i] for i in batch.rows]))
+    if way == "its own":
+        assert target._packing == ("masks" if name in ("gemma2", "gpt_oss") else "attention")
+    implementations = {module.config._attn_implementation for module in target.decoder.modules() if has_config(module)}
+    assert implementations <= {"sdpa", "eager"}  # what packing changes, it changes back
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -267,3 +282,36 @@ def test_a_batch_of_one_document_a_row_takes_the_path_without_masks() -> None:
     batch: Batch = collate(documents_of())
     target.states(batch.ids, documents=batch.documents)
     assert [set(inputs) for inputs in seen] == [{"input_ids", "use_cache"}]
+
+
+# Runs.
+
+
+def test_a_packed_run_follows_the_padded_one_and_either_goes_on_with_the_other(
+    recipe_path: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same losses within float32's rounding, step by step, in training and validation."""
+    noise = "train.feature_noise=0.2"
+    padded = train(recipe_path, noise)
+    said = capsys.readouterr().out
+    assert re.search(r"\b[5-9]\d\.\d% of the tokens computed count, the rest is padding \(padded micro-batches", said)
+    outputs = {name: tmp_path / name for name in ("packed", "resumed")}
+    for output in outputs.values():
+        output.mkdir()
+        for name in ("conversations.jsonl", "draft_vocab.safetensors"):
+            shutil.copy(padded / name, output / name)
+    train(recipe_path, noise, "train.packing=true", f"output_dir={outputs['packed']}")
+    assert "100.0% of the tokens computed count, the rest is padding (packed micro-batches" in capsys.readouterr().out
+    shutil.copytree(padded / "checkpoints/step-00000003", outputs["resumed"] / "checkpoints/step-00000003")
+    shutil.copy(padded / "metrics.jsonl", outputs["resumed"] / "metrics.jsonl")
+    train(recipe_path, noise, "train.packing=true", f"output_dir={outputs['resumed']}")
+    assert "resumed from" in capsys.readouterr().out
+    for name in ("packed", "resumed"):
+        for mine, theirs in zip(metrics(outputs[name]), metrics(padded), strict=True):
+            for key in ("loss", "grad_norm", "validation_loss"):
+                assert (key in mine) == (key in theirs)
+                if key in theirs:
+                    assert mine[key] == pytest.approx(theirs[key], rel=1e-4), (name, mine["step"], key)
+            assert mine["accuracy"] == pytest.approx(theirs["accuracy"], abs=0.02)
