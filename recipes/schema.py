@@ -240,6 +240,8 @@ class TrainSection(Section):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
+    max_skipped_steps: int = Field(default=10, ge=0)
+    """Steps of a run that may be skipped because their gradient is not finite; one more stops it."""
     max_grad_norm: float = Field(default=0.5, gt=0)
     """Clipping by the global norm, or with clip: value each element of the gradient."""
     clip: Literal["norm", "value"] = "norm"
@@ -264,6 +266,11 @@ class TrainSection(Section):
     and poss over it, else true."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`auto` is bf16 on accelerators that compute it natively, no (float32) elsewhere: on CPUs it may be slower."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """DeepSpeed's ZeRO: 1 shares AdamW's moments out among the processes, 2 gradients as well, 3 weights as well. 0: every
+    process holds all, by DistributedDataParallel."""
+    offload_optimizer: bool = False
+    """With zero_stage: AdamW's moments and step on the CPU."""
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, the same gradients."""
     seed: int = 0

@@ -29,7 +29,7 @@ def run_ranks(processes: int, script: str, arguments: Sequence[str], timeout: fl
         process = subprocess.Popen(
             [sys.executable, *launch, script, *arguments],
             cwd=ROOT,
-            env=os.environ | {"ACCELERATE_USE_CPU": "true", "PYTHONFAULTHANDLER": "1"},
+            env=os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
         )

@@ -324,7 +324,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
     whole, _ = whole_training
     before, newest = list_checkpoints(whole / "checkpoints")
     names = sorted(path.name for path in newest.iterdir())
-    assert {"manifest.json", "trainer_state.json", "model.safetensors", "optimizer.bin"} < set(names)
+    assert {"manifest.json", "trainer_state.json", "model.safetensors", "optimizer.safetensors"} == set(names)
     for name in names:
         for harm in (cut, flip, Path.unlink):
             copy = tmp_path / "copy"
@@ -339,10 +339,10 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
 
     shutil.copytree(whole, tmp_path / "run")
     damaged = tmp_path / "run/checkpoints" / newest.name
-    flip(damaged / "optimizer.bin")
+    flip(damaged / "optimizer.safetensors")
     ending = lab.run(TRAIN, arguments(recipe, tmp_path / "run"))
     assert ending.status == 0, ending.output
-    assert f"{damaged}: damaged: optimizer.bin is not what was written (its sha256 differs)" in ending.output
+    assert f"{damaged}: damaged: optimizer.safetensors is not what was written (its sha256 differs)" in ending.output
     assert f"resumed from {damaged.parent / before.name}" in ending.output
     shutil.rmtree(damaged.with_suffix(".damaged"))
     check_trained(tmp_path / "run", whole)
@@ -409,7 +409,7 @@ def test_a_full_disk_keeps_the_checkpoints_that_there_are(
     run = arguments(recipe, to_train(tmp_path))
     checkpoints = tmp_path / "checkpoints"
     assert lab.run(TRAIN, run, fault=Fault("rename", 3)).status == -signal.SIGKILL
-    for limit in (50_000, 100_000):  # too little for model.safetensors, for optimizer.bin
+    for limit in (50_000, 100_000):  # too little for model.safetensors, for optimizer.safetensors
         ending = lab.run(TRAIN, run, file_limit=limit)
         assert ending.status == 2 and "Traceback" not in ending.output
         assert f"error: {checkpoints / 'step-00000006.partial'}: cannot be written (" in ending.output

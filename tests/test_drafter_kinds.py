@@ -37,7 +37,6 @@ from draftsmith.recipes.schema import DrafterSection, TargetSection, TreeSection
 from draftsmith.train import eagle, eagle3, poss, trainer
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import KINDS, untaught
-from tests.ranks import run_ranks
 from tests.test_train import ROOT, metrics, write_conversations
 
 SCRIPTS: dict[str, Callable[[], None]] = {"eagle3": eagle3.main, "eagle": eagle.main, "poss": poss.main}
@@ -195,24 +194,6 @@ def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytes
     lines = metrics(train(recipe_of("hass"), "train.max_steps=2", "train.max_grad_norm=1e-4"))
     assert seen == [pytest.approx(1e-4)] * 2
     assert all(line["grad_norm"] > 1e-3 for line in lines)  # as it was before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hass", "poss", "poss over eagle3"])
-def test_two_processes_follow_the_trajectory_of_one(name: str, recipe_of: Any, tmp_path: Path) -> None:
-    """Every specialist gets gradients on every rank, so that none waits for another's."""
-    path = recipe_of(name)
-    script = f"train/{load_recipe(path).drafter.kind}.py"
-    lines = {}
-    for run, processes, accumulation in (("one", 1, 2), ("two", 2, 1)):
-        output = copy_of_inputs(path.with_suffix(""), tmp_path / run)
-        overrides = [f"train.gradient_accumulation_steps={accumulation}", "train.max_steps=3", f"output_dir={output}"]
-        run_ranks(processes, script, [str(path), *overrides])
-        lines[run] = metrics(output)
-    for two, one in zip(lines["two"], lines["one"], strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-        assert two["accuracy"] == one["accuracy"]
 
 
 def test_another_kind_s_script_says_which_is_its_own(recipe_of: Any) -> None:

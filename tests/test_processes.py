@@ -1,10 +1,23 @@
-"""How the processes of a run part."""
+"""Many processes are one: DistributedDataParallel and ZeRO take the steps that one process takes, save what one process
+saves, and part without waiting for each other.
 
+Two real processes over gloo, on CPUs. Sums over two ranks are added in another order than one process adds them, which
+after six steps of AdamW shows in the sixth digit of a float32.
+"""
+
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
 
+from draftsmith.models.vocab import DraftVocab
 from tests.ranks import run_ranks
+from tests.test_train import metrics, write_conversations
 
 # Without keep_group this hangs before the thirtieth time, mostly before the tenth, where two ranks share a core.
 PARTING = """
@@ -34,3 +47,117 @@ def test_processes_part_a_hundred_times(tmp_path: Path) -> None:
     script = tmp_path / "parting.py"
     script.write_text(PARTING)
     assert run_ranks(2, str(script), [str(tmp_path)], timeout=120).count("parted") == 2
+
+
+# Name: (script, drafter, train). Together: both heads, several stacks, noise, clipping by norm and by value.
+RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "eagle3": ("train/eagle3.py", {"vocab_size": 160, "num_layers": 2}, {}),
+    "hass": ("train/eagle.py", {"kind": "eagle"}, {"top_k_loss": 1.0, "clip": "value", "max_grad_norm": 0.01}),
+    "poss": (
+        "train/poss.py",
+        {"kind": "poss", "base": "eagle3", "positions_per_specialist": 1, "specialists": 3, "vocab_size": 160},
+        {"feature_noise": 0.1},
+    ),
+}
+STEPS = 6
+VALIDATED = {"validation_loss", "validation_accuracy", "replay_tau", "replay_accepted_by_position"}
+
+
+class Place:
+    """Recipes, and the runs made with them."""
+
+    def __init__(self, folder: Path, target: Path):
+        self.folder, self.target = folder, target
+
+    def run(self, name: str, label: str, processes: int, *overrides: str) -> Path:
+        """Two micro-batches a step, however many processes there are; returns the output folder."""
+        script, drafter, settings = RUNS[name]
+        output = self.folder / f"{name}-{label}"
+        write_conversations(output / "conversations.jsonl", 23)  # an odd number: the last batch of an epoch is smaller
+        vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
+        vocab.save(output / "draft_vocab.safetensors")
+        shared = {
+            "max_steps": STEPS, "batch_size": 3, "learning_rate": 0.003, "ttt_steps": 3, "save_every_steps": 3,
+            "log_every_steps": 1, "validate_every_steps": 3, "validation_conversations": 4, "eval_replay": 3,
+            "mixed_precision": "no", "gradient_accumulation_steps": 2 // processes,
+        }  # fmt: skip
+        recipe = {
+            "output_dir": str(output),
+            "target": {"model": str(self.target), "dtype": "float32", "device": "cpu"},
+            "drafter": drafter,
+            "train": shared | settings,
+            "eval": {"tree": {"policy": "chain", "nodes": 4}},
+        }
+        path = self.folder / f"{name}-{label}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        self.said = run_ranks(processes, script, [str(path), *overrides])
+        return output
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Place:
+    return Place(tmp_path_factory.mktemp("processes"), target_dir)
+
+
+@pytest.fixture(scope="module")
+def of_one(place: Place) -> dict[str, Path]:
+    """What one process does, without ZeRO."""
+    return {name: place.run(name, "one", 1) for name in RUNS}
+
+
+def check_same(mine: Path, one: Path) -> None:
+    """The same lines of metrics, and a drafter and checkpoints that one process could have written."""
+    for here, there in zip(metrics(mine), metrics(one), strict=True):
+        assert here.keys() == there.keys()
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=1e-4)
+        assert here["accuracy"] == there["accuracy"]
+        for key in VALIDATED & there.keys():
+            assert here[key] == pytest.approx(there[key], rel=1e-5)
+    for file in ("drafter/model.safetensors", f"checkpoints/step-{STEPS:08d}/model.safetensors"):
+        found, wanted = load_file(mine / file), load_file(one / file)
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            torch.testing.assert_close(found[key], wanted[key], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_follow_the_trajectory_of_one(name: str, place: Place, of_one: dict[str, Path]) -> None:
+    check_same(place.run(name, "ddp", 2), of_one[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stage", "offload"),
+    [
+        *(("eagle3", stage, False) for stage in (1, 2, 3)),
+        *(("hass", stage, False) for stage in (2, 3)),
+        ("poss", 3, False),
+        ("eagle3", 3, True),
+        ("hass", 2, True),
+    ],
+)
+def test_zero_follows_the_trajectory_of_one(
+    name: str, stage: int, offload: bool, place: Place, of_one: dict[str, Path]
+) -> None:
+    overrides = [f"train.zero_stage={stage}", f"train.offload_optimizer={str(offload).lower()}"]
+    check_same(place.run(name, f"zero{stage}{'-offload' * offload}", 2, *overrides), of_one[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [((2, 3), (1, 0)), ((1, 0), (2, 3)), ((2, 1), (2, 2)), ((1, 3), (2, 0))])
+def test_a_run_goes_on_under_another_stage_and_other_processes(
+    first: tuple[int, int], then: tuple[int, int], place: Place, of_one: dict[str, Path]
+) -> None:
+    """(processes, stage); the number of micro-batches a step is the same."""
+    label = f"goes-on-{first}-{then}".replace(" ", "")
+    place.run("eagle3", label, first[0], f"train.zero_stage={first[1]}", "train.max_steps=6")
+    output = place.folder / f"eagle3-{label}"
+    shutil.rmtree(output / "checkpoints/step-00000006")
+    shutil.rmtree(output / "drafter")
+    place.run("eagle3", label, then[0], f"train.zero_stage={then[1]}")
+    assert "resumed from" in place.said
+    check_same(output, of_one["eagle3"])
+    state = json.loads((output / "checkpoints/step-00000006/trainer_state.json").read_text())
+    assert state["identity"]["micro-batches a step"] == 2

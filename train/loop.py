@@ -9,9 +9,7 @@ import json
 import math
 import os
 import signal
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,14 @@ from draftsmith.train.checkpoints import (
     publish,
     settle,
 )
+from draftsmith.train.clock import Clock
+from draftsmith.train.engine import Engine
 from draftsmith.train.noise import add_noise
+from draftsmith.train.states import OnlineStates, StateSource
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
 from draftsmith.train.validation_replay import ValidationReplay, in_numbers
+
+LOSS_IS_NOT_FINITE = "its loss is not finite"
 
 
 def learning_rate(step: int, total_steps: int, settings: TrainSection) -> float:
@@ -115,6 +118,7 @@ class Loop:
         identity: what must be the same for a resumed run (data, order, drafter, target); compared, printed on refusal.
         bf16: whether products are in bfloat16.
         replay: along which answers acceptance is found at every checkpoint; None: nowhere.
+        states: where the target's states come from; its rows are numbered as in `_batch`. None: from the target.
     """
 
     def __init__(
@@ -130,6 +134,7 @@ class Loop:
         identity: dict[str, Any],
         bf16: bool = False,
         replay: ValidationReplay | None = None,
+        states: StateSource | None = None,
     ):
         self.replay = replay
         self.accelerator, self.target, self.settings = accelerator, target, settings
@@ -137,10 +142,13 @@ class Loop:
         self.checkpoints, self.metrics_path, self.identity = checkpoints, metrics_path, identity
         self.vocab = trainee.drafter.vocab
         self.unroll_steps, self.wants_features = trainee.steps, trainee.wants_features
-        self.order = BatchOrder([len(row.input_ids) for row in rows], settings.batch_size, settings.seed)
+        self.states = OnlineStates(target) if states is None else states
+        order = BatchOrder([len(row.input_ids) for row in rows], settings.batch_size, settings.seed)
+        self.order = self.states.ordered(order, accelerator.num_processes, settings.gradient_accumulation_steps)
         self.total_steps = total_steps(settings, len(rows), accelerator.num_processes)
         self.engine = Engine(accelerator, trainee, settings, bf16)
         self.window = Tally.empty(self.unroll_steps, accelerator.device)  # since the last logged step
+        self.clock = Clock(accelerator.device)
         self.skipped = 0  # steps of this run whose gradient was not finite
         self.stopping = False  # SIGTERM came
 
@@ -161,7 +169,7 @@ class Loop:
         self.stopping = True
 
     def _run(self, first: int) -> bool:
-        logged_at, tokens_before = time.perf_counter(), int(self.window.tokens)
+        self.clock.start(int(self.window.tokens), int(self.window.columns))
         main = self.accelerator.is_main_process
         progress = tqdm(
             total=self.total_steps, initial=first, unit="step", desc="train", disable=not main, smoothing=0.1
@@ -181,17 +189,17 @@ class Loop:
                 clock = self.clock.read(line.pop("tokens"), line.pop("columns"))
                 line = {"step": done, **line, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped, **clock}
                 progress.set_postfix(
-                    loss=f"{line['loss']:.3f}", tau=f"{line['simulated_tau']:.2f}", tok_s=f"{rate:.0f}"
+                    loss=f"{line['loss']:.3f}", tau=f"{line['simulated_tau']:.2f}", tok_s=clock["tokens_per_second"]
                 )
                 if validate:
-                    line |= {f"validation_{k}": v for k, v in self.validate().items() if k != "tokens"}
+                    line |= {f"validation_{k}": v for k, v in self.validate().items() if k not in ("tokens", "columns")}
                 if replay:
                     waiting = line
                 else:
                     self._log(line)
                 self.window = Tally.empty(self.unroll_steps, self.accelerator.device)
-                logged_at, tokens_before = time.perf_counter(), 0
-            stop = self._agree_to_stop(log) and not last
+                self.clock.start()
+            stop = stop and not last
             if save or stop:
                 self._save(done, waiting)
             if stop:  # replay takes its time; the next start catches up on it
@@ -200,44 +208,83 @@ class Loop:
                 return False
             if waiting is not None:
                 self._log(waiting | self.replayed())
-                logged_at = time.perf_counter()
+                self.clock.start()
         progress.close()
         return True
 
-    def _step(self, step: int) -> tuple[torch.Tensor, float]:
-        """One optimiser step: (gradient norm before clipping, learning rate)."""
-        accelerator, count = self.accelerator, self.settings.gradient_accumulation_steps
+    def _step(self, step: int) -> tuple[float, float, bool]:
+        """One optimiser step: (gradient norm before clipping, learning rate, whether any rank got SIGTERM)."""
+        accelerator, engine, count = self.accelerator, self.engine, self.settings.gradient_accumulation_steps
         begin = (step * accelerator.num_processes + accelerator.process_index) * count
         chosen = [self.order.rows(begin + i) for i in range(count)]
-        batches = [self._batch(self.rows, rows) for rows in chosen]
+        with self.clock.waiting():
+            batches = [self._batch(self.rows, rows) for rows in chosen]
         columns = [columns_of(batch.span, self.unroll_steps) for batch in batches]
         counted = sum((c.counted(0).sum() for c in columns), torch.zeros((), device=accelerator.device))
-        counted = accelerator.reduce(counted, "sum").clamp(min=1)  # type: ignore[union-attr]
+        asked = torch.full_like(counted, float(self.stopping))
+        summed: Any = accelerator.reduce(torch.stack((counted, asked)), "sum")
+        tally = Tally.empty(self.unroll_steps, accelerator.device)
         for i, (batch, batch_columns) in enumerate(zip(batches, columns, strict=True)):
-            epoch = (begin + i) // self.order.batches_per_epoch
-            draws = [f"{self.settings.seed}/{epoch}/{row}" for row in chosen[i]]
-            with accelerator.no_sync(self.trainee) if i + 1 < count else nullcontext():
-                sums = self._forward(self.trainee, batch, batch_columns, draws)
-                # Wrappers average gradients over ranks; the sum is wanted.
-                accelerator.backward(sums.loss * (accelerator.num_processes / counted))
-            self.window.add(sums, batch.tokens)
-        grad_norm = self._clip()
-        self.window.nonfinite += ~torch.isfinite(grad_norm)
+            draws = self._draws(begin + i, chosen[i])
+            with engine.accumulating(last=i + 1 == count):
+                sums = self._forward(engine.trainee, batch, batch_columns, draws)
+                engine.backward(sums.loss / summed[0].clamp(min=1))
+            tally.add(sums, batch.tokens)
         lr = learning_rate(step, self.total_steps, self.settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return grad_norm, lr
+        done = engine.step(lr)
+        if done.taken:
+            self.window.merge(tally)
+        else:
+            self._tell_skipped(step, begin, chosen)
+        return done.grad_norm, lr, bool(summed[1])
 
-    def _clip(self) -> torch.Tensor:
-        """The gradient's norm, before it is clipped."""
-        if self.settings.clip == "norm":
-            return torch.as_tensor(self.accelerator.clip_grad_norm_(self.parameters, self.settings.max_grad_norm))
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        self.accelerator.clip_grad_value_(self.parameters, self.settings.max_grad_norm)
-        return norm
+    def _draws(self, number: int, rows: Sequence[int]) -> list[str]:
+        """Names the random numbers of each row of a micro-batch: the same in every run, on every rank."""
+        epoch = number // self.order.batches_per_epoch
+        return [f"{self.settings.seed}/{epoch}/{row}" for row in rows]
+
+    def _tell_skipped(self, step: int, begin: int, chosen: Sequence[Sequence[int]]) -> None:
+        """Names the rows that a step was skipped for; all ranks call it.
+
+        Raises:
+            UserError: the drafter is lost, or it is one step more than train.max_skipped_steps.
+        """
+        with self.engine.whole() as trainee:
+            found = [
+                (self.rows[row].id, self._problem_of(trainee, row, self._draws(number, [row])))
+                for number, rows in enumerate(chosen, start=begin)
+                for row in rows
+            ]
+        everywhere = gather_object(found)
+        rows = [f"{id_}: {problem}" for id_, problem in everywhere if problem]
+        told = "; ".join(rows[:5]) + f"; and {len(rows) - 5} more" * (len(rows) > 5)
+        told = told or "no row alone gives such a number: it is the sum that overflows"
+        remedy = (
+            f"lower train.learning_rate or lengthen train.warmup_steps; {self.checkpoints} holds the last good state"
+        )
+        if len(everywhere) > 1 and all(problem == LOSS_IS_NOT_FINITE for _, problem in everywhere):
+            raise UserError(
+                f"step {step + 1}: the loss of every row is not a finite number, the drafter is lost: {remedy}"
+            )
+        self.skipped += 1
+        self.accelerator.print(f"step {step + 1} skipped: its gradient is not finite ({told})")
+        if self.skipped > self.settings.max_skipped_steps:
+            raise UserError(
+                f"{self.skipped} steps had gradients that are not finite, train.max_skipped_steps allows "
+                f"{self.settings.max_skipped_steps}; the last one: {told}. Look at these rows, or {remedy}"
+            )
+
+    def _problem_of(self, trainee: TrainingTimeTest, row: int, draws: Sequence[str]) -> str | None:
+        """What of one row is not finite."""
+        batch = self._batch(self.rows, [row])
+        columns = columns_of(batch.span, self.unroll_steps)
+        with torch.no_grad(), self.engine.autocast():
+            captured, _ = self.states.of(batch)
+        if not bool(torch.isfinite(captured).all()):
+            return "the target's captured states are not finite"
+        with torch.no_grad():
+            sums = self._forward(trainee, batch, columns, draws)
+        return None if bool(torch.isfinite(sums.loss)) else LOSS_IS_NOT_FINITE
 
     def _forward(
         self, trainee: torch.nn.Module, batch: Batch, columns: Columns, draws: Sequence[str] | None = None
@@ -247,46 +294,37 @@ class Loop:
         Args:
             draws: names the random numbers of each row's feature noise; None: there is none.
         """
-        with self.accelerator.autocast():  # the head stays in the target's own precision: it is the teacher
-            states = self.target.states(batch.ids, documents=batch.documents)
-        teacher = teacher_of(self.target, states.last, batch.ids, columns, self.vocab, self.wants_features)
-        captured = states.captured
+        with self.engine.autocast():  # the head stays in the target's own precision: it is the teacher
+            captured, last = self.states.of(batch)
+        teacher = teacher_of(self.target, last, batch.ids, columns, self.vocab, self.wants_features)
         if draws is not None and self.settings.feature_noise:
             captured = add_noise(captured, self.settings.feature_noise, batch.lengths, draws, batch.documents)
-        return trainee(captured, batch.ids, columns, teacher, batch.documents)
-
-    def _refuse_nonfinite(self, step: int) -> None:
-        """Before anything is logged or saved: weights that such a gradient has touched are lost."""
-        if float(self.window.nonfinite) or not bool(torch.isfinite(self.window.loss)):
-            raise UserError(
-                f"a loss or gradient is not a finite number, at step {step} or shortly before: lower "
-                f"train.learning_rate or lengthen train.warmup_steps; {self.checkpoints} holds the last good state"
-            )
+        with self.engine.autocast():
+            return trainee(captured, batch.ids, columns, teacher, batch.documents)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
         """Loss, accuracy per step and simulated tau on the validation rows, shared among the ranks."""
-        trainee = self.accelerator.unwrap_model(self.trainee)  # ranks may have unequal shares: no collectives inside
-        trainee.eval()
         tally = Tally.empty(self.unroll_steps, self.accelerator.device)
         size, ranks = self.settings.batch_size, self.accelerator.num_processes
-        for start in range(self.accelerator.process_index * size, len(self.validation_rows), size * ranks):
-            batch = self._batch(self.validation_rows, range(start, min(start + size, len(self.validation_rows))))
-            tally.add(self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps)), 0)
-        trainee.train()
+        with self.engine.whole() as trainee:  # ranks may have unequal shares: no collectives inside
+            for start in range(self.accelerator.process_index * size, len(self.validation_rows), size * ranks):
+                batch = self._batch(self.validation_rows, range(start, min(start + size, len(self.validation_rows))))
+                tally.add(self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps)), 0)
         return tally.over_ranks(self.accelerator)
 
     def replayed(self) -> dict[str, Any]:
         """Acceptance along the answers of `replay`, shared among the ranks."""
         assert self.replay is not None
-        trainee, accelerator = self.accelerator.unwrap_model(self.trainee), self.accelerator
-        trainee.eval()
-        rounds = self.replay.share(self.target, trainee.drafter, accelerator.process_index, accelerator.num_processes)
-        trainee.train()
+        rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        with self.engine.whole() as trainee:
+            rounds = self.replay.share(self.target, trainee.drafter, rank, ranks)
         return in_numbers(gather_object(rounds))
 
     def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> Batch:
-        return collate([rows[i] for i in indices], self.settings.packing, indices).to(self.accelerator.device)
+        first = 0 if rows is self.rows else len(self.rows)  # validation rows are numbered behind those of training
+        numbers = [first + i for i in indices]
+        return collate([rows[i] for i in indices], self.settings.packing, numbers).to(self.accelerator.device)
 
     def _log(self, line: dict[str, Any]) -> None:
         flat = {
@@ -306,15 +344,15 @@ class Loop:
             waiting: this step's line of metrics, which is yet to be replayed and logged; a kill until then must not
                 lose it.
         """
-        self._refuse_nonfinite(step)
         final = checkpoint_path(self.checkpoints, step)
         partial = final.with_suffix(".partial")
         with full_disk_is_told(partial):
-            self.accelerator.save_state(str(partial))
+            self.engine.save(partial)
         window = self.window.summed(self.accelerator)
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             state = {"step": step, "identity": self.identity, "window": window, "waiting": waiting}
+            state["skipped_steps"] = self.skipped
             with full_disk_is_told(partial):
                 (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
                 sync_to_disk(self.metrics_path)  # what was logged before a checkpoint is not written again
@@ -337,6 +375,7 @@ class Loop:
         existing = list_checkpoints(self.checkpoints)
         if not existing:
             self._drop_metrics_after(0)
+            self.engine.start()
             return 0
         state = json.loads((existing[-1] / "trainer_state.json").read_text())
         here = json.loads(json.dumps(self.identity))  # as it was written: tuples are lists
@@ -354,7 +393,10 @@ class Loop:
                 f"{existing[-1]} is beyond the {self.total_steps} steps of this recipe (train.max_steps, "
                 "train.epochs); ask for as many or more, or choose another output_dir"
             )
-        self.accelerator.load_state(str(existing[-1]))
+        self.engine.load_weights(existing[-1])
+        self.engine.start()
+        self.engine.load_moments(existing[-1])
+        self.skipped = state["skipped_steps"]
         if self.accelerator.is_main_process:
             self.window.restore(state["window"])
         self._drop_metrics_after(state["step"])

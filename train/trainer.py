@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, gather_object, set_seed
+from accelerate.utils import gather_object, set_seed
 
-from draftsmith.data_gen.contamination import left_out_of_training
-from draftsmith.data_gen.conversations import TrainingRow, training_rows
+from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.data_gen.stored_target import StoredTarget, stored_bytes
+from draftsmith.data_gen.training_data import usable_rows
 from draftsmith.models.chat import (
     FINGERPRINT_COVERS,
     load_config,
@@ -55,9 +55,11 @@ from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, othe
 from draftsmith.recipes.validation import validation_rank
 from draftsmith.train.batches import efficiency
 from draftsmith.train.checkpoints import full_disk_is_told
+from draftsmith.train.engine import accelerator_of
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
-from draftsmith.train.processes import keep_group
+from draftsmith.train.states import OnlineStates, StateSource
+from draftsmith.train.stored_states import StoredStates, check_states, store_of, words_of_store
 from draftsmith.train.unroll import TrainingTimeTest
 from draftsmith.train.validation_replay import ValidationReplay, check_replay
 
@@ -75,6 +77,7 @@ def main(doc: str | None, kind: str) -> None:
         raise UserError(f"drafter.kind: {recipe.drafter.kind}, which train/{recipe.drafter.kind}.py trains")
     tokenizer = load_tokenizer(recipe.target)
     check_replay(recipe)
+    check_states(recipe)
     speaks = os.environ.get("RANK", "0") == "0"  # all ranks read the same rows; one writes and prints
     if speaks and (note := other_than_published(recipe.drafter, recipe.train)):
         print(f"note: {note}")
@@ -93,26 +96,26 @@ def main(doc: str | None, kind: str) -> None:
         here = config_identity(config, section.model, section.revision, tokenizer_fingerprint(tokenizer))
         check_start(Path(recipe.drafter.init_from), shape, vocab, here, yet_unknown=("embedding_scale",))
 
+    every_row = [*rows, *validation_rows]
+    store = store_of(recipe, config, shape.capture_layers, every_row, tokenizer_fingerprint(tokenizer))
     stops = stop_ids(tokenizer, load_generation_config(section))
     replay = ValidationReplay.of(recipe, validation_rows, vocab, tokenizer_fingerprint(tokenizer), stops)
     digests = {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
 
     set_seed(recipe.train.seed)
-    accelerator = Accelerator(
-        # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-        mixed_precision=precision(recipe.train),
-        log_with=list(recipe.train.trackers) or None,
-        project_dir=recipe.output_dir,
-    )
-    keep_group()
+    accelerator = accelerator_of(recipe.train, recipe.output_dir)
     check_ranks_agree(digests)
     cores = os.cpu_count() or 1
     if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
     if recipe.train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
-    target = Target(load_causal_lm(section, str(accelerator.device)), shape.capture_layers)
+    if store is None:
+        target = Target(load_causal_lm(section, str(accelerator.device)), shape.capture_layers)
+        states: StateSource = OnlineStates(target)
+    else:
+        target = StoredTarget(store, config, accelerator.device)
+        states = StoredStates(store, every_row, accelerator.device, target.dtype)
     shape = replace(shape, embedding_scale=target.embedding_scale)
     identity = target_identity(target, section.model, section.revision, tokenizer_fingerprint(tokenizer))
     drafter = new_drafter(recipe.drafter, shape, vocab, target, identity).to(accelerator.device)
@@ -125,8 +128,10 @@ def main(doc: str | None, kind: str) -> None:
         recipe.train,
         recipe.checkpoints_dir,
         recipe.metrics_path,
-        identity=run_identity(recipe, drafter, identity, accelerator.num_processes, digests),
+        identity=run_identity(recipe, drafter, identity, accelerator.num_processes, digests, words_of_store(store)),
+        bf16=precision(recipe.train) == "bf16",
         replay=replay,
+        states=states,
     )
     trainable = sum(p.numel() for p in drafter.parameters())
     accelerator.print(
@@ -135,14 +140,23 @@ def main(doc: str | None, kind: str) -> None:
         f"{efficiency(loop.order, rows, recipe.train.packing):.1%} of the tokens computed count, the rest is padding "
         f"({'packed' if recipe.train.packing else 'padded'} micro-batches, first epoch)"
     )
-    if loop.run() and accelerator.is_main_process:
-        data = {"conversations": recipe.conversations_path, "draft_vocab": recipe.draft_vocab_path}
-        if recipe.drafter.init_from is not None:
-            data["init_from"] = written(Path(recipe.drafter.init_from)) / "model.safetensors"
-        with full_disk_is_told(recipe.drafter_dir):
-            save_drafter(recipe.drafter_dir, drafter, identity, dump_recipe(recipe), provenance(data))
-        print(f"drafter: {recipe.drafter_dir}")
+    if store is not None:
+        accelerator.print(store.in_words())
+    if loop.run():
+        with loop.engine.whole() as trained:
+            if accelerator.is_main_process:
+                save(recipe, trained.drafter, identity)
     accelerator.end_training()
+
+
+def save(recipe: Recipe, drafter: FeatureDrafter, identity: dict[str, Any]) -> None:
+    """Writes the finished drafter."""
+    data = {"conversations": recipe.conversations_path, "draft_vocab": recipe.draft_vocab_path}
+    if recipe.drafter.init_from is not None:
+        data["init_from"] = written(Path(recipe.drafter.init_from)) / "model.safetensors"
+    with full_disk_is_told(recipe.drafter_dir):
+        save_drafter(recipe.drafter_dir, drafter, identity, dump_recipe(recipe), provenance(data))
+    print(f"drafter: {recipe.drafter_dir}")
 
 
 def precision(settings: TrainSection) -> str:
@@ -156,18 +170,15 @@ def precision(settings: TrainSection) -> str:
 
 def read_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> tuple[list[TrainingRow], list[TrainingRow]]:
     """(training rows, validation rows). A conversation's rows stay on one side, chosen by a hash of its id."""
-    path = recipe.conversations_path
-    if not path.exists():
-        raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
-    rows = list(training_rows(path, tokenizer, recipe.data.max_length, rejects, left_out_of_training(recipe)))
-    usable = [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
+    usable = usable_rows(recipe, tokenizer, rejects)
     wanted = min(recipe.train.validation_conversations, len({row.id for row in usable}) // 5)
     ids = sorted({row.id for row in usable}, key=validation_rank)
     kept_out = set(ids[:wanted])
     training = [row for row in usable if row.id not in kept_out]
     if not training:
         raise UserError(
-            f"data.conversations: {path} holds no answer of two tokens or more; there is nothing to train on"
+            f"data.conversations: {recipe.conversations_path} holds no answer of two tokens or more; there is nothing "
+            "to train on"
         )
     return training, [row for row in usable if row.id in kept_out]
 
@@ -298,6 +309,10 @@ MAY_CHANGE = {
     "eval_replay",
     "trackers",
     "gradient_checkpointing",
+    "gradient_accumulation_steps",  # "micro-batches a step" is compared instead
+    "zero_stage",
+    "offload_optimizer",
+    "max_skipped_steps",
     "packing",
 }
 
@@ -326,12 +341,18 @@ def check_ranks_agree(digests: dict[str, str]) -> None:
 
 
 def run_identity(
-    recipe: Recipe, drafter: FeatureDrafter, target: dict[str, Any], processes: int, digests: dict[str, str]
+    recipe: Recipe,
+    drafter: FeatureDrafter,
+    target: dict[str, Any],
+    processes: int,
+    digests: dict[str, str],
+    states: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a resumed run must share with the run it goes on with: data, order, settings, drafter, target.
 
     Args:
         digests: of the rows that are left after all checks: what eval.prompts hold may have changed in between.
+        states: of the store that they are read from; None: from the target.
     """
     start = recipe.drafter.init_from
     settings = {f"train.{key}": value for key, value in recipe.train.model_dump().items() if key not in MAY_CHANGE}
@@ -342,9 +363,10 @@ def run_identity(
         "drafter.init_from": None if start is None else file_digest(written(Path(start)) / "model.safetensors"),
         "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
         "conversations_sha256": file_digest(recipe.conversations_path),
+        "data.states": states,
         "data.max_length": recipe.data.max_length,
         "left out for asking what is asked in": recipe.eval.prompts if recipe.data.contamination == "remove" else None,
-        "processes": processes,
+        "micro-batches a step": processes * recipe.train.gradient_accumulation_steps,
     } | (digests | settings)
 
 
@@ -368,16 +390,23 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
             check_start(Path(recipe.drafter.init_from), shape, vocab, here, yet_unknown=("embedding_scale",))
     if recipe.conversations_path.exists() or recipe.data.prompts is None:
         rejects = Rejects()
-        data = counted_data(*read_rows(recipe, tokenizer, rejects), recipe.train)
+        rows, validation_rows = read_rows(recipe, tokenizer, rejects)
+        every_row, fingerprint = [*rows, *validation_rows], tokenizer_fingerprint(tokenizer)
+        store = store_of(recipe, text_config, shape.capture_layers, every_row, fingerprint)
+        data = counted_data(rows, validation_rows, recipe.train)
         if rejects.total:
             print(rejects.summary())
     else:
-        data = expected_data(recipe, tokenizer)
+        store, data = None, expected_data(recipe, tokenizer)
+    size = target_size(config, section.dtype, section.trust_remote_code)
+    if store is not None:
+        print(store.in_words())
+        size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")
     lines = training_plan(
         recipe,
         shape,
         text_config,
-        target_size(config, section.dtype, section.trust_remote_code),
+        size,
         data,
         vocab_is_there,
         precision(recipe.train) == "bf16",
