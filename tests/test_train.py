@@ -486,7 +486,7 @@ def test_sigterm_does_not_wait_for_a_replay(recipe_path: Path, monkeypatch: pyte
     step = Loop._step
     with monkeypatch.context() as patched:
 
-        def step_and_stop(self: Loop, number: int) -> tuple[torch.Tensor, float]:
+        def step_and_stop(self: Loop, number: int) -> tuple[float, float, bool]:
             if number == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
             return step(self, number)
