@@ -14,6 +14,9 @@ published HASS and PosS code multiplies scores by 0 instead, which leaves exp(0)
 column. Columns that do not count leave a step-0 key and value and are never queried: with one draft layer nothing else
 of them is read. With several, the lower ones run step 0 on all columns.
 
+Documents that share a row (`models.alignment.Documents`) see each other nowhere: their prefixes are attended to one by
+one, and all else runs on the whole row, which needs no padding of tokens or of counted columns.
+
 Each stack of layers has keys and values of its own. Where the stack changes (`models.poss`), the new one makes them
 from the same step-0 features, and from the drafted features of steps 1..k-1, handed to it without their history:
 
