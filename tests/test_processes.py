@@ -6,6 +6,7 @@ after six steps of AdamW shows in the sixth digit of a float32.
 """
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from draftsmith.models.vocab import DraftVocab
 from tests.ranks import run_ranks
@@ -69,11 +70,17 @@ class Place:
     def __init__(self, folder: Path, target: Path):
         self.folder, self.target = folder, target
 
-    def run(self, name: str, label: str, processes: int, *overrides: str) -> Path:
-        """Two micro-batches a step, however many processes there are; returns the output folder."""
+    def run(self, name: str, label: str, processes: int, *overrides: str, poisoned: int | None = None) -> Path:
+        """Two micro-batches a step, however many processes there are; returns the output folder.
+
+        Args:
+            poisoned: a token that stands in the answer of conversation c5 alone.
+        """
         script, drafter, settings = RUNS[name]
         output = self.folder / f"{name}-{label}"
         write_conversations(output / "conversations.jsonl", 23)  # an odd number: the last batch of an epoch is smaller
+        if poisoned is not None:
+            poison(output / "conversations.jsonl", poisoned)
         vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
         vocab.save(output / "draft_vocab.safetensors")
         shared = {
@@ -92,6 +99,18 @@ class Place:
         path.write_text(yaml.safe_dump(recipe))
         self.said = run_ranks(processes, script, [str(path), *overrides])
         return output
+
+
+def poison(path: Path, token: int) -> None:
+    """Puts the token into c5's last answer and takes it out of all others."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        for turn in line["turns"]:
+            for key in ("prompt_token_ids", "output_token_ids"):
+                turn[key] = [5 if each == token else each for each in turn[key]]
+        if line["id"] == "c5":
+            line["turns"][-1]["output_token_ids"][1] = token
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
 
 
 @pytest.fixture(scope="module")
@@ -161,3 +180,50 @@ def test_a_run_goes_on_under_another_stage_and_other_processes(
     check_same(output, of_one["eagle3"])
     state = json.loads((output / "checkpoints/step-00000006/trainer_state.json").read_text())
     assert state["identity"]["micro-batches a step"] == 2
+
+
+POISON = 317
+
+
+@pytest.fixture(scope="module")
+def poisoned_place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> Place:
+    """A target that one token drives out of all bounds."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    shutil.copytree(target_dir, folder / "target")
+    path = folder / "target/model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][POISON] = float("inf")
+    save_file(tensors, path, metadata={"format": "pt"})
+    return Place(folder, folder / "target")
+
+
+@pytest.mark.parametrize(
+    ("processes", "stage"),
+    [(1, 0), *(pytest.param(2, stage, marks=pytest.mark.slow) for stage in (0, 2, 3))],
+)
+def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
+    processes: int, stage: int, poisoned_place: Place
+) -> None:
+    settings = [
+        f"train.zero_stage={stage}",
+        "train.max_steps=3",
+        "train.save_every_steps=1",
+        "train.keep_checkpoints=9",
+        "train.eval_replay=0",
+    ]
+    output = poisoned_place.run("eagle3", f"{processes}-{stage}", processes, *settings, poisoned=POISON)
+    lines = metrics(output)
+    [skipped] = [i for i, line in enumerate(lines) if not math.isfinite(line["grad_norm"])]
+    assert [line["skipped_steps"] for line in lines] == [int(i >= skipped) for i in range(3)]
+    said = f"step {skipped + 1} skipped: its gradient is not finite (c5: the target's captured states are not finite)"
+    assert poisoned_place.said.count(said) == 1
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    before, after = (
+        load_file(output / f"checkpoints/step-{step:08d}/model.safetensors") for step in (skipped, skipped + 1)
+    )
+    assert all(torch.equal(before[name], after[name]) for name in after)
+
+
+def test_too_many_skipped_steps_stop_the_run(poisoned_place: Place) -> None:
+    with pytest.raises(AssertionError, match=r"1 steps had .* not finite, train\.max_skipped_steps allows 0"):
+        poisoned_place.run("eagle3", "stopped", 1, "train.max_skipped_steps=0", poisoned=POISON)
