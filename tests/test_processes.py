@@ -213,7 +213,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
     ]
     output = poisoned_place.run("eagle3", f"{processes}-{stage}", processes, *settings, poisoned=POISON)
     lines = metrics(output)
-    [skipped] = [i for i, line in enumerate(lines) if not math.isfinite(line["grad_norm"])]
+    [skipped] = [i for i, line in enumerate(lines) if line["grad_norm"] is None]
     assert [line["skipped_steps"] for line in lines] == [int(i >= skipped) for i in range(3)]
     said = f"step {skipped + 1} skipped: its gradient is not finite (c5: the target's captured states are not finite)"
     assert poisoned_place.said.count(said) == 1

@@ -187,7 +187,8 @@ class Loop:
             if log:
                 line = self.window.over_ranks(self.accelerator)
                 clock = self.clock.read(line.pop("tokens"), line.pop("columns"))
-                line = {"step": done, **line, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped, **clock}
+                line = {"step": done, **line, "lr": lr, "skipped_steps": self.skipped, **clock}
+                line["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None  # JSON has no other word
                 progress.set_postfix(
                     loss=f"{line['loss']:.3f}", tau=f"{line['simulated_tau']:.2f}", tok_s=clock["tokens_per_second"]
                 )
@@ -236,7 +237,8 @@ class Loop:
             self.window.merge(tally)
         else:
             self._tell_skipped(step, begin, chosen)
-        return done.grad_norm, lr, bool(summed[1])
+        alone = accelerator.num_processes == 1  # several processes stop together, after the step that all know of it
+        return done.grad_norm, lr, self.stopping if alone else bool(summed[1])
 
     def _draws(self, number: int, rows: Sequence[int]) -> list[str]:
         """Names the random numbers of each row of a micro-batch: the same in every run, on every rank."""
@@ -331,6 +333,7 @@ class Loop:
             f"{key}/{i}" if isinstance(value, list) else key: item
             for key, value in line.items()
             for i, item in enumerate(value if isinstance(value, list) else [value])
+            if item is not None
         }
         self.accelerator.log(flat, step=line["step"])
         if self.accelerator.is_main_process:
