@@ -116,6 +116,9 @@ def columns_of(span_BT: torch.Tensor, steps: int) -> Columns:
     """The counted columns of a batch for an unroll of `steps` steps.
 
     Column t counts at step k iff remaining[t + 1] >= k + 2, so its depth is remaining[t + 1] - 1, at most `steps`.
+
+    Args:
+        span_BT: as in `remaining_in_span`; 0 at the first token of every document that shares a row.
     """
     remaining = remaining_in_span(span_BT)
     depth_BT = torch.zeros_like(remaining)
