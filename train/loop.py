@@ -10,6 +10,7 @@ import math
 import os
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -296,7 +297,9 @@ class Loop:
         Args:
             draws: names the random numbers of each row's feature noise; None: there is none.
         """
-        with self.engine.autocast():  # the head stays in the target's own precision: it is the teacher
+        # Reading states is waiting; computing them is not.
+        reading = nullcontext() if isinstance(self.states, OnlineStates) else self.clock.waiting()
+        with self.engine.autocast(), reading:  # the head stays in the target's own precision: it is the teacher
             captured, last = self.states.of(batch)
         teacher = teacher_of(self.target, last, batch.ids, columns, self.vocab, self.wants_features)
         if draws is not None and self.settings.feature_noise:
