@@ -267,8 +267,8 @@ class TrainSection(Section):
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`auto` is bf16 on accelerators that compute it natively, no (float32) elsewhere: on CPUs it may be slower."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed's ZeRO: 1 shares AdamW's moments out among the processes, 2 gradients as well, 3 weights as well. 0: every
-    process holds all, by DistributedDataParallel."""
+    """DeepSpeed's ZeRO: 1 shares AdamW's moments out among the processes, 2 gradients as well, 3 weights as well.
+    0: every process holds all, by DistributedDataParallel."""
     offload_optimizer: bool = False
     """With zero_stage: AdamW's moments and step on the CPU."""
     gradient_checkpointing: bool = False
