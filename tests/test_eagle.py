@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from draftsmith.data_gen.conversations import TrainingRow
-from draftsmith.models.alignment import Columns
+from draftsmith.models.alignment import Columns, Documents
 from draftsmith.models.checkpoint import fill
 from draftsmith.models.drafters import build_drafter, drafter_config, padded, trainable_parameters
 from draftsmith.models.target import Target
@@ -41,10 +41,15 @@ class Recorder(TrainingTimeTest):
     """Keeps what it is called with."""
 
     def forward(
-        self, captured_BTF: torch.Tensor, ids_BT: torch.Tensor, columns: Columns, teacher: Teacher
+        self,
+        captured_BTF: torch.Tensor,
+        ids_BT: torch.Tensor,
+        columns: Columns,
+        teacher: Teacher,
+        documents: Documents | None = None,
     ) -> UnrollSums:
         self.seen.append((captured_BTF, ids_BT, columns, teacher))
-        return super().forward(captured_BTF, ids_BT, columns, teacher)
+        return super().forward(captured_BTF, ids_BT, columns, teacher, documents)
 
     seen: list[tuple[torch.Tensor, torch.Tensor, Columns, Teacher]]
 
@@ -59,7 +64,9 @@ def loop_of(tmp_path: Path, **settings: Any) -> tuple[Loop, Recorder]:
     trainee.seen = []
     target = Target(small_target().model, trainee.drafter.config.capture_layers)
     rows, accelerator = rows_of(LENGTHS), Accelerator(cpu=True)
-    return Loop(accelerator, trainee, target, rows, rows, section, tmp_path, tmp_path / "metrics.jsonl", {}), trainee
+    loop = Loop(accelerator, trainee, target, rows, rows, section, tmp_path, tmp_path / "metrics.jsonl", {})
+    loop.engine.start()
+    return loop, trainee
 
 
 def test_noise_is_on_what_is_read_never_on_what_is_taught(tmp_path: Path) -> None:

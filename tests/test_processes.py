@@ -61,6 +61,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 STEPS = 6
+MICRO_BATCHES = 4  # of a step: two ranks accumulate two each
 VALIDATED = {"validation_loss", "validation_accuracy", "replay_tau", "replay_accepted_by_position"}
 
 
@@ -71,7 +72,7 @@ class Place:
         self.folder, self.target = folder, target
 
     def run(self, name: str, label: str, processes: int, *overrides: str, poisoned: int | None = None) -> Path:
-        """Two micro-batches a step, however many processes there are; returns the output folder.
+        """Four micro-batches a step, however many processes there are; returns the output folder.
 
         Args:
             poisoned: a token that stands in the answer of conversation c5 alone.
@@ -84,9 +85,9 @@ class Place:
         vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
         vocab.save(output / "draft_vocab.safetensors")
         shared = {
-            "max_steps": STEPS, "batch_size": 3, "learning_rate": 0.003, "ttt_steps": 3, "save_every_steps": 3,
+            "max_steps": STEPS, "batch_size": 2, "learning_rate": 0.003, "ttt_steps": 3, "save_every_steps": 3,
             "log_every_steps": 1, "validate_every_steps": 3, "validation_conversations": 4, "eval_replay": 3,
-            "mixed_precision": "no", "gradient_accumulation_steps": 2 // processes,
+            "mixed_precision": "no", "gradient_accumulation_steps": MICRO_BATCHES // processes,
         }  # fmt: skip
         recipe = {
             "output_dir": str(output),
@@ -179,7 +180,7 @@ def test_a_run_goes_on_under_another_stage_and_other_processes(
     assert "resumed from" in place.said
     check_same(output, of_one["eagle3"])
     state = json.loads((output / "checkpoints/step-00000006/trainer_state.json").read_text())
-    assert state["identity"]["micro-batches a step"] == 2
+    assert state["identity"]["micro-batches a step"] == MICRO_BATCHES
 
 
 POISON = 317
@@ -206,7 +207,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
 ) -> None:
     settings = [
         f"train.zero_stage={stage}",
-        "train.max_steps=3",
+        "train.max_steps=2",
+        "train.seed=1",  # in which c5 is read in the second step
         "train.save_every_steps=1",
         "train.keep_checkpoints=9",
         "train.eval_replay=0",
@@ -214,10 +216,10 @@ def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
     output = poisoned_place.run("eagle3", f"{processes}-{stage}", processes, *settings, poisoned=POISON)
     lines = metrics(output)
     [skipped] = [i for i, line in enumerate(lines) if line["grad_norm"] is None]
-    assert [line["skipped_steps"] for line in lines] == [int(i >= skipped) for i in range(3)]
+    assert [line["skipped_steps"] for line in lines] == [int(i >= skipped) for i in range(2)]
     said = f"step {skipped + 1} skipped: its gradient is not finite (c5: the target's captured states are not finite)"
     assert poisoned_place.said.count(said) == 1
-    assert all(math.isfinite(line["loss"]) for line in lines)
+    assert [line.get("loss", math.nan) > 0 for line in lines] == [i != skipped for i in range(2)]
     before, after = (
         load_file(output / f"checkpoints/step-{step:08d}/model.safetensors") for step in (skipped, skipped + 1)
     )

@@ -20,6 +20,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate.utils.versions import compare_versions
 from safetensors.torch import load_file, save_file
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -36,6 +38,8 @@ from draftsmith.train.processes import keep_group
 from draftsmith.train.unroll import TrainingTimeTest
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
+OLDEST_DEEPSPEED = "0.19"  # tested with 0.19.8; `Engine` looks into its optimisers
+ALONE_OR_COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
 WEIGHTS_FILE, MOMENTS_FILE = "model.safetensors", "optimizer.safetensors"
 
 
@@ -45,7 +49,8 @@ def accelerator_of(settings: TrainSection, output_dir: str) -> Accelerator:
     ZeRO is the recipe's (`train.zero_stage`), or that of accelerate's own config (`accelerate config`).
 
     Raises:
-        UserError: ZeRO without DeepSpeed, or with a config of one's own that trains in another precision.
+        UserError: ZeRO without DeepSpeed, a config of one's own that trains otherwise than the recipe says, or another
+            way of sharing than DDP and ZeRO.
     """
     handlers: list[Any] = [
         # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
@@ -53,6 +58,11 @@ def accelerator_of(settings: TrainSection, output_dir: str) -> Accelerator:
     ]
     by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     plugin = None
+    if settings.offload_optimizer and not (settings.zero_stage or by_launcher):
+        raise UserError(
+            "train.offload_optimizer: it is ZeRO that keeps the optimiser's state elsewhere; set train.zero_stage to "
+            "1, 2 or 3, or leave it out"
+        )
     if settings.zero_stage or by_launcher:
         _check_deepspeed(by_launcher)
         if not torch.accelerator.is_available():
@@ -71,6 +81,14 @@ def accelerator_of(settings: TrainSection, output_dir: str) -> Accelerator:
         log_with=list(settings.trackers) or None,
         project_dir=output_dir,
     )
+    kind = accelerator.distributed_type
+    if plugin is None and kind.name not in ALONE_OR_COPIED:
+        raise UserError(f"accelerate's config asks for {kind.value}; drafters are trained by DDP or DeepSpeed's ZeRO")
+    if plugin is not None and kind != DistributedType.DEEPSPEED:
+        raise UserError(
+            "train.zero_stage: accelerate does not take DeepSpeed where it is told to use the CPU beside an "
+            "accelerator: hide that (CUDA_VISIBLE_DEVICES=) instead"
+        )
     if plugin is not None:
         unset_hf_deepspeed_config()  # else transformers shards what it loads from now on, which is the target
     keep_group()
@@ -93,9 +111,14 @@ def zero_config(settings: TrainSection) -> dict[str, Any]:
 
 
 def _check_deepspeed(by_launcher: bool) -> None:
+    who = "accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage: ZeRO is DeepSpeed's"
     if find_spec("deepspeed") is None:
-        who = "accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage: ZeRO is DeepSpeed's"
         raise UserError(f"{who}, which is not installed: pip install 'draftsmith[deepspeed]'")
+    if compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):
+        raise UserError(
+            f"{who}, of which {metadata.version('deepspeed')} is installed, and {OLDEST_DEEPSPEED} or newer is needed: "
+            "pip install 'draftsmith[deepspeed]'"
+        )
 
 
 def _be_one_of_one() -> None:
@@ -125,6 +148,16 @@ def _agreed(plugin: DeepSpeedPlugin, settings: TrainSection) -> DeepSpeedPlugin:
     if settings.zero_stage and plugin.zero_stage != settings.zero_stage:
         problems.append(
             f"train.zero_stage is {settings.zero_stage}, accelerate's config has {plugin.zero_stage}: leave one out"
+        )
+    if plugin.zero_stage == 0:
+        problems.append("accelerate's config asks for DeepSpeed without ZeRO (stage 0): leave DeepSpeed out of it")
+    for section in ("optimizer", "scheduler"):
+        if section in config:
+            problems.append(f"DeepSpeed's {section}: the recipe's train section says it; leave it out")
+    offloads = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+    if settings.offload_optimizer and not offloads:
+        problems.append(
+            "train.offload_optimizer: accelerate's config decides, and has offload_optimizer none: change it there"
         )
     for key, value in zero_config(settings).items():
         if key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
@@ -161,6 +194,7 @@ class Engine:
             plugin: Any = accelerator.state.deepspeed_plugin
             self.zero = plugin.zero_stage
         self.names = [name for name, p in trainee.named_parameters() if p.requires_grad]
+        trainee.bf16, trainee.caches_casts = bf16, self.zero < 3
         self.shapes = {name: tuple(p.shape) for name, p in trainee.named_parameters()}
         self.blueprint = _without_weights(trainee) if self.zero == 3 else None
 
@@ -168,6 +202,8 @@ class Engine:
         """Shares the weights out, as they are now; to be called once, before anything else."""
         settings = self.settings
         parameters = [p for p in self.alone.parameters() if p.requires_grad]
+        if self.zero:
+            self._size_buckets(sum(p.numel() for p in parameters))
         optimizer = torch.optim.AdamW(
             parameters,
             lr=settings.learning_rate,
@@ -175,6 +211,19 @@ class Engine:
             weight_decay=settings.weight_decay,
         )
         self.trainee, self.optimizer = self.accelerator.prepare(self.alone, optimizer)
+
+    def _size_buckets(self, count: int) -> None:
+        """DeepSpeed's buckets are made for models of billions: none needs to hold more than there is."""
+        plugin: Any = self.accelerator.state.deepspeed_plugin
+        zero = plugin.deepspeed_config["zero_optimization"]
+        sizes = {"reduce_bucket_size": 500_000_000, "allgather_bucket_size": 500_000_000}
+        if self.zero == 3:
+            sizes = {"reduce_bucket_size": 500_000_000, "stage3_prefetch_bucket_size": 50_000_000}
+            if zero.get("stage3_param_persistence_threshold") == "auto":
+                zero["stage3_param_persistence_threshold"] = 100_000
+        for key, usual in sizes.items():
+            if zero.get(key, "auto") == "auto":
+                zero[key] = min(usual, count)
 
     @property
     def _parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -184,10 +233,8 @@ class Engine:
     # A step.
 
     def autocast(self) -> Any:
-        """Products in bfloat16, if that is wanted."""
-        # Stage 3 frees weights after use: a cast copy must not outlive them.
-        device = self.accelerator.device.type
-        return torch.autocast(device, torch.bfloat16, enabled=self.bf16, cache_enabled=self.zero < 3)
+        """For the target: products in bfloat16, if that is wanted. The trainee sees to its own."""
+        return torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=self.bf16)
 
     def accumulating(self, last: bool) -> Any:
         """For the forward and backward pass of one micro-batch.
@@ -247,7 +294,7 @@ class Engine:
     def _held_gradients(self) -> list[torch.Tensor]:
         """This rank's share of the summed gradient."""
         sharded: Any = self.trainee.optimizer
-        if self.settings.offload_optimizer:
+        if sharded.offload_optimizer if self.zero == 3 else sharded.cpu_offload:
             return [each.grad for each in self._held_weights() if each.grad is not None]
         return [gradient for group in sharded.averaged_gradients.values() for gradient in group or ()]
 
@@ -322,13 +369,13 @@ class Engine:
 
     def load_weights(self, directory: Path) -> None:
         """Before `start`."""
-        tensors = _read(directory / WEIGHTS_FILE)
+        tensors = load_file(directory / WEIGHTS_FILE)
         self._check(directory / WEIGHTS_FILE, tensors, {name: self.shapes[name] for name in self.names})
         self.alone.load_state_dict(tensors, strict=False)
 
     def load_moments(self, directory: Path) -> None:
         """After `start`."""
-        tensors = _read(directory / MOMENTS_FILE)
+        tensors = load_file(directory / MOMENTS_FILE)
         wanted = {f"{key}.{name}": self.shapes[name] for name in self.names for key in MOMENTS}
         self._check(directory / MOMENTS_FILE, tensors, wanted | {"step": ()})
         step = tensors["step"]
@@ -375,15 +422,6 @@ class Engine:
                 f"{path}: is not this run's: {len(different)} tensors differ, the first is {name}, which has shape "
                 f"{found.get(name)} there and {wanted.get(name)} here"
             )
-
-
-def _read(path: Path) -> dict[str, torch.Tensor]:
-    """Raises UserError where the file is not there."""
-    if not path.exists():
-        raise UserError(
-            f"{path}: is not there; the checkpoint was written by an older version: start in a new output_dir"
-        )
-    return load_file(path)
 
 
 def _without_weights(trainee: TrainingTimeTest) -> TrainingTimeTest:

@@ -37,7 +37,7 @@ from draftsmith.train.checkpoints import (
     settle,
 )
 from draftsmith.train.clock import Clock
-from draftsmith.train.engine import Engine
+from draftsmith.train.engine import MOMENTS_FILE, Engine
 from draftsmith.train.noise import add_noise
 from draftsmith.train.states import OnlineStates, StateSource
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
@@ -100,15 +100,16 @@ class Tally:
             getattr(self, name).copy_(torch.tensor(value))
 
     def over_ranks(self, accelerator: Accelerator) -> dict[str, Any]:
-        """loss per counted column, accuracy per unroll step, simulated tau, tokens."""
+        """tokens and counted columns; where there are any, loss per column, accuracy per unroll step, simulated tau."""
         total = self.summed(accelerator)
+        counts = {"tokens": int(total["tokens"]), "columns": int(total["columns"])}
+        if not counts["columns"]:  # every step was skipped
+            return counts
         accuracy = [c / r if r else 0.0 for c, r in zip(total["correct"], total["reached"], strict=True)]
-        return {
-            "loss": total["loss"] / max(1.0, total["columns"]),
+        return counts | {
+            "loss": total["loss"] / total["columns"],
             "accuracy": [round(value, 5) for value in accuracy],
             "simulated_tau": round(simulated_tau(accuracy), 4),
-            "tokens": int(total["tokens"]),
-            "columns": int(total["columns"]),
         }
 
 
@@ -190,9 +191,9 @@ class Loop:
                 clock = self.clock.read(line.pop("tokens"), line.pop("columns"))
                 line = {"step": done, **line, "lr": lr, "skipped_steps": self.skipped, **clock}
                 line["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None  # JSON has no other word
-                progress.set_postfix(
-                    loss=f"{line['loss']:.3f}", tau=f"{line['simulated_tau']:.2f}", tok_s=clock["tokens_per_second"]
-                )
+                if "loss" in line:
+                    loss, tau = f"{line['loss']:.3f}", f"{line['simulated_tau']:.2f}"
+                    progress.set_postfix(loss=loss, tau=tau, tok_s=clock["tokens_per_second"])
                 if validate:
                     line |= {f"validation_{k}": v for k, v in self.validate().items() if k not in ("tokens", "columns")}
                 if replay:
@@ -204,6 +205,7 @@ class Loop:
             stop = stop and not last
             if save or stop:
                 self._save(done, waiting)
+                self.clock.start(int(self.window.tokens), int(self.window.columns))
             if stop:  # replay takes its time; the next start catches up on it
                 progress.close()
                 self.accelerator.print(f"SIGTERM: stopped after step {done}, which is saved; start again to go on")
@@ -304,8 +306,7 @@ class Loop:
         teacher = teacher_of(self.target, last, batch.ids, columns, self.vocab, self.wants_features)
         if draws is not None and self.settings.feature_noise:
             captured = add_noise(captured, self.settings.feature_noise, batch.lengths, draws, batch.documents)
-        with self.engine.autocast():
-            return trainee(captured, batch.ids, columns, teacher, batch.documents)
+        return trainee(captured, batch.ids, columns, teacher, batch.documents)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
@@ -383,6 +384,8 @@ class Loop:
             self._drop_metrics_after(0)
             self.engine.start()
             return 0
+        if not (existing[-1] / MOMENTS_FILE).exists():
+            raise UserError(f"{existing[-1]}: was written by an older version; choose another output_dir to start anew")
         state = json.loads((existing[-1] / "trainer_state.json").read_text())
         here = json.loads(json.dumps(self.identity))  # as it was written: tuples are lists
         different = [

@@ -32,6 +32,7 @@ W entry width, K steps, Vd draft vocabulary.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -372,6 +373,8 @@ class TrainingTimeTest(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.weights = weights or LossWeights()
         self.detach = detach
+        self.bf16 = False  # products in bfloat16
+        self.caches_casts = True  # of weights; not where weights are freed after use
 
     @classmethod
     def of(cls, drafter: FeatureDrafter, settings: TrainSection) -> "TrainingTimeTest":
@@ -397,6 +400,22 @@ class TrainingTimeTest(nn.Module):
         columns: Columns,
         teacher: Teacher,
         documents: Documents | None = None,
+    ) -> UnrollSums:
+        # In here, not around it: DeepSpeed switches off what a caller has switched on.
+        device = captured_BTF.device.type
+        products = (
+            torch.autocast(device, torch.bfloat16, cache_enabled=self.caches_casts) if self.bf16 else nullcontext()
+        )
+        with products:
+            return self._sums(captured_BTF, ids_BT, columns, teacher, documents)
+
+    def _sums(
+        self,
+        captured_BTF: torch.Tensor,
+        ids_BT: torch.Tensor,
+        columns: Columns,
+        teacher: Teacher,
+        documents: Documents | None,
     ) -> UnrollSums:
         outputs = unroll(
             self.drafter, captured_BTF, ids_BT, columns, self.steps, self.gradient_checkpointing, self.detach, documents
