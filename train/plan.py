@@ -77,7 +77,7 @@ HOW_TO_LOWER = {
     TARGET_WEIGHTS: "target.dtype=bfloat16, a quantised checkpoint, or data.states; every process holds it whole",
     TARGET_PASS: "train.batch_size (and accumulate), data.max_length",
     UPDATE: "drafter.intermediate_size, drafter.vocab_size",
-    KEPT: "drafter.intermediate_size, drafter.vocab_size",
+    KEPT: "train.zero_stage, drafter.intermediate_size, drafter.vocab_size",
     REPLAY: "eval.replay_batch_size, train.eval_replay, eval.tree",
 }
 
@@ -331,11 +331,14 @@ def training_plan(
         basis = {TARGET_WEIGHTS: size.weight_basis, KEPT: "exact", RESERVE: "assumed"}
         basis |= {PROCESS: "measured now" if device.is_cpu else "assumed", TARGET_PASS: "assumed", REPLAY: "assumed"}
         yield line("", f"{gigabytes(count):>8}  {name}", basis.get(name, "dry run"))
+    if settings.zero_stage:
+        whole = f"as if every process held all; ZeRO {settings.zero_stage} shares out among {processes} what it takes"
+        yield line("", whole, "not counted: ZeRO")
     yield line("", f"to lower the largest part: {_how_to_lower(memory.largest, shape)}", "")
     if not device.is_cpu:
         yield line("host memory", f"{gigabytes(size.weight_bytes)} per process while the target is loaded", "exact")
     yield line("device here", f"{device.name}, {gigabytes(device.memory_bytes)}", "measured")
-    if memory.total > device.memory_bytes:
+    if memory.total > device.memory_bytes and not settings.zero_stage:
         there = f"{gigabytes(device.memory_bytes)} of the device here ({device.name})"
         problems.append(f"{gigabytes(memory.total)} do not fit the {there}")
 

@@ -249,7 +249,7 @@ def unroll(
     """
     following = torch.cat(
         (ids_BT[:, 1:], ids_BT[:, -1:]), dim=1
-    )  # [B, T] x[t+1]; the last column of a document never counts
+    )  # [B, T] x[t+1]; a document's last column never counts
     entry_BTW = drafter.entry(drafter.fuse(captured_BTF), drafter.embed(following))
 
     def run(function, *args):
