@@ -8,14 +8,12 @@
                                 starts     [T + 1]       the rows of tree t are starts[t] to starts[t + 1]
                                 answer     [T]           number of the answer, in the order in which they were labelled
 
-A shard is written under another name, synced and renamed; then the manifest, likewise. What the manifest does not name
-does not count, so a kill at any moment costs the shard that was in the making, and no row is ever there twice.
+A shard is written whole, then the manifest, likewise (`data_gen.shards`). A kill at any moment costs the shard that was
+in the making, and no row is ever there twice.
 
 Shapes: R rows (nodes), T trees.
 """
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +23,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from draftsmith.data_gen.shards import MANIFEST, Kind, shard_name, write_whole
 from draftsmith.models.c2t import DEPTH_CONVENTION
-from draftsmith.models.checkpoint import file_digest, sync_to_disk
+from draftsmith.models.checkpoint import file_digest
 from draftsmith.recipes.errors import UserError
 
-KIND = "labelled_trees"
-MANIFEST = "manifest.json"
+KIND = Kind("labelled_trees", script="data_gen/label_trees.py", verb="label")
 ROW_BYTES = 4 + 4 + 2 + 1
 COUNTS = ("answers", "trees", "rows", "accepted", "dropped_nan", "dropped_beyond")
 
@@ -124,14 +122,13 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         words = {
-            "kind": KIND,
             "complete": self.complete,
             "of_answers": self.of_answers,
             **{name: self.total(name) for name in COUNTS},
             "made_of": self.made_of,
             "shards": self.shards,
         }
-        write_whole(directory / MANIFEST, lambda path: path.write_text(json.dumps(words, indent=2) + "\n"))
+        KIND.write(directory, words)
 
 
 def write_shard(directory: Path, number: int, trees: Trees, counts: dict[str, int]) -> dict[str, Any]:
@@ -143,39 +140,18 @@ def write_shard(directory: Path, number: int, trees: Trees, counts: dict[str, in
     return {"file": path.name, "sha256": file_digest(path), **counts, **made}
 
 
-def write_whole(path: Path, write: Any) -> None:
-    """Writes a file beside its place and renames it into it, so that it is whole or not there.
-
-    Args:
-        write: is called with where to write.
-    """
-    unfinished = path.with_name(path.name + ".tmp")
-    write(unfinished)
-    sync_to_disk(unfinished)
-    os.replace(unfinished, path)
-    sync_to_disk(path.parent, inside=False)
-
-
 def read_manifest(directory: Path) -> Manifest | None:
     """None where nothing was labelled yet.
 
     Raises:
         UserError: a manifest that is damaged, or another kind of file.
     """
-    path = directory / MANIFEST
-    try:
-        words = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    words = KIND.read(directory)
+    if words is None:
         return None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}; delete the folder and label again") from None
-    if not isinstance(words, dict) or words.get("kind") != KIND:
-        raise UserError(f"{path}: not a manifest of labelled trees (kind: {KIND}); data_gen/label_trees.py writes one")
     problem = _damage(words)
     if problem is not None:
-        raise UserError(f"{path}: damaged: {problem}; delete the folder and label again")
+        raise KIND.damaged(directory, problem)
     return Manifest(words["made_of"], words["of_answers"], words["shards"], words.get("complete") is True)
 
 
@@ -200,10 +176,6 @@ def _damage(words: dict[str, Any]) -> str | None:
         if not shard["accepted"] <= shard["rows"]:
             return f"{name}: {shard['accepted']:,} of {shard['rows']:,} rows are accepted"
     return None
-
-
-def shard_name(number: int) -> str:
-    return f"shard-{number:05d}.safetensors"
 
 
 def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | None = None) -> Manifest:

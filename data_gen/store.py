@@ -25,7 +25,7 @@ x[t+2] lie in one span. So a span (s, e) needs the last states of s to e - 2:
 
 Rows lie in shards by the order of their keys, that is, at random: a shard is a fair sample of the data, and training
 shuffles shards and what is in a few of them (`train.stored_states`). A shard is whole or not there
-(`labelled_trees.write_whole`), and what the manifest does not name does not count. Reading compares sizes when a store
+(`shards.write_whole`), and what the manifest does not name does not count. Reading compares sizes when a store
 is opened and sha256 when a shard is first read.
 
 Shapes: N tokens, S captured states of width H, M teacher positions, R rows, P spans, T tokens of a row.
@@ -44,11 +44,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from draftsmith.data_gen.conversations import TrainingRow
-from draftsmith.data_gen.labelled_trees import MANIFEST, shard_name, write_whole
+from draftsmith.data_gen.shards import Kind, shard_name, write_whole
 from draftsmith.models.checkpoint import differences, file_digest
 from draftsmith.recipes.errors import UserError
 
-KIND = "hidden_states"
+KIND = Kind("hidden_states", script="data_gen/capture.py", verb="capture")
 KEY_BYTES = 16
 # What safetensors says of the tensors of a shard before their bytes, about.
 HEADER_BYTES = 600
@@ -256,7 +256,6 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         words = {
-            "kind": KIND,
             "complete": self.complete,
             "of_shards": self.of_shards,
             **{name: self.total(name) for name in COUNTS},
@@ -265,7 +264,7 @@ class Manifest:
             "target_files": self.files,
             "shards": [self.shards[number] for number in sorted(self.shards)],
         }
-        write_whole(directory / MANIFEST, lambda path: path.write_text(json.dumps(words, indent=2) + "\n"))
+        KIND.write(directory, words)
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest | None":
@@ -274,22 +273,11 @@ class Manifest:
         Raises:
             UserError: a manifest that is damaged, or another kind of file.
         """
-        path = directory / MANIFEST
+        words = KIND.read(directory)
         try:
-            words = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise UserError(f"{path}: not JSON: {error}; delete the folder and capture again") from None
-        if not isinstance(words, dict) or words.get("kind") != KIND:
-            raise UserError(f"{path}: not a manifest of hidden states (kind: {KIND}); data_gen/capture.py writes one")
-        try:
-            return cls._of(words)
+            return None if words is None else cls._of(words)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else error
-            raise UserError(f"{path}: damaged: {what}; delete the folder and capture again") from None
+            raise KIND.damaged(directory, f"{error} is missing" if isinstance(error, KeyError) else error) from None
 
     @classmethod
     def _of(cls, words: dict[str, Any]) -> "Manifest":

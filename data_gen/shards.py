@@ -1,0 +1,84 @@
+"""Folders of shards beside a manifest: how hidden states and labelled trees are named, written whole, and read back.
+
+    manifest.json               what the shards are, and of each its sha256 and counts
+    shard-00000.safetensors     ...
+
+A file is written under another name, synced and renamed. What the manifest does not name does not count, so a kill at
+any moment costs the shards that were in the making.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.models.checkpoint import sync_to_disk
+from draftsmith.recipes.errors import UserError
+
+MANIFEST = "manifest.json"
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file beside its place and renames it into it, so that it is whole or not there.
+
+    Args:
+        write: is called with where to write.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        write(unfinished)
+        sync_to_disk(unfinished)
+        os.replace(unfinished, path)
+    except Exception:
+        unfinished.unlink(missing_ok=True)  # a full disk has no room for what nobody reads
+        raise
+    sync_to_disk(path.parent, inside=False)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the shards of a folder hold, as its manifest says it.
+
+    Args:
+        script: which writes such folders.
+        verb: what it does.
+    """
+
+    name: str
+    script: str
+    verb: str
+
+    def write(self, directory: Path, words: dict[str, Any]) -> None:
+        """Writes the manifest."""
+        text = json.dumps({"kind": self.name} | words, indent=2) + "\n"
+        write_whole(directory / MANIFEST, lambda path: path.write_text(text))
+
+    def read(self, directory: Path) -> dict[str, Any] | None:
+        """The words of the manifest; None where there is none yet.
+
+        Raises:
+            UserError: a manifest that is damaged, or another kind of file.
+        """
+        path = directory / MANIFEST
+        try:
+            words = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"{path}: not JSON: {error}; delete the folder and {self.verb} again") from None
+        if not isinstance(words, dict) or words.get("kind") != self.name:
+            what = self.name.replace("_", " ")
+            raise UserError(f"{path}: not a manifest of {what} (kind: {self.name}); {self.script} writes one")
+        return words
+
+    def damaged(self, directory: Path, problem: object) -> UserError:
+        """For words that `write` cannot have been given."""
+        return UserError(f"{directory / MANIFEST}: damaged: {problem}; delete the folder and {self.verb} again")
