@@ -110,9 +110,12 @@ def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = Fals
 
 def torch_dtype(config: Any, dtype: str) -> torch.dtype:
     """The precision in which the weights are loaded: as asked, else the config's, else float32."""
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    return getattr(torch, dtype) if dtype != "auto" else named_dtype(config) or torch.float32
+
+
+def named_dtype(config: Any) -> torch.dtype | None:
+    """What a config says of its weights' precision."""
+    named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return getattr(torch, named) if isinstance(named, str) else named
 
 

@@ -11,7 +11,7 @@ n, S, A as in `models.key_values`.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,10 +45,15 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
         UserError: nothing loadable there, a family that cannot be drafted for (`families.attention_kinds`), weights
             that the checkpoint lacks, or only pickled weights (safetensors are the one format read).
     """
-    load_config(section)  # refuses what its config alone rules out, before any weight is read
     device = device or section.device
     if device == "auto":
         device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
+    return read_causal_lm(section).to(device)
+
+
+def read_causal_lm(section: TargetSection) -> Any:
+    """`load_causal_lm` without a device of its own: on the CPU, or where transformers is told to put it."""
+    load_config(section)  # refuses what its config alone rules out, before any weight is read
     try:
         result: Any = AutoModelForCausalLM.from_pretrained(
             section.model,
@@ -67,7 +72,7 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
             f"{', ...' if len(missing) > 3 else ''}), which would start as random numbers; is it a causal LM's "
             "checkpoint, whole and with its head?"
         )
-    return loaded.to(device).eval().requires_grad_(False)
+    return loaded.eval().requires_grad_(False)
 
 
 def _why_not_loaded(section: TargetSection, error: Exception) -> str:
@@ -150,7 +155,7 @@ class Target:
         self.config = model.config.get_text_config(decoder=True)
         self.kinds = tried_attention(model)
         self.decoder = model.get_decoder()
-        self.layers = _decoder_layers(self.decoder, self.config.num_hidden_layers, self.name)
+        self.layers = decoder_layers(self.decoder, self.config, self.name)
         self.num_layers = len(self.layers)
         self.head: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
@@ -245,6 +250,11 @@ class Target:
         with self._capturing(capture, end_there=True) as captured, suppress(_AllCaptured):
             self.decoder(input_ids=input_ids_BT, use_cache=False)
         return _side_by_side(captured)
+
+    def uneven_passes(self) -> AbstractContextManager[None]:
+        """For work that the processes of a run have unequal shares of, with the target in it. Each has a target of its
+        own, so nothing is to be done (but for `train.sharded_target`)."""
+        return nullcontext()
 
     def session(self, capture: Sequence[int] = ()) -> "TargetSession":
         """Fresh conversations with an empty cache, of which the states of these layers are given back."""
@@ -388,8 +398,9 @@ def _side_by_side(captured: list[torch.Tensor]) -> torch.Tensor:
     return captured[0] if len(captured) == 1 else torch.cat(captured, dim=-1)
 
 
-def _decoder_layers(decoder: nn.Module, count: int, name: str) -> nn.ModuleList:
-    """The decoder's list of `count` layers, whatever it is called (layers, h, blocks)."""
+def decoder_layers(decoder: nn.Module, config: Any, name: str) -> nn.ModuleList:
+    """The decoder's list of as many layers as its text config says, whatever it is called (layers, h, blocks)."""
+    count = config.num_hidden_layers
     lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
     if len(lists) != 1:
         raise UserError(f"target.model: {name} has no list of its {count} decoder layers to capture states from")

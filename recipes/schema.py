@@ -271,6 +271,9 @@ class TrainSection(Section):
     0: every process holds all, by DistributedDataParallel."""
     offload_optimizer: bool = False
     """With zero_stage: AdamW's moments and step on the CPU."""
+    shard_target: bool = False
+    """For targets that do not fit one device: the processes share out the frozen target's layers, too, and gather one
+    at a time as it runs (DeepSpeed's ZeRO-3, under any zero_stage). A single process holds it whole."""
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, the same gradients."""
     seed: int = 0

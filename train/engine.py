@@ -64,9 +64,10 @@ def accelerator_of(settings: TrainSection, output_dir: str) -> Accelerator:
             "1, 2 or 3, or leave it out"
         )
     if settings.zero_stage or by_launcher:
-        _check_deepspeed(by_launcher)
-        if not torch.accelerator.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        check_deepspeed(
+            "accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage: ZeRO is DeepSpeed's"
+        )
+        if deepspeed_on_cpus():
             os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate would not take DeepSpeed
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
         _be_one_of_one()
@@ -110,8 +111,16 @@ def zero_config(settings: TrainSection) -> dict[str, Any]:
     }
 
 
-def _check_deepspeed(by_launcher: bool) -> None:
-    who = "accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage: ZeRO is DeepSpeed's"
+def deepspeed_on_cpus() -> bool:
+    """Whether there is nothing but CPUs; DeepSpeed, which is yet to be imported, is then told to take them."""
+    if torch.accelerator.is_available():
+        return False
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return True
+
+
+def check_deepspeed(who: str) -> None:
+    """Raises UserError where DeepSpeed is missing or too old for `who` asks for it."""
     if find_spec("deepspeed") is None:
         raise UserError(f"{who}, which is not installed: pip install 'draftsmith[deepspeed]'")
     if compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):

@@ -254,7 +254,7 @@ class Loop:
         Raises:
             UserError: the drafter is lost, or it is one step more than train.max_skipped_steps.
         """
-        with self.engine.whole() as trainee:
+        with self.engine.whole() as trainee, self.target.uneven_passes():
             found = [
                 (self.rows[row].id, self._problem_of(trainee, row, self._draws(number, [row])))
                 for number, rows in enumerate(chosen, start=begin)
@@ -313,7 +313,7 @@ class Loop:
         """Loss, accuracy per step and simulated tau on the validation rows, shared among the ranks."""
         tally = Tally.empty(self.unroll_steps, self.accelerator.device)
         size, ranks = self.settings.batch_size, self.accelerator.num_processes
-        with self.engine.whole() as trainee:  # ranks may have unequal shares: no collectives inside
+        with self.engine.whole() as trainee, self.target.uneven_passes():  # no other collectives inside
             for start in range(self.accelerator.process_index * size, len(self.validation_rows), size * ranks):
                 batch = self._batch(self.validation_rows, range(start, min(start + size, len(self.validation_rows))))
                 tally.add(self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps)), 0)
@@ -323,7 +323,7 @@ class Loop:
         """Acceptance along the answers of `replay`, shared among the ranks."""
         assert self.replay is not None
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
-        with self.engine.whole() as trainee:
+        with self.engine.whole() as trainee, self.target.uneven_passes():
             rounds = self.replay.share(self.target, trainee.drafter, rank, ranks)
         return in_numbers(gather_object(rounds))
 

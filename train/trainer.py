@@ -58,6 +58,7 @@ from draftsmith.train.checkpoints import full_disk_is_told
 from draftsmith.train.engine import accelerator_of
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
+from draftsmith.train.sharded_target import ShardedTarget, check_sharding, load_shared_out
 from draftsmith.train.states import OnlineStates, StateSource
 from draftsmith.train.stored_states import StoredStates, check_states, store_of, words_of_store
 from draftsmith.train.unroll import TrainingTimeTest
@@ -78,6 +79,7 @@ def main(doc: str | None, kind: str) -> None:
     tokenizer = load_tokenizer(recipe.target)
     check_replay(recipe)
     check_states(recipe)
+    check_sharding(recipe)
     speaks = os.environ.get("RANK", "0") == "0"  # all ranks read the same rows; one writes and prints
     if speaks and (note := other_than_published(recipe.drafter, recipe.train)):
         print(f"note: {note}")
@@ -111,7 +113,10 @@ def main(doc: str | None, kind: str) -> None:
     if recipe.train.trackers:
         accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
     if store is None:
-        target = Target(load_causal_lm(section, str(accelerator.device)), shape.capture_layers)
+        if recipe.train.shard_target and accelerator.num_processes > 1:
+            target = ShardedTarget(load_shared_out(section), shape.capture_layers)
+        else:
+            target = Target(load_causal_lm(section, str(accelerator.device)), shape.capture_layers)
         states: StateSource = OnlineStates(target)
     else:
         target = StoredTarget(store, config, accelerator.device)
@@ -312,6 +317,7 @@ MAY_CHANGE = {
     "gradient_accumulation_steps",  # "micro-batches a step" is compared instead
     "zero_stage",
     "offload_optimizer",
+    "shard_target",
     "max_skipped_steps",
     "packing",
 }

@@ -1,0 +1,172 @@
+"""The frozen target shared out among a run's processes, for targets that do not fit one device (train.shard_target).
+
+It is ZeRO-3's inference, by DeepSpeed: of each weight of a decoder layer every process holds a piece, and a layer's
+pieces are gathered while it computes, layer after layer:
+
+    held all the time     embeddings, head, final norm, whole: drafters and their teacher read them in every process
+                          of each layer's weights one piece in as many as there are processes
+    while a layer runs    that layer's weights, whole
+
+So a pass of the decoder is one of all processes: whoever runs it waits for the others. In a training step all have as
+many passes. Where they have not, `ShardedTarget.uneven_passes` keeps those company that have more.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from draftsmith.models.chat import load_config
+from draftsmith.models.costs import named_dtype
+from draftsmith.models.target import Target, decoder_layers, read_causal_lm
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe, TargetSection
+from draftsmith.train.engine import check_deepspeed, deepspeed_on_cpus
+
+
+def check_sharding(recipe: Recipe) -> None:
+    """What can be told before weights are loaded.
+
+    Raises:
+        UserError: train.shard_target where there is no target to share out, a quantised one, or no DeepSpeed.
+    """
+    if not recipe.train.shard_target:
+        return
+    problems = []
+    if recipe.data.states is not None:
+        problems.append(
+            "train.shard_target: with data.states the target's layers are not loaded; leave one of the two out"
+        )
+    config = load_config(recipe.target)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        words = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        problems.append(
+            f"train.shard_target: ZeRO-3 shares out plain weights, and {recipe.target.model!r} is quantised "
+            f"({words.get('quant_method', 'unknown')}); name its plain checkpoint, or leave train.shard_target out"
+        )
+    if recipe.target.dtype == "auto" and named_dtype(config) is None:
+        problems.append(
+            "target.dtype: auto, but the target's config names none, and train.shard_target makes room for the "
+            "weights before it reads them; say which"
+        )
+    try:
+        check_deepspeed("train.shard_target: sharing the target out is DeepSpeed's")
+    except UserError as error:
+        problems += error.problems
+    if problems:
+        raise UserError(problems)
+
+
+def load_shared_out(section: TargetSection) -> Any:
+    """As `models.target.load_causal_lm`, each weight in pieces, one on every process's device.
+
+    Rank 0 reads the checkpoint, into its host memory. Modules are made, filled and cut up one after another, so that no
+    device holds more than its pieces and one module.
+
+    Raises:
+        UserError: as there.
+    """
+    deepspeed_on_cpus()
+    dtype = named_dtype(load_config(section)) if section.dtype == "auto" else getattr(torch, section.dtype)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants one; nothing is trained
+        "zero_optimization": {"stage": 3, "memory_efficient_linear": False},  # that one is for backward passes
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
+    }
+    asked = HfDeepSpeedConfig(config)  # transformers looks for it, by a weak reference
+    try:
+        return read_causal_lm(section)
+    finally:
+        unset_hf_deepspeed_config()
+        del asked
+
+
+class ShardedTarget(Target):
+    """A target that the processes of a run hold together. All of them make it, and run its decoder, together.
+
+    Args:
+        model: what `load_shared_out` returned.
+    """
+
+    def __init__(self, model: Any, capture_layers: Sequence[int] | None = None):
+        decoder = model.get_decoder()
+        layers = decoder_layers(decoder, model.config.get_text_config(decoder=True), type(model).__name__)
+        _make_whole(model, outside=layers)
+        for layer in layers:
+            _gather_while_it_runs(layer)
+        self._uneven = False
+        decoder.register_forward_pre_hook(self._tell_of_a_pass)
+        super().__init__(model, capture_layers)
+
+    def captured_states(self, input_ids_BT: torch.Tensor, capture: Sequence[int]) -> torch.Tensor:
+        """As `Target`'s, but all layers are computed: one pass gathers what another does."""
+        return self.states(input_ids_BT, capture).captured
+
+    @contextmanager
+    def uneven_passes(self) -> Iterator[None]:
+        """Meanwhile a process may run the target as often as it likes; all processes come here, and leave together.
+
+        Before each pass those who have work say so. Who has done all of it asks whether anyone has more, and as long as
+        that is so, runs along over a single token:
+
+            rank 0    a a a a a .          a, b  a pass of one's own, a said before it
+            rank 1    b b - - - .          -     one over a single token, in company
+                                           .     nobody has more
+
+        Inside, nothing else may be asked of the other processes.
+        """
+        self._uneven = True
+        try:
+            yield
+        finally:
+            self._uneven = False
+        token = torch.zeros((1, 1), dtype=torch.long, device=self.device)
+        with torch.no_grad():
+            while self._anyone_has_a_pass(False):
+                self.decoder(input_ids=token, use_cache=False)
+
+    def _tell_of_a_pass(self, *_: Any) -> None:
+        if self._uneven:
+            self._anyone_has_a_pass(True)
+
+    def _anyone_has_a_pass(self, mine: bool) -> bool:
+        passes = torch.tensor(int(mine), device=self.device)
+        distributed.all_reduce(passes)
+        return bool(passes)
+
+
+def _make_whole(model: nn.Module, outside: nn.Module) -> None:
+    """Puts ordinary parameters in place of pieces, but for those of `outside`."""
+    import deepspeed
+
+    cut_up = set(outside.parameters())
+    whole: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, piece in module.named_parameters(recurse=False):
+            if piece in cut_up:
+                continue
+            if piece not in whole:  # tied ones stay tied
+                with deepspeed.zero.GatheredParameters([piece]):
+                    whole[piece] = nn.Parameter(piece.data, requires_grad=False)
+            setattr(module, name, whole[piece])
+
+
+def _gather_while_it_runs(layer: nn.Module) -> None:
+    import deepspeed
+
+    pieces, gathered = list(layer.parameters()), []
+
+    def gather(*_: Any) -> None:
+        gathered.append(deepspeed.zero.GatheredParameters(pieces))
+        gathered[-1].__enter__()
+
+    def let_go(*_: Any) -> None:
+        gathered.pop().__exit__(None, None, None)
+
+    layer.register_forward_pre_hook(gather)
+    layer.register_forward_hook(let_go, always_call=True)  # `Target` tries out what a decoder may fail at
