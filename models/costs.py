@@ -10,7 +10,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 from draftsmith.models.families import layer_configs
+from draftsmith.models.target import decoder_layers
 from draftsmith.recipes.schema import TargetSection
 
 # Dense bf16 matrix products by the vendors' data sheets, and memory bandwidth.
@@ -61,6 +62,7 @@ class TargetSize:
     weight_basis: str  # how weight_bytes was found, in words
     dtype: torch.dtype  # of activations
     eager_attention: bool  # scores of [heads, T, T] are materialised
+    layer_parameters: tuple[int, ...] = ()  # of each decoder layer
 
     @property
     def activation_bytes(self) -> int:
@@ -105,6 +107,29 @@ def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = Fals
         weight_basis=basis,
         dtype=kept,
         eager_attention=model.config._attn_implementation == "eager",
+        layer_parameters=tuple(
+            sum(p.numel() for p in layer.parameters())
+            for layer in decoder_layers(model.get_decoder(), text, type(model).__name__)
+        ),
+    )
+
+
+def shared_out(size: TargetSize, processes: int) -> TargetSize:
+    """What each process holds of a target whose layers they share out, one of them gathered (train.shard_target).
+
+    Exact for plain checkpoints, but for what collectives themselves take.
+    """
+    if processes == 1:
+        return replace(size, weight_basis=f"{size.weight_basis}: one process alone holds it whole")
+    unit = size.weight_bytes / size.parameters
+    piece = sum(size.layer_parameters) * unit / processes
+    gathered = max(size.layer_parameters) * unit
+    rest = (size.parameters - sum(size.layer_parameters)) * unit
+    return replace(
+        size,
+        weight_bytes=piece + gathered + rest,
+        weight_basis=f"estimate: layers {gigabytes(piece)}, 1/{processes} of them; the one at work "
+        f"{gigabytes(gathered)}; the rest {gigabytes(rest)}, whole",
     )
 
 

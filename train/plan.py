@@ -74,7 +74,7 @@ HOW_TO_LOWER = {
     DRAFT_LOGITS: "train.batch_size (and accumulate), data.max_length, drafter.vocab_size, train.ttt_steps",
     WEIGHT_SHAPED: "drafter.intermediate_size, drafter.vocab_size",
     LAYER: "train.gradient_checkpointing=true, train.batch_size (and accumulate), data.max_length",
-    TARGET_WEIGHTS: "target.dtype=bfloat16, a quantised checkpoint, or data.states; every process holds it whole",
+    TARGET_WEIGHTS: "target.dtype=bfloat16, train.shard_target (more processes), a quantised checkpoint, data.states",
     TARGET_PASS: "train.batch_size (and accumulate), data.max_length",
     UPDATE: "drafter.intermediate_size, drafter.vocab_size",
     KEPT: "train.zero_stage, drafter.intermediate_size, drafter.vocab_size",
@@ -336,7 +336,10 @@ def training_plan(
         yield line("", whole, "not counted: ZeRO")
     yield line("", f"to lower the largest part: {_how_to_lower(memory.largest, shape)}", "")
     if not device.is_cpu:
-        yield line("host memory", f"{gigabytes(size.weight_bytes)} per process while the target is loaded", "exact")
+        count, whose = size.weight_bytes, "per process"
+        if settings.shard_target and processes > 1:  # rank 0 reads for all
+            count, whose = size.parameters * size.dtype.itemsize, "in the first process"
+        yield line("host memory", f"{gigabytes(count)} {whose} while the target is loaded", "exact")
     yield line("device here", f"{device.name}, {gigabytes(device.memory_bytes)}", "measured")
     if memory.total > device.memory_bytes and not settings.zero_stage:
         there = f"{gigabytes(device.memory_bytes)} of the device here ({device.name})"

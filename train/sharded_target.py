@@ -20,7 +20,7 @@ from torch import distributed, nn
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from draftsmith.models.chat import load_config
-from draftsmith.models.costs import named_dtype
+from draftsmith.models.costs import gigabytes, named_dtype
 from draftsmith.models.target import Target, decoder_layers, read_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -99,9 +99,18 @@ class ShardedTarget(Target):
         _make_whole(model, outside=layers)
         for layer in layers:
             _gather_while_it_runs(layer)
+        self.piece_bytes = sum(map(_piece_bytes, layers.parameters()))
         self._uneven = False
         decoder.register_forward_pre_hook(self._tell_of_a_pass)
         super().__init__(model, capture_layers)
+
+    def in_words(self) -> str:
+        """What every process holds of it."""
+        whole = sum(p.nbytes for p in self.model.parameters() if not hasattr(p, "ds_tensor"))
+        return (
+            f"the target's layers are shared out among {distributed.get_world_size()} processes: each holds "
+            f"{gigabytes(self.piece_bytes)} of them, and {gigabytes(whole)} of embeddings, head and norm whole"
+        )
 
     def captured_states(self, input_ids_BT: torch.Tensor, capture: Sequence[int]) -> torch.Tensor:
         """As `Target`'s, but all layers are computed: one pass gathers what another does."""
@@ -138,6 +147,10 @@ class ShardedTarget(Target):
         passes = torch.tensor(int(mine), device=self.device)
         distributed.all_reduce(passes)
         return bool(passes)
+
+
+def _piece_bytes(weight: Any) -> int:
+    return weight.ds_tensor.nbytes
 
 
 def _make_whole(model: nn.Module, outside: nn.Module) -> None:

@@ -40,7 +40,7 @@ from draftsmith.models.checkpoint import (
     written,
 )
 from draftsmith.models.checkpoint import read_vocab as read_drafter_vocab
-from draftsmith.models.costs import device_here, target_size
+from draftsmith.models.costs import device_here, shared_out, target_size
 from draftsmith.models.drafters import build_drafter, drafter_config, padded, words_of_kind
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
@@ -147,6 +147,8 @@ def main(doc: str | None, kind: str) -> None:
     )
     if store is not None:
         accelerator.print(store.in_words())
+    if isinstance(target, ShardedTarget):
+        accelerator.print(target.in_words())
     if loop.run():
         with loop.engine.whole() as trained:
             if accelerator.is_main_process:
@@ -408,6 +410,8 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     if store is not None:
         print(store.in_words())
         size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")
+    if recipe.train.shard_target:
+        size = shared_out(size, int(os.environ.get("WORLD_SIZE", "1")))
     lines = training_plan(
         recipe,
         shape,
