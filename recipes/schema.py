@@ -289,8 +289,13 @@ class TrainSection(Section):
     eval_replay: int = Field(default=0, ge=0)
     """Validation conversations whose answers are replayed with eval.tree after every checkpoint: the acceptance that
     decoding would have, in metrics.jsonl. 0 switches it off."""
-    trackers: list[str] = []
-    """Experiment trackers of accelerate, for example tensorboard or wandb. metrics.jsonl is always written."""
+    keep_best: Literal["simulated_tau", "replay_tau"] | None = None
+    """Of all checkpoints, keep also the one with the highest of this on the validation conversations, and save its
+    drafter at the end. replay_tau needs eval_replay; for simulated_tau every checkpoint is validated. None: the last
+    one's drafter is saved."""
+    trackers: list[str] = ["tensorboard"]
+    """Who is told what metrics.jsonl says: tensorboard (in <output_dir>/tensorboard), wandb, trackio, or another of
+    accelerate's trackers, by name."""
 
 
 class LabelSection(Section):
@@ -665,6 +670,15 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _trainable(self) -> "Recipe":
         drafter, train, problems = self.drafter, self.train, []
+        if train.keep_best is not None and not train.validation_conversations:
+            problems.append(
+                "train.keep_best: goes by validation conversations, but train.validation_conversations is 0"
+            )
+        elif train.keep_best == "replay_tau" and not train.eval_replay:
+            problems.append(
+                "train.keep_best: replay_tau is measured where train.eval_replay says how many conversations are "
+                "replayed; set that, or take simulated_tau"
+            )
         if train.feature_loss and drafter.extends == "eagle3":
             problems.append(
                 f"train.feature_loss: {train.feature_loss:g}, but what EAGLE-3's layer puts out is no feature of the "

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,7 +33,17 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 def list_checkpoints(directory: Path) -> list[Path]:
     """Those that were completed, oldest first."""
     complete = (path for path in directory.glob("step-*") if _COMPLETE.fullmatch(path.name))
-    return sorted(complete, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(complete, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def best_of(checkpoints: Sequence[Path], values: Mapping[int, float]) -> list[Path]:
+    """Those that have a value, by step; the highest first, of equals the later one."""
+    measured = [path for path in checkpoints if step_of(path) in values]
+    return sorted(measured, key=lambda path: (values[step_of(path)], step_of(path)), reverse=True)
 
 
 def publish(partial: Path, final: Path) -> None:
@@ -73,10 +83,11 @@ def remove(checkpoint: Path) -> None:
     _delete(retired)
 
 
-def keep_last(directory: Path, count: int) -> None:
-    """Removes all but the newest `count` checkpoints."""
+def keep_last(directory: Path, count: int, also: Collection[Path] = ()) -> None:
+    """Removes all but the newest `count` checkpoints, and those named."""
     for old in list_checkpoints(directory)[:-count]:
-        remove(old)
+        if old not in also:
+            remove(old)
 
 
 def _delete(path: Path) -> None:

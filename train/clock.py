@@ -1,15 +1,24 @@
 """How fast a run is and what it takes, between two lines of metrics.jsonl."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import psutil
 import torch
 
-# Of a line, what hangs on the machine and the hour.
-CLOCK_KEYS = ("tokens_per_second", "columns_per_second", "data_wait", "memory_gib")
+from draftsmith.models.costs import PEAK_FLOPS_PER_SECOND, device_here
+
+# Of a line, what hangs on the machine and the hour. mfu is there on GPUs whose peak is known (`models.costs`).
+CLOCK_KEYS = ("tokens_per_second", "columns_per_second", "data_wait", "memory_gib", "mfu")
+COUNTED = ("tokens", "columns", "flops")  # what is told by the second
+NOTHING: Mapping[str, float] = {key: 0.0 for key in COUNTED}
+
+
+def peak_flops_per_second(device: torch.device) -> float | None:
+    """Of dense products in bfloat16, as its maker says; None: not known."""
+    return device_here(str(device)).peak(PEAK_FLOPS_PER_SECOND) if device.type == "cuda" else None
 
 
 class Clock:
@@ -17,19 +26,20 @@ class Clock:
 
     Args:
         device: whose memory is told; a CPU's is what the process holds.
+        peak: of all processes' devices together, in operations a second; None: no mfu is told.
     """
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, device: torch.device, peak: float | None = None):
+        self.device, self.peak = device, peak
         self.start()
 
-    def start(self, tokens: int = 0, columns: int = 0) -> None:
+    def start(self, counted: Mapping[str, float] = NOTHING) -> None:
         """
         Args:
-            tokens, columns: counted already, by a run that this one goes on with.
+            counted: already, by a run that this one goes on with, or before a break.
         """
         self.began, self.waited = time.perf_counter(), 0.0
-        self.tokens, self.columns = tokens, columns
+        self.counted = counted
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -38,15 +48,17 @@ class Clock:
         yield
         self.waited += time.perf_counter() - began
 
-    def read(self, tokens: int, columns: int) -> dict[str, Any]:
-        """Of all ranks' tokens and counted columns since the start; data_wait is a share of this rank's time."""
+    def read(self, counted: Mapping[str, float]) -> dict[str, Any]:
+        """Of what all ranks counted since the start; data_wait is a share of this rank's time."""
         seconds = time.perf_counter() - self.began
-        return {
-            "tokens_per_second": round((tokens - self.tokens) / seconds),
-            "columns_per_second": round((columns - self.columns) / seconds),
+        rate = {key: (counted[key] - self.counted[key]) / seconds for key in COUNTED}
+        told = {
+            "tokens_per_second": round(rate["tokens"]),
+            "columns_per_second": round(rate["columns"]),
             "data_wait": round(self.waited / seconds, 4),
             "memory_gib": round(self._bytes() / 2**30, 3),
         }
+        return told if self.peak is None else told | {"mfu": round(rate["flops"] / self.peak, 4)}
 
     def _bytes(self) -> int:
         """Most that was allocated on an accelerator so far; what the process holds now on a CPU."""

@@ -43,7 +43,7 @@ ALONE_OR_COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MU
 WEIGHTS_FILE, MOMENTS_FILE = "model.safetensors", "optimizer.safetensors"
 
 
-def accelerator_of(settings: TrainSection, output_dir: str) -> Accelerator:
+def accelerator_of(settings: TrainSection) -> Accelerator:
     """The processes of this run: those that a launcher started, or this one.
 
     ZeRO is the recipe's (`train.zero_stage`), or that of accelerate's own config (`accelerate config`).
@@ -79,8 +79,6 @@ def accelerator_of(settings: TrainSection, output_dir: str) -> Accelerator:
         kwargs_handlers=handlers,
         mixed_precision="no",  # autocast is `Engine.autocast`
         deepspeed_plugin=plugin,
-        log_with=list(settings.trackers) or None,
-        project_dir=output_dir,
     )
     kind = accelerator.distributed_type
     if plugin is None and kind.name not in ALONE_OR_COPIED:
@@ -376,11 +374,11 @@ class Engine:
         optimizer: Any = self.trainee.optimizer.optimizer if self.zero else self.optimizer
         return list(optimizer.state.values())
 
-    def load_weights(self, directory: Path) -> None:
-        """Before `start`."""
+    def load_weights(self, directory: Path, trainee: TrainingTimeTest | None = None) -> None:
+        """Into what `whole` gives; None: into this engine's own, before `start`."""
         tensors = load_file(directory / WEIGHTS_FILE)
         self._check(directory / WEIGHTS_FILE, tensors, {name: self.shapes[name] for name in self.names})
-        self.alone.load_state_dict(tensors, strict=False)
+        (self.alone if trainee is None else trainee).load_state_dict(tensors, strict=False)
 
     def load_moments(self, directory: Path) -> None:
         """After `start`."""

@@ -7,9 +7,8 @@ step number); a run resumed from a checkpoint goes on bit for bit on one process
 
 import json
 import math
-import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,32 +17,41 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.profiler import record_function
 from tqdm import tqdm
 
 from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
-from draftsmith.models.checkpoint import differences, sync_to_disk
+from draftsmith.models.checkpoint import differences
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.lines import append_line
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.batches import Batch, BatchOrder, collate
 from draftsmith.train.checkpoints import (
+    best_of,
     checkpoint_path,
+    damage,
     full_disk_is_told,
     keep_last,
     list_checkpoints,
     publish,
     settle,
+    step_of,
 )
-from draftsmith.train.clock import Clock
+from draftsmith.train.clock import COUNTED, Clock, peak_flops_per_second
 from draftsmith.train.engine import MOMENTS_FILE, Engine
+from draftsmith.train.metrics_log import MetricsLog
 from draftsmith.train.noise import add_noise
 from draftsmith.train.states import OnlineStates, StateSource
+from draftsmith.train.step_flops import StepFlops
+from draftsmith.train.step_profile import StepProfile
+from draftsmith.train.trackers import Trackers, new_run
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
 from draftsmith.train.validation_replay import ValidationReplay, in_numbers
 
 LOSS_IS_NOT_FINITE = "its loss is not finite"
+# What train.keep_best goes by, as lines of metrics call it.
+BEST_BY = {"simulated_tau": "validation_simulated_tau", "replay_tau": "replay_tau"}
 
 
 def learning_rate(step: int, total_steps: int, settings: TrainSection) -> float:
@@ -73,18 +81,24 @@ class Tally:
     reached: torch.Tensor
     correct: torch.Tensor
     tokens: torch.Tensor
+    flops: torch.Tensor
 
     @classmethod
     def empty(cls, steps: int, device: torch.device) -> "Tally":
         vectors = ("reached", "correct")
         return cls(**{f.name: torch.zeros(steps if f.name in vectors else (), device=device) for f in fields(cls)})
 
-    def add(self, sums: UnrollSums, tokens: int) -> None:
+    def add(self, sums: UnrollSums, tokens: int = 0, flops: torch.Tensor | float = 0.0) -> None:
         self.loss += sums.loss.detach()
         self.columns += sums.columns
         self.reached += sums.reached
         self.correct += sums.correct
         self.tokens += tokens
+        self.flops += flops
+
+    def counted(self) -> dict[str, float]:
+        """For the clock: of this rank, and on rank 0 what `restore` brought of all."""
+        return {key: float(getattr(self, key)) for key in COUNTED}
 
     def merge(self, other: "Tally") -> None:
         for f in fields(self):
@@ -100,9 +114,9 @@ class Tally:
             getattr(self, name).copy_(torch.tensor(value))
 
     def over_ranks(self, accelerator: Accelerator) -> dict[str, Any]:
-        """tokens and counted columns; where there are any, loss per column, accuracy per unroll step, simulated tau."""
+        """What the clock counts; where columns counted, loss per column, accuracy per unroll step, simulated tau."""
         total = self.summed(accelerator)
-        counts = {"tokens": int(total["tokens"]), "columns": int(total["columns"])}
+        counts = {key: total[key] for key in COUNTED}
         if not counts["columns"]:  # every step was skipped
             return counts
         accuracy = [c / r if r else 0.0 for c, r in zip(total["correct"], total["reached"], strict=True)]
@@ -113,6 +127,15 @@ class Tally:
         }
 
 
+def _in_words(line: Mapping[str, Any]) -> str:
+    """What the bar says of a line of metrics."""
+    words = [f"loss {line['loss']:.3f}, tau {line['simulated_tau']:.2f}"] if "loss" in line else []
+    words += [f"{line['tokens_per_second']:,} tok/s", f"{line['columns_per_second']:,} col/s"]
+    words += [f"{line['data_wait']:.0%} waiting", f"{line['memory_gib']:.1f} GiB"]
+    words += [f"MFU {line['mfu']:.0%}"] if "mfu" in line else []
+    return ", ".join(words)
+
+
 class Loop:
     """One run of training. Everything it writes lies in `checkpoints` and `metrics_path`.
 
@@ -121,6 +144,9 @@ class Loop:
         bf16: whether products are in bfloat16.
         replay: along which answers acceptance is found at every checkpoint; None: nowhere.
         states: where the target's states come from; its rows are numbered as in `_batch`. None: from the target.
+        trackers: are told what is logged; None: nobody else is.
+        flops: counts operations, for the model FLOPs utilisation (MFU); None: it is not told.
+        profile: looks at the first steps.
     """
 
     def __init__(
@@ -137,11 +163,14 @@ class Loop:
         bf16: bool = False,
         replay: ValidationReplay | None = None,
         states: StateSource | None = None,
+        trackers: Trackers | None = None,
+        flops: StepFlops | None = None,
+        profile: StepProfile | None = None,
     ):
-        self.replay = replay
+        self.replay, self.trackers, self.flops, self.profile = replay, trackers, flops, profile
         self.accelerator, self.target, self.settings = accelerator, target, settings
         self.rows, self.validation_rows = rows, validation_rows
-        self.checkpoints, self.metrics_path, self.identity = checkpoints, metrics_path, identity
+        self.checkpoints, self.metrics, self.identity = checkpoints, MetricsLog(metrics_path), identity
         self.vocab = trainee.drafter.vocab
         self.unroll_steps, self.wants_features = trainee.steps, trainee.wants_features
         self.states = OnlineStates(target) if states is None else states
@@ -150,8 +179,10 @@ class Loop:
         self.total_steps = total_steps(settings, len(rows), accelerator.num_processes)
         self.engine = Engine(accelerator, trainee, settings, bf16)
         self.window = Tally.empty(self.unroll_steps, accelerator.device)  # since the last logged step
-        self.clock = Clock(accelerator.device)
+        peak = peak_flops_per_second(accelerator.device) if flops is not None else None
+        self.clock = Clock(accelerator.device, peak and peak * accelerator.num_processes)
         self.skipped = 0  # steps of this run whose gradient was not finite
+        self.name = new_run()  # by which trackers find it again
         self.stopping = False  # SIGTERM came
 
     def run(self) -> bool:
@@ -165,13 +196,19 @@ class Loop:
             return self._run(first)
         finally:
             signal.signal(signal.SIGTERM, default)
+            if self.profile is not None:
+                self.profile.finish()
+            if self.trackers is not None:
+                self.trackers.finish()
 
     def _stop_soon(self, *_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.stopping = True
 
     def _run(self, first: int) -> bool:
-        self.clock.start(int(self.window.tokens), int(self.window.columns))
+        self.clock.start(self.window.counted())
+        if self.profile is not None and first < self.total_steps:
+            self.profile.start(first, self.total_steps)
         main = self.accelerator.is_main_process
         progress = tqdm(
             total=self.total_steps, initial=first, unit="step", desc="train", disable=not main, smoothing=0.1
@@ -180,22 +217,24 @@ class Loop:
             waiting: dict[str, Any] | None = None  # a line that is logged with what replay finds, after the checkpoint
             grad_norm, lr, stop = self._step(step)
             done = step + 1
+            if self.profile is not None:
+                self.profile.step()
             progress.update()
             last = done == self.total_steps
-            validate = bool(self.validation_rows) and (done % self.settings.validate_every_steps == 0 or last)
             save = done % self.settings.save_every_steps == 0 or last
+            due = done % self.settings.validate_every_steps == 0 or last
+            due |= save and self.settings.keep_best == "simulated_tau"
+            validate = bool(self.validation_rows) and due
             replay = self.replay is not None and save
             log = done % self.settings.log_every_steps == 0 or validate or replay or last
             if log:
                 line = self.window.over_ranks(self.accelerator)
-                clock = self.clock.read(line.pop("tokens"), line.pop("columns"))
+                clock = self.clock.read({key: line.pop(key) for key in COUNTED})
                 line = {"step": done, **line, "lr": lr, "skipped_steps": self.skipped, **clock}
                 line["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None  # JSON has no other word
-                if "loss" in line:
-                    loss, tau = f"{line['loss']:.3f}", f"{line['simulated_tau']:.2f}"
-                    progress.set_postfix(loss=loss, tau=tau, tok_s=clock["tokens_per_second"])
+                progress.set_postfix_str(_in_words(line))
                 if validate:
-                    line |= {f"validation_{k}": v for k, v in self.validate().items() if k not in ("tokens", "columns")}
+                    line |= {f"validation_{k}": v for k, v in self.validate().items() if k not in COUNTED}
                 if replay:
                     waiting = line
                 else:
@@ -204,8 +243,7 @@ class Loop:
                 self.clock.start()
             stop = stop and not last
             if save or stop:
-                self._save(done, waiting)
-                self.clock.start(int(self.window.tokens), int(self.window.columns))
+                self.clock.start(self._save(done, waiting))
             if stop:  # replay takes its time; the next start catches up on it
                 progress.close()
                 self.accelerator.print(f"SIGTERM: stopped after step {done}, which is saved; start again to go on")
@@ -214,6 +252,8 @@ class Loop:
                 self._log(waiting | self.replayed())
                 self.clock.start()
         progress.close()
+        if self.accelerator.is_main_process and self.settings.keep_best is not None:
+            self._keep()  # the last checkpoint was replayed after it was saved
         return True
 
     def _step(self, step: int) -> tuple[float, float, bool]:
@@ -221,7 +261,7 @@ class Loop:
         accelerator, engine, count = self.accelerator, self.engine, self.settings.gradient_accumulation_steps
         begin = (step * accelerator.num_processes + accelerator.process_index) * count
         chosen = [self.order.rows(begin + i) for i in range(count)]
-        with self.clock.waiting():
+        with self.clock.waiting(), record_function("rows"):
             batches = [self._batch(self.rows, rows) for rows in chosen]
         columns = [columns_of(batch.span, self.unroll_steps) for batch in batches]
         counted = sum((c.counted(0).sum() for c in columns), torch.zeros((), device=accelerator.device))
@@ -232,10 +272,12 @@ class Loop:
             draws = self._draws(begin + i, chosen[i])
             with engine.accumulating(last=i + 1 == count):
                 sums = self._forward(engine.trainee, batch, batch_columns, draws)
-                engine.backward(sums.loss / summed[0].clamp(min=1))
-            tally.add(sums, batch.tokens)
+                with record_function("backward"):
+                    engine.backward(sums.loss / summed[0].clamp(min=1))
+            tally.add(sums, batch.tokens, 0.0 if self.flops is None else self.flops.of_batch(batch, batch_columns))
         lr = learning_rate(step, self.total_steps, self.settings)
-        done = engine.step(lr)
+        with record_function("optimizer"):
+            done = engine.step(lr)
         if done.taken:
             self.window.merge(tally)
         else:
@@ -301,12 +343,15 @@ class Loop:
         """
         # Reading states is waiting; computing them is not.
         reading = nullcontext() if isinstance(self.states, OnlineStates) else self.clock.waiting()
-        with self.engine.autocast(), reading:  # the head stays in the target's own precision: it is the teacher
+        # The head stays in the target's own precision: it is the teacher.
+        with self.engine.autocast(), reading, record_function("target"):
             captured, last = self.states.of(batch)
-        teacher = teacher_of(self.target, last, batch.ids, columns, self.vocab, self.wants_features)
+        with record_function("teacher"):
+            teacher = teacher_of(self.target, last, batch.ids, columns, self.vocab, self.wants_features)
         if draws is not None and self.settings.feature_noise:
             captured = add_noise(captured, self.settings.feature_noise, batch.lengths, draws, batch.documents)
-        return trainee(captured, batch.ids, columns, teacher, batch.documents)
+        with record_function("unroll and loss"):
+            return trainee(captured, batch.ids, columns, teacher, batch.documents)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
@@ -316,7 +361,7 @@ class Loop:
         with self.engine.whole() as trainee, self.target.uneven_passes():  # no other collectives inside
             for start in range(self.accelerator.process_index * size, len(self.validation_rows), size * ranks):
                 batch = self._batch(self.validation_rows, range(start, min(start + size, len(self.validation_rows))))
-                tally.add(self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps)), 0)
+                tally.add(self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps)))
         return tally.over_ranks(self.accelerator)
 
     def replayed(self) -> dict[str, Any]:
@@ -333,19 +378,33 @@ class Loop:
         return collate([rows[i] for i in indices], self.settings.packing, numbers).to(self.accelerator.device)
 
     def _log(self, line: dict[str, Any]) -> None:
-        flat = {
-            f"{key}/{i}" if isinstance(value, list) else key: item
-            for key, value in line.items()
-            for i, item in enumerate(value if isinstance(value, list) else [value])
-            if item is not None
-        }
-        self.accelerator.log(flat, step=line["step"])
         if self.accelerator.is_main_process:
-            with self.metrics_path.open("ab", buffering=0) as file:
-                append_line(file, self.metrics_path, (json.dumps(line) + "\n").encode())
+            if self.trackers is not None:
+                self.trackers.log(line)
+            self.metrics.append(line)
 
-    def _save(self, step: int, waiting: dict[str, Any] | None = None) -> None:
-        """A checkpoint folder, whole or not there; older ones beyond keep_checkpoints go.
+    def best(self) -> tuple[Path, float] | None:
+        """Of the checkpoints that there are, the one with the highest tau, and this; rank 0 knows.
+
+        None: the recipe does not ask, or none was validated. Damaged ones are named and passed over.
+        """
+        if self.settings.keep_best is None:
+            return None
+        found = self.metrics.values(BEST_BY[self.settings.keep_best])
+        for checkpoint in best_of(list_checkpoints(self.checkpoints), found):
+            if (problem := damage(checkpoint)) is None:
+                return checkpoint, found[step_of(checkpoint)]
+            print(f"{checkpoint}: damaged: {problem}; passed over")
+        return None
+
+    def _keep(self) -> None:
+        """Removes checkpoints that are neither among the newest nor the best."""
+        found = self.metrics.values(BEST_BY[self.settings.keep_best]) if self.settings.keep_best is not None else {}
+        best = best_of(list_checkpoints(self.checkpoints), found)[:1]
+        keep_last(self.checkpoints, self.settings.keep_checkpoints, best)
+
+    def _save(self, step: int, waiting: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A checkpoint folder, whole or not there; older ones beyond keep_checkpoints go. Returns the window's sums.
 
         Args:
             waiting: this step's line of metrics, which is yet to be replayed and logged; a kill until then must not
@@ -359,13 +418,14 @@ class Loop:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             state = {"step": step, "identity": self.identity, "window": window, "waiting": waiting}
-            state["skipped_steps"] = self.skipped
+            state |= {"skipped_steps": self.skipped, "name": self.name}
             with full_disk_is_told(partial):
                 (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
-                sync_to_disk(self.metrics_path)  # what was logged before a checkpoint is not written again
+                self.metrics.sync()  # what was logged before a checkpoint is not written again
                 publish(partial, final)
-            keep_last(self.checkpoints, self.settings.keep_checkpoints)
+            self._keep()
         self.accelerator.wait_for_everyone()
+        return window
 
     def _resume(self) -> int:
         """Loads the last whole checkpoint, if any, and returns the number of steps done."""
@@ -381,7 +441,7 @@ class Loop:
         self.accelerator.wait_for_everyone()
         existing = list_checkpoints(self.checkpoints)
         if not existing:
-            self._drop_metrics_after(0)
+            self._begin_log(0)
             self.engine.start()
             return 0
         if not (existing[-1] / MOMENTS_FILE).exists():
@@ -405,46 +465,27 @@ class Loop:
         self.engine.load_weights(existing[-1])
         self.engine.start()
         self.engine.load_moments(existing[-1])
-        self.skipped = state["skipped_steps"]
+        self.skipped, self.name = state["skipped_steps"], state.get("name", self.name)
         if self.accelerator.is_main_process:
             self.window.restore(state["window"])
-        self._drop_metrics_after(state["step"])
-        if self.accelerator.is_main_process:  # a kill may have come before the last save did
-            keep_last(self.checkpoints, self.settings.keep_checkpoints)
+        self._begin_log(state["step"])
         self.accelerator.print(f"resumed from {existing[-1]}")
         self._log_waiting(state.get("waiting"))
+        if self.accelerator.is_main_process:  # a kill may have come before the last save did
+            self._keep()
         return state["step"]
+
+    def _begin_log(self, step: int) -> None:
+        """Where lines are appended behind those of `step`."""
+        if self.accelerator.is_main_process:
+            self.metrics.drop_after(step)
+            if self.trackers is not None:
+                self.trackers.start(step, self.name)
 
     def _log_waiting(self, line: dict[str, Any] | None) -> None:
         """Catches up on the line that a checkpoint left to be replayed, if the run ended before it was logged."""
         if line is None:
             return
-        lines = self.metrics_path.read_bytes().split(b"\n") if self.accelerator.is_main_process else []
-        [is_logged, *_] = gather_object([line["step"] in map(_step_of, lines)])  # what rank 0 says
+        [is_logged, *_] = gather_object([self.accelerator.is_main_process and self.metrics.tells_of(line["step"])])
         if not is_logged:
             self._log(line | (self.replayed() if self.replay is not None else {}))
-
-    def _drop_metrics_after(self, step: int) -> None:
-        """Lines of steps that a killed run logged but did not save would stand twice; what is no line goes, too."""
-        if not self.accelerator.is_main_process:
-            return
-        self.metrics_path.parent.mkdir(parents=True, exist_ok=True)
-        *lines, rest = self.metrics_path.read_bytes().split(b"\n") if self.metrics_path.exists() else [b""]
-        lines += [rest] if rest.endswith(b"}") else []  # else a kill cut it off: it was never a line
-        steps = [_step_of(line) for line in lines]
-        if damaged := [number for number, at in enumerate(steps, start=1) if at is None]:
-            print(f"{self.metrics_path}: damaged lines dropped: {len(damaged)}, the first is line {damaged[0]}")
-        kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-        partial = self.metrics_path.with_suffix(".partial")
-        partial.write_bytes(b"".join(line + b"\n" for line in kept))
-        sync_to_disk(partial)
-        os.replace(partial, self.metrics_path)
-
-
-def _step_of(line: bytes) -> int | None:
-    """The step that a line of metrics.jsonl tells of; None if it is none."""
-    try:
-        step = json.loads(line.decode("utf-8"))["step"]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None

@@ -7,7 +7,7 @@ recipe's. The method is in `models` (the drafter) and `train.unroll` (steps and 
 import hashlib
 import json
 import os
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -54,13 +54,17 @@ from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
 from draftsmith.recipes.validation import validation_rank
 from draftsmith.train.batches import efficiency
-from draftsmith.train.checkpoints import full_disk_is_told
+from draftsmith.train.checkpoints import full_disk_is_told, step_of
+from draftsmith.train.clock import peak_flops_per_second
 from draftsmith.train.engine import accelerator_of
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
 from draftsmith.train.sharded_target import ShardedTarget, check_sharding, load_shared_out
 from draftsmith.train.states import OnlineStates, StateSource
+from draftsmith.train.step_flops import StepFlops
+from draftsmith.train.step_profile import StepProfile
 from draftsmith.train.stored_states import StoredStates, check_states, store_of, words_of_store
+from draftsmith.train.trackers import Trackers, check_trackers
 from draftsmith.train.unroll import TrainingTimeTest
 from draftsmith.train.validation_replay import ValidationReplay, check_replay
 
@@ -80,6 +84,7 @@ def main(doc: str | None, kind: str) -> None:
     check_replay(recipe)
     check_states(recipe)
     check_sharding(recipe)
+    check_trackers(recipe.train.trackers)
     speaks = os.environ.get("RANK", "0") == "0"  # all ranks read the same rows; one writes and prints
     if speaks and (note := other_than_published(recipe.drafter, recipe.train)):
         print(f"note: {note}")
@@ -105,13 +110,11 @@ def main(doc: str | None, kind: str) -> None:
     digests = {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
 
     set_seed(recipe.train.seed)
-    accelerator = accelerator_of(recipe.train, recipe.output_dir)
+    accelerator = accelerator_of(recipe.train)
     check_ranks_agree(digests)
     cores = os.cpu_count() or 1
     if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
-    if recipe.train.trackers:
-        accelerator.init_trackers("draftsmith", config={"recipe": dump_recipe(recipe)})
     if store is None:
         if recipe.train.shard_target and accelerator.num_processes > 1:
             target = ShardedTarget(load_shared_out(section), shape.capture_layers)
@@ -124,9 +127,17 @@ def main(doc: str | None, kind: str) -> None:
     shape = replace(shape, embedding_scale=target.embedding_scale)
     identity = target_identity(target, section.model, section.revision, tokenizer_fingerprint(tokenizer))
     drafter = new_drafter(recipe.drafter, shape, vocab, target, identity).to(accelerator.device)
+    trainee = TrainingTimeTest.of(drafter, recipe.train)
+    flops = profile = None
+    if peak_flops_per_second(accelerator.device) is not None:
+        size = target_size(load_config(section), section.dtype, section.trust_remote_code)
+        flops = StepFlops.of(trainee, config, size, states_are_read=store is not None)
+    if command.profile:
+        folder = Path(recipe.output_dir) / "profile"
+        profile = StepProfile(command.profile, folder, accelerator.process_index, accelerator.print)
     loop = Loop(
         accelerator,
-        TrainingTimeTest.of(drafter, recipe.train),
+        trainee,
         target,
         rows,
         validation_rows,
@@ -137,6 +148,9 @@ def main(doc: str | None, kind: str) -> None:
         bf16=precision(recipe.train) == "bf16",
         replay=replay,
         states=states,
+        trackers=Trackers(recipe.train.trackers, Path(recipe.output_dir), dump_recipe(recipe), recipe.model_dump()),
+        flops=flops,
+        profile=profile,
     )
     trainable = sum(p.numel() for p in drafter.parameters())
     accelerator.print(
@@ -152,18 +166,32 @@ def main(doc: str | None, kind: str) -> None:
     if loop.run():
         with loop.engine.whole() as trained:
             if accelerator.is_main_process:
-                save(recipe, trained.drafter, identity)
+                best = loop.best()
+                if best is not None:
+                    loop.engine.load_weights(best[0], trained)
+                save(recipe, trained.drafter, identity, best)
     accelerator.end_training()
 
 
-def save(recipe: Recipe, drafter: FeatureDrafter, identity: dict[str, Any]) -> None:
-    """Writes the finished drafter."""
+def save(
+    recipe: Recipe, drafter: FeatureDrafter, identity: dict[str, Any], best: tuple[Path, float] | None = None
+) -> None:
+    """Writes the finished drafter.
+
+    Args:
+        best: the checkpoint that it is from, with its tau, where train.keep_best chose it.
+    """
     data = {"conversations": recipe.conversations_path, "draft_vocab": recipe.draft_vocab_path}
     if recipe.drafter.init_from is not None:
         data["init_from"] = written(Path(recipe.drafter.init_from)) / "model.safetensors"
+    made_by, chosen = provenance(data), ""
+    if best is not None:
+        checkpoint, tau = best
+        made_by["checkpoint"] = {"step": step_of(checkpoint), str(recipe.train.keep_best): tau}
+        chosen = f", of step {step_of(checkpoint):,}, which has the best {recipe.train.keep_best}: {tau:.2f}"
     with full_disk_is_told(recipe.drafter_dir):
-        save_drafter(recipe.drafter_dir, drafter, identity, dump_recipe(recipe), provenance(data))
-    print(f"drafter: {recipe.drafter_dir}")
+        save_drafter(recipe.drafter_dir, drafter, identity, dump_recipe(recipe), made_by)
+    print(f"drafter: {recipe.drafter_dir}{chosen}")
 
 
 def precision(settings: TrainSection) -> str:
@@ -314,6 +342,7 @@ MAY_CHANGE = {
     "log_every_steps",
     "validate_every_steps",
     "eval_replay",
+    "keep_best",
     "trackers",
     "gradient_checkpointing",
     "gradient_accumulation_steps",  # "micro-batches a step" is compared instead
@@ -432,3 +461,12 @@ def _options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--flops", type=float, metavar="TFLOPS", help="what one device reaches, in TFLOP/s, for the time in --plan"
     )
+    parser.add_argument(
+        "--profile", type=_count, metavar="N", help="trace N steps after a warm-up, into <output_dir>/profile"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no number of steps")
+    return int(text)
