@@ -4,7 +4,8 @@
     python data_gen/capture.py recipes/demo.yaml data.capture.dtype=int8 data.states=runs/demo/int8   # half the size
     python data_gen/capture.py recipes/demo.yaml --plan                     # what it would write, and how much
     python data_gen/capture.py recipes/demo.yaml --verify                 # reads all again, writes anew what is damaged
-    accelerate launch train/eagle3.py recipes/demo.yaml data.states=runs/demo/states train.eval_replay=0
+    torchrun --nproc_per_node 8 data_gen/capture.py recipes/demo.yaml     # the same store, by eight GPUs
+    accelerate launch train/eagle3.py recipes/demo.yaml data.states=runs/demo/states
 
 Which states: those that the recipe's drafter reads (drafter.kind, drafter.capture_layers) of every token, and the last
 one where it teaches. Rows of training and of validation are captured alike; which are which may change afterwards.
@@ -12,12 +13,17 @@ one where it teaches. Rows of training and of validation are captured alike; whi
 Writes <data.states>, by default <output_dir>/states (`data_gen.store`). Its size is told first, and compared with what
 is free. Stopped at any moment and started again, it makes the shards that are missing. For other rows, another target,
 other layers or another dtype name another folder.
+
+By several processes (`data_gen.processes`) each makes the shards that it takes. What a shard holds hangs on its rows
+alone, so that they write what one process writes.
 """
 
+import json
 import shutil
 import tempfile
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +31,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
+from transformers.utils import logging
 
 from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.data_gen.processes import Team, alone_in
 from draftsmith.data_gen.store import (
     ENCODINGS,
     Manifest,
@@ -47,7 +55,7 @@ from draftsmith.data_gen.stored_target import (
 )
 from draftsmith.data_gen.training_data import usable_rows
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity, file_digest, target_identity
+from draftsmith.models.checkpoint import config_identity, differences, file_digest, target_identity
 from draftsmith.models.costs import gigabytes, target_forward_flops, target_size, torch_dtype
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.recipes.cli import parse_command, run
@@ -57,31 +65,76 @@ from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
 MANIFEST_BYTES_A_SHARD = 450
+# What the processes tell and count: shards that are missing, what they are made of; shards that were taken, shards that
+# were written (and under written/1, written/2, ... which), tokens that the target has read.
+MISSING, MADE_OF, TAKEN, WRITTEN, TOKENS = "missing", "made_of", "taken", "written", "tokens"
 
 
 def main() -> None:
+    capture_with(Team.of_environment())
+
+
+def capture_with(team: Team) -> None:
+    """What one process of the team does."""
+    with team.speaking_once():
+        if not team.leads:
+            follow(team)
+            return
+        try:
+            lead(team)
+        finally:
+            if not team.is_told(MISSING):
+                team.tell(MISSING, [])
+
+
+def lead(team: Team) -> None:
+    """Rank 0: looks at what is there, says what is to be done, and has a part in it."""
     command = parse_command(__doc__, extra=_options)
     recipe = command.recipe
     directory = recipe.states_dir
     if (problem := output_problem(directory, folder=True)) is not None:
         raise UserError(f"data.states: {problem}")
-    tokenizer = load_tokenizer(recipe.target)
     rejects = Rejects(None if command.plan else recipe.training_rejects_path)
-    job = Job.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
+    job = job_of(recipe, rejects)
     if rejects.total:
         print(rejects.summary())
-    manifest = begun(directory, job, command.verify)
-    for text in plan_lines(job, manifest, directory):
-        print(text)
-    if command.plan:
-        return
-    check_room(job, manifest, directory)
-    clear_leftovers(directory, manifest)
-    if manifest.complete and manifest.files:
-        print(f"all is captured: {in_words(manifest)}")
-        return
-    capture(job, manifest, directory)
+    with ExitStack() as held:
+        if directory.exists() and not command.plan:
+            held.enter_context(alone_in(directory))
+        manifest = begun(directory, job, command.verify)
+        for text in plan_lines(job, manifest, directory):
+            print(text)
+        if command.plan:
+            return
+        check_room(job, manifest, directory)
+        if not directory.exists():
+            _make(directory)
+            held.enter_context(alone_in(directory))
+        clear_leftovers(directory, manifest)
+        if manifest.complete and manifest.files:
+            print(f"all is captured: {in_words(manifest)}")
+            return
+        missing = todo(job, manifest)
+        team.tell(MISSING, missing)
+        capture(job, missing, directory, team, manifest)
     print(f"{directory}: {in_words(manifest)}")
+
+
+def follow(team: Team) -> None:
+    """Any other rank: begins when rank 0 has found everything in order."""
+    missing: list[int] = team.told(MISSING)
+    if team.rank >= len(missing):
+        return  # the others can take one each
+    logging.disable_progress_bar()  # transformers': rank 0 shows its own
+    recipe = parse_command(__doc__, extra=_options).recipe
+    capture(job_of(recipe, Rejects()), missing, recipe.states_dir, team)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.states: {directory} cannot be made: {error.strerror}; name another folder") from None
 
 
 def _options(parser: ArgumentParser) -> None:
@@ -134,6 +187,11 @@ class Job:
         itemsize = torch_dtype(config, section.dtype).itemsize
         with tempfile.TemporaryDirectory() as folder:
             return head_bytes(config.get_text_config(decoder=True), itemsize) + words_bytes(section, Path(folder))
+
+
+def job_of(recipe: Recipe, rejects: Rejects) -> Job:
+    tokenizer = load_tokenizer(recipe.target)
+    return Job.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
 
 
 def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
@@ -278,52 +336,125 @@ def in_words(manifest: Manifest) -> str:
 # Capturing.
 
 
-def capture(job: Job, manifest: Manifest, directory: Path) -> None:
-    """Writes target/ and every shard that is missing.
+def capture(job: Job, missing: Sequence[int], directory: Path, team: Team, manifest: Manifest | None = None) -> None:
+    """Makes missing shards until none is left that nobody has taken.
+
+    Args:
+        missing: the same for all processes.
+        manifest: rank 0's, who writes target/, too, and stays until all shards are there.
 
     Raises:
-        UserError: the target is not the one of the shards that are there; the disk is full.
+        UserError: the target is not the one of the shards that are there, or not rank 0's; the disk is full.
     """
-    section, settings = job.recipe.target, job.recipe.data.capture
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"data.states: {directory} cannot be made: {error.strerror}; name another folder") from None
-    target = Target(load_causal_lm(section), job.layers)
+    section = job.recipe.target
+    target = Target(load_causal_lm(section, team.take_device(section.device)), job.layers)
     identity = target_identity(target, section.model, section.revision, job.fingerprint)
     identity |= {"embedding_scale": target.embedding_scale}
     made_of = job.made_of | {"target": job.made_of["target"] | identity}
+    ledger = None
+    try:
+        if manifest is None:
+            check_same(team, made_of)
+        else:
+            begin(directory, manifest, made_of)
+            team.tell(MADE_OF, made_of)
+            if not manifest.files:
+                manifest.files = save_target(section, target, directory)
+                manifest.write(directory)
+            ledger = Ledger(directory, manifest, team, tokens_of(job, missing))
+        make_shards(job, missing, target, directory, team, ledger)
+        if ledger is not None:
+            ledger.wait_for_all()
+    except (OSError, SafetensorError) as error:
+        whole = len(job.shards) - len(missing) + team.count(WRITTEN)
+        raise UserError(
+            f"{directory}: cannot be written ({str(error).splitlines()[0]}): make room, if the disk is full, and "
+            f"start again; {whole:,} of {len(job.shards):,} shards are whole, and it goes on behind them"
+        ) from error
+    finally:
+        if ledger is not None:
+            ledger.bar.close()
+    if ledger is not None and ledger.nonfinite:
+        rows = ledger.nonfinite
+        print(f"note: states that are not finite numbers in {len(rows)} rows, the first: {rows[:5]}")
+
+
+def begin(directory: Path, manifest: Manifest, made_of: dict[str, Any]) -> None:
+    """Raises UserError where shards are there that another target's states are in."""
     if manifest.shards and (different := unlike(manifest, made_of)):
         raise UserError(
             f"{directory}: states of another target ({'; '.join(different)}); name another data.states, or delete that "
             "folder"
         )
     manifest.made_of = made_of
-    missing = todo(job, manifest)
-    total = sum(length_of(row) for number in missing for row in job.shards[number])
-    nonfinite: list[str] = []
-    with tqdm(total=total, desc="capture", unit="token", unit_scale=True) as bar:
-        try:
-            if not manifest.files:
-                manifest.files = save_target(section, target, directory)
-                manifest.write(directory)
-            for number in missing:
-                shard = ShardBuffer(job.shape, job.shards[number])
-                for batch in batches_of(job.shards[number], settings.batch_tokens):
-                    fill(shard, batch, target)
-                    bar.update(sum(length_of(shard.rows[index]) for index in batch))
-                nonfinite += [shard.rows[index].id for index in sorted(shard.nonfinite)]
-                manifest.shards[number] = shard.write(directory, number)
-                manifest.write(directory)
-        except (OSError, SafetensorError) as error:
-            clear_leftovers(directory, manifest)
-            raise UserError(
-                f"{directory}: cannot be written ({str(error).splitlines()[0]}): make room, if the disk is full, and "
-                f"start again; {len(manifest.shards):,} of {manifest.of_shards:,} shards are whole, and it goes on "
-                "behind them"
-            ) from error
-    if nonfinite:
-        print(f"note: states that are not finite numbers in {len(nonfinite)} rows, the first: {nonfinite[:5]}")
+
+
+def check_same(team: Team, made_of: dict[str, Any]) -> None:
+    """Raises UserError where this process would write other states than rank 0."""
+    if different := [
+        f"{key}: rank 0 has {theirs!r}, rank {team.rank} has {mine!r}"
+        for key, theirs, mine in differences(team.told(MADE_OF), json.loads(json.dumps(made_of)))
+    ]:
+        raise UserError(
+            f"the processes do not capture the same ({'; '.join(different)}); do all of them see the same "
+            "conversations and the same target?"
+        )
+
+
+def tokens_of(job: Job, shards: Iterable[int]) -> int:
+    return sum(length_of(row) for number in shards for row in job.shards[number])
+
+
+class Ledger:
+    """What rank 0 keeps: the manifest, by what all processes tell, and the bar.
+
+    Attributes:
+        nonfinite: ids of rows with states that are not finite numbers, of the shards of this run.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, team: Team, tokens: int):
+        self.directory, self.manifest, self.team = directory, manifest, team
+        self.entered = 0  # of the shards that were written
+        self.nonfinite: list[str] = []
+        self.bar = tqdm(total=tokens, desc="capture", unit="token", unit_scale=True)
+
+    def keep(self) -> None:
+        """Enters what was written since the last time."""
+        self.bar.update(self.team.count(TOKENS) - self.bar.n)
+        before = self.entered
+        while self.team.is_told(f"{WRITTEN}/{self.entered + 1}"):
+            self.entered += 1
+            number, said, nonfinite = self.team.told(f"{WRITTEN}/{self.entered}")
+            self.manifest.shards[number] = said
+            self.nonfinite += nonfinite
+        if self.entered > before:
+            self.manifest.write(self.directory)
+
+    def all_are_there(self) -> bool:
+        self.keep()
+        return self.manifest.complete
+
+    def wait_for_all(self) -> None:
+        self.team.wait(self.all_are_there)
+
+
+def make_shards(
+    job: Job, missing: Sequence[int], target: Target, directory: Path, team: Team, ledger: Ledger | None
+) -> None:
+    """Takes, makes and tells, shard by shard."""
+    while (taken := team.count(TAKEN, 1)) <= len(missing):
+        number = missing[taken - 1]
+        shard = ShardBuffer(job.shape, job.shards[number])
+        for batch in batches_of(shard.rows, job.recipe.data.capture.batch_tokens):
+            fill(shard, batch, target)
+            team.count(TOKENS, sum(length_of(shard.rows[index]) for index in batch))
+            if ledger is not None:
+                ledger.keep()
+        said = shard.write(directory, number)
+        nonfinite = [shard.rows[index].id for index in sorted(shard.nonfinite)]
+        team.tell(f"{WRITTEN}/{team.count(WRITTEN, 1)}", (number, said, nonfinite))
+        if ledger is not None:
+            ledger.keep()
 
 
 def batches_of(rows: Sequence[TrainingRow], batch_tokens: int) -> Iterator[list[int]]:

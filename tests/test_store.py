@@ -3,27 +3,36 @@
 The slow test kills capture 200 times, half of the times by the clock and half at a drawn write, rename or fsync.
 """
 
+import contextlib
 import json
+import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors import safe_open
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from draftsmith.data_gen import capture as script
 from draftsmith.data_gen.capture import Job, estimated_bytes, layers_of
 from draftsmith.data_gen.conversations import TrainingRow
-from draftsmith.data_gen.store import ENCODINGS, Manifest, Store, key_of, teacher_positions
+from draftsmith.data_gen.processes import Team, alone_in
+from draftsmith.data_gen.store import ENCODINGS, Manifest, ShardBuffer, Store, key_of, teacher_positions
 from draftsmith.data_gen.stored_target import StoredTarget, check_head
 from draftsmith.data_gen.training_data import usable_rows
 from draftsmith.models.alignment import columns_of
@@ -52,6 +61,7 @@ ROOT = Path(__file__).parent.parent
 CAPTURE = "draftsmith.data_gen.capture"
 KILLS = 200
 SHARDS = 6  # that the recipe's rows fill
+needs_locks = pytest.mark.skipif(find_spec("fcntl") is None, reason="locks files as POSIX has it")
 
 # What the recipe's drafter is, by the script that trains it.
 KINDS: dict[str, list[str]] = {
@@ -636,6 +646,187 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     with pytest.raises(UserError, match=r"MB are still to be written to .* and 0\.1 MB are free there: make room"):
         capture(recipe_path, f"data.states={tmp_path / 'states'}")
     assert not (tmp_path / "states").exists()
+
+
+# Several processes.
+
+
+def test_processes_share_the_shards_and_write_what_one_writes(
+    recipe_path: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Rank 0 waits in its first shard until rank 1 has written two; threads stand for the processes."""
+    words, one_at_a_time = HashStore(), threading.Lock()
+    teams = [Team(rank, 2, rank, words) for rank in range(2)]
+    written = {0: 0, 1: 0}
+    by_thread: dict[int, Team] = {}
+
+    def load(*arguments: Any) -> Any:
+        with one_at_a_time:
+            return load_causal_lm(*arguments)
+
+    def fill(*arguments: Any) -> None:
+        team = by_thread[threading.get_ident()]
+        if team.leads:
+            team.wait(lambda: written[1] >= 2)
+        really_fill(*arguments)
+
+    def write(shard: ShardBuffer, directory: Path, number: int) -> dict[str, Any]:
+        written[by_thread[threading.get_ident()].rank] += 1
+        return really_write(shard, directory, number)
+
+    def process(team: Team) -> None:
+        by_thread[threading.get_ident()] = team
+        script.capture_with(team)
+
+    really_fill, really_write = script.fill, ShardBuffer.write
+    monkeypatch.setattr(script, "load_causal_lm", load)
+    monkeypatch.setattr(script, "fill", fill)
+    monkeypatch.setattr(ShardBuffer, "write", write)
+    monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={tmp_path / 'states'}"])
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(process, team) for team in reversed(teams)]:
+            each.result(timeout=300)
+    assert sum(written.values()) == SHARDS and min(written.values()) >= 1 and written[1] >= 2
+    assert files_of(tmp_path / "states") == files_of(store)
+    printed = capsys.readouterr()
+    assert printed.out.count("writes  ") == printed.out.count(f"{SHARDS} of {SHARDS} shards") == 1
+    tokens = Store(store).manifest.total("tokens")
+    assert f"{tokens / 1000:.2f}k/{tokens / 1000:.2f}k" in printed.err  # the bar counts what both have read
+
+
+def test_a_process_begins_when_rank_0_has_found_everything_in_order(
+    recipe_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={store}"])
+    words = HashStore()
+    script.capture_with(Team(0, 2, 0, words))
+    script.capture_with(Team(1, 2, 1, words))  # nothing is missing
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "data.capture.dtype=int8"])
+    words = HashStore()
+    with pytest.raises(UserError, match="captured otherwise"):
+        script.capture_with(Team(0, 2, 0, words))
+    words.delete_key("missing")
+    with pytest.raises(SystemExit) as ended:  # silent: rank 0 has said why
+        script.capture_with(Team(1, 2, 1, words))
+    assert ended.value.code == 2
+    words = HashStore()
+    with pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "argv", ["capture.py", "--help"])
+        script.capture_with(Team(0, 2, 0, words))
+    assert ended.value.code == 0
+    script.capture_with(Team(1, 2, 1, words))
+
+
+def test_processes_that_capture_something_else_than_rank_0_say_so(recipe_path: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_path, [f"data.states={tmp_path}"])
+    job = Job.of(recipe, rows_of(recipe)[1:], "another tokenizer")
+    words = HashStore()
+    Team(0, 2, 0, words).tell("made_of", Job.of(recipe, rows_of(recipe), "this tokenizer").made_of)
+    with pytest.raises(UserError) as raised:
+        script.check_same(Team(1, 2, 1, words), job.made_of)
+    said = str(raised.value)
+    assert "rows: rank 0 has '40 rows, sha256 " in said and "rank 1 has '39 rows, sha256 " in said
+    assert "target.tokenizer_fingerprint: rank 0 has 'this tokenizer', rank 1 has 'another tokenizer'" in said
+
+
+def test_of_several_that_fail_one_speaks() -> None:
+    words = HashStore()
+    with pytest.raises(UserError), Team(1, 3, 1, words).speaking_once():
+        raise UserError("the disk is full")
+    with pytest.raises(SystemExit) as ended, Team(0, 3, 0, words).speaking_once():
+        raise UserError("the disk is full")
+    assert ended.value.code == 2
+    with pytest.raises(SystemExit) as ended:
+        Team(2, 3, 2, words).wait(lambda: False)
+    assert ended.value.code == 2
+
+
+def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cuda:
+        taken: ClassVar[list[int]] = []
+        device_count = staticmethod(lambda: 2)
+        set_device = staticmethod(taken.append)
+
+    words = HashStore()
+    teams = [Team(rank, 6, rank % 3, words) for rank in range(6)]  # on two machines
+    assert [team.take_device("cpu") for team in teams] == [None] * 6
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Cuda)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert [team.take_device("auto") for team in teams[:2]] == ["cuda:0", "cuda:1"] and Cuda.taken == [0, 1]
+    assert teams[4].take_device("cuda") == "cuda:1" and teams[2].take_device("cuda:1") is None
+    with pytest.raises(UserError, match=r"the machine of rank 5 has 2 of kind cuda for 3 processes or more; start 2"):
+        teams[5].take_device("auto")
+    assert Team().take_device("auto") is None  # load_causal_lm decides
+
+
+def test_processes_without_a_place_to_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(UserError, match=r"rank 1 of 2 does not find the others .* MASTER_ADDR .* start them with torc"):
+        Team.of_environment()
+
+
+@needs_locks
+def test_two_captures_do_not_write_into_one_folder(recipe_path: Path, copy: Path) -> None:
+    (copy / "shard-00002.safetensors").unlink()
+    left = files_of(copy)
+    with alone_in(copy), pytest.raises(UserError, match="another run is writing there"):
+        capture(recipe_path, f"data.states={copy}")
+    assert files_of(copy) == left
+    capture(recipe_path, f"data.states={copy}")
+    assert len(files_of(copy)) == len(left) + 1
+
+
+def started(ranks: int, *arguments: str) -> subprocess.Popen:
+    """The launcher of so many processes of capture.py."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return subprocess.Popen(
+        [sys.executable, *launch, str(ROOT / "data_gen/capture.py"), *arguments],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_capture_what_one_does(recipe_path: Path, store: Path, tmp_path: Path) -> None:
+    said = run_ranks(2, str(ROOT / "data_gen/capture.py"), [str(recipe_path), f"data.states={tmp_path / 'states'}"])
+    assert files_of(tmp_path / "states") == files_of(store)
+    assert said.count(f"{SHARDS} of {SHARDS} shards") == 1 and said.count("writes  ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_one_of_two_processes_is_killed_and_three_go_on(recipe_path: Path, tmp_path: Path, killed: int) -> None:
+    """By a launcher that ends the other one, too."""
+    small = [str(recipe_path), "data.capture.shard_megabytes=0.02"]  # a row or two each
+    directory, whole = tmp_path / "states", tmp_path / "whole"
+    capture(recipe_path, *small[1:], f"data.states={whole}")
+    launcher = started(2, *small, f"data.states={directory}")
+    try:
+        deadline = time.monotonic() + 300
+        while (manifest := Manifest.read(directory)) is None or len(manifest.shards) < 3:
+            assert launcher.poll() is None and time.monotonic() < deadline
+            time.sleep(0.001)
+        ranks = {each.environ()["RANK"]: each for each in psutil.Process(launcher.pid).children()}
+        ranks[str(killed)].kill()
+        assert launcher.wait(120) != 0
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for each in [*psutil.Process(launcher.pid).children(), launcher]:
+                each.kill()
+        launcher.wait()
+    check_what_a_kill_left(directory)
+    manifest = Manifest.read(directory)
+    assert manifest is not None and 3 <= len(manifest.shards) < manifest.of_shards
+    before = {said["file"]: (directory / said["file"]).stat().st_mtime_ns for said in manifest.shards.values()}
+    run_ranks(3, str(ROOT / "data_gen/capture.py"), [*small, f"data.states={directory}"])
+    assert all((directory / name).stat().st_mtime_ns == written for name, written in before.items())
+    assert files_of(directory) == files_of(whole)
 
 
 # Kills.
