@@ -250,17 +250,38 @@ def decoding_time(config: Any, section: TargetSection, rows: int, tokens: float)
     )
 
 
+BUCKET = 500_000_000  # gradients that DeepSpeed sends at a time, at most
+
+
 @dataclass(frozen=True)
 class TrainingStates:
-    """What training keeps between steps for P trained parameters in float32, in bytes."""
+    """What a process keeps on its device between steps for P trained parameters in float32, in bytes."""
 
     weights: int
     adamw_moments: int
     gradients: int  # gone between steps, there from the first backward pass to the update
+    buckets: int = 0  # gradients on their way between processes, beside `gradients`
+    gathered: int = 0  # weights that are elsewhere between steps, while they are computed with
 
     @classmethod
-    def of(cls, parameters: int) -> "TrainingStates":
-        return cls(weights=4 * parameters, adamw_moments=8 * parameters, gradients=4 * parameters)
+    def of(cls, parameters: int, processes: int = 1, zero_stage: int = 0, offloaded: bool = False) -> "TrainingStates":
+        """
+        Args:
+            zero_stage: DeepSpeed's. It updates float32 pieces of its own beside the weights, and sends gradients in
+                buckets of at most 500 million, two at a time; each bucket is as large as the drafter if that is less.
+            offloaded: moments and pieces lie in the memory of the host, which is not the device's.
+        """
+        whole = 4 * parameters
+        if not zero_stage:
+            return cls(whole, 2 * whole, whole, whole if processes > 1 else 0)
+        piece = -(-whole // processes)
+        return cls(
+            weights=(piece if zero_stage == 3 else whole) + (0 if offloaded else piece),
+            adamw_moments=0 if offloaded else 2 * piece,
+            gradients=whole if zero_stage == 1 else piece,
+            buckets=2 * min(whole, 4 * BUCKET),
+            gathered=whole if zero_stage == 3 else 0,
+        )
 
 
 def drafter_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> int:

@@ -19,8 +19,10 @@ from draftsmith.eval import acceptance
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.costs import (
+    BUCKET,
     Device,
     Meter,
+    TrainingStates,
     cache_bytes_per_token,
     checkpoint_bytes,
     drafter_bytes,
@@ -288,17 +290,40 @@ def test_target_operations_are_counted() -> None:
 def test_memory_takes_the_widest_moment() -> None:
     size = target_size(make_target().config, "float32")
     unroll = UnrollCost(peak_bytes=1000, peak_by_kind={SCORES: 1000}, flops=0)
-    wide_unroll = memory_of(size, 10, unroll, 5.0, accumulates=False, processes=1, on_cpu=False)
+
+    def memory(parameters: int, target_pass: float, accumulates: bool = False, processes: int = 1) -> training.Memory:
+        states = TrainingStates.of(parameters, processes)
+        return memory_of(size, unroll, target_pass, accumulates, states, on_cpu=False)
+
+    wide_unroll = memory(10, 5.0)
     assert wide_unroll.parts[SCORES] == 1000
-    wide_pass = memory_of(size, 10, unroll, 5000.0, accumulates=False, processes=1, on_cpu=False)
+    wide_pass = memory(10, 5000.0)
     assert SCORES not in wide_pass.parts and wide_pass.total > wide_unroll.total
-    wide_update = memory_of(size, 10_000, unroll, 5.0, accumulates=False, processes=1, on_cpu=False)
+    wide_update = memory(10_000, 5.0)
     assert SCORES not in wide_update.parts
-    several = memory_of(size, 10, unroll, 5.0, accumulates=True, processes=2, on_cpu=False)
+    several = memory(10, 5.0, accumulates=True, processes=2)
     extra = 2 * 4 * 10  # gradients of earlier micro-batches, and DDP's buckets
     assert several.total - several.parts[RESERVE] == pytest.approx(
         wide_unroll.total - wide_unroll.parts[RESERVE] + extra
     )
+
+
+def test_zero_shares_out_what_its_stage_says() -> None:
+    one, moments = 4 * 1000, 8 * 1000
+    assert TrainingStates.of(1000) == TrainingStates(one, moments, one)
+    assert TrainingStates.of(1000, 4) == TrainingStates(one, moments, one, one)
+    stages = [TrainingStates.of(1000, 4, stage) for stage in (1, 2, 3)]
+    assert [s.adamw_moments for s in stages] == [moments // 4] * 3
+    assert [s.gradients for s in stages] == [one, one // 4, one // 4]
+    assert [s.weights for s in stages] == [
+        one + one // 4,
+        one + one // 4,
+        2 * one // 4,
+    ]  # the pieces to be updated, too
+    assert [s.gathered for s in stages] == [0, 0, one]
+    offloaded = TrainingStates.of(1000, 4, 3, offloaded=True)
+    assert (offloaded.weights, offloaded.adamw_moments) == (one // 4, 0)
+    assert TrainingStates.of(4 * BUCKET, 4, 2).buckets == 2 * 4 * BUCKET
 
 
 # Steps, files, problems: the script itself.

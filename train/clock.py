@@ -13,7 +13,7 @@ from draftsmith.models.costs import PEAK_FLOPS_PER_SECOND, device_here
 # Of a line, what hangs on the machine and the hour. mfu is there on GPUs whose peak is known (`models.costs`).
 CLOCK_KEYS = ("tokens_per_second", "columns_per_second", "data_wait", "memory_gib", "mfu")
 COUNTED = ("tokens", "columns", "flops")  # what is told by the second
-NOTHING: Mapping[str, float] = {key: 0.0 for key in COUNTED}
+NOTHING: Mapping[str, float] = dict.fromkeys(COUNTED, 0.0)
 
 
 def peak_flops_per_second(device: torch.device) -> float | None:

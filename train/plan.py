@@ -117,7 +117,10 @@ def counted_data(
     columns = [sum(max(0, end - start - 1) for start, end in row.spans) for row in rows]
     order = BatchOrder([len(row.input_ids) for row in rows], settings.batch_size, settings.seed)
     batches = [order.rows(number) for number in range(min(order.batches_per_epoch, 500))]
-    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    padded = sum(
+        sum(lengths[i] for i in batch) if settings.packing else len(batch) * max(lengths[i] for i in batch)
+        for batch in batches
+    )
     return DataSize(
         rows=len(rows),
         validation_rows=len(validation_rows),
@@ -228,28 +231,27 @@ def _how_to_lower(part: str, shape: DrafterConfig) -> str:
 
 def memory_of(
     size: TargetSize,
-    parameters: int,
     unroll: UnrollCost,
     target_pass_bytes: float,
     accumulates: bool,
-    processes: int,
+    states: TrainingStates,
     on_cpu: bool,
     replay_bytes: float = 0,
 ) -> Memory:
     """Peak memory: what is always there, and the widest of four moments.
 
-    Gradients of earlier micro-batches, and DDP's copy of them, are alive beside each moment. On a GPU AdamW works on
-    all parameters at once and needs one more copy.
+    Gradients of earlier micro-batches, and what processes send each other, are alive beside each moment. On a GPU AdamW
+    works on all parameters that it has at once and needs one more copy.
     """
-    states = TrainingStates.of(parameters)
     always: dict[str, float] = {TARGET_WEIGHTS: size.weight_bytes, KEPT: states.weights + states.adamw_moments}
-    kept = states.gradients * (accumulates + (processes > 1))
-    update = states.gradients + (0 if on_cpu else 4 * parameters)
+    kept = states.gradients * accumulates + states.buckets
+    update = states.gradients + (0 if on_cpu else states.adamw_moments // 2)
+    used = unroll.peak_by_kind.get(WEIGHT_SHAPED, 0) + kept + states.gathered
     moments: list[Mapping[str, float]] = [
         {TARGET_PASS: target_pass_bytes, WEIGHT_SHAPED: kept},
-        unroll.peak_by_kind | {WEIGHT_SHAPED: unroll.peak_by_kind.get(WEIGHT_SHAPED, 0) + kept},
-        {UPDATE: update, WEIGHT_SHAPED: states.gradients * (processes > 1)},
-        {REPLAY: replay_bytes, WEIGHT_SHAPED: states.gradients * (processes > 1)},
+        unroll.peak_by_kind | {WEIGHT_SHAPED: used},
+        {UPDATE: update, WEIGHT_SHAPED: states.buckets},
+        {REPLAY: replay_bytes, WEIGHT_SHAPED: states.buckets + states.gathered},
     ]
     widest = max(moments, key=lambda moment: sum(moment.values()))
     process, reserve = (resident_bytes(), CPU_RESERVE) if on_cpu else (CUDA_CONTEXT_BYTES, GPU_RESERVE)
@@ -332,8 +334,10 @@ def training_plan(
         basis |= {PROCESS: "measured now" if device.is_cpu else "assumed", TARGET_PASS: "assumed", REPLAY: "assumed"}
         yield line("", f"{gigabytes(count):>8}  {name}", basis.get(name, "dry run"))
     if settings.zero_stage:
-        whole = f"as if every process held all; ZeRO {settings.zero_stage} shares out among {processes} what it takes"
-        yield line("", whole, "not counted: ZeRO")
+        shared = (
+            f"with what ZeRO {settings.zero_stage} shares out among {plural(processes, 'process', 'es')} counted so"
+        )
+        yield line("", shared, "assumed: DeepSpeed's buffers")
     yield line("", f"to lower the largest part: {_how_to_lower(memory.largest, shape)}", "")
     if not device.is_cpu:
         count, whose = size.weight_bytes, "per process"
@@ -341,7 +345,7 @@ def training_plan(
             count, whose = size.parameters * size.dtype.itemsize, "in the first process"
         yield line("host memory", f"{gigabytes(count)} {whose} while the target is loaded", "exact")
     yield line("device here", f"{device.name}, {gigabytes(device.memory_bytes)}", "measured")
-    if memory.total > device.memory_bytes and not settings.zero_stage:
+    if memory.total > device.memory_bytes:
         there = f"{gigabytes(device.memory_bytes)} of the device here ({device.name})"
         problems.append(f"{gigabytes(memory.total)} do not fit the {there}")
 
@@ -404,7 +408,9 @@ def _memory(
         target_pass = 0.0
     accumulates = recipe.train.gradient_accumulation_steps > 1
     replay = _replay_bytes(recipe, shape, target_config, size, data, device)
-    return memory_of(size, parameters, unroll, target_pass, accumulates, processes, device.is_cpu, replay), unroll
+    offloaded = recipe.train.offload_optimizer and not device.is_cpu
+    states = TrainingStates.of(parameters, processes, recipe.train.zero_stage, offloaded)
+    return memory_of(size, unroll, target_pass, accumulates, states, device.is_cpu, replay), unroll
 
 
 def _replay_bytes(
