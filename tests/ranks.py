@@ -5,7 +5,9 @@ A run that hangs is told with the stack of every thread of every process, which 
 
 import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,20 +18,32 @@ import psutil
 
 ROOT = Path(__file__).parent.parent
 LAST_WORDS_SECONDS = 5.0
+ON_CPUS = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"}
+# Below those that Linux, macOS and Windows give to clients: none of them takes the port before rank 0 listens there.
+FREE_PORTS = range(20_000, 32_000)
 
 
-def run_ranks(processes: int, script: str, arguments: Sequence[str], timeout: float = 300.0) -> str:
+def run_ranks(
+    processes: int,
+    script: str,
+    arguments: Sequence[str],
+    timeout: float = 300.0,
+    launcher: Sequence[str] | None = None,
+) -> str:
     """Runs `script` to its end on CPUs and returns what its processes printed.
+
+    Args:
+        launcher: in the place of torchrun, as arguments of Python; it knows how many processes there are.
 
     Raises:
         AssertionError: it failed or hung, with its output.
     """
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launch = launcher or ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, *launch, script, *arguments],
             cwd=ROOT,
-            env=os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"},
+            env=os.environ | ON_CPUS,
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -50,3 +64,18 @@ def run_ranks(processes: int, script: str, arguments: Sequence[str], timeout: fl
     assert status is not None, f"no end after {timeout:.0f} s; every process's stacks:\n{said}"
     assert status == 0, said
     return said
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port")
+
+
+def words_of_launcher(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The environment in which torchrun starts one of so many ranks of this machine."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    return {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}

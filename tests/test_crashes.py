@@ -25,7 +25,7 @@ from draftsmith.models.checkpoint import file_digest, load_drafter, read_config,
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.checkpoints import list_checkpoints, settle
+from draftsmith.train.checkpoints import list_checkpoints, publish, settle
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.test_train import metrics, write_conversations
@@ -84,6 +84,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "validation_conversations": 4,
             "ttt_steps": 3,
             "mixed_precision": "no",
+            "trackers": [],
         },
     }
     path = folder / "recipe.yaml"
@@ -128,10 +129,18 @@ def kill_until_it_ends(
         after_each()
 
 
-def told(capsys: pytest.CaptureFixture, what: str, runs: int, kills: Counter[str], started: float) -> None:
+def told(
+    capsys: pytest.CaptureFixture,
+    what: str,
+    runs: int,
+    kills: Counter[str],
+    started: float,
+    found: Counter[str] | None = None,
+) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in kills.most_common())
+    counts = "".join(f"; {name} {count}" for name, count in (found or {}).items())
     with capsys.disabled():
-        print(f"\n{what}: {kills.total()} kills ({kinds}) in {runs} runs, {time.monotonic() - started:.0f} s")
+        print(f"\n{what}: {kills.total()} kills ({kinds}) in {runs} runs, {time.monotonic() - started:.0f} s{counts}")
 
 
 # Regeneration.
@@ -245,8 +254,8 @@ def whole_training(lab: CrashLab, recipe: Path, tmp_path_factory: pytest.TempPat
     return output, ending
 
 
-def check_trained(output: Path, expected: Path) -> None:
-    """The same metrics, drafter and files: every one of `expected`, and no other."""
+def check_trained(output: Path, expected: Path) -> Counter[str]:
+    """The same metrics, drafter, checkpoints and files: every one of `expected`, and no other; what was counted."""
     mine, wanted = metrics(output), metrics(expected)
     steps, wanted_steps = (Counter(line["step"] for line in lines) for lines in (mine, wanted))
     tensors, wanted_tensors = (load_file(folder / "drafter/model.safetensors") for folder in (output, expected))
@@ -257,12 +266,18 @@ def check_trained(output: Path, expected: Path) -> None:
         "lines different": sum(a != b for a, b in zip(mine, wanted, strict=False)),
         "tensors different": sum(not torch.equal(tensors[name], wanted_tensors[name]) for name in tensors),
         "files": sorted(files_of(output) ^ files_of(expected)),
+        "checkpoints different": sum(
+            file_digest(path) != file_digest(expected / path.relative_to(output))
+            for path in output.glob("checkpoints/*/*.safetensors")
+            if (expected / path.relative_to(output)).exists()
+        ),
         "draft vocabulary": digest_of_vocab(output) != digest_of_vocab(expected),
     }
     assert not any(found.values()), found
     for folder in list_checkpoints(output / "checkpoints"):
         settle(folder.parent)
     assert len(list_checkpoints(output / "checkpoints")) == 2  # none was set aside
+    return Counter({name: count for name, count in found.items() if name.startswith("lines")} | {"lines": len(mine)})
 
 
 def files_of(output: Path) -> set[str]:
@@ -279,6 +294,7 @@ def test_200_kills_of_training_give_the_same_losses(
 ) -> None:
     expected, whole = whole_training
     chance, kills, runs, started = random.Random(0), Counter[str](), 0, time.monotonic()
+    found = Counter[str]()
     while kills.total() < KILLS:
         output = to_train(tmp_path / f"run{runs}")
 
@@ -289,9 +305,9 @@ def test_200_kills_of_training_give_the_same_losses(
         # All steps are done: what is killed now is the replacement of the drafter that stands there.
         kills += kill_until_it_ends(run, chance, run(count_events=True), 5, lambda: None)
         runs += 1
-        check_trained(output, expected)
+        found.update(check_trained(output, expected))
         shutil.rmtree(output)
-    told(capsys, "training", runs, kills, started)
+    told(capsys, "training", runs, kills, started, found)
 
 
 def test_training_goes_on_where_checkpoints_are_half_written_or_half_deleted(
@@ -354,6 +370,19 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
     assert ending.status == 2 and "Traceback" not in ending.output
     assert ending.output.count("model.safetensors has ") == 2 and "delete the folder to start anew" in ending.output
     assert files_of(tmp_path / "run") == left  # a second start must not begin anew
+
+
+def test_a_checkpoint_of_an_older_version_is_refused(
+    lab: CrashLab, recipe: Path, whole_training: tuple[Path, Ending], tmp_path: Path
+) -> None:
+    shutil.copytree(whole_training[0], tmp_path / "run")
+    newest = list_checkpoints(tmp_path / "run/checkpoints")[-1]
+    state = json.loads((newest / "trainer_state.json").read_text())
+    state["window"] = state.pop("windows")[0]
+    (newest / "trainer_state.json").write_text(json.dumps(state))
+    publish(newest.rename(newest.with_suffix(".partial")), newest)
+    ending = lab.run(TRAIN, arguments(recipe, tmp_path / "run"))
+    assert ending.status == 2 and f"error: {newest}: was written by an older version" in ending.output
 
 
 def cut(path: Path) -> None:

@@ -110,10 +110,17 @@ def zero_config(settings: TrainSection) -> dict[str, Any]:
 
 
 def deepspeed_on_cpus() -> bool:
-    """Whether there is nothing but CPUs; DeepSpeed, which is yet to be imported, is then told to take them."""
+    """Whether there is nothing but CPUs; DeepSpeed, which is yet to be imported, is then told to take them.
+
+    And not to compile what only inference calls: a process that is killed meanwhile leaves the compiler's lock behind,
+    and all that start later wait for it for ever.
+    """
     if torch.accelerator.is_available():
         return False
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return True
 
 

@@ -39,7 +39,7 @@ from draftsmith.train.checkpoints import (
     step_of,
 )
 from draftsmith.train.clock import COUNTED, Clock, peak_flops_per_second
-from draftsmith.train.engine import MOMENTS_FILE, Engine
+from draftsmith.train.engine import Engine
 from draftsmith.train.metrics_log import MetricsLog
 from draftsmith.train.noise import add_noise
 from draftsmith.train.states import OnlineStates, StateSource
@@ -96,26 +96,27 @@ class Tally:
         self.tokens += tokens
         self.flops += flops
 
-    def counted(self) -> dict[str, float]:
-        """For the clock: of this rank, and on rank 0 what `restore` brought of all."""
-        return {key: float(getattr(self, key)) for key in COUNTED}
-
     def merge(self, other: "Tally") -> None:
         for f in fields(self):
             getattr(self, f.name).add_(getattr(other, f.name))
 
-    def summed(self, accelerator: Accelerator) -> dict[str, Any]:
-        """The sums over all ranks, as numbers; `restore` takes them back exactly."""
-        sums: dict[str, Any] = {f.name: accelerator.reduce(getattr(self, f.name), "sum") for f in fields(self)}
-        return {name: value.tolist() for name, value in sums.items()}
+    def of_ranks(self) -> list[dict[str, Any]]:
+        """Every rank's sums, as numbers; `restore` takes them back exactly."""
+        return gather_object([{f.name: getattr(self, f.name).tolist() for f in fields(self)}])
 
-    def restore(self, sums: dict[str, Any]) -> None:
-        for name, value in sums.items():
-            getattr(self, name).copy_(torch.tensor(value))
+    def restore(self, of_ranks: Sequence[dict[str, Any]], accelerator: Accelerator) -> None:
+        """To each rank its own: nothing is then added in another order. Of other processes rank 0 takes all."""
+        rank = accelerator.process_index
+        same = len(of_ranks) == accelerator.num_processes
+        for sums in of_ranks[rank : rank + 1] if same else of_ranks if rank == 0 else ():
+            for name, value in sums.items():
+                sum_ = getattr(self, name)
+                sum_ += torch.tensor(value, device=sum_.device)
 
     def over_ranks(self, accelerator: Accelerator) -> dict[str, Any]:
         """What the clock counts; where columns counted, loss per column, accuracy per unroll step, simulated tau."""
-        total = self.summed(accelerator)
+        sums: dict[str, Any] = {f.name: accelerator.reduce(getattr(self, f.name), "sum") for f in fields(self)}
+        total = {name: value.tolist() for name, value in sums.items()}
         counts = {key: total[key] for key in COUNTED}
         if not counts["columns"]:  # every step was skipped
             return counts
@@ -125,6 +126,11 @@ class Tally:
             "accuracy": [round(value, 5) for value in accuracy],
             "simulated_tau": round(simulated_tau(accuracy), 4),
         }
+
+
+def _counted(of_ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """What the clock goes by, over all ranks."""
+    return {key: sum(sums[key] for sums in of_ranks) for key in COUNTED}
 
 
 def _in_words(line: Mapping[str, Any]) -> str:
@@ -206,7 +212,7 @@ class Loop:
         self.stopping = True
 
     def _run(self, first: int) -> bool:
-        self.clock.start(self.window.counted())
+        self.clock.start(_counted(self.window.of_ranks()))
         if self.profile is not None and first < self.total_steps:
             self.profile.start(first, self.total_steps)
         main = self.accelerator.is_main_process
@@ -369,7 +375,7 @@ class Loop:
         assert self.replay is not None
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         with self.engine.whole() as trainee, self.target.uneven_passes():
-            rounds = self.replay.share(self.target, trainee.drafter, rank, ranks)
+            rounds = self.replay.share(self.target, trainee.drafter, rank, ranks, self.states)
         return in_numbers(gather_object(rounds))
 
     def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> Batch:
@@ -403,8 +409,8 @@ class Loop:
         best = best_of(list_checkpoints(self.checkpoints), found)[:1]
         keep_last(self.checkpoints, self.settings.keep_checkpoints, best)
 
-    def _save(self, step: int, waiting: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A checkpoint folder, whole or not there; older ones beyond keep_checkpoints go. Returns the window's sums.
+    def _save(self, step: int, waiting: dict[str, Any] | None = None) -> dict[str, float]:
+        """A checkpoint folder, whole or not there; older ones beyond keep_checkpoints go. Returns what was counted.
 
         Args:
             waiting: this step's line of metrics, which is yet to be replayed and logged; a kill until then must not
@@ -414,10 +420,10 @@ class Loop:
         partial = final.with_suffix(".partial")
         with full_disk_is_told(partial):
             self.engine.save(partial)
-        window = self.window.summed(self.accelerator)
+        windows = self.window.of_ranks()
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            state = {"step": step, "identity": self.identity, "window": window, "waiting": waiting}
+            state = {"step": step, "identity": self.identity, "windows": windows, "waiting": waiting}
             state |= {"skipped_steps": self.skipped, "name": self.name}
             with full_disk_is_told(partial):
                 (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
@@ -425,7 +431,7 @@ class Loop:
                 publish(partial, final)
             self._keep()
         self.accelerator.wait_for_everyone()
-        return window
+        return _counted(windows)
 
     def _resume(self) -> int:
         """Loads the last whole checkpoint, if any, and returns the number of steps done."""
@@ -444,9 +450,9 @@ class Loop:
             self._begin_log(0)
             self.engine.start()
             return 0
-        if not (existing[-1] / MOMENTS_FILE).exists():
-            raise UserError(f"{existing[-1]}: was written by an older version; choose another output_dir to start anew")
         state = json.loads((existing[-1] / "trainer_state.json").read_text())
+        if "windows" not in state:
+            raise UserError(f"{existing[-1]}: was written by an older version; choose another output_dir to start anew")
         here = json.loads(json.dumps(self.identity))  # as it was written: tuples are lists
         different = [
             f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
@@ -466,8 +472,7 @@ class Loop:
         self.engine.start()
         self.engine.load_moments(existing[-1])
         self.skipped, self.name = state["skipped_steps"], state.get("name", self.name)
-        if self.accelerator.is_main_process:
-            self.window.restore(state["window"])
+        self.window.restore(state["windows"], self.accelerator)
         self._begin_log(state["step"])
         self.accelerator.print(f"resumed from {existing[-1]}")
         self._log_waiting(state.get("waiting"))

@@ -1,0 +1,184 @@
+"""Killed at any moment, two ranks go on as if nothing had been, under DDP and ZeRO.
+
+The slow test kills 200 times: both ranks at once or one of them, half of the times by the clock and half at a drawn
+write, rename, fsync or collective. A sum of two ranks does not depend on who comes first, so a run that goes on is
+compared bit for bit with one that nothing interrupts.
+"""
+
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from draftsmith.models.vocab import DraftVocab
+from tests.conftest import make_target, make_tokenizer
+from tests.crash import CAN_FORK, CrashLab, Ending, Fault
+from tests.ranks import ON_CPUS
+from tests.test_crashes import arguments, check_trained, told
+from tests.test_train import metrics, write_conversations
+
+pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
+
+TRAIN = "draftsmith.train.eagle3"
+MODULES = [
+    TRAIN,
+    "transformers.models.llama.modeling_llama",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler, which takes seconds
+]
+RANKS = 2
+STEPS = 12
+KILLS = {0: 80, 2: 60, 3: 60}  # by ZeRO stage
+STAGES = pytest.mark.parametrize("stage", KILLS)
+# What a rank says that was alive when another one died.
+LOST_PEER = re.compile(r"(RuntimeError|torch\.distributed\.Dist\w+Error): .*(gloo|[Cc]onnection|[Pp]eer|store|socket)")
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where DeepSpeed puts what it compiles."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def lab(compiled: Path) -> Iterator[CrashLab]:
+    with CrashLab(MODULES, ON_CPUS | {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(compiled)}) as lab:
+        yield lab
+
+
+class Place:
+    """Runs of two ranks from one recipe; saves, validations and replays lie between its twelve steps."""
+
+    def __init__(self, folder: Path, lab: CrashLab):
+        self.folder, self.lab = folder, lab
+        self.recipe = folder / "recipe.yaml"
+        make_target(num_layers=3).save_pretrained(folder / "target")
+        make_tokenizer().save_pretrained(folder / "target")
+        recipe = {
+            "output_dir": str(folder / "never"),
+            "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+            "drafter": {"vocab_size": 160, "capture_layers": [0, 1, 2]},
+            "train": {
+                "max_steps": STEPS,
+                "batch_size": 2,
+                "learning_rate": 0.003,
+                "ttt_steps": 2,
+                "save_every_steps": 3,
+                "keep_checkpoints": 2,
+                "log_every_steps": 2,
+                "validate_every_steps": 4,
+                "validation_conversations": 3,
+                "mixed_precision": "no",
+                "trackers": [],
+            },
+            "eval": {"tree": {"policy": "chain", "nodes": 2}},
+        }
+        self.recipe.write_text(yaml.safe_dump(recipe))
+        self.wholes: dict[int, tuple[Path, Ending]] = {}
+
+    def run(self, output: Path, stage: int, **how: Any) -> Ending:
+        # Without replay a step's line may come after the next checkpoint: its sums are then saved and restored.
+        overrides = [f"train.zero_stage={stage}", f"train.eval_replay={2 if stage else 0}"]
+        return self.lab.run(TRAIN, arguments(self.recipe, output, *overrides), ranks=RANKS, **how)
+
+    def whole(self, stage: int) -> tuple[Path, Ending]:
+        """(output_dir, how it ended) of a run that nothing interrupts."""
+        if stage not in self.wholes:
+            output = to_train(self.folder / f"whole{stage}")
+            ending = self.run(output, stage, count_events=True)
+            assert ending.statuses == [0] * RANKS, ending.output
+            lines = metrics(output)
+            wanted = {*range(2, STEPS + 1, 2), *range(4, STEPS + 1, 4), *(range(3, STEPS + 1, 3) if stage else ())}
+            assert [line["step"] for line in lines] == sorted(wanted)
+            assert sum("replay_tau" in line for line in lines) == (4 if stage else 0)
+            self.wholes[stage] = output, ending
+        return self.wholes[stage]
+
+
+@pytest.fixture(scope="module")
+def place(lab: CrashLab, tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("ranks"), lab)
+
+
+def to_train(folder: Path) -> Path:
+    """An output_dir that holds what training reads."""
+    write_conversations(folder / "conversations.jsonl", 16)
+    DraftVocab(torch.arange(0, 320, 2), 320).save(folder / "draft_vocab.safetensors")
+    return folder
+
+
+def kill_until_it_ends(
+    place: Place, output: Path, stage: int, chance: random.Random, whole: Ending, at_most: int
+) -> Counter[str]:
+    """As tests.test_crashes has it, of all ranks or one of them."""
+    kills: Counter[str] = Counter()
+    while True:
+        rank = chance.choice((None, *range(RANKS)))
+        if kills.total() == at_most:
+            kind, ending = "none", place.run(output, stage)
+        elif chance.random() < 0.5:
+            kind = "clock"
+            ending = place.run(output, stage, rank=rank, kill_after=chance.random() * whole.seconds)
+        else:
+            events = whole.events if not rank else Counter({"collective": whole.events["collective"]})
+            fault = Fault.drawn(chance, events)
+            kind, ending = fault.event, place.run(output, stage, rank=rank, fault=fault)
+        if ending.status == 0:
+            return kills
+        check_killed(ending, rank)
+        kills[f"{kind} of {'both' if rank is None else rank}"] += 1
+
+
+def check_killed(ending: Ending, rank: int | None) -> None:
+    """The other ranks were killed with it, had ended, were ended by the launcher, or lost their peer."""
+    assert ending.statuses[rank or 0] == -signal.SIGKILL, ending.output
+    assert set(ending.statuses) <= {0, 1, -signal.SIGTERM, -signal.SIGKILL}, ending.output
+    errors = re.findall(r"^(?:\[rank\d\]:? ?)?(\S*(?:Error|Exception)\b.*)$", ending.output, re.MULTILINE)
+    assert all(LOST_PEER.match(error) for error in errors), (errors, ending.output)
+
+
+@pytest.mark.slow
+@STAGES
+def test_200_kills_of_two_ranks_give_the_same_losses(
+    stage: int, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    expected, whole = place.whole(stage)
+    chance, kills, runs, started = random.Random(stage), Counter[str](), 0, time.monotonic()
+    found = Counter[str]()
+    while kills.total() < KILLS[stage]:
+        output = to_train(tmp_path / f"run{runs}")
+        kills += kill_until_it_ends(place, output, stage, chance, whole, min(15, KILLS[stage] - kills.total()))
+        runs += 1
+        found.update(check_trained(output, expected))
+        shutil.rmtree(output)
+    told(capsys, f"two ranks, ZeRO {stage}", runs, kills, started, found)
+
+
+@STAGES
+def test_a_rank_dies_while_a_checkpoint_is_written(stage: int, place: Place, tmp_path: Path) -> None:
+    expected, _ = place.whole(stage)
+    output = to_train(tmp_path)
+    ending = place.run(output, stage, rank=0, fault=Fault("rename", 3))  # metrics.jsonl, steps 3 and 6
+    check_killed(ending, 0)
+    assert {path.name for path in (output / "checkpoints").iterdir()} == {"step-00000003", "step-00000006.partial"}
+    ending = place.run(output, stage, rank=1, kill_when=(output / "checkpoints/step-00000009.partial").exists)
+    check_killed(ending, 1)
+    ending = place.run(output, stage)
+    assert ending.statuses == [0] * RANKS and "resumed from" in ending.output, ending.output
+    check_trained(output, expected)
+
+
+def test_deepspeed_compiles_nothing(place: Place, compiled: Path) -> None:
+    """A start that is killed while it does would leave a lock, for which every other one waits."""
+    for stage in (2, 3):
+        place.whole(stage)
+    assert not any(compiled.iterdir())
