@@ -8,6 +8,7 @@ after six steps of AdamW shows in the sixth digit of a float32.
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,20 @@ class Place:
     def __init__(self, folder: Path, target: Path):
         self.folder, self.target = folder, target
 
-    def run(self, name: str, label: str, processes: int, *overrides: str, poisoned: int | None = None) -> Path:
+    def run(
+        self,
+        name: str,
+        label: str,
+        processes: int,
+        *overrides: str,
+        poisoned: int | None = None,
+        launcher: Sequence[str] | None = None,
+    ) -> Path:
         """Four micro-batches a step, however many processes there are; returns the output folder.
 
         Args:
             poisoned: a token that stands in the answer of conversation c5 alone.
+            launcher: see `run_ranks`.
         """
         script, drafter, settings = RUNS[name]
         output = self.folder / f"{name}-{label}"
@@ -98,7 +108,7 @@ class Place:
         }
         path = self.folder / f"{name}-{label}.yaml"
         path.write_text(yaml.safe_dump(recipe))
-        self.said = run_ranks(processes, script, [str(path), *overrides])
+        self.said = run_ranks(processes, script, [str(path), *overrides], launcher=launcher)
         return output
 
 

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from accelerate.utils.versions import compare_versions
 from safetensors.torch import load_file, save_file
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -40,6 +41,13 @@ from draftsmith.train.unroll import TrainingTimeTest
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 OLDEST_DEEPSPEED = "0.19"  # tested with 0.19.8; `Engine` looks into its optimisers
 ALONE_OR_COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
+# What the recipe decides of a DeepSpeed config.
+DECIDED_BY_RECIPE = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
 WEIGHTS_FILE, MOMENTS_FILE = "model.safetensors", "optimizer.safetensors"
 
 
@@ -72,7 +80,7 @@ def accelerator_of(settings: TrainSection) -> Accelerator:
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
         _be_one_of_one()
         if by_launcher:
-            plugin = _agreed(DeepSpeedPlugin(), settings)
+            plugin = _agreed(_plugin_of_launcher(), settings)
         else:
             plugin = DeepSpeedPlugin(hf_ds_config=zero_config(settings))
     accelerator = Accelerator(
@@ -146,6 +154,23 @@ def _be_one_of_one() -> None:
     os.environ.update(alone)
 
 
+def _plugin_of_launcher() -> DeepSpeedPlugin:
+    """What accelerate's config says of DeepSpeed.
+
+    Raises:
+        UserError: it names a DeepSpeed config that cannot be read, or is none.
+    """
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    try:
+        if path == "none":
+            return DeepSpeedPlugin()
+        config = HfDeepSpeedConfig(path).config
+        config.setdefault("gradient_accumulation_steps", "auto")  # where it is left out, accelerate would take 1
+        return DeepSpeedPlugin(hf_ds_config=config)
+    except (ValueError, OSError) as error:
+        raise UserError(f"accelerate's config, deepspeed_config_file {path}: {error}") from error
+
+
 def _agreed(plugin: DeepSpeedPlugin, settings: TrainSection) -> DeepSpeedPlugin:
     """The plugin of accelerate's own config, with what the recipe decides written into it.
 
@@ -173,8 +198,9 @@ def _agreed(plugin: DeepSpeedPlugin, settings: TrainSection) -> DeepSpeedPlugin:
         problems.append(
             "train.offload_optimizer: accelerate's config decides, and has offload_optimizer none: change it there"
         )
-    for key, value in zero_config(settings).items():
-        if key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+    rows = settings.batch_size * settings.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", "1"))
+    for key, value in {"train_batch_size": rows, **zero_config(settings)}.items():
+        if key in DECIDED_BY_RECIPE:
             if config.get(key, "auto") not in ("auto", value):
                 problems.append(f"DeepSpeed's {key} is {config[key]}, the recipe's is {value}: set it to auto")
             config[key] = value
