@@ -131,20 +131,26 @@ def test_columns_of_a_layout_are_those_of_each_document_alone() -> None:
     assert touching > 10  # documents that end with a span, before ones that begin with one
 
 
-def test_efficiency_is_what_is_counted_over_what_is_computed() -> None:
+def test_efficiency_is_what_the_batches_hold() -> None:
     rows = some_rows(70, 5)
     order = BatchOrder([len(row.input_ids) for row in rows], batch_size=4, seed=3)
     batches = [order.rows(number) for number in range(order.batches_per_epoch)]
-    for packed in (False, True):
+    found = {packed: efficiency(order, rows, packed) for packed in (False, True)}
+    for packed, told in found.items():
         laid = [collate([rows[i] for i in chosen], packed) for chosen in batches]
-        computed = sum(batch.ids.numel() for batch in laid)
-        counts = sum(int((batch.document > 0).sum()) for batch in laid)
-        assert efficiency(order, rows, packed) == pytest.approx(counts / computed)
-    assert 0.5 < efficiency(order, rows, packed=False) < efficiency(order, rows, packed=True) == 1
+        assert told.computed == sum(batch.ids.numel() for batch in laid)
+        assert told.tokens == sum(int((batch.document > 0).sum()) for batch in laid)
+        assert told.columns == sum(int(columns_of(batch.span, 1).depth.sum()) for batch in laid)
+    assert found[True].tokens == found[True].computed > 0.5 * found[False].computed
+    assert found[False].in_words() == (
+        f"{found[False].tokens / found[False].computed:.1%} of the tokens computed are no padding, "
+        f"{found[False].columns / found[False].computed:.1%} count"
+    )
     shuffled = [order.rows(order.batches_per_epoch + number) for number in range(order.batches_per_epoch)]
     random.Random(0).shuffle(flat := [i for chosen in shuffled for i in chosen])
     careless = sum(4 * max(counted_length(rows[i]) for i in flat[at : at + 4]) for at in range(0, 68, 4))
-    assert efficiency(order, rows, packed=False) > 1.1 * sum(counted_length(rows[i]) for i in flat[:68]) / careless
+    of_careless = sum(counted_length(rows[i]) for i in flat[:68]) / careless
+    assert found[False].tokens / found[False].computed > 1.1 * of_careless
 
 
 def test_noise_does_not_depend_on_the_layout() -> None:
@@ -296,14 +302,14 @@ def test_a_packed_run_follows_the_padded_one_and_either_goes_on_with_the_other(
     noise = "train.feature_noise=0.2"
     padded = train(recipe_path, noise)
     said = capsys.readouterr().out
-    assert re.search(r"\b[5-9]\d\.\d% of the tokens computed count, the rest is padding \(padded micro-batches", said)
+    assert re.search(r"\b[5-9]\d\.\d% of the tokens computed are no padding, [2-8]\d\.\d% count \(padded micro-", said)
     outputs = {name: tmp_path / name for name in ("packed", "resumed")}
     for output in outputs.values():
         output.mkdir()
         for name in ("conversations.jsonl", "draft_vocab.safetensors"):
             shutil.copy(padded / name, output / name)
     train(recipe_path, noise, "train.packing=true", f"output_dir={outputs['packed']}")
-    assert "100.0% of the tokens computed count, the rest is padding (packed micro-batches" in capsys.readouterr().out
+    assert "100.0% of the tokens computed are no padding, " in capsys.readouterr().out
     shutil.copytree(padded / "checkpoints/step-00000003", outputs["resumed"] / "checkpoints/step-00000003")
     shutil.copy(padded / "metrics.jsonl", outputs["resumed"] / "metrics.jsonl")
     train(recipe_path, noise, "train.packing=true", f"output_dir={outputs['resumed']}")

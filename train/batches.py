@@ -111,14 +111,32 @@ def counted_length(row: TrainingRow) -> int:
     return max((end for _, end in row.spans), default=1)
 
 
-def efficiency(order: "BatchOrder", rows: Sequence[TrainingRow], packed: bool) -> float:
-    """Tokens that count / tokens computed, over the micro-batches of the first epoch: 1 is no padding at all."""
-    counted = computed = 0
+@dataclass(frozen=True)
+class Efficiency:
+    """What the micro-batches of an epoch lay out: of all tokens that are computed those that are no padding, and the
+    columns that count, where the drafter learns something."""
+
+    tokens: int
+    columns: int
+    computed: int
+
+    def in_words(self) -> str:
+        return (
+            f"{self.tokens / self.computed:.1%} of the tokens computed are no padding, "
+            f"{self.columns / self.computed:.1%} count"
+        )
+
+
+def efficiency(order: "BatchOrder", rows: Sequence[TrainingRow], packed: bool) -> Efficiency:
+    """Of the first epoch."""
+    tokens = columns = computed = 0
     for number in range(order.batches_per_epoch):
-        lengths = [counted_length(rows[i]) for i in order.rows(number)]
-        counted += sum(lengths)
+        batch = [rows[i] for i in order.rows(number)]
+        lengths = [counted_length(row) for row in batch]
+        tokens += sum(lengths)
+        columns += sum(end - max(first, 1) - 1 for row in batch for first, end in row.spans if end > max(first, 1))
         computed += sum(lengths) if packed else len(lengths) * max(lengths)
-    return counted / computed
+    return Efficiency(tokens, columns, computed)
 
 
 class BatchOrder:

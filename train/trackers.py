@@ -5,7 +5,7 @@
     others          comet_ml, mlflow, clearml, dvclive, aim, swanlab: project draftsmith, as they set themselves up
 
 A run that goes on after a kill goes on in the same place: TensorBoard hides what the killed run logged behind its last
-checkpoint, and wandb and trackio are given the run's name of before.
+checkpoint; wandb and trackio are given the run's name of before, and trackio shows the steps behind it twice.
 """
 
 import uuid
