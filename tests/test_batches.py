@@ -269,7 +269,13 @@ def test_positions_that_go_on_are_refused_where_they_are_learned() -> None:
         Target(model).states(batch.ids, documents=batch.documents)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("llama", "gemma2", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_family_packs_in_half_precision(name: str, dtype: torch.dtype) -> None:
     family, overrides = FAMILIES[name]
