@@ -89,18 +89,22 @@ def run(main: Callable[[], None]) -> None:
         problems = error.problems if isinstance(error, UserError) else _unwritable(error)
         if not problems:
             raise
-        # Under a launcher every process speaks for itself: a problem of one rank alone must not be lost.
-        rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
-        if len(problems) == 1:
-            text = f"{rank}error: {problems[0]}"
-        else:
-            text = "\n".join([f"{rank}error: {len(problems)} problems", *(f"  - {p}" for p in problems)])
-        sys.stdout.flush()
-        print(text, file=sys.stderr, flush=True)
+        tell(problems)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         sys.exit(130)
+
+
+def tell(problems: Sequence[str]) -> None:
+    """On stderr; under a launcher with the rank, for a problem of one rank alone must not be lost."""
+    rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    if len(problems) == 1:
+        text = f"{rank}error: {problems[0]}"
+    else:
+        text = "\n".join([f"{rank}error: {len(problems)} problems", *(f"  - {p}" for p in problems)])
+    sys.stdout.flush()
+    print(text, file=sys.stderr, flush=True)
 
 
 def _unwritable(error: OSError) -> list[str]:

@@ -18,7 +18,7 @@ from draftsmith.recipes.prompt_records import Conversation
 from draftsmith.recipes.prompts import read_conversations
 from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
-from draftsmith.train import trainer
+from draftsmith.train import processes, trainer
 from tests.conftest import make_tokenizer
 from tests.test_train import train
 
@@ -240,12 +240,15 @@ def test_a_resumed_training_keeps_its_rows(tmp_path: Path, target_dir: Path, mon
         train(path, "train.max_steps=3")
 
 
-def test_processes_with_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_with_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     by_rank = [{"training rows": "12 rows, sha256 a"}, {"training rows": "11 rows, sha256 b"}]
-    monkeypatch.setattr(trainer, "gather_object", lambda digests: [*digests, by_rank[1]])
-    with pytest.raises(UserError, match=r"rank 0 has .*12 rows.*, rank 1 has .*11 rows"):
-        trainer.check_ranks_agree(by_rank[0])
-    trainer.check_ranks_agree(by_rank[1])
+    monkeypatch.setattr(
+        processes, "gather_object", lambda given: [*given, by_rank[1] if isinstance(given[0], dict) else given[0]]
+    )
+    with pytest.raises(SystemExit, match="2"):
+        processes.check_ranks_agree(by_rank[0])
+    assert "training rows: rank 0 has '12 rows, sha256 a', rank 1 has '11 rows, sha256 b'" in capsys.readouterr().err
+    processes.check_ranks_agree(by_rank[1])
 
 
 def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: Path) -> None:

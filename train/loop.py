@@ -42,6 +42,7 @@ from draftsmith.train.clock import COUNTED, Clock, peak_flops_per_second
 from draftsmith.train.engine import Engine
 from draftsmith.train.metrics_log import MetricsLog
 from draftsmith.train.noise import add_noise
+from draftsmith.train.processes import failing_together
 from draftsmith.train.states import OnlineStates, StateSource
 from draftsmith.train.step_flops import StepFlops
 from draftsmith.train.step_profile import StepProfile
@@ -375,7 +376,7 @@ class Loop:
         assert self.replay is not None
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         with self.engine.whole() as trainee, self.target.uneven_passes():
-            rounds = self.replay.share(self.target, trainee.drafter, rank, ranks, self.states)
+            rounds = self.replay.share(self.target, trainee.drafter, rank, ranks)
         return in_numbers(gather_object(rounds))
 
     def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> Batch:
@@ -418,41 +419,66 @@ class Loop:
         """
         final = checkpoint_path(self.checkpoints, step)
         partial = final.with_suffix(".partial")
-        with full_disk_is_told(partial):
-            self.engine.save(partial)
         windows = self.window.of_ranks()
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            state = {"step": step, "identity": self.identity, "windows": windows, "waiting": waiting}
-            state |= {"skipped_steps": self.skipped, "name": self.name}
+        with failing_together():
             with full_disk_is_told(partial):
-                (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
-                self.metrics.sync()  # what was logged before a checkpoint is not written again
-                publish(partial, final)
-            self._keep()
-        self.accelerator.wait_for_everyone()
+                self.engine.save(partial)
+                if self.accelerator.is_main_process:
+                    state = {"step": step, "identity": self.identity, "windows": windows, "waiting": waiting}
+                    state |= {"skipped_steps": self.skipped, "name": self.name}
+                    (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
+                    self.metrics.sync()  # what was logged before a checkpoint is not written again
+                    publish(partial, final)
+            if self.accelerator.is_main_process:
+                self._keep()
         return _counted(windows)
 
     def _resume(self) -> int:
         """Loads the last whole checkpoint, if any, and returns the number of steps done."""
+        with failing_together():
+            if self.accelerator.is_main_process:
+                self._settle()
+        names = [path.name for path in list_checkpoints(self.checkpoints)]
+        [name, *_] = gather_object(names[-1:] or [None])  # what rank 0 says
+        if name is None:
+            self._begin_log(0)
+            self.engine.start()
+            return 0
+        last = self.checkpoints / name
+        with failing_together():
+            state = self._state_of(last)
+        self.engine.load_weights(last)
+        self.engine.start()
+        self.engine.load_moments(last)
+        self.skipped, self.name = state["skipped_steps"], state.get("name", self.name)
+        self.window.restore(state["windows"], self.accelerator)
+        self._begin_log(state["step"])
+        self.accelerator.print(f"resumed from {last}")
+        self._log_waiting(state.get("waiting"))
+        if self.accelerator.is_main_process:  # a kill may have come before the last save did
+            self._keep()
+        return state["step"]
+
+    def _settle(self) -> None:
         existing = list_checkpoints(self.checkpoints)
         if existing and self.settings.resume == "never":
             raise UserError(
                 f"train.resume is never, but {existing[-1]} exists: set train.resume=auto to go on from it, or choose "
                 "another output_dir"
             )
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            settle(self.checkpoints)
-        self.accelerator.wait_for_everyone()
-        existing = list_checkpoints(self.checkpoints)
-        if not existing:
-            self._begin_log(0)
-            self.engine.start()
-            return 0
-        state = json.loads((existing[-1] / "trainer_state.json").read_text())
+        settle(self.checkpoints)
+
+    def _state_of(self, checkpoint: Path) -> dict[str, Any]:
+        """What stands beside the weights. Raises UserError where this run cannot go on from it."""
+        try:
+            state = json.loads((checkpoint / "trainer_state.json").read_text())
+        except FileNotFoundError:
+            raise UserError(
+                f"{checkpoint}: rank 0 goes on from it, and another process does not see it: output_dir must be one "
+                "folder that all of them see"
+            ) from None
         if "windows" not in state:
-            raise UserError(f"{existing[-1]}: was written by an older version; choose another output_dir to start anew")
+            raise UserError(f"{checkpoint}: was written by an older version; choose another output_dir to start anew")
         here = json.loads(json.dumps(self.identity))  # as it was written: tuples are lists
         different = [
             f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
@@ -460,25 +486,15 @@ class Loop:
         ]
         if different:
             raise UserError(
-                f"{existing[-1]} belongs to another run ({'; '.join(different)}); restore these values, or choose "
+                f"{checkpoint} belongs to another run ({'; '.join(different)}); restore these values, or choose "
                 "another output_dir to start anew"
             )
         if state["step"] > self.total_steps:
             raise UserError(
-                f"{existing[-1]} is beyond the {self.total_steps} steps of this recipe (train.max_steps, "
+                f"{checkpoint} is beyond the {self.total_steps} steps of this recipe (train.max_steps, "
                 "train.epochs); ask for as many or more, or choose another output_dir"
             )
-        self.engine.load_weights(existing[-1])
-        self.engine.start()
-        self.engine.load_moments(existing[-1])
-        self.skipped, self.name = state["skipped_steps"], state.get("name", self.name)
-        self.window.restore(state["windows"], self.accelerator)
-        self._begin_log(state["step"])
-        self.accelerator.print(f"resumed from {existing[-1]}")
-        self._log_waiting(state.get("waiting"))
-        if self.accelerator.is_main_process:  # a kill may have come before the last save did
-            self._keep()
-        return state["step"]
+        return state
 
     def _begin_log(self, step: int) -> None:
         """Where lines are appended behind those of `step`."""

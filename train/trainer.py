@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 
 from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.data_gen.stored_target import StoredTarget, stored_bytes
@@ -59,6 +59,7 @@ from draftsmith.train.clock import peak_flops_per_second
 from draftsmith.train.engine import accelerator_of
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
+from draftsmith.train.processes import check_ranks_agree
 from draftsmith.train.sharded_target import ShardedTarget, check_sharding, load_shared_out
 from draftsmith.train.states import OnlineStates, StateSource
 from draftsmith.train.step_flops import StepFlops
@@ -111,7 +112,8 @@ def main(doc: str | None, kind: str) -> None:
 
     set_seed(recipe.train.seed)
     accelerator = accelerator_of(recipe.train)
-    check_ranks_agree(digests)
+    settings = {"train": recipe.train.model_dump(), "drafter": recipe.drafter.model_dump(exclude={"init_from"})}
+    check_ranks_agree({**digests, "draft vocabulary": file_digest(recipe.draft_vocab_path), **settings})
     cores = os.cpu_count() or 1
     if accelerator.device.type == "cpu" and accelerator.num_processes == 1 and torch.get_num_threads() == 1 < cores:
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
@@ -360,21 +362,6 @@ def rows_digest(rows: Sequence[TrainingRow]) -> str:
     for row in rows:
         digest.update(json.dumps([row.id, len(row.input_ids)]).encode() + b"\n")
     return f"{len(rows)} rows, sha256 {digest.hexdigest()}"
-
-
-def check_ranks_agree(digests: dict[str, str]) -> None:
-    """Every rank reads its rows itself; a source that one of them cannot read now would give it others.
-
-    Raises:
-        UserError: the rows differ.
-    """
-    by_rank = gather_object([digests])
-    others = [rank for rank, found in enumerate(by_rank) if found != by_rank[0]]
-    if others:
-        raise UserError(
-            f"the processes do not train on the same rows: rank 0 has {by_rank[0]}, rank {others[0]} has "
-            f"{by_rank[others[0]]}; do all of them see the same conversations and the same eval.prompts?"
-        )
 
 
 def run_identity(
