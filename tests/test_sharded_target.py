@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig
 
-from draftsmith.models.costs import gigabytes
+from draftsmith.models.costs import gigabytes, shared_out, target_size
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.train import engine
@@ -109,9 +109,7 @@ def recipe_of(folder: Path, **changes: Any) -> Any:
     return load_recipe(recipe_file(folder, **({"train": {"shard_target": True}} | changes)), [])
 
 
-def test_what_cannot_be_shared_out_is_refused(
-    tmp_path: Path, target_dir: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_sharding(recipe_of(tmp_path))  # this one can
 
     with pytest.raises(UserError, match=r"with data\.states the target's layers are not loaded"):
@@ -151,3 +149,15 @@ def test_plan_says_what_a_process_holds(
     assert f"{gigabytes(sum(layers) / 4 + layers[0] + rest)}  the target's weights" in line
     assert f"layers {gigabytes(sum(layers) / 4)}, 1/4 of them; the one at work {gigabytes(layers[0])}" in line
     assert f"the rest {gigabytes(rest)}, whole" in line
+    assert f"{gigabytes(sum(layers) * 3 / 4)} to each process in every pass" in plan(path, capsys)["network"]
+
+
+def test_what_the_documentation_says_of_a_70b_target() -> None:
+    shape = dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, vocab_size=128256)
+    config = AutoConfig.for_model("llama", num_attention_heads=64, num_key_value_heads=8, **shape)
+    size = target_size(config, "bfloat16")
+    assert gigabytes(size.weight_bytes) == "141 GB"
+    of_eight = shared_out(size, 8)
+    assert gigabytes(of_eight.weight_bytes) == "23.0 GB"
+    words = "layers 17.1 GB, 1/8 of them; the one at work 1.7 GB; the rest 4.2 GB, whole"
+    assert of_eight.weight_basis.endswith(words)

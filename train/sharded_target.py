@@ -38,7 +38,8 @@ def check_sharding(recipe: Recipe) -> None:
     problems = []
     if recipe.data.states is not None:
         problems.append(
-            "train.shard_target: with data.states the target's layers are not loaded; leave one of the two out"
+            "train.shard_target: with data.states the target's layers are not loaded; set train.shard_target=false, or "
+            "leave data.states out"
         )
     config = load_config(recipe.target)
     quantization = getattr(config, "quantization_config", None)
