@@ -158,7 +158,7 @@ def main(doc: str | None, kind: str) -> None:
     accelerator.print(
         f"{trainable / 1e6:.2f} M trainable parameters, draft vocabulary {drafter.vocab.size} of {target.vocab_size}, "
         f"target states {list(target.capture_layers)}, {len(rows)} rows, {len(validation_rows)} kept for validation\n"
-        f"{efficiency(loop.order, rows, recipe.train.packing):.1%} of the tokens computed count, the rest is padding "
+        f"{efficiency(loop.order, rows, recipe.train.packing).in_words()} "
         f"({'packed' if recipe.train.packing else 'padded'} micro-batches, first epoch)"
     )
     if store is not None:
