@@ -22,7 +22,7 @@ from draftsmith.eval.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay import replay
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, target_identity
-from draftsmith.models.costs import TargetSize
+from draftsmith.models.costs import TargetSize, TrainingStates
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, default_capture_layers, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, save_token_counts
@@ -539,7 +539,25 @@ def test_the_plan_tells_of_replay_and_its_memory(recipe_path: Path, capsys: pyte
 def test_memory_of_replay_counts_where_it_is_the_widest_moment() -> None:
     size = TargetSize(1000, 0, 1000, 100, 4000.0, "exact", torch.float32, eager_attention=False)
     unroll = UnrollCost(100, {"layer": 100}, 1)
-    small, large = (memory_of(size, 10, unroll, 50, False, 1, True, replay_bytes=count) for count in (99.0, 9000.0))
+    states = TrainingStates.of(10)
+    small, large = (memory_of(size, unroll, 50, False, states, True, replay_bytes=count) for count in (99.0, 9000.0))
     assert REPLAYED not in small.parts and large.parts[REPLAYED] == 9000
     assert large.total > small.total
     assert large.largest == REPLAYED and "eval.replay_batch_size" in HOW_TO_LOWER[REPLAYED]
+
+
+def test_an_epoch_ends_where_its_rows_end(recipe_path: Path, tmp_path: Path) -> None:
+    """21 rows: six micro-batches of four, the last of one row. Whatever a step has room for, nothing is read twice."""
+    own = ["train.max_steps=null", "train.epochs=1", "train.validation_conversations=3", "train.batch_size=4"]
+    lines: dict[int, list[dict]] = {}
+    for accumulated in (4, 6, 16):  # two steps, the second half full; one; one that is mostly empty
+        output = tmp_path / str(accumulated)
+        shutil.copytree(tmp_path / "run", output)
+        accumulation = f"train.gradient_accumulation_steps={accumulated}"
+        lines[accumulated] = metrics(train(recipe_path, *own, accumulation, f"output_dir={output}"))
+    assert [len(lines[accumulated]) for accumulated in (4, 6, 16)] == [2, 1, 1]
+    full, roomy = lines[6][0], lines[16][0]
+    assert roomy["loss"] == pytest.approx(full["loss"], rel=1e-6)
+    assert roomy["grad_norm"] == pytest.approx(full["grad_norm"], rel=1e-5)
+    assert roomy["accuracy"] == full["accuracy"]
+    assert lines[4][0]["grad_norm"] != pytest.approx(full["grad_norm"], rel=1e-3)

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,18 @@ def learning_rate(step: int, total_steps: int, settings: TrainSection) -> float:
 
 def total_steps(settings: TrainSection, rows: int, processes: int) -> int:
     """Optimiser steps of a run: max_steps, or what the epochs need."""
-    if settings.max_steps is not None:
+    if (all_of_them := micro_batches(settings, rows)) is None:
+        assert settings.max_steps is not None
         return settings.max_steps
-    micro_batches = -(-rows // settings.batch_size)
-    per_step = settings.gradient_accumulation_steps * processes
-    return max(1, math.ceil((settings.epochs or 1) * micro_batches / per_step))
+    return -(-all_of_them // (settings.gradient_accumulation_steps * processes))
+
+
+def micro_batches(settings: TrainSection, rows: int) -> int | None:
+    """Micro-batches of a run that goes by epochs; the last step may have fewer than the others. None: max_steps counts,
+    and every step is full."""
+    if settings.max_steps is not None:
+        return None
+    return max(1, math.ceil((settings.epochs or 1) * -(-rows // settings.batch_size)))
 
 
 @dataclass
@@ -184,6 +192,7 @@ class Loop:
         order = BatchOrder([len(row.input_ids) for row in rows], settings.batch_size, settings.seed)
         self.order = self.states.ordered(order, accelerator.num_processes, settings.gradient_accumulation_steps)
         self.total_steps = total_steps(settings, len(rows), accelerator.num_processes)
+        self.micro_batches = micro_batches(settings, len(rows))
         self.engine = Engine(accelerator, trainee, settings, bf16)
         self.window = Tally.empty(self.unroll_steps, accelerator.device)  # since the last logged step
         peak = peak_flops_per_second(accelerator.device) if flops is not None else None
@@ -271,7 +280,11 @@ class Loop:
         with self.clock.waiting(), record_function("rows"):
             batches = [self._batch(self.rows, rows) for rows in chosen]
         columns = [columns_of(batch.span, self.unroll_steps) for batch in batches]
-        counted = sum((c.counted(0).sum() for c in columns), torch.zeros((), device=accelerator.device))
+        # Behind the end of the last epoch a rank passes through its micro-batch, as wrappers want, and counts nothing.
+        counts = [self.micro_batches is None or begin + i < self.micro_batches for i in range(count)]
+        counted = torch.zeros((), device=accelerator.device)
+        for batch_columns in compress(columns, counts):
+            counted = counted + batch_columns.counted(0).sum()
         asked = torch.full_like(counted, float(self.stopping))
         summed: Any = accelerator.reduce(torch.stack((counted, asked)), "sum")
         tally = Tally.empty(self.unroll_steps, accelerator.device)
@@ -280,8 +293,9 @@ class Loop:
             with engine.accumulating(last=i + 1 == count):
                 sums = self._forward(engine.trainee, batch, batch_columns, draws)
                 with record_function("backward"):
-                    engine.backward(sums.loss / summed[0].clamp(min=1))
-            tally.add(sums, batch.tokens, 0.0 if self.flops is None else self.flops.of_batch(batch, batch_columns))
+                    engine.backward(sums.loss * (counts[i] / summed[0].clamp(min=1)))
+            if counts[i]:
+                tally.add(sums, batch.tokens, 0.0 if self.flops is None else self.flops.of_batch(batch, batch_columns))
         lr = learning_rate(step, self.total_steps, self.settings)
         with record_function("optimizer"):
             done = engine.step(lr)
@@ -376,7 +390,7 @@ class Loop:
         assert self.replay is not None
         rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         with self.engine.whole() as trainee, self.target.uneven_passes():
-            rounds = self.replay.share(self.target, trainee.drafter, rank, ranks)
+            rounds = self.replay.share(self.target, trainee.drafter, rank, ranks, self.states)
         return in_numbers(gather_object(rounds))
 
     def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> Batch:
