@@ -24,6 +24,7 @@ import torch
 from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from draftsmith.recipes.cli import tell
 from draftsmith.recipes.errors import UserError
 
 POLL_SECONDS = 0.1
@@ -110,7 +111,7 @@ class Team:
         return self._asked(lambda: self.words.add(name, more))
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Ends this process where another one fails meanwhile, which says why."""
+        """Ends this process where another one has failed, which has said why."""
         while not until():
             if self.count(FAILED):
                 sys.exit(2)
@@ -126,12 +127,20 @@ class Team:
 
     @contextmanager
     def speaking_once(self) -> Iterator[None]:
-        """Of several processes that fail, the first one says why."""
+        """Of several processes that fail, the first one says why. No other ends before it has: a launcher would then
+        end them all."""
         try:
             yield
-        except Exception as error:
-            if self.count(FAILED, 1) > 1 and isinstance(error, UserError | OSError):
-                sys.exit(2)
+        except UserError as error:
+            if self.size == 1:
+                raise
+            if self.count("speakers", 1) > 1:
+                self.wait(lambda: False)
+            tell(error.problems)
+            self.count(FAILED, 1)
+            sys.exit(2)
+        except Exception:
+            self.count(FAILED, 1)
             raise
 
 

@@ -302,16 +302,26 @@ def _passes(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]
 # Replay.
 
 
+# Called with the numbers of a batch's answers: what `read_states` gives of them, by somebody else than the target.
+StatesOf = Callable[[Sequence[int]], torch.Tensor]
+
+
 def replay(
     target: Target,
     proposer: Proposer,
     answers: Sequence[RecordedAnswer],
     batch_size: int,
     agreement: Agreement | None = None,
+    states_of: StatesOf | None = None,
 ) -> list[Generation]:
-    """`replay_all` by one proposer, whose models may go on training: what they keep is fit for autograd."""
+    """`replay_all` by one proposer, whose models may go on training: what they keep is fit for autograd.
+
+    Args:
+        states_of: gives the states of the layers that the proposer reads; None: the target does, by reading the
+            answers. It is the one thing that it is asked for.
+    """
     with torch.no_grad():
-        return _replay(target, {"": proposer}, answers, batch_size, agreement, lambda count: None)[""]
+        return _replay(target, {"": proposer}, answers, batch_size, agreement, lambda count: None, states_of)[""]
 
 
 def replay_all(
@@ -344,13 +354,14 @@ def _replay(
     batch_size: int,
     agreement: Agreement | None,
     told: Callable[[int], object],
+    states_of: StatesOf | None = None,
 ) -> dict[str, list[Generation]]:
     captures = {name: tuple(proposer.capture_layers) for name, proposer in proposers.items()}
     layers = sorted(set().union(*captures.values()))
     results: dict[str, list[Generation | None]] = {name: [None] * len(answers) for name in proposers}
     for rows in batches(answers, batch_size):
         batch = [answers[row] for row in rows]
-        states = read_states(target, batch, layers, agreement)
+        states = read_states(target, batch, layers, agreement) if states_of is None else states_of(rows)
         if agreement is not None:
             agreement.check()
         for name, proposer in proposers.items():

@@ -4,6 +4,7 @@ The slow test kills capture 200 times, half of the times by the clock and half a
 """
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -35,6 +36,7 @@ from draftsmith.data_gen.processes import Team, alone_in
 from draftsmith.data_gen.store import ENCODINGS, Manifest, ShardBuffer, Store, key_of, teacher_positions
 from draftsmith.data_gen.stored_target import StoredTarget, check_head
 from draftsmith.data_gen.training_data import usable_rows
+from draftsmith.eval.policies import policy_of
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.drafters import drafter_config
@@ -43,13 +45,14 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.rejects import Rejects
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, TreeSection
 from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.batches import Batch, BatchOrder, collate
 from draftsmith.train.states import OnlineStates, StateSource
 from draftsmith.train.stored_states import AHEAD, ShardOrder, StoredStates, Turn
 from draftsmith.train.trainer import new_drafter
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, teacher_of
+from draftsmith.train.validation_replay import ValidationReplay, answers_of, in_numbers
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.drafter_cases import assert_same_gradients, gradients
@@ -61,6 +64,11 @@ ROOT = Path(__file__).parent.parent
 CAPTURE = "draftsmith.data_gen.capture"
 KILLS = 200
 SHARDS = 6  # that the recipe's rows fill
+REPLAY = [
+    "train.eval_replay=3",
+    "train.save_every_steps=6",
+    "eval.tree={nodes: 60, draft_calls: 1, top_k: 59}",
+]  # so wide that chance hits
 needs_locks = pytest.mark.skipif(find_spec("fcntl") is None, reason="locks files as POSIX has it")
 
 # What the recipe's drafter is, by the script that trains it.
@@ -106,11 +114,21 @@ def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def store(recipe_path: Path) -> Path:
-    """What capture writes in float32 for the recipe."""
-    directory = recipe_path.parent / "float32"
-    capture(recipe_path, f"data.states={directory}")
-    return directory
+def stores(recipe_path: Path) -> Callable[[str], Path]:
+    """What capture writes in float32 for the recipe with a drafter of this kind."""
+
+    @functools.cache
+    def captured(kind: str) -> Path:
+        directory = recipe_path.parent / f"states of {kind}"
+        capture(recipe_path, *KINDS[kind], f"data.states={directory}")
+        return directory
+
+    return captured
+
+
+@pytest.fixture(scope="module")
+def store(stores: Callable[[str], Path]) -> Path:
+    return stores("eagle3")
 
 
 @pytest.fixture
@@ -276,15 +294,13 @@ def trainee_of(recipe: Recipe, target: Target) -> TrainingTimeTest:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_batches_give_the_same_losses_and_gradients_as_with_the_target(
-    recipe_path: Path, tmp_path: Path, kind: str, packed: bool
+    recipe_path: Path, stores: Callable[[str], Path], kind: str, packed: bool
 ) -> None:
     """To what float32 makes of the target's products in batches of another shape."""
-    overrides = [*KINDS[kind], f"data.states={tmp_path / 'states'}"]
-    capture(recipe_path, *overrides)
-    recipe = load_recipe(recipe_path, overrides)
+    recipe = load_recipe(recipe_path, KINDS[kind])
     target, rows = target_of(recipe), rows_of(recipe)
-    opened = Store(tmp_path / "states")
-    assert ("last" in names_in(tmp_path / "states/shard-00000.safetensors")) == ("eagle3" in kind)
+    opened = Store(stores(kind))
+    assert ("last" in names_in(stores(kind) / "shard-00000.safetensors")) == ("eagle3" in kind)
     stand_in = StoredTarget(opened, target.config)
     stored = StoredStates(opened, rows, torch.device("cpu"), stand_in.dtype)
     one, other = trainee_of(recipe, target), trainee_of(recipe, stand_in)
@@ -295,6 +311,28 @@ def test_the_same_batches_give_the_same_losses_and_gradients_as_with_the_target(
         torch.testing.assert_close(offline.loss, online.loss, rtol=2e-5, atol=0)
         assert torch.equal(offline.reached, online.reached) and torch.equal(offline.correct, online.correct)
         assert_same_gradients(gradients(other.drafter), gradients(one.drafter), tolerance=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replay_along_stored_states_is_replay_with_the_target(
+    recipe_path: Path, stores: Callable[[str], Path], kind: str
+) -> None:
+    """Round by round. The drafter is untrained, but a tree this wide holds many of the tokens."""
+    recipe = load_recipe(recipe_path, KINDS[kind])
+    target, rows = target_of(recipe), rows_of(recipe)
+    opened = Store(stores(kind))
+    stand_in = StoredTarget(opened, target.config)
+    stored = StoredStates(opened, rows, torch.device("cpu"), stand_in.dtype)
+    drafter = trainee_of(recipe, target).drafter.eval()
+    wide = policy_of(TreeSection(policy="eagle2", nodes=60, draft_calls=2, top_k=50))
+    replay = ValidationReplay(answers_of(rows, 12), wide, batch_size=10)
+    online = replay.share(target, drafter, 0, 1, OnlineStates(target))
+    offline = [each for rank in range(2) for each in replay.share(stand_in, drafter, rank, 2, stored)]
+    rounds = {(tuple(g.prompt_token_ids), *g.token_ids): g.accepted_per_round for g in online}
+    assert len(rounds) == len(online) == len(offline) == 18  # every second conversation has two turns
+    assert sum(map(sum, rounds.values())) > 15
+    assert {(tuple(g.prompt_token_ids), *g.token_ids): g.accepted_per_round for g in offline} == rounds
+    assert in_numbers(offline)["replay_tau"] == in_numbers(online)["replay_tau"]
 
 
 def test_a_stored_target_is_the_target_as_far_as_training_asks(recipe_path: Path, store: Path) -> None:
@@ -351,12 +389,10 @@ def test_a_head_that_is_more_than_its_weight_is_refused(recipe_path: Path) -> No
 
 @pytest.mark.parametrize("kind, module", {"eagle3": eagle3, "eagle": eagle, "poss": poss}.items())
 def test_runs_from_a_store_log_what_runs_with_the_target_log(
-    recipe_path: Path, tmp_path: Path, kind: str, module: Any
+    recipe_path: Path, stores: Callable[[str], Path], tmp_path: Path, kind: str, module: Any
 ) -> None:
-    """The store fits in a window, so that both read in one order; the second run has no target but the store's."""
-    states = tmp_path / "states"
-    capture(recipe_path, *KINDS[kind], f"data.states={states}")
-    runs = {}
+    """The store fits in a window, so that both read in one order; the last run has no target but the store's."""
+    states, runs = stores(kind), {}
     for name, more in {
         "online": [],
         "offline": [f"data.states={states}"],
@@ -365,7 +401,7 @@ def test_runs_from_a_store_log_what_runs_with_the_target_log(
         output = to_train(recipe_path, tmp_path / name)
         if kind != "eagle3":
             DraftVocab.full(320).save(output / "draft_vocab.safetensors")
-        run_main(module, recipe_path, *KINDS[kind], f"output_dir={output}", *more)
+        run_main(module, recipe_path, *KINDS[kind], *REPLAY, f"output_dir={output}", *more)
         runs[name] = metrics(output)
     assert runs["offline"] == runs["alone"]
     for mine, its in zip(runs["offline"], runs["online"], strict=True):
@@ -374,6 +410,8 @@ def test_runs_from_a_store_log_what_runs_with_the_target_log(
             if key in its:
                 assert mine[key] == pytest.approx(its[key], rel=1e-3), key
         assert mine["accuracy"] == pytest.approx(its["accuracy"], abs=0.02)
+        assert mine.get("replay_tau") == its.get("replay_tau")
+    assert [line["step"] for line in runs["offline"] if line.get("replay_tau", 0) > 1] == [6]
 
 
 def test_a_killed_run_from_a_store_goes_on_bit_for_bit(recipe_path: Path, store: Path, tmp_path: Path) -> None:
@@ -397,10 +435,12 @@ def test_two_processes_share_a_store(recipe_path: Path, store: Path, tmp_path: P
     for ranks, name in ((1, "one"), (2, "two")):
         outputs.append(to_train(recipe_path, tmp_path / name))
         each = [f"train.gradient_accumulation_steps={2 // ranks}", f"output_dir={outputs[-1]}", f"data.states={store}"]
-        run_ranks(ranks, str(ROOT / "train/eagle3.py"), [str(recipe_path), *each])
+        run_ranks(ranks, str(ROOT / "train/eagle3.py"), [str(recipe_path), *REPLAY, *each])
     for mine, its in zip(*map(metrics, outputs), strict=True):
         assert mine["loss"] == pytest.approx(its["loss"], rel=1e-4)
         assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-3)
+        assert mine.get("replay_tau") == its.get("replay_tau")
+    assert "replay_tau" in metrics(outputs[0])[-1]
 
 
 # The order in which a store is read.
@@ -462,6 +502,10 @@ def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store:
         validation = collate(rows[30:32], False, [30, 31])
         assert torch.equal(ahead.of(validation)[0], plain.of(validation)[0])
         assert not {30, 31} & ahead.begun.keys()
+        begun, read = dict(ahead.begun), [(rows[30], 5), (rows[step], 7), (rows[30], 9)]  # as replay does
+        of_rows = [plain.of(collate([rows[i]], False, [i]))[0][0] for i in (30, step)]
+        assert torch.equal(ahead.captured(read), torch.cat([of_rows[0][:5], of_rows[1][:7], of_rows[0][:9]]))
+        assert ahead.begun == begun
     assert 2 < most <= 2 * (2 + AHEAD)
     assert served >= 30  # most micro-batches were under way when they were asked for
     assert not plain.begun
@@ -530,11 +574,6 @@ def test_the_plan_of_training_counts_no_target(
     printed = capsys.readouterr().out
     assert f"states [2, 3, 4] in float32 are read from {store}: " in printed and "the target does not run" in printed
     assert "the target's weights  [its head and embeddings, exact]" in printed and "the target's pass" not in printed
-
-
-def test_replaying_needs_the_target(recipe_path: Path, store: Path) -> None:
-    said = refusals(recipe_path, f"data.states={store}", "train.eval_replay=2")
-    assert "with data.states the target is not there" in said and "set train.eval_replay=0" in said
 
 
 def test_no_store_or_an_unfinished_one_is_told(recipe_path: Path, copy: Path, tmp_path: Path) -> None:
@@ -695,7 +734,7 @@ def test_processes_share_the_shards_and_write_what_one_writes(
 
 
 def test_a_process_begins_when_rank_0_has_found_everything_in_order(
-    recipe_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+    recipe_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(script, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
     monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={store}"])
@@ -704,12 +743,13 @@ def test_a_process_begins_when_rank_0_has_found_everything_in_order(
     script.capture_with(Team(1, 2, 1, words))  # nothing is missing
     monkeypatch.setattr(sys, "argv", [*sys.argv, "data.capture.dtype=int8"])
     words = HashStore()
-    with pytest.raises(UserError, match="captured otherwise"):
+    with pytest.raises(SystemExit) as ended:
         script.capture_with(Team(0, 2, 0, words))
+    assert ended.value.code == 2 and "captured otherwise" in capsys.readouterr().err
     words.delete_key("missing")
     with pytest.raises(SystemExit) as ended:  # silent: rank 0 has said why
         script.capture_with(Team(1, 2, 1, words))
-    assert ended.value.code == 2
+    assert ended.value.code == 2 and not capsys.readouterr().err
     words = HashStore()
     with pytest.raises(SystemExit) as ended:
         monkeypatch.setattr(sys, "argv", ["capture.py", "--help"])
@@ -730,16 +770,21 @@ def test_processes_that_capture_something_else_than_rank_0_say_so(recipe_path: P
     assert "target.tokenizer_fingerprint: rank 0 has 'this tokenizer', rank 1 has 'another tokenizer'" in said
 
 
-def test_of_several_that_fail_one_speaks() -> None:
+def test_of_several_that_fail_one_speaks(capsys: pytest.CaptureFixture) -> None:
     words = HashStore()
-    with pytest.raises(UserError), Team(1, 3, 1, words).speaking_once():
-        raise UserError("the disk is full")
-    with pytest.raises(SystemExit) as ended, Team(0, 3, 0, words).speaking_once():
-        raise UserError("the disk is full")
-    assert ended.value.code == 2
+    for rank in (1, 0):
+        with pytest.raises(SystemExit) as ended, Team(rank, 3, rank, words).speaking_once():
+            raise UserError(f"the disk of rank {rank} is full")
+        assert ended.value.code == 2
     with pytest.raises(SystemExit) as ended:
         Team(2, 3, 2, words).wait(lambda: False)
     assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: the disk of rank 1 is full\n"
+    words = HashStore()
+    with pytest.raises(ZeroDivisionError), Team(1, 2, 1, words).speaking_once():
+        print(1 / 0)
+    with pytest.raises(SystemExit):
+        Team(0, 2, 0, words).wait(lambda: False)
 
 
 def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -431,7 +431,7 @@ def _replay_bytes(
     states = width * shape.hidden_size * size.activation_bytes
     kept = replay_bytes(rows * longest, rows, longest, states, keys_values)
     tokens = max(longest, pass_tokens("cpu" if device.is_cpu else "cuda"))
-    target_pass = target_forward_bytes(target_config, size, 1, tokens, width)
+    target_pass = 0 if recipe.data.states is not None else target_forward_bytes(target_config, size, 1, tokens, width)
     # Logits and probabilities of a call's nodes, in float32; the first call's prompt columns weigh no more.
     expanded = 1 if tree.policy in CHAINS else tree.width
     return kept + max(target_pass, 3 * 4 * rows * expanded * shape.draft_vocab_size)

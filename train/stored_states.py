@@ -145,6 +145,20 @@ class StoredStates:
         self.wanted = [row for row in self.wanted if row not in now]
         return batch.lay_out([captured for captured, _ in decoded]), batch.lay_out([last for _, last in decoded])
 
+    def captured(self, read: Sequence[tuple[TrainingRow, int]]) -> torch.Tensor:
+        """The captured states [P, F] of the first so many tokens of each row, one after another; a row may come again.
+
+        What is read ahead for the micro-batches to come is left as it is.
+        """
+        begun = {id(row): self.reader.submit(self._read, row) for row in {id(row): row for row, _ in read}.values()}
+        parts = []
+        for row, tokens in read:
+            states = begun[id(row)].result()
+            scales = None if states.captured_scale is None else states.captured_scale[:tokens].to(self.device)
+            values = states.captured[:tokens].to(self.device)
+            parts.append(self.store.encoding.decode(values, scales, self.dtype).flatten(1))
+        return torch.cat(parts)
+
     def _read(self, row: TrainingRow) -> RowStates:
         states = self.store.read(row)
         return states.pinned() if self.device.type == "cuda" else states
@@ -162,15 +176,6 @@ class StoredStates:
 
 
 # What a recipe asks for.
-
-
-def check_states(recipe: Recipe) -> None:
-    """What can be told before anything is read. Raises UserError where the recipe needs the target itself."""
-    if recipe.data.states is not None and recipe.train.eval_replay:
-        raise UserError(
-            f"train.eval_replay: {recipe.train.eval_replay}, but with data.states the target is not there, and replay "
-            "asks it about every answer; set train.eval_replay=0, or leave data.states out"
-        )
 
 
 def store_of(

@@ -5,6 +5,10 @@ root (`eval.replay`). So a run shows while it goes on what eval/acceptance.py wo
 simulated_tau assumes a chain and independent positions. Where the data's answers are not the target's own, it is the
 acceptance of the data's.
 
+Of the target a round takes the captured states of what is committed, and the answer says which nodes are right. So a
+store (data.states) serves as well as the target: it holds these states of every token up to the end of a row's last
+answer.
+
 No random number is drawn: a run with it, and one without, train alike.
 """
 
@@ -20,13 +24,15 @@ from draftsmith.eval.decode import Generation
 from draftsmith.eval.metrics import summarise
 from draftsmith.eval.policies import PolicyProposer, TreePolicy, policy_of
 from draftsmith.eval.recorded_answers import RecordedAnswer
-from draftsmith.eval.replay import replay
+from draftsmith.eval.replay import StatesOf, replay
 from draftsmith.models.chat import load_config
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, always_inside, check_counts, cut, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
+from draftsmith.train.states import StateSource
+from draftsmith.train.stored_states import StoredStates
 
 
 def check_replay(recipe: Recipe) -> None:
@@ -78,11 +84,11 @@ def cut_of(recipe: Recipe, vocab: DraftVocab, fingerprint: str, stops: Sequence[
     return cut(vocab, counts, recipe.eval.tree.vocab_size, always_inside(metadata).union(stops))
 
 
-def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[RecordedAnswer]:
-    """Every turn of the first so many conversations, with all before it as its prompt."""
+def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[tuple[RecordedAnswer, TrainingRow]]:
+    """Every turn of the first so many conversations, with all before it as its prompt; and the row it stands in."""
     ids = list(dict.fromkeys(row.id for row in rows))[:conversations]
     return [
-        RecordedAnswer(row.input_ids[:start], row.input_ids[start:end], conversation_id=row.id)
+        (RecordedAnswer(row.input_ids[:start], row.input_ids[start:end], conversation_id=row.id), row)
         for row in rows
         if row.id in ids
         for start, end in row.spans
@@ -94,19 +100,20 @@ class ValidationReplay:
     """The answers, and what is drafted along them.
 
     Args:
+        answers: each with the row that it stands in.
         cut: what to draft from; None: the drafter's own vocabulary.
         batch_size: answers side by side.
     """
 
     def __init__(
         self,
-        answers: Sequence[RecordedAnswer],
+        answers: Sequence[tuple[RecordedAnswer, TrainingRow]],
         policy: TreePolicy,
         batch_size: int,
         cut: DraftVocab | None = None,
     ):
         # The longest first, dealt out in turn: ranks get shares of like size.
-        self.answers = sorted(answers, key=lambda answer: len(answer.tokens), reverse=True)
+        self.answers = sorted(answers, key=lambda answer: len(answer[0].tokens), reverse=True)
         self.policy, self.batch_size, self.cut = policy, batch_size, cut
 
     @classmethod
@@ -124,12 +131,27 @@ class ValidationReplay:
             cut_of(recipe, vocab, fingerprint, stops),
         )
 
-    def share(self, target: Target, drafter: FeatureDrafter, rank: int, ranks: int) -> list[Generation]:
-        """The rounds of this rank's answers."""
+    def share(
+        self, target: Target, drafter: FeatureDrafter, rank: int, ranks: int, states: StateSource | None = None
+    ) -> list[Generation]:
+        """The rounds of this rank's answers.
+
+        Args:
+            states: a store's, in which the answers are; None, or the target's: the target reads them.
+        """
         mine = self.answers[rank::ranks]
+        if not mine:
+            return []
+        states_of = stored_states_of(states, mine) if isinstance(states, StoredStates) else None
         proposer = PolicyProposer(FeatureDrafting(drafter, self.cut), self.policy)
         with torch.autocast(target.device.type, enabled=False):  # as decoding runs
-            return replay(target, proposer, mine, self.batch_size) if mine else []
+            return replay(target, proposer, [answer for answer, _ in mine], self.batch_size, states_of=states_of)
+
+
+def stored_states_of(states: StoredStates, answers: Sequence[tuple[RecordedAnswer, TrainingRow]]) -> StatesOf:
+    """Reads from a store what the target would make of these answers: of each all tokens but the last one."""
+    read = [(row, len(answer.prompt) + len(answer.tokens) - 1) for answer, row in answers]
+    return lambda numbers: states.captured([read[number] for number in numbers])
 
 
 def in_numbers(generations: Sequence[Generation]) -> dict[str, Any]:
