@@ -135,7 +135,7 @@ def of_one(place: Place) -> dict[str, Path]:
     return {name: place.run(name, "one", 1) for name in RUNS}
 
 
-def check_same(mine: Path, one: Path) -> None:
+def check_same(mine: Path, one: Path, steps: int = STEPS) -> None:
     """The same lines of metrics, and a drafter and checkpoints that one process could have written."""
     for here, there in zip(metrics(mine), metrics(one), strict=True):
         assert here.keys() == there.keys()
@@ -144,7 +144,7 @@ def check_same(mine: Path, one: Path) -> None:
         assert here["accuracy"] == there["accuracy"]
         for key in VALIDATED & there.keys():
             assert here[key] == pytest.approx(there[key], rel=1e-5)
-    for file in ("drafter/model.safetensors", f"checkpoints/step-{STEPS:08d}/model.safetensors"):
+    for file in ("drafter/model.safetensors", f"checkpoints/step-{steps:08d}/model.safetensors"):
         found, wanted = load_file(mine / file), load_file(one / file)
         assert found.keys() == wanted.keys()
         for key in wanted:
@@ -191,6 +191,17 @@ def test_a_run_goes_on_under_another_stage_and_other_processes(
     check_same(output, of_one["eagle3"])
     state = json.loads((output / "checkpoints/step-00000006/trainer_state.json").read_text())
     assert state["identity"]["micro-batches a step"] == MICRO_BATCHES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_epoch_that_leaves_a_rank_without_rows_is_that_of_one_process(stage: int, place: Place) -> None:
+    """19 conversations are ten micro-batches: the last step has two for rank 0, and none for rank 1."""
+    epoch = ["train.max_steps=null", "train.epochs=1"]
+    one = place.run("eagle3", "epoch-one", 1, *epoch)
+    two = place.run("eagle3", f"epoch-two-{stage}", 2, *epoch, f"train.zero_stage={stage}")
+    assert len(metrics(one)) == 3
+    check_same(two, one, steps=3)
 
 
 POISON = 317
