@@ -22,7 +22,6 @@ CONFIG = {
     "downcast_bf16": "no",
     "machine_rank": 0,
     "main_training_function": "main",
-    "mixed_precision": "no",
     "num_machines": 1,
     "num_processes": 2,
     "rdzv_backend": "static",
@@ -40,7 +39,8 @@ ANSWERS = {
 def launched_by(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
     """accelerate, told by a config file of these words on DeepSpeed."""
     path = folder / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(CONFIG | {"deepspeed_config": deepspeed}))
+    precision = {} if "deepspeed_config_file" in deepspeed else {"mixed_precision": "no"}  # such a file says it
+    path.write_text(yaml.safe_dump(CONFIG | precision | {"deepspeed_config": deepspeed}))
     return ["-m", "accelerate.commands.launch", "--config_file", str(path)]
 
 
