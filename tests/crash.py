@@ -150,11 +150,13 @@ class CrashLab:
         argv: Sequence[str],
         *,
         ranks: int = 1,
+        more: Mapping[int, Sequence[str]] | None = None,
         rank: int | None = None,
         kill_after: float | None = None,
         kill_when: Callable[[], bool] | None = None,
         fault: Fault | None = None,
         kill_with: signal.Signals = signal.SIGKILL,
+        again_after: float | None = None,
         count_events: bool = False,
         file_limit: int | None = None,
         timeout: float = 120,
@@ -163,10 +165,12 @@ class CrashLab:
 
         Args:
             ranks: processes; of several each is told its rank as torchrun tells it.
+            more: by rank, arguments that it alone is given, behind `argv`.
             rank: which one of them is killed, by the clock or at the fault. None: all; the fault is rank 0's then, and
                 kills the others at that moment.
             kill_after: seconds from the start after which `kill_with` is sent.
             kill_when: asked all the time; when true, `kill_with` is sent.
+            again_after: seconds after which it is sent once more.
             file_limit: bytes above which no file can grow: the writer sees an OSError, as on a full disk.
             timeout: seconds after which the run is killed and AssertionError raised, with its output, in which the
                 stacks of all threads stand.
@@ -174,7 +178,7 @@ class CrashLab:
         log = Path(self._folder.name) / "output"
         log.write_bytes(b"")  # all ranks append
         request = {"module": module, "argv": list(argv), "log": str(log), "file_limit": file_limit}
-        request |= {"ranks": ranks, "port": free_port() if ranks > 1 else None}
+        request |= {"more": dict(more or {}), "ranks": ranks, "port": free_port() if ranks > 1 else None}
         started = time.monotonic()
         self._connection.send(request | {"fault": fault, "faulty": rank or 0, "count_events": count_events})
         pids: list[int] = self._receive(30)
@@ -192,7 +196,8 @@ class CrashLab:
                 now = time.monotonic()
                 if now >= kill_at or (kill_when is not None and kill_when()):
                     kill(rank, kill_with)
-                    kill_at, kill_when = math.inf, None
+                    kill_at, kill_when = math.inf if again_after is None else now + again_after, None
+                    again_after = None
                 if now >= terminate_at:
                     kill(None, signal.SIGTERM)
                     terminate_at, give_up_at = math.inf, now + PATIENCE_SECONDS
@@ -312,7 +317,8 @@ def _be_the_child(request: dict[str, Any], rank: int, group: int, events_pipe: i
 
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"], hard))
-        sys.argv = [request["module"].rpartition(".")[2] + ".py", *request["argv"]]
+        more = request["more"].get(rank, ())
+        sys.argv = [request["module"].rpartition(".")[2] + ".py", *request["argv"], *more]
         main = importlib.import_module(request["module"]).main
         fault = request["fault"] if rank == request["faulty"] else None
         events = _watch(fault) if fault or request["count_events"] else Counter()

@@ -5,6 +5,7 @@ write, rename, fsync or collective. A sum of two ranks does not depend on who co
 compared bit for bit with one that nothing interrupts.
 """
 
+import os
 import random
 import re
 import shutil
@@ -20,10 +21,12 @@ import torch
 import yaml
 
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.train.checkpoints import list_checkpoints
+from draftsmith.train.loop import Loop
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.ranks import ON_CPUS
-from tests.test_crashes import arguments, check_trained, told
+from tests.test_crashes import arguments, check_trained, cut, flip, logged, told
 from tests.test_train import metrics, write_conversations
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
@@ -142,7 +145,7 @@ def check_killed(ending: Ending, rank: int | None) -> None:
     """The other ranks were killed with it, had ended, were ended by the launcher, or lost their peer."""
     assert ending.statuses[rank or 0] == -signal.SIGKILL, ending.output
     assert set(ending.statuses) <= {0, 1, -signal.SIGTERM, -signal.SIGKILL}, ending.output
-    errors = re.findall(r"^(?:\[rank\d\]:? ?)?(\S*(?:Error|Exception)\b.*)$", ending.output, re.MULTILINE)
+    errors = re.findall(r"^(?:\[rank\d\]: )?([\w.]+(?:Error|Exception): .*)$", ending.output, re.MULTILINE)
     assert all(LOST_PEER.match(error) for error in errors), (errors, ending.output)
 
 
@@ -182,3 +185,96 @@ def test_deepspeed_compiles_nothing(place: Place, compiled: Path) -> None:
     for stage in (2, 3):
         place.whole(stage)
     assert not any(compiled.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("stage", "rank", "again_after"),
+    [(0, None, 0.05), (2, 1, None), pytest.param(3, 0, None, marks=pytest.mark.slow)],
+)
+def test_sigterm_stops_all_ranks_after_the_same_step(
+    stage: int, rank: int | None, again_after: float | None, place: Place, tmp_path: Path
+) -> None:
+    """To both, by a scheduler and then by torchrun, which forwards its own; and to one alone."""
+    expected, _ = place.whole(stage)
+    output = to_train(tmp_path)
+    stop: dict[str, Any] = {"kill_when": logged(output, 2), "kill_with": signal.SIGTERM, "again_after": again_after}
+    ending = place.run(output, stage, rank=rank, **stop)
+    assert ending.statuses == [0] * RANKS and "Traceback" not in ending.output, ending.output
+    [stopped] = re.findall(r"SIGTERM: stopped after step (\d+), which is saved", ending.output)
+    last = list_checkpoints(output / "checkpoints")[-1]
+    assert last.name == f"step-{int(stopped):08d}" and not (output / "drafter").exists()
+    ending = place.run(output, stage)
+    assert ending.statuses == [0] * RANKS and ending.output.count(f"resumed from {last}") == 1, ending.output
+    # The step that it stopped after may be one that is not saved otherwise; what there is at the end is the same.
+    check_trained(output, expected)
+
+
+def test_a_later_sigterm_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, now, sent = Loop.__new__(Loop), [100.0], list[int]()
+    loop.stopping = False
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "kill", lambda _, number: sent.append(number))
+    monkeypatch.setattr(signal, "signal", lambda *given: sent.extend(given))
+    for now[0] in (100.0, 100.5, 104.9):
+        loop._stop_soon()
+        assert loop.stopping and not sent
+    now[0] = 105.1
+    loop._stop_soon()
+    assert sent == [signal.SIGTERM, signal.SIG_DFL, signal.SIGTERM]
+
+
+def test_a_damaged_checkpoint_is_named_once_and_the_one_before_is_used(place: Place, tmp_path: Path) -> None:
+    whole, _ = place.whole(2)
+    for harm, problem in {cut: "has .* bytes instead of", flip: "is not what was written"}.items():
+        output = tmp_path / harm.__name__
+        shutil.copytree(whole, output)
+        before, newest = list_checkpoints(output / "checkpoints")
+        harm(newest / "optimizer.safetensors")
+        ending = place.run(output, 2)
+        assert ending.statuses == [0] * RANKS, ending.output
+        [told] = re.findall(r"^.*: damaged: .*$", ending.output, re.MULTILINE)
+        assert re.fullmatch(f"{newest}: damaged: optimizer.safetensors {problem}.*", told)
+        assert ending.output.count(f"resumed from {before}") == 1
+        shutil.rmtree(newest.with_suffix(".damaged"))
+        check_trained(output, whole)
+
+
+def test_no_whole_checkpoint_ends_all_ranks_with_one_message(place: Place, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    shutil.copytree(place.whole(2)[0], output)
+    for checkpoint in list_checkpoints(output / "checkpoints"):
+        cut(checkpoint / "model.safetensors")
+    check_refused(place.run(output, 2), "[rank 0] error: 3 problems", "delete the folder to start anew")
+
+
+def check_refused(ending: Ending, *words: str) -> None:
+    """All ranks say no, and one of them why."""
+    assert ending.statuses == [2] * RANKS and "Traceback" not in ending.output, ending.output
+    assert ending.output.count("] error: ") == 1 and all(word in ending.output for word in words), ending.output
+
+
+def test_ranks_that_see_otherwise_do_not_wait_for_each_other(place: Place, tmp_path: Path) -> None:
+    """Conversations, recipe, vocabulary, checkpoints."""
+    run, other = to_train(tmp_path / "run"), to_train(tmp_path / "other")
+    write_conversations(tmp_path / "fewer.jsonl", 15)
+    DraftVocab(torch.arange(1, 320, 2), 320).save(other / "draft_vocab.safetensors")
+    for stage, more, words in (
+        (0, f"data.conversations={tmp_path / 'fewer.jsonl'}", ("training rows: rank 0 has '", ", rank 1 has '")),
+        (2, "train.max_steps=9", ("train.max_steps: rank 0 has 12, rank 1 has 9",)),
+        (0, f"output_dir={other}", ("draft vocabulary: rank 0 has '", ", rank 1 has '")),
+    ):
+        check_refused(place.run(run, stage, more={1: [more]}), "do not train alike", *words)
+        assert not (run / "checkpoints").exists()
+    shutil.copytree(place.whole(2)[0], run, dirs_exist_ok=True)
+    to_train(other)
+    ending = place.run(run, 2, more={1: [f"output_dir={other}"]})
+    check_refused(ending, f"[rank 1] error: {other / 'checkpoints'}", "output_dir must be one folder")
+
+
+def test_a_full_disk_ends_all_ranks_with_one_message(place: Place, tmp_path: Path) -> None:
+    output = to_train(tmp_path)
+    for stage in (0, 3):
+        ending = place.run(output, stage, file_limit=40_000)
+        check_refused(ending, f"error: {output / 'checkpoints/step-00000003.partial'}: cannot be written (")
+    assert place.run(output, 0).statuses == [0] * RANKS
+    check_trained(output, place.whole(0)[0])

@@ -7,7 +7,9 @@ step number); a run resumed from a checkpoint goes on bit for bit on one process
 
 import json
 import math
+import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
@@ -51,6 +53,8 @@ from draftsmith.train.trackers import Trackers, new_run
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
 from draftsmith.train.validation_replay import ValidationReplay, in_numbers
 
+# A scheduler signals all processes of a job, and a launcher among them does so again: two SIGTERMs ask for one stop.
+SAME_SIGTERM_SECONDS = 5.0
 LOSS_IS_NOT_FINITE = "its loss is not finite"
 # What train.keep_best goes by, as lines of metrics call it.
 BEST_BY = {"simulated_tau": "validation_simulated_tau", "replay_tau": "replay_tau"}
@@ -199,12 +203,13 @@ class Loop:
         self.clock = Clock(accelerator.device, peak and peak * accelerator.num_processes)
         self.skipped = 0  # steps of this run whose gradient was not finite
         self.name = new_run()  # by which trackers find it again
-        self.stopping = False  # SIGTERM came
+        self.stopping, self.asked_at = False, 0.0  # SIGTERM came, and when
 
     def run(self) -> bool:
         """Trains from the last checkpoint (or from the start) to the last step.
 
-        False: SIGTERM ended it before, with the step under way finished and saved. A second SIGTERM ends it at once.
+        False: SIGTERM ended it before, with the step under way finished and saved. Another one, not of the same moment,
+        ends it at once.
         """
         first = self._resume()
         default = signal.signal(signal.SIGTERM, self._stop_soon)
@@ -218,8 +223,12 @@ class Loop:
                 self.trackers.finish()
 
     def _stop_soon(self, *_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.stopping = True
+        now = time.monotonic()
+        if not self.stopping:
+            self.stopping, self.asked_at = True, now
+        elif now - self.asked_at > SAME_SIGTERM_SECONDS:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _run(self, first: int) -> bool:
         self.clock.start(_counted(self.window.of_ranks()))
