@@ -41,7 +41,6 @@ MODULES = [
 RANKS = 2
 STEPS = 12
 KILLS = {0: 80, 2: 60, 3: 60}  # by ZeRO stage
-STAGES = pytest.mark.parametrize("stage", KILLS)
 # What a rank says that was alive when another one died.
 LOST_PEER = re.compile(r"(RuntimeError|torch\.distributed\.Dist\w+Error): .*(gloo|[Cc]onnection|[Pp]eer|store|socket)")
 
@@ -150,7 +149,7 @@ def check_killed(ending: Ending, rank: int | None) -> None:
 
 
 @pytest.mark.slow
-@STAGES
+@pytest.mark.parametrize("stage", KILLS)
 def test_200_kills_of_two_ranks_give_the_same_losses(
     stage: int, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -166,7 +165,7 @@ def test_200_kills_of_two_ranks_give_the_same_losses(
     told(capsys, f"two ranks, ZeRO {stage}", runs, kills, started, found)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_a_rank_dies_while_a_checkpoint_is_written(stage: int, place: Place, tmp_path: Path) -> None:
     expected, _ = place.whole(stage)
     output = to_train(tmp_path)
@@ -182,8 +181,7 @@ def test_a_rank_dies_while_a_checkpoint_is_written(stage: int, place: Place, tmp
 
 def test_deepspeed_compiles_nothing(place: Place, compiled: Path) -> None:
     """A start that is killed while it does would leave a lock, for which every other one waits."""
-    for stage in (2, 3):
-        place.whole(stage)
+    place.whole(2)
     assert not any(compiled.iterdir())
 
 
@@ -273,8 +271,44 @@ def test_ranks_that_see_otherwise_do_not_wait_for_each_other(place: Place, tmp_p
 
 def test_a_full_disk_ends_all_ranks_with_one_message(place: Place, tmp_path: Path) -> None:
     output = to_train(tmp_path)
-    for stage in (0, 3):
+    for stage in (0, 2):
         ending = place.run(output, stage, file_limit=40_000)
         check_refused(ending, f"error: {output / 'checkpoints/step-00000003.partial'}: cannot be written (")
     assert place.run(output, 0).statuses == [0] * RANKS
     check_trained(output, place.whole(0)[0])
+
+
+# The lab itself.
+
+
+def test_the_lab_launches_and_ends_ranks_as_torchrun_does(tmp_path: Path) -> None:
+    def once(code: str) -> list[str]:
+        return ["-n", "1", "-r", "1", f"import os, signal, time; rank = os.environ['RANK']; {code}"]
+
+    ready = [tmp_path / f"ready{rank}" for rank in range(RANKS)]
+    sleeps = f"open({str(tmp_path / 'ready')!r} + rank, 'w').close(); time.sleep(60)"
+
+    def all_ready() -> bool:
+        return all(path.exists() for path in ready)
+
+    with CrashLab(["timeit", "draftsmith.recipes.cli"]) as lab:
+        ending = lab.run("timeit", once("print(rank, 'of', os.environ['WORLD_SIZE'])"), ranks=RANKS)
+        assert ending.statuses == [0, 0] and {"0 of 2", "1 of 2"} <= set(ending.output.splitlines())
+        for code, rank, statuses in (
+            (sleeps, None, [-signal.SIGKILL, -signal.SIGKILL]),
+            (sleeps, 0, [-signal.SIGKILL, -signal.SIGTERM]),
+            (f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {sleeps}", 1, [-signal.SIGKILL, -signal.SIGKILL]),
+        ):
+            ending = lab.run("timeit", once(code), ranks=RANKS, rank=rank, kill_when=all_ready)
+            assert ending.statuses == statuses and ending.status == -signal.SIGKILL
+            for path in ready:
+                path.unlink()
+        fails = f"rank == '1' and os._exit(3); {sleeps}"
+        ending = lab.run("timeit", once(fails), ranks=RANKS)
+        assert ending.statuses == [-signal.SIGTERM, 3] and ending.status == 3
+        fault, opens = Fault("open", 1), f"rank == '0' and time.sleep(60); {sleeps}"
+        assert lab.run("timeit", once(opens), ranks=RANKS, rank=1, fault=fault).statuses[1] == -signal.SIGKILL
+        ending = lab.run("timeit", once("print('more')"), ranks=RANKS, more={1: ["print('mine')"]}, count_events=True)
+        assert ending.output.splitlines().count("mine") == 1
+        with pytest.raises(AssertionError, match=r"still ran after 0\.5 s(.|\n)*Fatal Python error: Aborted"):
+            lab.run("timeit", once(sleeps), ranks=RANKS, timeout=0.5)
