@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from draftsmith.models.costs import gigabytes, shared_out, target_size
+from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import engine
 from draftsmith.train.sharded_target import check_sharding
 from tests.conftest import make_target
@@ -105,6 +108,18 @@ def test_a_step_that_is_not_finite_is_skipped(tmp_path: Path, target_dir: Path) 
 # Before anything is loaded.
 
 
+def test_weights_that_stay_in_float32_are_not_rounded(tmp_path: Path) -> None:
+    """Ernie's routers: transformers loads them in float32 in any case, and ZeRO-3 would not."""
+    path = recipe_file(tmp_path, train={"shard_target": True})
+    target = make_target("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=16)
+    target.save_pretrained(tmp_path / "target")
+    whole = load_causal_lm(TargetSection(model=str(tmp_path / "target"), dtype="bfloat16", device="cpu"))
+    [name, *_] = [name for name, p in whole.named_parameters() if p.dtype == torch.float32]
+    with pytest.raises(UserError, match=rf"ernie4_5_moe keeps weights in float32 .* \({name}\)"):
+        check_sharding(load_recipe(path, ["target.dtype=bfloat16"]))
+    check_sharding(load_recipe(path, ["target.dtype=float32"]))
+
+
 def recipe_of(folder: Path, **changes: Any) -> Any:
     return load_recipe(recipe_file(folder, **({"train": {"shard_target": True}} | changes)), [])
 
@@ -153,7 +168,7 @@ def test_plan_says_what_a_process_holds(
 
 
 def test_what_the_documentation_says_of_a_70b_target() -> None:
-    shape = dict(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, vocab_size=128256)
+    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
     config = AutoConfig.for_model("llama", num_attention_heads=64, num_key_value_heads=8, **shape)
     size = target_size(config, "bfloat16")
     assert gigabytes(size.weight_bytes) == "141 GB"

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from draftsmith.models.chat import load_config
-from draftsmith.models.costs import gigabytes, named_dtype
+from draftsmith.models.costs import gigabytes, named_dtype, torch_dtype
 from draftsmith.models.target import Target, decoder_layers, read_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -54,12 +55,33 @@ def check_sharding(recipe: Recipe) -> None:
             "target.dtype: auto, but the target's config names none, and train.shard_target makes room for the "
             "weights before it reads them; say which"
         )
+    elif quantization is None and (kept := _kept_in_float32(recipe.target, config)):
+        problems.append(
+            f"train.shard_target: {config.model_type} keeps weights in float32 beside those in lower precision "
+            f"({kept[0]}), which ZeRO-3 would round; set target.dtype=float32, or train.shard_target=false"
+        )
     try:
         check_deepspeed("train.shard_target: sharing the target out is DeepSpeed's")
     except UserError as error:
         problems += error.problems
     if problems:
         raise UserError(problems)
+
+
+def _kept_in_float32(section: TargetSection, config: Any) -> list[str]:
+    """Parameters that transformers loads in float32, whatever precision it is told."""
+    dtype = torch_dtype(config, section.dtype)
+    if dtype == torch.float32:
+        return []
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    except ValueError:  # no causal LM: who loads it says so
+        return []
+    modules = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        modules |= set(model._keep_in_fp32_modules or ())
+    return [name for name, _ in model.named_parameters() if any(f".{m}." in f".{name}." for m in modules)]
 
 
 def load_shared_out(section: TargetSection) -> Any:
@@ -72,7 +94,7 @@ def load_shared_out(section: TargetSection) -> Any:
         UserError: as there.
     """
     deepspeed_on_cpus()
-    dtype = named_dtype(load_config(section)) if section.dtype == "auto" else getattr(torch, section.dtype)
+    dtype = torch_dtype(load_config(section), section.dtype)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants one; nothing is trained
         "zero_optimization": {"stage": 3, "memory_efficient_linear": False},  # that one is for backward passes
