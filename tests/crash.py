@@ -51,8 +51,6 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_
 OTHER_VARIABLES = {"TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
 # Audit events of Python's os module, by the names that a Fault uses. They come before the deed. "open" is for writing.
 AUDITED = {"os.rename": "rename", "os.remove": "remove", "os.rmdir": "rmdir", "os.mkdir": "mkdir", "open": "open"}
-
-
 # Functions of torch.distributed that are "collective" to a Fault. What C++ calls (DistributedDataParallel) is not seen.
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "barrier", "broadcast",
@@ -89,8 +87,7 @@ class Ending(NamedTuple):
     status: int  # its exit code; -n: signal n ended it; of several ranks that of the first that failed
     output: str  # stdout and stderr
     seconds: float
-    events: Counter[str]  # of a run that ended by itself with `count_events`; of several ranks those of rank 0, or
-    # of the one that `run` was told
+    events: Counter[str]  # of a run that ended by itself with `count_events`; of several ranks those of `rank` or 0
     statuses: list[int]  # by rank
 
 

@@ -42,7 +42,7 @@ RANKS = 2
 STEPS = 12
 KILLS = {0: 80, 2: 60, 3: 60}  # by ZeRO stage
 # What a rank says that was alive when another one died.
-LOST_PEER = re.compile(r"(RuntimeError|torch\.distributed\.Dist\w+Error): .*(gloo|[Cc]onnection|[Pp]eer|store|socket)")
+LOST_PEER = re.compile(r"torch\.distributed\.Dist\w+Error: |RuntimeError: .*(gloo|[Cc]onnect|[Pp]eer|[Ss]ocket|store)")
 
 
 @pytest.fixture(scope="module")
