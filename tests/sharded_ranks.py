@@ -55,11 +55,13 @@ def check(model: str, dtype: Any, rank: int, ranks: int) -> None:
     documents = Documents(torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2), ((0, 0, 4), (0, 4, 5), (1, 0, 4), (1, 4, 5)))
     assert torch.equal(mine.states(ids, documents=documents).last, whole.states(ids, documents=documents).last)
 
-    # Passes that one rank has more of than another, several times over; what is asked of all ranks comes between.
+    # Passes that one rank has more of than another, of one kind and of the other; what is asked of all ranks comes
+    # between.
     for passes in (rank, 0, 2 * (rank == 1), ranks - rank):
         with mine.uneven_passes():
             for _ in range(passes):
                 assert torch.equal(mine.states(ids).last, wanted.last)
+                assert torch.equal(mine.captured_states(ids, (1, 3)), whole.captured_states(ids, (1, 3)))
         distributed.all_reduce(torch.zeros(()))
     assert torch.equal(mine.states(ids).last, wanted.last)
 
