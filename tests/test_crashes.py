@@ -23,12 +23,11 @@ from safetensors.torch import load_file
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import file_digest, load_drafter, read_config, target_identity
 from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.checkpoints import list_checkpoints, publish, settle
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
-from tests.test_train import metrics, write_conversations
+from tests.test_train import metrics, to_train
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 
@@ -90,13 +89,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(sections))
     return path
-
-
-def to_train(folder: Path) -> Path:
-    """An output_dir that holds what training reads."""
-    write_conversations(folder / "conversations.jsonl", 24)
-    DraftVocab(torch.arange(0, 320, 2), 320).save(folder / "draft_vocab.safetensors")
-    return folder
 
 
 def arguments(recipe: Path, output: Path, *more: str) -> list[str]:

@@ -25,7 +25,6 @@ import psutil
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors import safe_open
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
@@ -33,6 +32,7 @@ from draftsmith.data_gen import capture as script
 from draftsmith.data_gen.capture import Job, estimated_bytes, layers_of
 from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.data_gen.processes import Team, alone_in
+from draftsmith.data_gen.shards import write_whole
 from draftsmith.data_gen.store import ENCODINGS, Manifest, ShardBuffer, Store, key_of, teacher_positions
 from draftsmith.data_gen.stored_target import StoredTarget, check_head
 from draftsmith.data_gen.training_data import usable_rows
@@ -58,12 +58,13 @@ from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.drafter_cases import assert_same_gradients, gradients
 from tests.ranks import run_ranks
 from tests.test_crashes import cut, kill_until_it_ends, told
-from tests.test_train import metrics, write_conversations
+from tests.test_train import SIX_STEPS, metrics, run_main, to_train
 
 ROOT = Path(__file__).parent.parent
 CAPTURE = "draftsmith.data_gen.capture"
 KILLS = 200
-SHARDS = 6  # that the recipe's rows fill
+CONVERSATIONS = 40
+SHARDS = 6  # that the rows of these fill
 REPLAY = [
     "train.eval_replay=3",
     "train.save_every_steps=6",
@@ -89,24 +90,12 @@ def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     make_target().save_pretrained(folder / "target")
     make_tokenizer().save_pretrained(folder / "target")
-    write_conversations(folder / "run/conversations.jsonl", 40)
-    DraftVocab(torch.arange(0, 320, 2), 320).save(folder / "run/draft_vocab.safetensors")
     sections = {
-        "output_dir": str(folder / "run"),
+        "output_dir": str(to_train(folder / "run", CONVERSATIONS)),
         "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
         "data": {"capture": {"dtype": "float32", "shard_megabytes": 0.1, "batch_tokens": 100}},
         "drafter": {"vocab_size": 160},
-        "train": {
-            "max_steps": 6,
-            "batch_size": 4,
-            "learning_rate": 0.003,
-            "save_every_steps": 3,
-            "log_every_steps": 1,
-            "validate_every_steps": 3,
-            "validation_conversations": 4,
-            "ttt_steps": 3,
-            "mixed_precision": "no",
-        },
+        "train": SIX_STEPS,
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(sections))
@@ -138,26 +127,8 @@ def copy(store: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
-def run_main(module: Any, recipe_path: Path, *arguments: str) -> None:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    argv, sys.argv = sys.argv, ["script.py", str(recipe_path), *arguments]
-    try:
-        module.main()
-    finally:
-        sys.argv = argv
-
-
 def capture(recipe_path: Path, *arguments: str) -> None:
     run_main(script, recipe_path, *arguments)
-
-
-def to_train(recipe_path: Path, output: Path) -> Path:
-    """An output_dir that holds what training reads."""
-    output.mkdir()
-    for name in ("conversations.jsonl", "draft_vocab.safetensors"):
-        shutil.copy(recipe_path.parent / "run" / name, output)
-    return output
 
 
 def rows_of(recipe: Recipe) -> list[TrainingRow]:
@@ -398,10 +369,10 @@ def test_runs_from_a_store_log_what_runs_with_the_target_log(
         "offline": [f"data.states={states}"],
         "alone": [f"data.states={states}", f"target.model={states / 'target'}"],
     }.items():
-        output = to_train(recipe_path, tmp_path / name)
+        output = to_train(tmp_path / name, CONVERSATIONS)
         if kind != "eagle3":
             DraftVocab.full(320).save(output / "draft_vocab.safetensors")
-        run_main(module, recipe_path, *KINDS[kind], *REPLAY, f"output_dir={output}", *more)
+        run_main(module, recipe_path, *KINDS[kind], *REPLAY, "train.max_steps=3", f"output_dir={output}", *more)
         runs[name] = metrics(output)
     assert runs["offline"] == runs["alone"]
     for mine, its in zip(runs["offline"], runs["online"], strict=True):
@@ -411,15 +382,15 @@ def test_runs_from_a_store_log_what_runs_with_the_target_log(
                 assert mine[key] == pytest.approx(its[key], rel=1e-3), key
         assert mine["accuracy"] == pytest.approx(its["accuracy"], abs=0.02)
         assert mine.get("replay_tau") == its.get("replay_tau")
-    assert [line["step"] for line in runs["offline"] if line.get("replay_tau", 0) > 1] == [6]
+    assert [line["step"] for line in runs["offline"] if line.get("replay_tau", 0) > 1] == [3]
 
 
 def test_a_killed_run_from_a_store_goes_on_bit_for_bit(recipe_path: Path, store: Path, tmp_path: Path) -> None:
     from_store = f"data.states={store}"
-    accumulating = ["train.gradient_accumulation_steps=2", "train.batch_size=2", "train.max_steps=12"]
-    whole = to_train(recipe_path, tmp_path / "whole")
+    accumulating = ["train.gradient_accumulation_steps=2"]  # an epoch ends within the fifth step
+    whole = to_train(tmp_path / "whole", CONVERSATIONS)
     run_main(eagle3, recipe_path, *accumulating, from_store, f"output_dir={whole}")
-    parts = to_train(recipe_path, tmp_path / "parts")
+    parts = to_train(tmp_path / "parts", CONVERSATIONS)
     run_main(eagle3, recipe_path, *accumulating, from_store, f"output_dir={parts}")
     for each in sorted((parts / "checkpoints").iterdir())[1:]:
         shutil.rmtree(each)
@@ -433,7 +404,7 @@ def test_a_killed_run_from_a_store_goes_on_bit_for_bit(recipe_path: Path, store:
 def test_two_processes_share_a_store(recipe_path: Path, store: Path, tmp_path: Path) -> None:
     outputs = []
     for ranks, name in ((1, "one"), (2, "two")):
-        outputs.append(to_train(recipe_path, tmp_path / name))
+        outputs.append(to_train(tmp_path / name, CONVERSATIONS))
         each = [f"train.gradient_accumulation_steps={2 // ranks}", f"output_dir={outputs[-1]}", f"data.states={store}"]
         run_ranks(ranks, str(ROOT / "train/eagle3.py"), [str(recipe_path), *REPLAY, *each])
     for mine, its in zip(*map(metrics, outputs), strict=True):
@@ -534,7 +505,7 @@ def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path
     lines = (recipe_path.parent / "run/conversations.jsonl").read_text().splitlines()
     words = [json.loads(line) for line in lines]
     words[4]["turns"][0]["output_token_ids"][0] ^= 1
-    output = to_train(recipe_path, tmp_path / "run")
+    output = to_train(tmp_path / "run", CONVERSATIONS)
     (output / "conversations.jsonl").write_text("\n".join(map(json.dumps, words)) + "\n")
     said = refusals(recipe_path, from_store, f"target.model={other}", f"output_dir={output}")
     assert "target.num_layers: the store has 7, asked for is 8" in said
@@ -558,7 +529,7 @@ def test_another_target_of_the_same_shape_is_not_mixed_in(recipe_path: Path, cop
 
 
 def test_fewer_rows_than_are_stored_can_be_trained_on(recipe_path: Path, store: Path, tmp_path: Path) -> None:
-    output = to_train(recipe_path, tmp_path / "run")
+    output = to_train(tmp_path / "run", CONVERSATIONS)
     lines = (output / "conversations.jsonl").read_text().splitlines()
     (output / "conversations.jsonl").write_text("\n".join(lines[:30]) + "\n")
     run_main(eagle3, recipe_path, f"data.states={store}", f"output_dir={output}")
@@ -569,7 +540,7 @@ def test_the_plan_of_training_counts_no_target(
     recipe_path: Path, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     run_main(
-        eagle3, recipe_path, f"data.states={store}", f"output_dir={to_train(recipe_path, tmp_path / 'run')}", "--plan"
+        eagle3, recipe_path, f"data.states={store}", f"output_dir={to_train(tmp_path / 'run', CONVERSATIONS)}", "--plan"
     )
     printed = capsys.readouterr().out
     assert f"states [2, 3, 4] in float32 are read from {store}: " in printed and "the target does not run" in printed
@@ -620,7 +591,7 @@ def _flip(path: Path, tensor: str) -> None:
 def test_damaged_files_are_named_and_written_anew(
     recipe_path: Path, store: Path, copy: Path, tmp_path: Path, name: str, harm: Callable[[Path], None], problem: str
 ) -> None:
-    output = to_train(recipe_path, tmp_path / "run")
+    output = to_train(tmp_path / "run", CONVERSATIONS)
     harm(copy / name)
     said = refusals(recipe_path, f"data.states={copy}", f"output_dir={output}", "train.max_steps=20")
     assert f"{copy / name}: " in said and problem in said and "data_gen/capture.py --verify" in said
@@ -685,6 +656,17 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     with pytest.raises(UserError, match=r"MB are still to be written to .* and 0\.1 MB are free there: make room"):
         capture(recipe_path, f"data.states={tmp_path / 'states'}")
     assert not (tmp_path / "states").exists()
+
+
+def test_what_found_no_room_leaves_nothing_behind(tmp_path: Path) -> None:
+    def half(path: Path) -> None:
+        path.write_text("half")
+        raise OSError("no space left")
+
+    (tmp_path / "file").write_text("older")
+    with pytest.raises(OSError, match="no space left"):
+        write_whole(tmp_path / "file", half)
+    assert files_of(tmp_path) == {"file": b"older"}
 
 
 # Several processes.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,42 +60,54 @@ def write_conversations(path: Path, count: int, seed: int = 0) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+def to_train(output: Path, conversations: int = 24) -> Path:
+    """An output_dir that holds what training reads."""
+    write_conversations(output / "conversations.jsonl", conversations)
+    DraftVocab(torch.arange(0, 320, 2), 320).save(output / "draft_vocab.safetensors")
+    return output
+
+
+SIX_STEPS = {
+    "max_steps": 6,
+    "batch_size": 4,
+    "learning_rate": 0.003,
+    "save_every_steps": 3,
+    "log_every_steps": 1,
+    "validate_every_steps": 3,
+    "validation_conversations": 4,
+    "ttt_steps": 3,
+    "mixed_precision": "no",
+}
+
+
 @pytest.fixture
 def recipe_path(tmp_path: Path, target_dir: Path) -> Path:
     """A recipe of six steps with its conversations and draft vocabulary in place."""
-    output = tmp_path / "run"
-    write_conversations(output / "conversations.jsonl", 24)
-    DraftVocab(torch.arange(0, 320, 2), 320).save(output / "draft_vocab.safetensors")
     recipe = {
-        "output_dir": str(output),
+        "output_dir": str(to_train(tmp_path / "run")),
         "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
         "drafter": {"vocab_size": 160},
-        "train": {
-            "max_steps": 6,
-            "batch_size": 4,
-            "learning_rate": 0.003,
-            "save_every_steps": 3,
-            "log_every_steps": 1,
-            "validate_every_steps": 3,
-            "validation_conversations": 4,
-            "ttt_steps": 3,
-            "mixed_precision": "no",
-        },
+        "train": SIX_STEPS,
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     return path
 
 
-def train(recipe_path: Path, *overrides: str) -> Path:
-    """Runs the script's main in this process; returns its output_dir."""
+def run_main(module: Any, recipe_path: Path, *arguments: str) -> None:
+    """Runs a script in this process."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    argv, sys.argv = sys.argv, ["eagle3.py", str(recipe_path), *overrides]
+    argv, sys.argv = sys.argv, ["script.py", str(recipe_path), *arguments]
     try:
-        eagle3.main()
+        module.main()
     finally:
         sys.argv = argv
+
+
+def train(recipe_path: Path, *overrides: str) -> Path:
+    """Runs eagle3.py in this process; returns its output_dir."""
+    run_main(eagle3, recipe_path, *overrides)
     return Path(load_recipe(recipe_path, [each for each in overrides if not each.startswith("--")]).output_dir)
 
 
