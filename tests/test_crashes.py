@@ -372,6 +372,7 @@ def test_a_checkpoint_of_an_older_version_is_refused(
     state = json.loads((newest / "trainer_state.json").read_text())
     state["window"] = state.pop("windows")[0]
     (newest / "trainer_state.json").write_text(json.dumps(state))
+    (newest / "manifest.json").unlink()
     publish(newest.rename(newest.with_suffix(".partial")), newest)
     ending = lab.run(TRAIN, arguments(recipe, tmp_path / "run"))
     assert ending.status == 2 and f"error: {newest}: was written by an older version" in ending.output

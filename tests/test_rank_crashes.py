@@ -52,8 +52,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lab(compiled: Path) -> Iterator[CrashLab]:
-    with CrashLab(MODULES, ON_CPUS | {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(compiled)}) as lab:
+def lab(compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CrashLab]:
+    places = {"TORCH_EXTENSIONS_DIR": str(compiled), "TMPDIR": str(tmp_path_factory.mktemp("temporary"))}
+    with CrashLab(MODULES, ON_CPUS | places | {"DS_ACCELERATOR": "cpu"}) as lab:
         yield lab
 
 
