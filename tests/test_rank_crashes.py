@@ -27,7 +27,7 @@ from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.ranks import ON_CPUS
 from tests.test_crashes import arguments, check_trained, cut, flip, logged, told
-from tests.test_train import metrics, write_conversations
+from tests.test_train import metrics, to_train, write_conversations
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 
@@ -39,7 +39,7 @@ MODULES = [
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler, which takes seconds
 ]
 RANKS = 2
-STEPS = 12
+STEPS, CONVERSATIONS = 12, 16
 KILLS = {0: 80, 2: 60, 3: 60}  # by ZeRO stage
 # What a rank says that was alive when another one died.
 LOST_PEER = re.compile(r"torch\.distributed\.Dist\w+Error: |RuntimeError: .*(gloo|[Cc]onnect|[Pp]eer|[Ss]ocket|store)")
@@ -96,7 +96,7 @@ class Place:
     def whole(self, stage: int) -> tuple[Path, Ending]:
         """(output_dir, how it ended) of a run that nothing interrupts."""
         if stage not in self.wholes:
-            output = to_train(self.folder / f"whole{stage}")
+            output = to_train(self.folder / f"whole{stage}", CONVERSATIONS)
             ending = self.run(output, stage, count_events=True)
             assert ending.statuses == [0] * RANKS, ending.output
             lines = metrics(output)
@@ -110,13 +110,6 @@ class Place:
 @pytest.fixture(scope="module")
 def place(lab: CrashLab, tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("ranks"), lab)
-
-
-def to_train(folder: Path) -> Path:
-    """An output_dir that holds what training reads."""
-    write_conversations(folder / "conversations.jsonl", 16)
-    DraftVocab(torch.arange(0, 320, 2), 320).save(folder / "draft_vocab.safetensors")
-    return folder
 
 
 def kill_until_it_ends(
@@ -158,7 +151,7 @@ def test_200_kills_of_two_ranks_give_the_same_losses(
     chance, kills, runs, started = random.Random(stage), Counter[str](), 0, time.monotonic()
     found = Counter[str]()
     while kills.total() < KILLS[stage]:
-        output = to_train(tmp_path / f"run{runs}")
+        output = to_train(tmp_path / f"run{runs}", CONVERSATIONS)
         kills += kill_until_it_ends(place, output, stage, chance, whole, min(15, KILLS[stage] - kills.total()))
         runs += 1
         found.update(check_trained(output, expected))
@@ -169,7 +162,7 @@ def test_200_kills_of_two_ranks_give_the_same_losses(
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
 def test_a_rank_dies_while_a_checkpoint_is_written(stage: int, place: Place, tmp_path: Path) -> None:
     expected, _ = place.whole(stage)
-    output = to_train(tmp_path)
+    output = to_train(tmp_path, CONVERSATIONS)
     ending = place.run(output, stage, rank=0, fault=Fault("rename", 3))  # metrics.jsonl, steps 3 and 6
     check_killed(ending, 0)
     assert {path.name for path in (output / "checkpoints").iterdir()} == {"step-00000003", "step-00000006.partial"}
@@ -195,7 +188,7 @@ def test_sigterm_stops_all_ranks_after_the_same_step(
 ) -> None:
     """To both, by a scheduler and then by torchrun, which forwards its own; and to one alone."""
     expected, _ = place.whole(stage)
-    output = to_train(tmp_path)
+    output = to_train(tmp_path, CONVERSATIONS)
     stop: dict[str, Any] = {"kill_when": logged(output, 2), "kill_with": signal.SIGTERM, "again_after": again_after}
     ending = place.run(output, stage, rank=rank, **stop)
     assert ending.statuses == [0] * RANKS and "Traceback" not in ending.output, ending.output
@@ -254,8 +247,8 @@ def check_refused(ending: Ending, *words: str) -> None:
 
 def test_ranks_that_see_otherwise_do_not_wait_for_each_other(place: Place, tmp_path: Path) -> None:
     """Conversations, recipe, vocabulary, checkpoints."""
-    run, other = to_train(tmp_path / "run"), to_train(tmp_path / "other")
-    write_conversations(tmp_path / "fewer.jsonl", 15)
+    run, other = to_train(tmp_path / "run", CONVERSATIONS), to_train(tmp_path / "other", CONVERSATIONS)
+    write_conversations(tmp_path / "fewer.jsonl", CONVERSATIONS - 1)
     DraftVocab(torch.arange(1, 320, 2), 320).save(other / "draft_vocab.safetensors")
     for stage, more, words in (
         (0, f"data.conversations={tmp_path / 'fewer.jsonl'}", ("training rows: rank 0 has '", ", rank 1 has '")),
@@ -265,13 +258,13 @@ def test_ranks_that_see_otherwise_do_not_wait_for_each_other(place: Place, tmp_p
         check_refused(place.run(run, stage, more={1: [more]}), "do not train alike", *words)
         assert not (run / "checkpoints").exists()
     shutil.copytree(place.whole(2)[0], run, dirs_exist_ok=True)
-    to_train(other)
+    to_train(other, CONVERSATIONS)
     ending = place.run(run, 2, more={1: [f"output_dir={other}"]})
     check_refused(ending, f"[rank 1] error: {other / 'checkpoints'}", "output_dir must be one folder")
 
 
 def test_a_full_disk_ends_all_ranks_with_one_message(place: Place, tmp_path: Path) -> None:
-    output = to_train(tmp_path)
+    output = to_train(tmp_path, CONVERSATIONS)
     for stage in (0, 2):
         ending = place.run(output, stage, file_limit=40_000)
         check_refused(ending, f"error: {output / 'checkpoints/step-00000003.partial'}: cannot be written (")

@@ -2,7 +2,7 @@
 
 A step's loss is a sum over counted columns divided by their number in the global batch (all micro-batches, all ranks),
 so splitting a batch differently changes no gradient. All that a step does is a function of (weights, optimiser state,
-step number); a run resumed from a checkpoint goes on bit for bit on one process.
+step number); a run resumed from a checkpoint goes on bit for bit, on one process and on two.
 """
 
 import json
