@@ -371,7 +371,7 @@ def training_plan(
         )
     if settings.shard_target and processes > 1:
         count = sum(size.layer_parameters) * size.dtype.itemsize * (processes - 1) / processes
-        yield line("network", f"{gigabytes(count)} to each process in every pass of the target; not in the time", "exact")
+        yield line("network", f"{gigabytes(count)} to each process in every pass of the target, not timed", "exact")
     yield line("writes", f"{recipe.checkpoints_dir}, {recipe.metrics_path}, {recipe.drafter_dir}", "")
     for problem in problems:
         yield f"CANNOT WORK: {problem}"
