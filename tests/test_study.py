@@ -3,6 +3,7 @@
 Cells run a script of the tests in place of training: it writes what the real ones write, and notes that it ran.
 """
 
+import argparse
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith.eval import study_report
+from draftsmith.eval import c2t_sweep, study_report
 from draftsmith.eval.study_numbers import Found
 from draftsmith.recipes import study, study_cells
 from draftsmith.recipes.errors import UserError
@@ -114,10 +115,12 @@ def test_every_command_is_a_script_of_ours_with_a_recipe_that_loads(monkeypatch:
     for cell in cells(searched()):
         for script, recipe, *rest in commands(cell, PLACES, searched()):
             assert (HERE / script).exists()
-            overrides = (
-                [part for part in rest[: rest.index("--compare")] if "=" in part] if "--compare" in rest else rest
-            )
-            loaded = load_recipe(recipe, overrides)
+            own = rest[: next((i for i, part in enumerate(rest) if part.startswith("--")), len(rest))]
+            loaded = load_recipe(recipe, own)
+            if script == "eval/c2t_sweep.py":
+                options = argparse.ArgumentParser()
+                c2t_sweep._options(options)
+                assert options.parse_args(rest[len(own) :]).beams == [15, None]
             seen.add(cell.kind)
             if script.startswith("train/") and script != "train/c2t.py":
                 assert loaded.drafter.kind == Path(script).stem
@@ -540,6 +543,14 @@ def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any])
     assert "open" not in row("fr-spec", "the target's answers", "128")
     assert row("fr-spec", "the library's text", "128")[2:] == ["open"] * 2
     assert row("c2t", "EAGLE-2")[1:] == ["open"] * 5
+    at_60 = {"eagle2_nodes": 60, "tau": 3.5, "eagle2_candidates": 1000}
+    equal = [
+        at_60 | {"curve": "c2t, beam 15", "share": None, "share_interval": None},
+        at_60 | {"curve": "c2t, beam all", "share": 0.8, "share_interval": [0.7, 0.9]},
+    ]
+    found = Found({**lines, "c2t/eagle2": {"at_equal_tau": equal}})
+    assert study_report.c2t(found)[2] == "| EAGLE-2 | 60 | 3.50 | 1,000 | not reached | 0.80 [0.70, 0.90] |"
+    assert study_report.claims(found)[-1].endswith("| 0.80 [0.70, 0.90] | shows |")
     assert row("costs", "HASS")[1:] == ["60", "60", *["open"] * 4, "0.5"]
     assert all("open" in cell for cell in row("rates", "EAGLE-2")[2].split("; "))
     assert tables["progress"][0].startswith(f"{len(lines)} of ")
