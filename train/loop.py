@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -49,8 +48,9 @@ from draftsmith.train.processes import failing_together
 from draftsmith.train.states import OnlineStates, StateSource
 from draftsmith.train.step_flops import StepFlops
 from draftsmith.train.step_profile import StepProfile
+from draftsmith.train.tally import Tally, counted_by_all
 from draftsmith.train.trackers import Trackers, new_run
-from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of
+from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, teacher_of
 from draftsmith.train.validation_replay import ValidationReplay, in_numbers
 
 # A scheduler signals all processes of a job, and a launcher among them does so again: two SIGTERMs ask for one stop.
@@ -83,67 +83,6 @@ def micro_batches(settings: TrainSection, rows: int) -> int | None:
     if settings.max_steps is not None:
         return None
     return max(1, math.ceil((settings.epochs or 1) * -(-rows // settings.batch_size)))
-
-
-@dataclass
-class Tally:
-    """Sums over micro-batches, kept on the device until somebody looks."""
-
-    loss: torch.Tensor
-    columns: torch.Tensor
-    reached: torch.Tensor
-    correct: torch.Tensor
-    tokens: torch.Tensor
-    flops: torch.Tensor
-
-    @classmethod
-    def empty(cls, steps: int, device: torch.device) -> "Tally":
-        vectors = ("reached", "correct")
-        return cls(**{f.name: torch.zeros(steps if f.name in vectors else (), device=device) for f in fields(cls)})
-
-    def add(self, sums: UnrollSums, tokens: int = 0, flops: torch.Tensor | float = 0.0) -> None:
-        self.loss += sums.loss.detach()
-        self.columns += sums.columns
-        self.reached += sums.reached
-        self.correct += sums.correct
-        self.tokens += tokens
-        self.flops += flops
-
-    def merge(self, other: "Tally") -> None:
-        for f in fields(self):
-            getattr(self, f.name).add_(getattr(other, f.name))
-
-    def of_ranks(self) -> list[dict[str, Any]]:
-        """Every rank's sums, as numbers; `restore` takes them back exactly."""
-        return gather_object([{f.name: getattr(self, f.name).tolist() for f in fields(self)}])
-
-    def restore(self, of_ranks: Sequence[dict[str, Any]], accelerator: Accelerator) -> None:
-        """To each rank its own: nothing is then added in another order. Of other processes rank 0 takes all."""
-        rank = accelerator.process_index
-        same = len(of_ranks) == accelerator.num_processes
-        for sums in of_ranks[rank : rank + 1] if same else of_ranks if rank == 0 else ():
-            for name, value in sums.items():
-                sum_ = getattr(self, name)
-                sum_ += torch.tensor(value, device=sum_.device)
-
-    def over_ranks(self, accelerator: Accelerator) -> dict[str, Any]:
-        """What the clock counts; where columns counted, loss per column, accuracy per unroll step, simulated tau."""
-        sums: dict[str, Any] = {f.name: accelerator.reduce(getattr(self, f.name), "sum") for f in fields(self)}
-        total = {name: value.tolist() for name, value in sums.items()}
-        counts = {key: total[key] for key in COUNTED}
-        if not counts["columns"]:  # every step was skipped
-            return counts
-        accuracy = [c / r if r else 0.0 for c, r in zip(total["correct"], total["reached"], strict=True)]
-        return counts | {
-            "loss": total["loss"] / total["columns"],
-            "accuracy": [round(value, 5) for value in accuracy],
-            "simulated_tau": round(simulated_tau(accuracy), 4),
-        }
-
-
-def _counted(of_ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """What the clock goes by, over all ranks."""
-    return {key: sum(sums[key] for sums in of_ranks) for key in COUNTED}
 
 
 def _in_words(line: Mapping[str, Any]) -> str:
@@ -231,7 +170,7 @@ class Loop:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _run(self, first: int) -> bool:
-        self.clock.start(_counted(self.window.of_ranks()))
+        self.clock.start(counted_by_all(self.window.of_ranks()))
         if self.profile is not None and first < self.total_steps:
             self.profile.start(first, self.total_steps)
         main = self.accelerator.is_main_process
@@ -454,7 +393,7 @@ class Loop:
                     publish(partial, final)
             if self.accelerator.is_main_process:
                 self._keep()
-        return _counted(windows)
+        return counted_by_all(windows)
 
     def _resume(self) -> int:
         """Loads the last whole checkpoint, if any, and returns the number of steps done."""
