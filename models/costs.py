@@ -29,6 +29,8 @@ from draftsmith.recipes.schema import TargetSection
 PEAK_FLOPS_PER_SECOND = {
     "B200": 2250e12,
     "H200": 989e12,
+    "H100 PCIe": 756e12,  # the first name that fits counts
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,

@@ -209,8 +209,8 @@ class Target:
         Raises:
             UserError: this decoder does not keep documents apart that share a row.
         """
-        if documents is not None and self._packing is None:
-            self._packing = self._try_documents()
+        if documents is not None:
+            self.try_documents()
         with self._capturing(self.capture_layers if capture is None else capture) as captured:
             last = self._read(input_ids_BT, documents, self._packing, self.kinds)
         return TargetStates(_side_by_side(captured) if captured else last[..., :0], last)
@@ -352,6 +352,11 @@ class Target:
             )
 
     @torch.no_grad()
+    def try_documents(self) -> None:
+        """Finds out, once, how this decoder keeps documents apart. Raises UserError where it does not."""
+        if self._packing is None:
+            self._packing = self._try_documents()
+
     def _try_documents(self) -> Packing:
         """How this decoder keeps documents apart that share a row: the first way in which it does.
 

@@ -30,7 +30,7 @@ CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
 # Both of the paper's second prunings: 15 nodes a level, and all that pass.
 C2T_SWEEP = [
     *("--beams", "15", "all"),
-    *("--betas", "0.05", "0.1", "0.2", "0.3", "0.5", "0.7"),
+    *("--betas", "0.1", "0.2", "0.3", "0.4", "0.5", "0.7"),  # below 0.1 trees without a second pruning have no end
     *("--nodes", "8", "16", "32", "60", "100", "180"),
 ]
 TREE, CHAIN = "tree of 60", "chain of 6"
@@ -313,7 +313,7 @@ def _c2t(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
         f"eval.drafter={places.of(drafter_name(cell.arm)) / 'drafter'}",
         f"train.validation_conversations={VALIDATION}",
     ]
-    answers = [f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}"]
+    answers = [f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}", "eval.replay_batch_size=16"]
     return [
         ["data_gen/label_trees.py", RECIPE, *own],
         # Until nothing more is gained, which the paper's ten epochs of so few rows are far from (docs/log.md).

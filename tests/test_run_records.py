@@ -95,6 +95,23 @@ def test_a_damaged_best_checkpoint_is_passed_over(
     assert drafter_is_of(output, 6)
 
 
+def test_a_damaged_best_checkpoint_does_not_cost_the_one_behind_it(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay_says(monkeypatch, TAUS | {2: 1.8})
+    output = train(recipe_path, *BY_REPLAY, "train.keep_checkpoints=9")
+    flip(output / "checkpoints/step-00000003/model.safetensors")
+    train(recipe_path, *BY_REPLAY)  # keeps one
+    assert kept_steps(output) == [2, 6] and drafter_is_of(output, 2)
+
+
+def test_too_few_conversations_to_find_the_best_are_told(recipe_path: Path) -> None:
+    lines = (recipe_path.parent / "run/conversations.jsonl").read_text().splitlines()
+    (recipe_path.parent / "run/conversations.jsonl").write_text("\n".join(lines[:4]) + "\n")
+    with pytest.raises(UserError, match=r"train\.keep_best: simulated_tau, but of so few conversations none is kept"):
+        train(recipe_path, "train.keep_best=simulated_tau")
+
+
 def test_the_best_by_simulated_tau_is_found_at_every_checkpoint(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,11 +203,14 @@ def test_a_profile_of_no_steps_is_refused(recipe_path: Path, wrong: str, capsys:
 
 
 def test_the_clock_tells_of_what_came_since_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([0.0, 10.0, 12.0, 14.0])
+    now = iter([0.0, 10.0, 12.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
     clock = Clock(torch.device("cpu"), peak=1000.0)
     clock.start({"tokens": 100.0, "columns": 50.0, "flops": 4000.0})
-    told = clock.read({"tokens": 300.0, "columns": 60.0, "flops": 5000.0})
+    clock.step()
+    clock.step()
+    told = clock.read({"tokens": 300.0, "columns": 60.0, "flops": 5000.0}, steps_left=10)
     assert (told["tokens_per_second"], told["columns_per_second"], told["mfu"]) == (100, 5, 0.5)
+    assert told["eta_seconds"] == 10
     monkeypatch.undo()
-    assert "mfu" not in Clock(torch.device("cpu")).read({"tokens": 1.0, "columns": 1.0, "flops": 1.0})
+    assert "mfu" not in Clock(torch.device("cpu")).read({"tokens": 1.0, "columns": 1.0, "flops": 1.0}, 1)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -574,3 +575,41 @@ def test_an_epoch_ends_where_its_rows_end(recipe_path: Path, tmp_path: Path) -> 
     assert roomy["grad_norm"] == pytest.approx(full["grad_norm"], rel=1e-5)
     assert roomy["accuracy"] == full["accuracy"]
     assert lines[4][0]["grad_norm"] != pytest.approx(full["grad_norm"], rel=1e-3)
+
+
+def test_a_run_by_epochs_that_is_made_longer_reads_on_where_it_ended(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six micro-batches an epoch, four a step: the second step had room for two more than there were."""
+    own = ["train.max_steps=null", "train.validation_conversations=3", "train.gradient_accumulation_steps=4"]
+    read: list[int] = []
+    draws = Loop._draws
+    monkeypatch.setattr(Loop, "_draws", lambda self, number, rows: (read.append(number), draws(self, number, rows))[1])
+    output = train(recipe_path, *own, "train.epochs=1")
+    assert read == [0, 1, 2, 3, 4, 5, 5, 5]  # the last two count nothing
+    read.clear()
+    train(recipe_path, *own, "train.epochs=2")
+    assert read == [6, 7, 8, 9, 10, 11, 11, 11]
+    assert [line["step"] for line in metrics(output)] == [1, 2, 3, 4]
+    train(recipe_path, *own, "train.epochs=2")  # nothing is left to do
+    assert len(read) == 8
+
+
+def test_validation_rows_that_are_not_finite_are_named_and_left_out(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean = metrics(train(recipe_path, "train.max_steps=1"))[0]
+    shutil.rmtree(recipe_path.parent / "run/checkpoints")
+    validated, alone = Loop._validated, []
+
+    def poisoned(self: Loop, trainee: Any, rows: Any) -> Any:
+        sums = validated(self, trainee, rows)
+        if len(rows) == 1:
+            alone.append(rows[0])
+        return replace(sums, loss=sums.loss * float("nan")) if 2 in rows else sums
+
+    monkeypatch.setattr(Loop, "_validated", poisoned)
+    line = metrics(train(recipe_path, "train.max_steps=1"))[0]
+    assert "its loss is not finite" in capsys.readouterr().out and line["validation_left_out"] == 1
+    assert alone == list(range(len(alone))) and len(alone) > 2
+    assert 0 < line["validation_loss"] != clean["validation_loss"] and "validation_left_out" not in clean

@@ -11,7 +11,7 @@ import torch
 from draftsmith.models.costs import PEAK_FLOPS_PER_SECOND, device_here
 
 # Of a line, what hangs on the machine and the hour. mfu is there on GPUs whose peak is known (`models.costs`).
-CLOCK_KEYS = ("tokens_per_second", "columns_per_second", "data_wait", "memory_gib", "mfu")
+CLOCK_KEYS = ("tokens_per_second", "columns_per_second", "data_wait", "memory_gib", "eta_seconds", "mfu")
 COUNTED = ("tokens", "columns", "flops")  # what is told by the second
 NOTHING: Mapping[str, float] = dict.fromkeys(COUNTED, 0.0)
 
@@ -39,7 +39,10 @@ class Clock:
             counted: already, by a run that this one goes on with, or before a break.
         """
         self.began, self.waited = time.perf_counter(), 0.0
-        self.counted = counted
+        self.counted, self.steps = counted, 0
+
+    def step(self) -> None:
+        self.steps += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -48,8 +51,9 @@ class Clock:
         yield
         self.waited += time.perf_counter() - began
 
-    def read(self, counted: Mapping[str, float]) -> dict[str, Any]:
-        """Of what all ranks counted since the start; data_wait is a share of this rank's time."""
+    def read(self, counted: Mapping[str, float], steps_left: int) -> dict[str, Any]:
+        """Of what all ranks counted since the start; data_wait and memory are this rank's. The time that is left is
+        that of steps: validation, replay and saving come on top."""
         seconds = time.perf_counter() - self.began
         rate = {key: (counted[key] - self.counted[key]) / seconds for key in COUNTED}
         told = {
@@ -57,6 +61,7 @@ class Clock:
             "columns_per_second": round(rate["columns"]),
             "data_wait": round(self.waited / seconds, 4),
             "memory_gib": round(self._bytes() / 2**30, 3),
+            "eta_seconds": round(steps_left * seconds / max(1, self.steps), 1),
         }
         return told if self.peak is None else told | {"mfu": round(rate["flops"] / self.peak, 4)}
 

@@ -353,8 +353,10 @@ class Engine:
             import deepspeed
 
             trainee = _without_weights(self.blueprint)
-            with deepspeed.zero.GatheredParameters(list(self.alone.parameters())):
-                weights = {name: p.detach().clone() for name, p in self.alone.named_parameters()}
+            weights = {}
+            for name, parameter in self.alone.named_parameters():  # one at a time: the others stay shared out meanwhile
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    weights[name] = parameter.detach().clone()
             trainee.load_state_dict(weights, strict=False, assign=True)
         trainee.eval()
         try:

@@ -69,12 +69,16 @@ def learning_rate(step: int, total_steps: int, settings: TrainSection) -> float:
     return settings.learning_rate * decay
 
 
-def total_steps(settings: TrainSection, rows: int, processes: int) -> int:
-    """Optimiser steps of a run: max_steps, or what the epochs need."""
+def total_steps(settings: TrainSection, rows: int, processes: int, unread: int = 0) -> int:
+    """Optimiser steps of a run: max_steps, or what the epochs need.
+
+    Args:
+        unread: micro-batches that earlier steps had room for and did not read.
+    """
     if (all_of_them := micro_batches(settings, rows)) is None:
         assert settings.max_steps is not None
         return settings.max_steps
-    return -(-all_of_them // (settings.gradient_accumulation_steps * processes))
+    return -(-(all_of_them + unread) // (settings.gradient_accumulation_steps * processes))
 
 
 def micro_batches(settings: TrainSection, rows: int) -> int | None:
@@ -136,6 +140,7 @@ class Loop:
         self.order = self.states.ordered(order, accelerator.num_processes, settings.gradient_accumulation_steps)
         self.total_steps = total_steps(settings, len(rows), accelerator.num_processes)
         self.micro_batches = micro_batches(settings, len(rows))
+        self.unread = 0  # micro-batches that the last step had room for when the run was shorter than it is now
         self.engine = Engine(accelerator, trainee, settings, bf16)
         self.window = Tally.empty(self.unroll_steps, accelerator.device)  # since the last logged step
         peak = peak_flops_per_second(accelerator.device) if flops is not None else None
@@ -155,7 +160,8 @@ class Loop:
         try:
             return self._run(first)
         finally:
-            signal.signal(signal.SIGTERM, default)
+            # The launcher's SIGTERM of the same moment may be yet to come.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if self.stopping else default or signal.SIG_DFL)
             if self.profile is not None:
                 self.profile.finish()
             if self.trackers is not None:
@@ -183,6 +189,7 @@ class Loop:
             done = step + 1
             if self.profile is not None:
                 self.profile.step()
+            self.clock.step()
             progress.update()
             last = done == self.total_steps
             save = done % self.settings.save_every_steps == 0 or last
@@ -193,7 +200,7 @@ class Loop:
             log = done % self.settings.log_every_steps == 0 or validate or replay or last
             if log:
                 line = self.window.over_ranks(self.accelerator)
-                clock = self.clock.read({key: line.pop(key) for key in COUNTED})
+                clock = self.clock.read({key: line.pop(key) for key in COUNTED}, self.total_steps - done)
                 line = {"step": done, **line, "lr": lr, "skipped_steps": self.skipped, **clock}
                 line["grad_norm"] = grad_norm if math.isfinite(grad_norm) else None  # JSON has no other word
                 progress.set_postfix_str(_in_words(line))
@@ -217,31 +224,32 @@ class Loop:
                 self.clock.start()
         progress.close()
         if self.accelerator.is_main_process and self.settings.keep_best is not None:
-            self._keep()  # the last checkpoint was replayed after it was saved
+            self._keep(check=True)  # the last checkpoint was replayed after it was saved
         return True
 
     def _step(self, step: int) -> tuple[float, float, bool]:
         """One optimiser step: (gradient norm before clipping, learning rate, whether any rank got SIGTERM)."""
         accelerator, engine, count = self.accelerator, self.engine, self.settings.gradient_accumulation_steps
-        begin = (step * accelerator.num_processes + accelerator.process_index) * count
-        chosen = [self.order.rows(begin + i) for i in range(count)]
+        begin = (step * accelerator.num_processes + accelerator.process_index) * count - self.unread
+        numbers = [begin + i for i in range(count)]
+        if self.micro_batches is not None:  # behind the last one it is this one again, and counts nothing
+            numbers = [min(number, self.micro_batches - 1) for number in numbers]
+        chosen = [self.order.rows(number) for number in numbers]
         with self.clock.waiting(), record_function("rows"):
             batches = [self._batch(self.rows, rows) for rows in chosen]
         columns = [columns_of(batch.span, self.unroll_steps) for batch in batches]
-        # Behind the end of the last epoch a rank passes through its micro-batch, as wrappers want, and counts nothing.
-        counts = [self.micro_batches is None or begin + i < self.micro_batches for i in range(count)]
+        counts = [number == begin + i for i, number in enumerate(numbers)]
         counted = torch.zeros((), device=accelerator.device)
         for batch_columns in compress(columns, counts):
             counted = counted + batch_columns.counted(0).sum()
-        asked = torch.full_like(counted, float(self.stopping))
-        summed: Any = accelerator.reduce(torch.stack((counted, asked)), "sum")
+        summed: Any = accelerator.reduce(counted, "sum")
         tally = Tally.empty(self.unroll_steps, accelerator.device)
         for i, (batch, batch_columns) in enumerate(zip(batches, columns, strict=True)):
-            draws = self._draws(begin + i, chosen[i])
+            draws = self._draws(numbers[i], chosen[i])
             with engine.accumulating(last=i + 1 == count):
                 sums = self._forward(engine.trainee, batch, batch_columns, draws)
                 with record_function("backward"):
-                    engine.backward(sums.loss * (counts[i] / summed[0].clamp(min=1)))
+                    engine.backward(sums.loss * (counts[i] / summed.clamp(min=1)))
             if counts[i]:
                 tally.add(sums, batch.tokens, 0.0 if self.flops is None else self.flops.of_batch(batch, batch_columns))
         lr = learning_rate(step, self.total_steps, self.settings)
@@ -250,16 +258,16 @@ class Loop:
         if done.taken:
             self.window.merge(tally)
         else:
-            self._tell_skipped(step, begin, chosen)
-        alone = accelerator.num_processes == 1  # several processes stop together, after the step that all know of it
-        return done.grad_norm, lr, self.stopping if alone else bool(summed[1])
+            self._tell_skipped(step, numbers, chosen)
+        asked: Any = accelerator.reduce(torch.full_like(counted, float(self.stopping)), "sum")  # all stop, or none
+        return done.grad_norm, lr, bool(asked)
 
     def _draws(self, number: int, rows: Sequence[int]) -> list[str]:
         """Names the random numbers of each row of a micro-batch: the same in every run, on every rank."""
         epoch = number // self.order.batches_per_epoch
         return [f"{self.settings.seed}/{epoch}/{row}" for row in rows]
 
-    def _tell_skipped(self, step: int, begin: int, chosen: Sequence[Sequence[int]]) -> None:
+    def _tell_skipped(self, step: int, numbers: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
         """Names the rows that a step was skipped for; all ranks call it.
 
         Raises:
@@ -268,10 +276,10 @@ class Loop:
         with self.engine.whole() as trainee, self.target.uneven_passes():
             found = [
                 (self.rows[row].id, self._problem_of(trainee, row, self._draws(number, [row])))
-                for number, rows in enumerate(chosen, start=begin)
+                for number, rows in zip(numbers, chosen, strict=True)
                 for row in rows
             ]
-        everywhere = gather_object(found)
+        everywhere = list(dict.fromkeys(gather_object(found)))
         rows = [f"{id_}: {problem}" for id_, problem in everywhere if problem]
         told = "; ".join(rows[:5]) + f"; and {len(rows) - 5} more" * (len(rows) > 5)
         told = told or "no row alone gives such a number: it is the sum that overflows"
@@ -324,14 +332,36 @@ class Loop:
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
-        """Loss, accuracy per step and simulated tau on the validation rows, shared among the ranks."""
-        tally = Tally.empty(self.unroll_steps, self.accelerator.device)
-        size, ranks = self.settings.batch_size, self.accelerator.num_processes
-        with self.engine.whole() as trainee, self.target.uneven_passes():  # no other collectives inside
-            for start in range(self.accelerator.process_index * size, len(self.validation_rows), size * ranks):
-                batch = self._batch(self.validation_rows, range(start, min(start + size, len(self.validation_rows))))
-                tally.add(self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps)))
-        return tally.over_ranks(self.accelerator)
+        """Loss, accuracy per step and simulated tau on the validation rows, shared among the ranks.
+
+        Rows whose loss is not a finite number are named and left out; left_out says how many, if any.
+        """
+        tally, left_out = Tally.empty(self.unroll_steps, self.accelerator.device), []
+        size, ranks, rows = self.settings.batch_size, self.accelerator.num_processes, self.validation_rows
+        # Ranks may have unequal shares: no collectives inside.
+        with self.engine.whole() as trainee, self.target.uneven_passes():
+            for start in range(self.accelerator.process_index * size, len(rows), size * ranks):
+                together = list(range(start, min(start + size, len(rows))))
+                sums = self._validated(trainee, together)
+                if bool(torch.isfinite(sums.loss)):
+                    tally.add(sums)
+                    continue
+                for row in together:
+                    sums = self._validated(trainee, [row])
+                    if bool(torch.isfinite(sums.loss)):
+                        tally.add(sums)
+                    else:
+                        left_out.append(rows[row].id)
+        found = tally.over_ranks(self.accelerator)
+        if left_out := gather_object(left_out):
+            told = ", ".join(left_out[:5]) + f" and {len(left_out) - 5} more" * (len(left_out) > 5)
+            self.accelerator.print(f"validation without {told}: {LOSS_IS_NOT_FINITE}")
+            found["left_out"] = len(left_out)
+        return found
+
+    def _validated(self, trainee: TrainingTimeTest, rows: Sequence[int]) -> UnrollSums:
+        batch = self._batch(self.validation_rows, rows)
+        return self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps))
 
     def replayed(self) -> dict[str, Any]:
         """Acceptance along the answers of `replay`, shared among the ranks."""
@@ -366,10 +396,16 @@ class Loop:
             print(f"{checkpoint}: damaged: {problem}; passed over")
         return None
 
-    def _keep(self) -> None:
-        """Removes checkpoints that are neither among the newest nor the best."""
+    def _keep(self, check: bool = False) -> None:
+        """Removes checkpoints that are neither among the newest nor the best.
+
+        Args:
+            check: that the best is whole, which takes reading it; a damaged one must not cost the one behind it.
+        """
         found = self.metrics.values(BEST_BY[self.settings.keep_best]) if self.settings.keep_best is not None else {}
         best = best_of(list_checkpoints(self.checkpoints), found)[:1]
+        if check and best and (whole := self.best()) is not None:
+            best = [whole[0]]
         keep_last(self.checkpoints, self.settings.keep_checkpoints, best)
 
     def _save(self, step: int, waiting: dict[str, Any] | None = None) -> dict[str, float]:
@@ -387,13 +423,23 @@ class Loop:
                 self.engine.save(partial)
                 if self.accelerator.is_main_process:
                     state = {"step": step, "identity": self.identity, "windows": windows, "waiting": waiting}
-                    state |= {"skipped_steps": self.skipped, "name": self.name}
+                    state |= {"skipped_steps": self.skipped, "name": self.name, "micro_batches": self._read_by(step)}
                     (partial / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
                     self.metrics.sync()  # what was logged before a checkpoint is not written again
                     publish(partial, final)
             if self.accelerator.is_main_process:
                 self._keep()
         return counted_by_all(windows)
+
+    @property
+    def _per_step(self) -> int:
+        """Micro-batches of all ranks."""
+        return self.settings.gradient_accumulation_steps * self.accelerator.num_processes
+
+    def _read_by(self, step: int) -> int:
+        """Micro-batches that counted in the first so many steps."""
+        room = step * self._per_step - self.unread
+        return room if self.micro_batches is None else min(room, self.micro_batches)
 
     def _resume(self) -> int:
         """Loads the last whole checkpoint, if any, and returns the number of steps done."""
@@ -412,13 +458,13 @@ class Loop:
         self.engine.load_weights(last)
         self.engine.start()
         self.engine.load_moments(last)
-        self.skipped, self.name = state["skipped_steps"], state.get("name", self.name)
+        self.skipped, self.name = state["skipped_steps"], state["name"]
         self.window.restore(state["windows"], self.accelerator)
         self._begin_log(state["step"])
         self.accelerator.print(f"resumed from {last}")
         self._log_waiting(state.get("waiting"))
         if self.accelerator.is_main_process:  # a kill may have come before the last save did
-            self._keep()
+            self._keep(check=True)
         return state["step"]
 
     def _settle(self) -> None:
@@ -439,7 +485,7 @@ class Loop:
                 f"{checkpoint}: rank 0 goes on from it, and another process does not see it: output_dir must be one "
                 "folder that all of them see"
             ) from None
-        if "windows" not in state:
+        if "micro_batches" not in state:
             raise UserError(f"{checkpoint}: was written by an older version; choose another output_dir to start anew")
         here = json.loads(json.dumps(self.identity))  # as it was written: tuples are lists
         different = [
@@ -451,6 +497,8 @@ class Loop:
                 f"{checkpoint} belongs to another run ({'; '.join(different)}); restore these values, or choose "
                 "another output_dir to start anew"
             )
+        self.unread = state["step"] * self._per_step - state["micro_batches"]
+        self.total_steps = total_steps(self.settings, len(self.rows), self.accelerator.num_processes, self.unread)
         if state["step"] > self.total_steps:
             raise UserError(
                 f"{checkpoint} is beyond the {self.total_steps} steps of this recipe (train.max_steps, "

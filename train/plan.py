@@ -351,8 +351,9 @@ def training_plan(
 
     one = checkpoint_bytes(parameters, shape.draft_vocab_size, shape.vocab_size)
     drafter = drafter_bytes(parameters, shape.draft_vocab_size, shape.vocab_size)
-    disk = (settings.keep_checkpoints + 1) * one + drafter
-    kept = f"{plural(settings.keep_checkpoints, 'checkpoint')} of {gigabytes(one)} and one being written"
+    checkpoints = settings.keep_checkpoints + (settings.keep_best is not None)
+    disk = (checkpoints + 1) * one + drafter
+    kept = f"{plural(checkpoints, 'checkpoint')} of {gigabytes(one)} and one being written"
     yield line("disk", f"{gigabytes(disk)}: {kept}, drafter {gigabytes(drafter)}", "exact")
     free = shutil.disk_usage(existing_parent(Path(recipe.output_dir))).free
     if disk > free:

@@ -16,7 +16,8 @@
 Two operations a multiplication and addition; times 3 is one forward and the two products of the backward pass. Columns
 are counted ones (`models.alignment`) at the steps at which they count. Padding, masked scores and what is computed
 twice are left out, and so are norms, activations, softmax and the optimiser: an implementation does more than this.
-With several layers the lower ones take step 0 for every token.
+With several layers the lower ones take step 0 for every token. Layers of the target that see a window are counted as if
+they saw everything.
 """
 
 from collections.abc import Sequence

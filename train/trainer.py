@@ -107,6 +107,12 @@ def main(doc: str | None, kind: str) -> None:
     store = store_of(recipe, config, shape.capture_layers, every_row, tokenizer_fingerprint(tokenizer))
     stops = stop_ids(tokenizer, load_generation_config(section))
     replay = ValidationReplay.of(recipe, validation_rows, vocab, tokenizer_fingerprint(tokenizer), stops)
+    best_by = recipe.train.keep_best
+    if best_by is not None and (not validation_rows or (best_by == "replay_tau" and replay is None)):
+        raise UserError(
+            f"train.keep_best: {best_by}, but of so few conversations none is kept for validation (a fifth at most); "
+            "leave it out"
+        )
     digests = {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
 
     set_seed(recipe.train.seed)
@@ -125,9 +131,12 @@ def main(doc: str | None, kind: str) -> None:
     else:
         target = StoredTarget(store, config, accelerator.device)
         states = StoredStates(store, every_row, accelerator.device, target.dtype)
+    if recipe.train.packing and store is None:
+        target.try_documents()  # of a target that is shared out all processes have to, and each packs at another time
     shape = replace(shape, embedding_scale=target.embedding_scale)
     identity = target_identity(target, section.model, section.revision, tokenizer_fingerprint(tokenizer))
     drafter = new_drafter(recipe.drafter, shape, vocab, target, identity).to(accelerator.device)
+    check_ranks_agree({"target": identity | {"dtype": str(target.dtype)}, "data.states": words_of_store(store)})
     trainee = TrainingTimeTest.of(drafter, recipe.train)
     flops = profile = None
     if peak_flops_per_second(accelerator.device) is not None:
