@@ -485,7 +485,7 @@ class Loop:
                 f"{checkpoint}: rank 0 goes on from it, and another process does not see it: output_dir must be one "
                 "folder that all of them see"
             ) from None
-        if "micro_batches" not in state:
+        if not {"windows", "name", "micro_batches"} <= state.keys():
             raise UserError(f"{checkpoint}: was written by an older version; choose another output_dir to start anew")
         here = json.loads(json.dumps(self.identity))  # as it was written: tuples are lists
         different = [
