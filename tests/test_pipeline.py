@@ -88,6 +88,7 @@ def test_prompts_to_measured_acceptance(recipe_path: Path) -> None:
     assert (run / "eval/report.html").read_text() == page  # built again from the files alone
 
 
+@pytest.mark.slow
 def test_a_sampled_measurement_is_reproducible_and_says_that_it_was_sampled(recipe_path: Path) -> None:
     out = recipe_path.parent / "run/sampled"
     chain = "{name: drawn chain, tree: {policy: chain, nodes: 4, draw: sampled}}"
@@ -114,10 +115,15 @@ def test_a_sampled_measurement_is_reproducible_and_says_that_it_was_sampled(reci
     ("script", "overrides", "message"),
     [
         ("eval/acceptance.py", ["eval.drafter=nowhere"], "no drafter here"),
-        ("eval/acceptance.py", ["eval.prompts=null"], "eval.prompts: not given"),
         ("train/eagle3.py", ["output_dir=nowhere"], "conversations.jsonl does not exist; data_gen/regenerate.py"),
-        ("train/eagle3.py", ["train.max_step=4"], "train.max_steps"),
-        ("data_gen/regenerate.py", ["data.prompts=nowhere.jsonl"], "nowhere.jsonl"),
+        *(
+            pytest.param(*mistake, marks=pytest.mark.slow)
+            for mistake in (
+                ("eval/acceptance.py", ["eval.prompts=null"], "eval.prompts: not given"),
+                ("train/eagle3.py", ["train.max_step=4"], "train.max_steps"),
+                ("data_gen/regenerate.py", ["data.prompts=nowhere.jsonl"], "nowhere.jsonl"),
+            )
+        ),
     ],
 )
 def test_mistakes_end_with_a_message_and_exit_code_2(

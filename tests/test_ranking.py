@@ -601,6 +601,7 @@ def test_a_kill_at_any_moment_counts_nothing_twice_and_loses_nothing(place: Path
     assert killed == len(faults) >= 8
 
 
+@pytest.mark.slow
 def test_killed_with_its_processes_it_goes_on(place: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     texts = some_texts(3000, 8)
     path = write_lines(place / "a.jsonl", [{"text": text} for text in texts])

@@ -251,6 +251,7 @@ def test_trees_end_where_the_target_s_positions_end(family: str) -> None:
     assert_same_rounds(replay(target, proposer, recorded(decoded), 3), decoded)
 
 
+@pytest.mark.slow
 def test_a_cut_vocabulary_and_other_layers() -> None:
     """Several proposers at once, who read different layers of the target, in one pass."""
     target, whole = pair_of("llama")

@@ -230,7 +230,12 @@ def shrunken(name: str, recipe: Recipe, tmp_path: Path) -> list[str]:
     return overrides
 
 
-@pytest.mark.parametrize("name", SHRUNKEN)
+QUICK = ("llama2-7b-chat-c2t", "llama3-8b-instruct-poss", "gpt-oss-20b")  # of three kinds; the others are slow tests
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHRUNKEN]
+)
 def test_from_prompts_to_acceptance(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
