@@ -53,17 +53,28 @@ def recipe_path(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> P
     return path
 
 
-def test_prompts_to_measured_acceptance(recipe_path: Path) -> None:
+def planned_first(script: str, recipe_path: Path) -> None:
+    """Run a script after its plan, which writes nothing."""
     run = recipe_path.parent / "run"
-    for script in ("data_gen/regenerate.py", "data_gen/rank_vocab.py", "train/eagle3.py", "eval/acceptance.py"):
-        if script in ("data_gen/regenerate.py", "eval/acceptance.py"):
-            before = {p: p.stat().st_mtime for p in run.rglob("*") if p.is_file()}
-            assert command(script, str(recipe_path), "--plan").stdout
-            assert [p for p in run.rglob("*") if p.is_file() and p not in before] == []  # a plan writes nothing
-        if script == "train/eagle3.py":
-            launch = "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no"
-            script = f"{launch} --dynamo_backend no --cpu train/eagle3.py"
-        command(script, str(recipe_path))
+    before = {p: p.stat().st_mtime for p in run.rglob("*") if p.is_file()}
+    assert command(script, str(recipe_path), "--plan").stdout
+    assert [p for p in run.rglob("*") if p.is_file() and p not in before] == []
+    command(script, str(recipe_path))
+
+
+@pytest.fixture(scope="module")
+def trained(recipe_path: Path) -> Path:
+    """The recipe, with a drafter trained by it."""
+    launch = "-m accelerate.commands.launch --num_processes 1 --num_machines 1 --mixed_precision no"
+    planned_first("data_gen/regenerate.py", recipe_path)
+    command("data_gen/rank_vocab.py", str(recipe_path))
+    command(f"{launch} --dynamo_backend no --cpu train/eagle3.py", str(recipe_path))
+    return recipe_path
+
+
+def test_prompts_to_measured_acceptance(trained: Path) -> None:
+    run = trained.parent / "run"
+    planned_first("eval/acceptance.py", trained)
 
     rows = [json.loads(line) for line in (run / "conversations.jsonl").read_text().splitlines()]
     assert {row["id"] for row in rows} == {f"q{i}" for i in range(12)}
@@ -84,18 +95,18 @@ def test_prompts_to_measured_acceptance(recipe_path: Path) -> None:
     of_main = [g for g in generations if g["contender"] == report["contender"]]
     assert sum(len(g["accepted_per_round"]) for g in of_main) == report["rounds"]
     page = (run / "eval/report.html").read_text()
-    command("eval/report.py", str(recipe_path))
+    command("eval/report.py", str(trained))
     assert (run / "eval/report.html").read_text() == page  # built again from the files alone
 
 
 @pytest.mark.slow
-def test_a_sampled_measurement_is_reproducible_and_says_that_it_was_sampled(recipe_path: Path) -> None:
-    out = recipe_path.parent / "run/sampled"
+def test_a_sampled_measurement_is_reproducible_and_says_that_it_was_sampled(trained: Path) -> None:
+    out = trained.parent / "run/sampled"
     chain = "{name: drawn chain, tree: {policy: chain, nodes: 4, draw: sampled}}"
     settings = ["eval.temperature=1", "eval.top_p=0.95", f"eval.also=[{chain}]", f"eval.out={out}"]
 
     def answers(*overrides: str) -> list[tuple]:
-        command("eval/acceptance.py", str(recipe_path), *settings, *overrides)
+        command("eval/acceptance.py", str(trained), *settings, *overrides)
         records = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
         return [
             (r["contender"], r["conversation_id"], r["turn"], r["token_ids"], r["accepted_per_round"]) for r in records
