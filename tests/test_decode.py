@@ -22,6 +22,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TreeSection
 from tests import reference
 from tests.conftest import make_target
+from tests.thinning import thinned
 
 STOP = 4
 FAMILIES = ["llama", "qwen2", "qwen3"]
@@ -152,9 +153,7 @@ def test_prompt_lookup_and_plain_decoding_equal_generate(family: str) -> None:
     assert decode(target, PromptLookup(10, target.device), prompt, {STOP}, 40).token_ids == expected
 
 
-@pytest.mark.parametrize("spoil", SPOILS)
-@pytest.mark.parametrize("max_new_tokens", [1, 2, 23])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("spoil", "max_new_tokens", "rows"), thinned(SPOILS, [1, 2, 23], [1, 3], together=2))
 def test_adversarial_drafts_change_nothing(spoil: Spoil, max_new_tokens: int, rows: int) -> None:
     target = Target(make_target())
     prompts = [[11, 12, 13], [21, 22, 23, 24, 25, 26], [7]][:rows]

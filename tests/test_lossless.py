@@ -6,7 +6,7 @@ values of different axes meet; all of them are the slow test. Sampling is tests/
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut
 from draftsmith.recipes.schema import TreeSection
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
+from tests.thinning import meeting
 
 NEW_TOKENS = 24
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -82,19 +83,6 @@ def possible(combination: Sequence[Any]) -> bool:
 
 
 EVERYTHING = [each for each in itertools.product(FAMILIES, PROPOSERS, POLICIES, VOCABULARIES, ROWS) if possible(each)]
-
-
-def meeting_pairwise(combinations: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """A few of the combinations, in which every two values meet that meet anywhere."""
-
-    def pairs(combination: tuple[Any, ...]) -> set[Any]:
-        return set(itertools.combinations(enumerate(combination), 2))
-
-    left = set().union(*map(pairs, combinations))
-    while left:
-        best = max(combinations, key=lambda each: len(pairs(each) & left))
-        left -= pairs(best)
-        yield best
 
 
 @cache
@@ -162,7 +150,7 @@ def name_of(combination: tuple[Any, ...]) -> str:
     return ", ".join(map(str, combination))
 
 
-@pytest.mark.parametrize("combination", list(meeting_pairwise(EVERYTHING)), ids=name_of)
+@pytest.mark.parametrize("combination", list(meeting(EVERYTHING)), ids=name_of)
 def test_every_two_meet(combination: tuple[Any, ...]) -> None:
     answers = decoded(combination)
     assert [answer.token_ids for answer in answers] == expected_of(combination[0])[: len(answers)]

@@ -126,10 +126,14 @@ def test_a_sampled_measurement_is_reproducible_and_says_that_it_was_sampled(trai
     ("script", "overrides", "message"),
     [
         ("eval/acceptance.py", ["eval.drafter=nowhere"], "no drafter here"),
-        ("train/eagle3.py", ["output_dir=nowhere"], "conversations.jsonl does not exist; data_gen/regenerate.py"),
         *(
             pytest.param(*mistake, marks=pytest.mark.slow)
             for mistake in (
+                (
+                    "train/eagle3.py",
+                    ["output_dir=nowhere"],
+                    "conversations.jsonl does not exist; data_gen/regenerate.py",
+                ),
                 ("eval/acceptance.py", ["eval.prompts=null"], "eval.prompts: not given"),
                 ("train/eagle3.py", ["train.max_step=4"], "train.max_steps"),
                 ("data_gen/regenerate.py", ["data.prompts=nowhere.jsonl"], "nowhere.jsonl"),

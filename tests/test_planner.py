@@ -637,6 +637,7 @@ def test_a_plan_from_recorded_answers_to_measured_ones(recipe_path: Path, tmp_pa
     assert lean(again.eval.tree) == first["tree"]
 
 
+@pytest.mark.slow
 def test_c2t_is_planned_like_any_other(recipe_path: Path, doubter: Path, tmp_path: Path) -> None:
     recipe = load_recipe(
         recipe_path,

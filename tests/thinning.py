@@ -1,0 +1,27 @@
+"""A few of many combinations for `make test`; the others are slow tests."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+
+def meeting(combinations: Sequence[tuple[Any, ...]], together: int = 2) -> Iterator[tuple[Any, ...]]:
+    """A few of the combinations, in which any `together` values meet that meet anywhere; with one, each is there."""
+
+    def groups(combination: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(combination), together))
+
+    left = set().union(*map(groups, combinations))
+    while left:
+        best = max(combinations, key=lambda each: len(groups(each) & left))
+        left -= groups(best)
+        yield best
+
+
+def thinned(*axes: Iterable[Any], together: int = 1) -> list[Any]:
+    """All combinations of the axes' values as parameters of a test, slow those that `meeting` leaves out."""
+    combinations = list(itertools.product(*axes))
+    kept = set(meeting(combinations, together))
+    return [each if each in kept else pytest.param(*each, marks=pytest.mark.slow) for each in combinations]
