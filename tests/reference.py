@@ -421,7 +421,7 @@ def objective(name: str, logits: torch.Tensor, p: list[float]) -> torch.Tensor:
     if name == "reverse_kl":
         return sum((q[v] * (torch.log(q[v]) - math.log(p[v])) for v in tokens), zero)
     if name == "hybrid":
-        share = math.exp(-3 * float(acceptance))
+        share = math.exp(-3 * float(acceptance.detach()))
         return share * forward + (1 - share) * (1 - acceptance)
     return {"forward_kl": forward, "total_variation": 1 - acceptance, "log_acceptance": -torch.log(acceptance)}[name]
 

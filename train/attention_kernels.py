@@ -105,7 +105,7 @@ def _blocks_backward(grad, query, keys, values, out, lse, causal):
     return of_query, of_keys, of_values
 
 
-BLOCKS = Kernel("blocks", _blocks_forward, _blocks_backward)
+BLOCKS = Kernel("plain blocks", _blocks_forward, _blocks_backward)
 
 
 # PyTorch's fused kernels.
@@ -121,7 +121,7 @@ def _cpu_backward(grad, query, keys, values, out, lse, causal):
     )
 
 
-FLASH_CPU = Kernel("flash, CPU", _cpu_forward, _cpu_backward)
+FLASH_CPU = Kernel("the CPU's flash kernel", _cpu_forward, _cpu_backward)
 
 
 def _forward_flops(query_shape: torch.Size, key_shape: torch.Size, *_: Any, **__: Any) -> int:
@@ -163,7 +163,7 @@ def _cuda_backward(grad, query, keys, values, out, lse, causal):
     return of_query, of_keys, of_values
 
 
-FLASH_CUDA = Kernel("flash, CUDA", _cuda_forward, _cuda_backward)
+FLASH_CUDA = Kernel("the GPU's flash kernel", _cuda_forward, _cuda_backward)
 
 
 def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> bool:

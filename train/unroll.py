@@ -40,7 +40,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.alignment import Columns, Documents, Run
-from draftsmith.models.feature_drafter import DraftLayer, FeatureDrafter
+from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TrainSection
@@ -123,11 +123,8 @@ class _Chains:
         return h, grown
 
 
-def kernel_of(drafter: FeatureDrafter, entry: torch.Tensor) -> Kernel:
-    """That of attention, in the precision that products have here."""
-    device, config = entry.device, drafter.config
-    autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if autocast else entry.dtype
+def kernel_of(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """That of a drafter's attention, whose products are in this precision."""
     return kernel_for(device, dtype, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 
 
@@ -164,7 +161,11 @@ def unroll(
         return drafter.entry(feature, drafter.embed(columns.gather(ids_BT, 1 + step)))
 
     stack = drafter.stack_of(0)
-    common = entry_BTW, columns, documents, columns.runs(documents), kernel or kernel_of(drafter, entry_BTW)
+    if kernel is None:
+        device = entry_BTW.device
+        autocast = torch.is_autocast_enabled(device.type)
+        kernel = kernel_of(drafter.config, device, torch.get_autocast_dtype(device.type) if autocast else drafter.dtype)
+    common = entry_BTW, columns, documents, columns.runs(documents), kernel
     chains = _Chains(drafter, drafter.stacks[stack], *common)
     output = run(chains.first_step)
     yield output

@@ -2,6 +2,7 @@
 
     python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048
     python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048 --peer .venv-peer/bin/python
+    make bench    # the shapes of SHAPES, beside speculators in .venv-peer
 
 A step is the teacher's head, forward, K unroll steps, backward, clipping and AdamW. Each side runs in processes of its
 own, in turn; medians over all steps of `--rounds` rounds. Memory is the most that a process held during its steps, less
@@ -24,6 +25,14 @@ import torch
 from torch import nn
 
 HERE = Path(__file__).parent
+LARGE = "--hidden 512 --vocab 16384 --seq 2048"
+SHAPES = {  # of --shapes
+    "hidden 256, vocab 4096, T 512, all supervised": "--hidden 256 --vocab 4096 --seq 512",
+    "hidden 512, vocab 16384, T 2048, all supervised": LARGE,
+    "the same, 4 spans, 50 %": f"{LARGE} --spans 4 --supervised 0.5",
+    "the same, 4 spans, 20 %": f"{LARGE} --spans 4 --supervised 0.2",
+    "the same, 8 documents, 2 spans each, 50 %": f"{LARGE} --docs 8 --spans 2 --supervised 0.5",
+}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -48,6 +57,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peer", help="the python of an environment with speculators")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--shapes", action="store_true", help="all of SHAPES, one after another")
     parser.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)
     return parser
 
@@ -186,16 +196,46 @@ def completed(wanted: argparse.Namespace) -> argparse.Namespace:
     return wanted
 
 
-def run_side(side: str, python: str) -> dict[str, Any]:
-    """One process; it takes this one's arguments."""
+def run_side(side: str, python: str, given: list[str]) -> dict[str, Any]:
+    """One process."""
     done = subprocess.run(
-        [python, str(HERE / "train_step.py"), *sys.argv[1:], "--side", side],
+        [python, str(HERE / "train_step.py"), *given, "--side", side],
         stdout=subprocess.PIPE,
         text=True,
         check=True,
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def compared(given: list[str]) -> dict[str, Any]:
+    """All rounds of one shape, printed."""
+    wanted = completed(arguments().parse_args(given))
+    sides = {"ours": sys.executable} | ({"peer": wanted.peer} if wanted.peer else {})
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for _ in range(wanted.rounds):
+        for side, python in sides.items():
+            found[side].append(run_side(side, python, given))
+    results: dict[str, Any] = {"arguments": given}
+    for side, runs in found.items():
+        seconds = statistics.median(s for run in runs for s in run["seconds"])
+        results[side] = {
+            "tokens_per_second": wanted.seq / seconds,
+            "cpu_ms_per_step": 1000 * statistics.median(s for run in runs for s in run["cpu"]),
+            "peak_over_mib": statistics.median(run["peak_over_mib"] for run in runs),
+        }
+        print(
+            f"{side:5}  {results[side]['tokens_per_second']:>9,.0f} tokens/s  "
+            f"{results[side]['cpu_ms_per_step']:>9,.0f} CPU-ms/step  {results[side]['peak_over_mib']:>7,.0f} MiB"
+        )
+    if "peer" in results:
+        mine, other = results["ours"], results["peer"]
+        print(
+            f"ours : peer  throughput {mine['tokens_per_second'] / other['tokens_per_second']:.2f}, "
+            f"memory {mine['peak_over_mib'] / other['peak_over_mib']:.2f}",
+            flush=True,
+        )
+    return results
 
 
 def main() -> None:
@@ -210,32 +250,17 @@ def main() -> None:
         else:
             print(json.dumps(ours(wanted)))
         return
-    sides = {"ours": sys.executable} | ({"peer": wanted.peer} if wanted.peer else {})
-    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    for _ in range(wanted.rounds):
-        for side, python in sides.items():
-            found[side].append(run_side(side, python))
-    results = {}
-    for side, runs in found.items():
-        seconds = statistics.median(s for run in runs for s in run["seconds"])
-        results[side] = {
-            "tokens_per_second": wanted.seq / seconds,
-            "cpu_ms_per_step": 1000 * statistics.median(s for run in runs for s in run["cpu"]),
-            "peak_over_mib": statistics.median(run["peak_over_mib"] for run in runs),
-            "loss": runs[0]["loss"],
-        }
-        print(
-            f"{side:5}  {results[side]['tokens_per_second']:>9,.0f} tokens/s  "
-            f"{results[side]['cpu_ms_per_step']:>9,.0f} CPU-ms/step  {results[side]['peak_over_mib']:>7,.0f} MiB"
-        )
-    if "peer" in results:
-        mine, other = results["ours"], results["peer"]
-        print(
-            f"ours : peer  throughput {mine['tokens_per_second'] / other['tokens_per_second']:.2f}, "
-            f"memory {mine['peak_over_mib'] / other['peak_over_mib']:.2f}"
-        )
+    given = [argument for argument in sys.argv[1:] if argument != "--shapes"]
+    results: Any
+    if wanted.shapes:
+        results = {}
+        for name, shape in SHAPES.items():
+            print(f"\n{name}", flush=True)
+            results[name] = compared([*shape.split(), *given])
+    else:
+        results = compared(given)
     if wanted.json:
-        wanted.json.write_text(json.dumps(results | {"arguments": sys.argv[1:]}, indent=1))
+        wanted.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

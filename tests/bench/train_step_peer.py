@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from train_step import layout, measured, optimiser_of
 
-
 # pyright: reportMissingImports=false
 
 
