@@ -7,13 +7,14 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PEER := .venv-peer
 # One process on all cores (accelerate's default is one thread), nothing asked: without these it warns about each default
 # it takes. `--quiet` keeps its own traceback away when a script ends with an error; the script's message still shows.
 ACCELERATE := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 	--num_cpu_threads_per_process $(shell nproc) --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow lint types wheel-check ci demo demo-target study clean
+.PHONY: help install test test-slow lint types wheel-check ci demo demo-target study bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +61,15 @@ demo-target: install  ## train the demo's target model again: 80 minutes
 study: install  ## all drafters on the demo pair, after make demo: 80 cells, 8 hours of a core; docs/results.md
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/study.py
 	$(BIN)/python eval/study_report.py
+
+bench: install $(PEER)/.installed  ## a training step beside speculators' (in .venv-peer), on a machine that does nothing else
+	$(BIN)/python tests/bench/train_step.py --shapes --peer $(PEER)/bin/python
+
+$(PEER)/.installed:
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install "$(TORCH)" speculators==0.9.0
+	$(PEER)/bin/python -m pip uninstall -y torchvision torchaudio  # CUDA's, which no other torch can load
+	@touch $@
 
 clean:  ## remove what builds and tools leave; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

@@ -69,16 +69,34 @@ class Documents:
 
 
 @dataclass(frozen=True)
+class Run:
+    """Counted columns of one document, one behind the other: those of a span.
+
+    Attributes:
+        row: of the batch. first, end: its columns, along C.
+        start: the document's first token, before: the run's first column, along T.
+    """
+
+    row: int
+    first: int
+    end: int
+    start: int
+    before: int
+
+
+@dataclass(frozen=True)
 class Columns:
     """The columns of a batch that count at step 0, row by row, padded to the longest row.
 
     Attributes:
         index: [B, C] position t of each column; 0 on padding.
         depth: [B, C] number of steps at which the column counts, 1 to K; 0 on padding.
+        known_runs: `runs`, where the numbers themselves cannot be looked at.
     """
 
     index: torch.Tensor
     depth: torch.Tensor
+    known_runs: tuple[Run, ...] | None = None
 
     def counted(self, step: int) -> torch.Tensor:
         """[B, C] bool: the columns that count at unroll step `step`."""
@@ -89,12 +107,21 @@ class Columns:
         rows = torch.arange(len(self.index), device=self.index.device)[:, None]
         return values_BT[rows, (self.index + offset).clamp(max=values_BT.shape[1] - 1)]
 
-    def of_each(self, documents: Documents) -> list[tuple[int, int]]:
-        """Which columns are a document's: (first, end), along C. Columns of a row stand in the order of its tokens."""
-        index = torch.where(self.depth > 0, self.index, documents.position.shape[1])  # ascending, padding behind all
-        edges = torch.tensor([[start, start + tokens] for _, start, tokens in documents.places], device=index.device)
-        rows = torch.tensor([row for row, _, _ in documents.places], device=index.device)
-        return [(first, end) for first, end in torch.searchsorted(index[rows], edges).tolist()]
+    def runs(self, documents: Documents | None) -> list[Run]:
+        """Row by row. None reaches from one document into the next, whose first token is no span's."""
+        if self.known_runs is not None:
+            return list(self.known_runs)
+        index, counts = self.index.cpu(), (self.depth > 0).cpu()
+        begins = counts.clone()
+        begins[:, 1:] &= ~counts[:, :-1] | (index[:, 1:] != index[:, :-1] + 1)
+        ends = counts.clone()
+        ends[:, :-1] &= ~counts[:, 1:] | begins[:, 1:]
+        rows, firsts = begins.nonzero(as_tuple=True)
+        before = index[rows, firsts]
+        start = torch.zeros_like(before) if documents is None else documents.first().cpu()[rows, before]
+        ends_at = ends.nonzero(as_tuple=True)[1] + 1
+        numbers = (values.tolist() for values in (rows, firsts, ends_at, start, before))
+        return [Run(*values) for values in zip(*numbers, strict=True)]
 
 
 def remaining_in_span(span_BT: torch.Tensor) -> torch.Tensor:

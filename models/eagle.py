@@ -16,6 +16,7 @@ Shapes: as in `models.feature_drafter`; F = W = H.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,3 +83,6 @@ class EagleDrafter(FeatureDrafter):
         if rows is not None:
             weight, bias = weight[rows], None if bias is None else bias[rows]
         return lambda outputs: self.scaled(functional.linear(outputs.to(weight.dtype), weight, bias)).float()
+
+    def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
+        return loss(outputs, self.head_weight, self.head_bias, self.scaled)

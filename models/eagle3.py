@@ -19,6 +19,7 @@ Shapes: as in `models.feature_drafter`; F = captured layers * H, W = 2H.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,6 +58,14 @@ class Eagle3Layer(DraftLayer):
         return torch.cat((self.input_layernorm(embedding), self.hidden_norm(feature)), dim=-1), feature
 
 
+class Head(nn.Linear):
+    """Logits of the outputs, or what a loss makes of outputs and weights: in a call of this module, so that wrappers
+    which hold its weights in pieces have put them together."""
+
+    def forward(self, *outputs: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
+        return loss(outputs, self.weight) if loss is not None else super().forward(*outputs)
+
+
 class Eagle3Drafter(FeatureDrafter):
     """fc, layers, norm and a trainable head over the draft vocabulary; the target's, which others need, is not used."""
 
@@ -72,7 +81,7 @@ class Eagle3Drafter(FeatureDrafter):
             self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps=config.rms_norm_eps) for _ in range(captured))
         self.stacks = self.make_layers()
         self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.lm_head = Head(size, config.draft_vocab_size, bias=False)
 
     def make_layers(self) -> Sequence[Sequence[DraftLayer]]:
         """Registers the layers and returns the stacks."""
@@ -97,6 +106,9 @@ class Eagle3Drafter(FeatureDrafter):
             return lambda outputs: self.lm_head(self.norm(outputs)).float()
         weight = self.lm_head.weight[rows].detach()
         return lambda outputs: functional.linear(self.norm(outputs), weight).float()
+
+    def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
+        return self.lm_head(*(self.norm(each) for each in outputs), loss=loss)
 
     def feedback(self, outputs: torch.Tensor) -> torch.Tensor:
         return self.norm(outputs) if self.config.norm_output else outputs

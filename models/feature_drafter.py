@@ -241,6 +241,14 @@ class FeatureDrafter(nn.Module):
         """`logits`, of these draft ids [n] alone: outputs [..., H] to float32 [..., n]. None: of all."""
         raise NotImplementedError
 
+    def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
+        """`loss(read, weight, bias, scaled)` (`train.head_loss`), for losses that drop logits as soon as they are made.
+
+        Args:
+            outputs: [B, C, H] of each step.
+        """
+        raise NotImplementedError
+
     def feedback(self, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs [..., H] to the features of the columns drafted next [..., H]."""
         return outputs

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.activations import ACT2FN
+from transformers.activations import ACT2FN, SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
@@ -30,10 +30,10 @@ def rotary(rope_parameters: dict[str, Any], head_dim: int, max_position_embeddin
 
 
 def rotate(states_BACD: torch.Tensor, cos_BCD: torch.Tensor, sin_BCD: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of queries or keys, half-split layout (Llama's)."""
+    """Rotary embedding of queries or keys, half-split layout (Llama's), in their precision."""
     first, second = states_BACD.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return states_BACD * cos_BCD[:, None] + turned * sin_BCD[:, None]
+    return (states_BACD * cos_BCD[:, None] + turned * sin_BCD[:, None]).to(states_BACD.dtype)
 
 
 def grouped_attention(
@@ -83,6 +83,21 @@ class Attention(nn.Module):
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [B, heads, C, D]
 
 
+class _SiluProduct(torch.autograd.Function):
+    """silu(gate) * up. Autograd would keep silu(gate) beside the two; it is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate, up)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        gate, up = ctx.saved_tensors
+        of_up = functional.silu(gate).mul_(grad)
+        return torch.ops.aten.silu_backward(grad * up, gate), of_up
+
+
 class GatedMLP(nn.Module):
     """down(act(gate(x)) * up(x)); no biases."""
 
@@ -94,4 +109,6 @@ class GatedMLP(nn.Module):
         self.activation = ACT2FN[activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        is_silu = isinstance(self.activation, (nn.SiLU, SiLUActivation))
+        return self.down_proj(_SiluProduct.apply(gate, up) if is_silu else self.activation(gate) * up)

@@ -258,6 +258,13 @@ class TrainSection(Section):
     top_k_loss: float = Field(default=0.0, ge=0)
     """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
     top_k_tokens: int = Field(default=10, ge=1)
+    token_objective: Literal[
+        "soft_ce", "forward_kl", "hard_ce", "reverse_kl", "total_variation", "log_acceptance", "hybrid"
+    ] = "soft_ce"
+    """What `token_loss` weighs (train/losses.py): how far the drafter's distribution is from the target's."""
+    rank_loss: float = Field(default=0.0, ge=0)
+    """Weight of the likelihood of the target's order of its `rank_tokens` likeliest tokens (ViSpec)."""
+    rank_tokens: int = Field(default=10, ge=1)
     feature_noise: float = Field(default=0.0, ge=0)
     """Width of the uniform noise on the target's features that the drafter reads, for rows of 512 tokens; shorter rows
     have more, longer ones less. Default: 0 for eagle3, else 0.2."""
@@ -274,6 +281,9 @@ class TrainSection(Section):
     shard_target: bool = False
     """For targets that do not fit one device: the processes share out the frozen target's layers, too, and gather one
     at a time as it runs (DeepSpeed's ZeRO-3, under any zero_stage). A single process holds it whole."""
+    attention: Literal["auto", "blocks"] = "auto"
+    """Who computes the drafter's attention: the device's fused kernel, where a trial shows that it is right, or plain
+    products, block by block."""
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, the same gradients."""
     seed: int = 0

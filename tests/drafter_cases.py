@@ -11,8 +11,9 @@ from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.train.losses import LossWeights
 from draftsmith.train.noise import add_noise
-from draftsmith.train.unroll import LossWeights, TrainingTimeTest, UnrollSums, teacher_of
+from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, teacher_of
 from tests.conftest import make_target
 
 VOCAB_SIZE = 48
@@ -135,7 +136,7 @@ def sums_of(
     """What a micro-batch adds up to; `noise`: length of each row and the name of its random numbers."""
     captured, last = states_of(trainee.drafter, ids)
     columns = columns_of(span, trainee.steps)
-    teacher = teacher_of(small_target(), last, ids, columns, trainee.drafter.vocab, trainee.wants_features)
+    teacher = teacher_of(small_target(), last, ids, columns, trainee.drafter.vocab)
     if noise is not None:
         captured = add_noise(captured, 0.2, *noise)
     return trainee(captured, ids, columns, teacher)

@@ -66,7 +66,7 @@ def _teach(trainee: TrainingTimeTest, target: Target, prompts: tuple[list[int], 
     for b, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
         span[b, len(prompt) : len(row)] = 1
     states, columns = target.states(ids, drafter.config.capture_layers), columns_of(span, trainee.steps)
-    teacher = teacher_of(target, states.last, ids, columns, drafter.vocab, trainee.wants_features)
+    teacher = teacher_of(target, states.last, ids, columns, drafter.vocab)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
         sums = trainee(states.captured, ids, columns, teacher)

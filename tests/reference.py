@@ -397,3 +397,41 @@ def c2t_confidence(weights: dict[str, torch.Tensor]) -> Callable[[float, float, 
         return 1 / (1 + math.exp(-last - sum(w * unit for w, unit in zip(output, units, strict=True))))
 
     return confidence
+
+
+# Losses of one column, token by token from lists of probabilities; logits are a tensor, whose gradient is asked for.
+
+
+def _distribution(logits: torch.Tensor) -> list[torch.Tensor]:
+    exponentials = [torch.exp(z) for z in logits]
+    total = sum(exponentials, torch.zeros((), dtype=logits.dtype))
+    return [each / total for each in exponentials]
+
+
+def objective(name: str, logits: torch.Tensor, p: list[float]) -> torch.Tensor:
+    """How far q = softmax(logits) is from p."""
+    q, zero = _distribution(logits), torch.zeros((), dtype=logits.dtype)
+    tokens = range(len(p))
+    acceptance = sum((torch.minimum(q[v], torch.as_tensor(p[v], dtype=logits.dtype)) for v in tokens), zero)
+    forward = sum((p[v] * (math.log(p[v]) - torch.log(q[v])) for v in tokens if p[v] > 0), zero)
+    if name == "soft_ce":
+        return sum((-p[v] * torch.log(q[v]) for v in tokens), zero)
+    if name == "hard_ce":
+        return -torch.log(q[max(tokens, key=lambda v: p[v])])
+    if name == "reverse_kl":
+        return sum((q[v] * (torch.log(q[v]) - math.log(p[v])) for v in tokens), zero)
+    if name == "hybrid":
+        share = math.exp(-3 * float(acceptance.detach()))
+        return share * forward + (1 - share) * (1 - acceptance)
+    return {"forward_kl": forward, "total_variation": 1 - acceptance, "log_acceptance": -torch.log(acceptance)}[name]
+
+
+def rank_likelihood(logits: torch.Tensor, p: list[float], k: int) -> torch.Tensor:
+    """-log of the chance to draw the k likeliest tokens of p in this order from softmax(logits), each from those left
+    among them."""
+    order = sorted(range(len(p)), key=lambda v: -p[v])[:k]
+    total = torch.zeros((), dtype=logits.dtype)
+    for i, token in enumerate(order):
+        left = sum((torch.exp(logits[v]) for v in order[i:]), torch.zeros((), dtype=logits.dtype))
+        total = total - torch.log(torch.exp(logits[token]) / left)
+    return total

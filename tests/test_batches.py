@@ -124,10 +124,13 @@ def test_columns_of_a_layout_are_those_of_each_document_alone() -> None:
                 if depth:
                     expected[b, start + t] = depth
         assert found == expected
-        documents = Documents(batch.position, batch.places)
-        for (b, start, length), (first, end) in zip(batch.places, columns.of_each(documents), strict=True):
-            mine = [at for row, at in sorted(expected) if row == b and start <= at < start + length]
-            assert columns.index[b, first:end].tolist() == mine
+        runs = columns.runs(Documents(batch.position, batch.places))
+        assert [(run.row, run.before + i) for run in runs for i in range(run.end - run.first)] == sorted(expected)
+        assert len(runs) == sum((b, t - 1) not in expected for b, t in expected)  # none could be longer
+        for run in runs:
+            mine = range(run.before, run.before + run.end - run.first)
+            assert columns.index[run.row, run.first : run.end].tolist() == list(mine)
+            assert any((run.row, run.start) == (b, start) and mine[-1] < start + n for b, start, n in batch.places)
     assert touching > 10  # documents that end with a span, before ones that begin with one
 
 

@@ -19,8 +19,9 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection, TrainSection
+from draftsmith.train.head_loss import Teacher
 from draftsmith.train.loop import Loop
-from draftsmith.train.unroll import Teacher, TrainingTimeTest, UnrollSums
+from draftsmith.train.unroll import TrainingTimeTest, UnrollSums
 from tests.conftest import make_target
 from tests.drafter_cases import CASES, drafter_of, make_rows, small_target, states_of
 
@@ -81,10 +82,9 @@ def test_noise_is_on_what_is_read_never_on_what_is_taught(tmp_path: Path) -> Non
         noise = captured[b, :length] - clean[b, :length]
         bound = 0.2 * 512 / length / 2
         assert 0.9 * bound < noise.abs().max() <= bound * (1 + 1e-5)
-    assert teacher.features is not None
-    torch.testing.assert_close(teacher.features, columns.gather(last, 1))
-    expected = torch.softmax(small_target().logits(teacher.features), -1)
-    torch.testing.assert_close(teacher.probabilities, expected)
+    torch.testing.assert_close(teacher.states, columns.gather(last, 1))
+    taught, _ = teacher.of(teacher.states.flatten(0, 1), trainee.drafter.vocab)
+    torch.testing.assert_close(taught, torch.softmax(small_target().logits(columns.gather(last, 1)).flatten(0, 1), -1))
 
 
 def test_validation_has_no_noise(tmp_path: Path) -> None:

@@ -1,70 +1,82 @@
-"""Losses against their twins and the gradients that are written down for them; the noise on features."""
+"""Losses against their twins, in value and gradient; the pass over head, teacher and losses; the noise on features."""
 
+import itertools
 import math
-from collections.abc import Callable
+from typing import Any, get_args
 
 import pytest
 import torch
+from torch.nn import functional
 
-from draftsmith.train.losses import feature_regression, soft_cross_entropy, top_k_cross_entropy
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.train import head_loss
+from draftsmith.train.head_loss import HeadLoss, Teacher
+from draftsmith.train.losses import Lesson, LossWeights, TokenObjective, feature_regression
 from draftsmith.train.noise import add_noise
 from tests import reference, slow_drafters
 
 COUNTED = [True, False, True, True, False, True]
+OBJECTIVES = get_args(TokenObjective)
+MIXTURES = {
+    **{name: LossWeights(objective=name) for name in OBJECTIVES},
+    **{f"{name}, a tenth": LossWeights(token=0.1, objective=name) for name in OBJECTIVES},
+    "top 3": LossWeights(token=0.0, top_k=1.0, top_k_tokens=3),
+    "top 50 of 11": LossWeights(token=0.0, top_k=2.0, top_k_tokens=50),
+    "HASS": LossWeights(token=0.1, top_k=1.0, top_k_tokens=4),
+    "rank": LossWeights(token=0.0, rank=0.1, rank_tokens=5),
+    "rank of one": LossWeights(token=0.0, rank=1.0, rank_tokens=1),
+    "everything": LossWeights(token=0.5, objective="hybrid", top_k=0.3, top_k_tokens=2, rank=0.2, rank_tokens=11),
+    "nothing": LossWeights(token=0.0),
+}
 
 
-def logits_and_teacher() -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_teacher(columns: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    logits = 2 * torch.randn(6, 11, dtype=torch.float64)
-    return logits.requires_grad_(), torch.softmax(2 * torch.randn(6, 11, dtype=torch.float64), -1)
+    logits = 2 * torch.randn(columns, 11, dtype=torch.float64)
+    return logits.requires_grad_(), torch.softmax(2 * torch.randn(columns, 11, dtype=torch.float64), -1)
 
 
-def assert_equals(
-    mine: Callable[[torch.Tensor], torch.Tensor],
-    twin: Callable[[torch.Tensor], torch.Tensor],
-    given: torch.Tensor,
-    gradient: torch.Tensor,
-) -> None:
-    """In value, in the gradient by autograd of the twin, and in the gradient that is written down."""
-    value, expected = mine(given), twin(given)
-    torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6)
-    (found,) = torch.autograd.grad(value, given)
-    (other,) = torch.autograd.grad(expected, given)
-    torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found, gradient, rtol=1e-5, atol=1e-6)
-    uncounted = [not counts for counts in COUNTED]
-    assert found[uncounted].abs().max() == 0
+def twin_of(weights: LossWeights, logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Of one column."""
+    loss = weights.token * reference.objective(weights.objective, logits, p.tolist())
+    loss = loss + weights.top_k * slow_drafters.top_k_cross_entropy(logits, p, weights.top_k_tokens)
+    return loss + weights.rank * reference.rank_likelihood(logits, p.tolist(), weights.rank_tokens)
 
 
-def test_soft_cross_entropy() -> None:
+@pytest.mark.parametrize("name", MIXTURES)
+def test_losses_equal_their_twins(name: str) -> None:
+    """In value, and in the gradient by autograd of the twin against the one that is written out."""
+    weights = MIXTURES[name]
     logits, p = logits_and_teacher()
-    counted = torch.tensor(COUNTED)
-    assert_equals(
-        lambda z: soft_cross_entropy(z, p, counted),
-        lambda z: reference.soft_cross_entropy(z, p, COUNTED),
-        logits,
-        (torch.softmax(logits.detach(), -1) - p) * counted[:, None],  # q - p
-    )
+    expected = torch.stack([twin_of(weights, z, q) for z, q in zip(logits, p, strict=True)])
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    given = logits.detach().clone()
+    value = Lesson(weights, p).learn(given)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(given, gradient, rtol=1e-10, atol=1e-12)
+    # A student of the last columns alone.
+    given = logits.detach()[2:].clone()
+    torch.testing.assert_close(Lesson(weights, p).learn(given, 2), expected.detach()[2:], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(given, gradient[2:], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("k", [1, 3, 10, 11, 50])
-def test_top_k_cross_entropy(k: int) -> None:
-    logits, p = logits_and_teacher()
-    counted = torch.tensor(COUNTED)
-
-    def twin(z: torch.Tensor) -> torch.Tensor:
-        rows = [slow_drafters.top_k_cross_entropy(z[n], p[n], k) for n in range(6) if COUNTED[n]]
-        return torch.stack(rows).sum()
-
-    kept = torch.zeros_like(p)
-    for n in range(6):
-        for v in sorted(range(11), key=lambda v: -float(p[n, v]))[:k]:
-            kept[n, v] = p[n, v]
-    gradient = kept.sum(-1, keepdim=True) * torch.softmax(logits.detach(), -1) - kept
-    assert_equals(lambda z: top_k_cross_entropy(z, p, counted, k), twin, logits, gradient * counted[:, None])
-    if k >= 11:  # all tokens: the soft cross-entropy
-        whole = soft_cross_entropy(logits, p, counted)
-        torch.testing.assert_close(top_k_cross_entropy(logits, p, counted, k), whole)
+def test_losses_from_a_cold_start() -> None:
+    """A student far from everything: the logarithm of its acceptance has a gradient where total variation has none; and
+    where the target is certain, it is the cross-entropy."""
+    logits = torch.zeros(1, 5)
+    logits[0, 0] = 60.0
+    certain = torch.tensor([[0.0, 0.0, 0.0, 1.0, 0.0]])
+    found = {}
+    for name in OBJECTIVES:
+        z = logits.clone()
+        value = Lesson(LossWeights(objective=name), certain).learn(z)
+        assert torch.isfinite(value).all() and torch.isfinite(z).all()
+        found[name] = z
+    assert found["total_variation"].abs().max() < 1e-20
+    torch.testing.assert_close(found["hard_ce"], torch.softmax(logits, -1) - certain)
+    mild = torch.tensor([[3.0, 0.0, 1.0, -1.0, 0.0]])
+    value = {name: Lesson(LossWeights(objective=name), certain).learn(mild.clone()) for name in OBJECTIVES}
+    torch.testing.assert_close(value["log_acceptance"], value["hard_ce"])
 
 
 def test_feature_regression() -> None:
@@ -74,24 +86,113 @@ def test_feature_regression() -> None:
     counted = torch.tensor(COUNTED)
     d = outputs.detach() - features
     assert (d.abs() < 1).any() and (d.abs() > 1).any()
-    assert_equals(
-        lambda x: feature_regression(x, features, counted),
-        lambda x: torch.stack([slow_drafters.smooth_l1(x[n], features[n]) for n in range(6) if COUNTED[n]]).sum(),
-        outputs,
-        d.clamp(-1, 1) / 8 * counted[:, None],
-    )
+    value = feature_regression(outputs, features, counted)
+    expected = torch.stack([slow_drafters.smooth_l1(outputs[n], features[n]) for n in range(6) if COUNTED[n]]).sum()
+    torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6)
+    (found,), (other,) = (torch.autograd.grad(each, outputs) for each in (value, expected))
+    torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, d.clamp(-1, 1) / 8 * counted[:, None], rtol=1e-5, atol=1e-6)
+    assert found[[not counts for counts in COUNTED]].abs().max() == 0
 
 
-def test_no_column_is_a_loss_of_zero() -> None:
-    none = torch.zeros(0, dtype=torch.bool)
-    empty = torch.zeros(0, 5, requires_grad=True)
-    for loss in (
-        soft_cross_entropy(empty, torch.zeros(0, 5), none),
-        top_k_cross_entropy(empty, torch.zeros(0, 5), none, 3),
-        feature_regression(empty, torch.zeros(0, 5), none),
-    ):
-        assert loss.item() == 0
-        loss.backward()
+# The pass over head, teacher and losses.
+
+ROWS, WIDTH, HIDDEN, VOCAB, STEPS = 2, 9, 8, 23, 4
+
+
+def softly_capped(logits: torch.Tensor) -> torch.Tensor:
+    return 3 * torch.tanh(logits / 3)
+
+
+def head_pass(dtype: torch.dtype, draft_tokens: int | None) -> dict[str, Any]:
+    """Random parts of a pass, in which some columns are reached, and some likeliest tokens cannot be drafted."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    vocab = DraftVocab.full(VOCAB)
+    if draft_tokens is not None:
+        vocab = DraftVocab(torch.randperm(VOCAB, generator=generator)[:draft_tokens].sort().values, VOCAB)
+    target_head = draw(VOCAB, HIDDEN)
+    teacher = Teacher(draw(ROWS, WIDTH, HIDDEN), lambda states: states @ target_head.T, torch.ones(ROWS, WIDTH) > 0)
+    reached = torch.rand(STEPS, ROWS, WIDTH, generator=generator) < 0.7
+    for step in range(STEPS):
+        reached[step, :, WIDTH - step :] = False  # a teacher beyond the row
+    return {
+        "read": [draw(ROWS, WIDTH, HIDDEN) for _ in range(STEPS)],
+        "weight": draw(vocab.size, HIDDEN),
+        "bias": draw(vocab.size),
+        "target_head": target_head,
+        "teacher": teacher,
+        "vocab": vocab,
+        "reached": reached,
+    }
+
+
+def slow_pass(parts: dict[str, Any], weights: LossWeights, scaled: Any) -> tuple[torch.Tensor, list[int], torch.Tensor]:
+    """Column by column."""
+    vocab, reached = parts["vocab"], parts["reached"]
+    loss, correct, trained = torch.zeros((), dtype=torch.float64), [0] * STEPS, torch.zeros_like(reached)
+    for step, b, c in itertools.product(range(STEPS), range(ROWS), range(WIDTH)):
+        if not reached[step, b, c]:
+            continue
+        teacher = parts["teacher"].states[b, c + step] @ parts["target_head"].T
+        best = int(teacher.argmax())
+        logits = parts["weight"] @ parts["read"][step][b, c] + parts["bias"]
+        logits = logits if scaled is None else scaled(logits)
+        correct[step] += int(vocab.target_ids[int(logits.argmax())]) == best
+        if best in vocab.target_ids.tolist():
+            trained[step, b, c] = True
+            p = functional.softmax(teacher[vocab.target_ids], -1)
+            loss = loss + 0.8**step * twin_of(weights, logits, p)
+    return loss, correct, trained
+
+
+@pytest.mark.parametrize("elements", [1, 3 * STEPS * VOCAB, 1 << 23])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained head", "frozen head"])
+@pytest.mark.parametrize("scaled", [None, softly_capped], ids=["plain", "capped"])
+@pytest.mark.parametrize("draft_tokens", [None, 15])
+def test_the_pass_equals_its_twin_however_it_is_cut(
+    elements: int, frozen: bool, scaled: Any, draft_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_loss, "ELEMENTS", elements)
+    parts = head_pass(torch.float64, draft_tokens)
+    weights = LossWeights(token=0.5, top_k=0.5, top_k_tokens=3, objective="hybrid")
+    leaves = [each.requires_grad_() for each in parts["read"]]
+    if not frozen:
+        leaves.append(parts["weight"].requires_grad_())
+    expected, correct, trained = slow_pass(parts, weights, scaled)
+    gradients = torch.autograd.grad(3 * expected, leaves)
+    step_weights = 0.8 ** torch.arange(STEPS, dtype=torch.float64)[:, None, None]
+    job = HeadLoss(parts["teacher"], parts["vocab"], parts["reached"], weights, step_weights)
+    found, its_correct, its_trained = job(parts["read"], parts["weight"], parts["bias"], scaled)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert its_correct.tolist() == correct
+    assert torch.equal(its_trained, trained)
+    assert 0 < int(trained.sum()) <= int(parts["reached"].sum()) and sum(correct) > 0
+    for mine, its in zip(torch.autograd.grad(3 * found, leaves), gradients, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-12)
+    with torch.no_grad():
+        again, _, _ = job(parts["read"], parts["weight"], parts["bias"], scaled)
+    torch.testing.assert_close(again, expected.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_the_pass_in_bfloat16() -> None:
+    """Products in bfloat16, sums in float32: near what float32 gives, and gradients in the weights' own precision."""
+    parts = head_pass(torch.float32, None)
+    leaves = [*(each.requires_grad_() for each in parts["read"]), parts["weight"].requires_grad_()]
+    step_weights = 0.8 ** torch.arange(STEPS)[:, None, None]
+    job = HeadLoss(parts["teacher"], parts["vocab"], parts["reached"], LossWeights(), step_weights)
+    found = []
+    for bf16 in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            loss, *_ = job(parts["read"], parts["weight"])
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for exact, mine in zip(*found, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, exact, rtol=0.02, atol=0.03 * float(exact.abs().max()))
+    assert not torch.equal(found[0][0], found[1][0])
 
 
 def test_the_law_of_noise() -> None:

@@ -248,7 +248,7 @@ def test_rows_with_states_that_are_not_finite_are_named_and_kept(
 def sums_of(source: StateSource, target: Target, trainee: TrainingTimeTest, batch: Batch) -> UnrollSums:
     columns = columns_of(batch.span, trainee.steps)
     captured, last = source.of(batch)
-    teacher = teacher_of(target, last, batch.ids, columns, trainee.drafter.vocab, trainee.wants_features)
+    teacher = teacher_of(target, last, batch.ids, columns, trainee.drafter.vocab)
     sums = trainee(captured, batch.ids, columns, teacher, batch.documents)
     sums.loss.backward()
     return sums

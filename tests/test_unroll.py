@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.data_gen.conversations import TrainingRow
-from draftsmith.models.alignment import Columns, Documents, columns_of
+from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.layers import rotary
 from draftsmith.train.batches import Batch, collate, collate_as
@@ -102,7 +102,7 @@ def test_unroll_equals_the_slow_twin_in_value_and_gradient(name: str) -> None:
     captured, last = captured.double(), last.double()
     columns = columns_of(span, case.steps)
     trainee = trainee_of(case, drafter)
-    teacher = teacher_of(target, last.float(), ids, columns, drafter.vocab, trainee.wants_features)
+    teacher = teacher_of(target, last.float(), ids, columns, drafter.vocab)
     sums = trainee(captured, ids, columns, teacher)
     sums.loss.backward()
 
@@ -218,7 +218,7 @@ def sums_of_batch(trainee: TrainingTimeTest, batch: Batch, noisy: bool = False) 
     target, drafter = small_target(), trainee.drafter
     states = target.states(batch.ids, drafter.config.capture_layers, batch.documents)
     columns = columns_of(batch.span, trainee.steps)
-    teacher = teacher_of(target, states.last, batch.ids, columns, drafter.vocab, trainee.wants_features)
+    teacher = teacher_of(target, states.last, batch.ids, columns, drafter.vocab)
     captured = states.captured
     if noisy:
         draws = [f"0/0/{row}" for row in batch.rows]
@@ -233,7 +233,9 @@ def tallies(sums: UnrollSums) -> list[list[int]]:
 @each_case
 @pytest.mark.parametrize("noisy", [False, True], ids=["clean", "noisy"])
 def test_any_layout_gives_the_loss_and_gradient_of_one_document_at_a_time(name: str, noisy: bool) -> None:
-    """Within what float32 makes of sums in another order: a millionth or so of the largest, ten times that allowed."""
+    """Within what float32 makes of sums in another order: a millionth or so of the largest, ten times that allowed.
+    Noise makes the softmax peaked, and its gradient a difference of numbers far larger: a hundred thousandth.
+    """
     case, drafter = CASES[name], drafter_of(CASES[name])
     trainee, rows = trainee_of(case, drafter), training_rows()
     loss, expected_tallies = torch.zeros(()), None
@@ -255,7 +257,7 @@ def test_any_layout_gives_the_loss_and_gradient_of_one_document_at_a_time(name: 
             sums.loss.backward()
             assert tallies(sums) == expected_tallies, name_of_layout
             torch.testing.assert_close(sums.loss.detach(), loss, rtol=1e-5, atol=1e-5)
-            assert_same_gradients(gradients(drafter), expected)
+            assert_same_gradients(gradients(drafter), expected, 1e-4 if noisy else 2e-5)
 
 
 @each_case
@@ -275,7 +277,7 @@ def test_packed_documents_equal_the_slow_twin(name: str) -> None:
     columns = columns_of(batch.span, case.steps)
     trainee = trainee_of(case, drafter)
     laid_out = batch.lay_out(last).float()
-    teacher = teacher_of(target, laid_out, batch.ids, columns, drafter.vocab, trainee.wants_features)
+    teacher = teacher_of(target, laid_out, batch.ids, columns, drafter.vocab)
     sums = trainee(batch.lay_out(captured), batch.ids, columns, teacher, batch.documents)
     sums.loss.backward()
 
@@ -330,7 +332,8 @@ def test_nothing_leaks_from_one_document_into_another(name: str) -> None:
     captured, _ = states_of(drafter, batch.ids)
     _, start, tokens = batch.places[1]
     mine = slice(start, start + tokens)
-    first, end = columns.of_each(Documents(batch.position, batch.places))[1]
+    runs = [run for run in columns.runs(batch.documents) if (run.row, run.start) == (0, start)]
+    first, end = runs[0].first, runs[-1].end
 
     def outputs(captured: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         found = unroll(drafter, captured, ids, columns, steps, documents=batch.documents)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from draftsmith.models.alignment import Columns
+from draftsmith.models.alignment import Columns, Run
 from draftsmith.models.costs import Meter
 from draftsmith.models.drafters import build_drafter
 from draftsmith.models.families import scaled_logits
@@ -23,12 +23,11 @@ from draftsmith.models.feature_drafter import DrafterConfig, FrozenHead
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TrainSection
+from draftsmith.train.attention_kernels import FLASH_CPU
 from draftsmith.train.noise import add_noise
 from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 
-SCORES = "attention scores of the unroll steps, [columns, tokens]"
-TARGET_LOGITS = "the teacher's logits over the target's vocabulary"
-DRAFT_LOGITS = "logits over the draft vocabulary of the unroll steps"
+LOGITS = "logits of a chunk of columns, the teacher's and the unroll steps'"
 WEIGHT_SHAPED = "gradients and casts of the drafter's weights"
 LAYER = "states, and the drafter's layer in the unroll steps"
 
@@ -68,26 +67,25 @@ def unroll_cost(
         trainee = TrainingTimeTest.of(build_drafter(shape, vocab, embedding, frozen), settings)
         target: Any = SimpleNamespace(head=head, config=target_config)
         target.logits = partial(Target.logits, target)
+        trainee.kernel = FLASH_CPU  # fake tensors have no numbers to try a kernel on
         ids = torch.zeros(rows, tokens, dtype=torch.long)
-        index = torch.arange(columns).expand(rows, columns).contiguous()
-        counted = Columns(index, torch.full((rows, columns), settings.ttt_steps))
+        first = max(0, tokens - columns - 2)  # one span, at the end of each row
+        index = torch.arange(first, first + columns).expand(rows, columns).contiguous()
+        runs = tuple(Run(row, 0, columns, 0, first) for row in range(rows))
+        counted = Columns(index, torch.full((rows, columns), settings.ttt_steps), runs)
         weights = {tuple(p.shape) for p in trainee.parameters()} | {tuple(p.shape[::-1]) for p in trainee.parameters()}
 
         def kind(tensor: torch.Tensor) -> str:
             sizes = tuple(tensor.shape)
             if sizes in weights:
                 return WEIGHT_SHAPED
-            if len(sizes) > 3 and tokens <= sizes[-1] <= tokens + settings.ttt_steps and sizes[-2] == columns:
-                return SCORES
-            if sizes[-1:] == (shape.draft_vocab_size,):
-                return DRAFT_LOGITS
-            return TARGET_LOGITS if sizes[-1:] == (shape.vocab_size,) else LAYER
+            return LOGITS if sizes[-1:] in ((shape.draft_vocab_size,), (shape.vocab_size,)) else LAYER
 
         def micro_batch() -> torch.Tensor:
             """As `Loop._forward`: what the target leaves dies when the unroll no longer needs it."""
             captured = torch.empty(rows, tokens, shape.hidden_size * len(shape.capture_layers), dtype=target_dtype)
             last = torch.empty(rows, tokens, shape.hidden_size, dtype=target_dtype)
-            teacher = teacher_of(target, last, ids, counted, vocab, trainee.wants_features)
+            teacher = teacher_of(target, last, ids, counted, vocab)
             if settings.feature_noise:
                 captured = add_noise(captured, settings.feature_noise, [tokens] * rows, [""] * rows)
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):

@@ -134,7 +134,7 @@ class Loop:
         self.rows, self.validation_rows = rows, validation_rows
         self.checkpoints, self.metrics, self.identity = checkpoints, MetricsLog(metrics_path), identity
         self.vocab = trainee.drafter.vocab
-        self.unroll_steps, self.wants_features = trainee.steps, trainee.wants_features
+        self.unroll_steps = trainee.steps
         self.states = OnlineStates(target) if states is None else states
         order = BatchOrder([len(row.input_ids) for row in rows], settings.batch_size, settings.seed)
         self.order = self.states.ordered(order, accelerator.num_processes, settings.gradient_accumulation_steps)
@@ -324,7 +324,7 @@ class Loop:
         with self.engine.autocast(), reading, record_function("target"):
             captured, last = self.states.of(batch)
         with record_function("teacher"):
-            teacher = teacher_of(self.target, last, batch.ids, columns, self.vocab, self.wants_features)
+            teacher = teacher_of(self.target, last, batch.ids, columns, self.vocab)
         if draws is not None and self.settings.feature_noise:
             captured = add_noise(captured, self.settings.feature_noise, batch.lengths, draws, batch.documents)
         with record_function("unroll and loss"):

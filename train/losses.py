@@ -1,33 +1,166 @@
-"""Losses of drafters. Sums over columns, never means: the loop divides once, by the counted columns of the global
-batch.
+"""Losses of drafters on logits, each with its gradient written out. Sums over columns, never means: the loop divides
+once, by the counted columns of the global batch.
 
-Shapes: N columns, Vd draft vocabulary, H hidden size.
+q = softmax(z) is the drafter's distribution and p the target's, over the draft vocabulary; both sum to 1 there (what
+the target gives to other tokens is left out of p, see `train.unroll.TrainingTimeTest`). alpha = sum_v min(p_v, q_v) is
+the probability that speculative sampling accepts a token drawn from q (arXiv 2211.17192, section 3.3).
+
+    name             value                                gradient in z
+    soft_ce          -sum p log q                         q - p                          EAGLE-3
+    forward_kl       sum p log(p / q)                     q - p
+    hard_ce          -log q[argmax p]                     q - onehot
+    reverse_kl       sum q log(q / p)                     q (log(q / p) - reverse_kl)
+    total_variation  1 - alpha                            q (g - sum q g),  g = -1 where q < p, else 0
+    log_acceptance   -log alpha                           that of total_variation / alpha    arXiv 2602.23881
+    hybrid           lambda forward_kl                    the same mixture, lambda held fixed: exp(-3 alpha)
+                     + (1 - lambda) total_variation                                          arXiv 2602.23881
+
+Beside one of them: top-k cross-entropy (HASS), the rank loss (ViSpec), and feature regression (EAGLE-1).
+
+Shapes: N columns, V draft vocabulary, H hidden size.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.nn import functional
 
+from draftsmith.recipes.schema import TrainSection
 
-def soft_cross_entropy(logits_NV: torch.Tensor, teacher_NV: torch.Tensor, counted_N: torch.Tensor) -> torch.Tensor:
-    """Sum over counted columns of -sum_v p_v log q_v, q = softmax(logits), in float32 (EAGLE-3; gradient q - p).
+TokenObjective = Literal[
+    "soft_ce", "forward_kl", "hard_ce", "reverse_kl", "total_variation", "log_acceptance", "hybrid"
+]
+HYBRID_DECAY = 3.0  # eta of lambda = exp(-eta alpha), as published
+LEAST_ACCEPTANCE = 1e-6  # alpha from below, in a logarithm and a denominator
 
-    `teacher_NV` is p over the draft vocabulary and sums to 1. Columns not counted contribute exactly zero.
+
+@dataclass(frozen=True)
+class LossWeights:
+    """What is summed for each trained column. The defaults are EAGLE-3's.
+
+    Attributes:
+        token: of `objective`; top_k: of the cross-entropy over the teacher's `top_k_tokens` likeliest tokens alone.
+        rank: of the rank loss over the teacher's `rank_tokens` likeliest tokens.
+        feature: of the distance between output and target feature, for drafters whose outputs are features.
     """
-    log_q = functional.log_softmax(logits_NV.float(), dim=-1)
-    per_column = -(teacher_NV * log_q).sum(-1)
-    return torch.where(counted_N, per_column, 0.0).sum()
+
+    token: float = 1.0
+    feature: float = 0.0
+    top_k: float = 0.0
+    top_k_tokens: int = 10
+    objective: TokenObjective = "soft_ce"
+    rank: float = 0.0
+    rank_tokens: int = 10
+
+    @classmethod
+    def of(cls, settings: TrainSection) -> "LossWeights":
+        return cls(
+            settings.token_loss,
+            settings.feature_loss,
+            settings.top_k_loss,
+            settings.top_k_tokens,
+            settings.token_objective,
+            settings.rank_loss,
+            settings.rank_tokens,
+        )
 
 
-def top_k_cross_entropy(
-    logits_NV: torch.Tensor, teacher_NV: torch.Tensor, counted_N: torch.Tensor, k: int
-) -> torch.Tensor:
-    """Sum over counted columns of -sum over the teacher's k likeliest tokens of p_v log q_v, in float32 (HASS, arXiv
-    2408.15766, section 3.1). p is not renormalised; q is over all tokens. Gradient: (sum of these p) q - (these p).
+class Lesson:
+    """What one chunk of teacher columns teaches, made once for all students that are compared with it.
+
+    Args:
+        p_NV: the target's distribution over the draft vocabulary, float32 or better.
     """
-    log_q = functional.log_softmax(logits_NV.float(), dim=-1)
-    p_Nk, tokens_Nk = teacher_NV.topk(min(k, teacher_NV.shape[-1]), dim=-1)
-    per_column = -(p_Nk * log_q.gather(-1, tokens_Nk)).sum(-1)
-    return torch.where(counted_N, per_column, 0.0).sum()
+
+    def __init__(self, weights: LossWeights, p_NV: torch.Tensor):
+        self.weights, self.p = weights, p_NV
+        # All cross-entropies are one, with weights t_v that need not sum to 1: value -sum t log q, gradient
+        # (sum t) q - t.
+        self.t: torch.Tensor | None = None
+        self.constant = p_NV.new_zeros(p_NV.shape[:1])  # [N] what the loss has beside them
+        if weights.token and weights.objective in ("soft_ce", "forward_kl"):
+            self._teach(p_NV * weights.token if weights.token != 1 else p_NV)
+            if weights.objective == "forward_kl":
+                self.constant = -weights.token * torch.special.entr(p_NV).sum(-1)
+        if weights.token and weights.objective == "hard_ce":
+            best = p_NV.argmax(-1, keepdim=True)
+            self._teach(torch.zeros_like(p_NV).scatter_(-1, best, weights.token))
+        if weights.top_k:
+            p_Nk, tokens_Nk = p_NV.topk(min(weights.top_k_tokens, p_NV.shape[-1]), dim=-1)
+            self._teach(torch.zeros_like(p_NV).scatter_(-1, tokens_Nk, weights.top_k * p_Nk))
+        # [N] sum of t; None: it is 1, as p's is.
+        self.mass = None if self.t is None or self.t is p_NV else self.t.sum(-1, keepdim=True)
+        self.ranked: torch.Tensor | None = None
+        if weights.rank:
+            self.ranked = p_NV.topk(min(weights.rank_tokens, p_NV.shape[-1]), dim=-1).indices  # [N, k]
+        self.is_on_acceptance = bool(weights.token) and weights.objective not in ("soft_ce", "forward_kl", "hard_ce")
+
+    def _teach(self, t_NV: torch.Tensor) -> None:
+        self.t = t_NV if self.t is None else self.t + t_NV
+
+    def learn(self, logits_MV: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """The losses [M] of a student of the columns first, first + 1, ..., M of them. Their gradient takes the place
+        of the logits, which are lost.
+        """
+        columns = slice(first, first + len(logits_MV))
+        z = logits_MV
+        z -= z.logsumexp(-1, keepdim=True)  # log q
+        value, beside = self.constant[columns], None
+        if self.ranked is not None:
+            of_rank, beside = rank_loss(z.gather(-1, self.ranked[columns]))
+            value = value + self.weights.rank * of_rank
+        if self.t is not None:
+            value = value - torch.linalg.vecdot(self.t[columns], z)
+        if self.is_on_acceptance:
+            of_objective, gradient = _on_both(self.weights.objective, z, self.p[columns])
+            value = value + self.weights.token * of_objective
+            z.zero_() if self.t is None else self._cross_entropies(z, columns)
+            z.add_(gradient, alpha=self.weights.token)
+        elif self.t is not None:
+            self._cross_entropies(z, columns)
+        else:
+            z.zero_()
+        if self.ranked is not None and beside is not None:
+            z.scatter_add_(-1, self.ranked[columns], self.weights.rank * beside)
+        return value
+
+    def _cross_entropies(self, log_q: torch.Tensor, columns: slice) -> None:
+        """Their gradient in the place of log q."""
+        log_q.exp_()
+        if self.mass is not None:
+            log_q *= self.mass[columns]
+        log_q -= self.t[columns]  # type: ignore[index]
+
+
+def _on_both(objective: TokenObjective, log_q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value [N] and gradient [N, V] of an objective that is no cross-entropy."""
+    q = log_q.exp()
+    if objective == "reverse_kl":
+        ratio = log_q - p.clamp(min=torch.finfo(p.dtype).tiny).log()
+        value = torch.linalg.vecdot(q, ratio)
+        return value, q * (ratio - value[:, None])
+    alpha = torch.minimum(p, q).sum(-1)
+    falls_short = q < p
+    gradient = q * (torch.linalg.vecdot(q, falls_short.to(q.dtype))[:, None] - falls_short.to(q.dtype))
+    if objective == "total_variation":
+        return 1 - alpha, gradient
+    if objective == "log_acceptance":
+        alpha = alpha.clamp(min=LEAST_ACCEPTANCE)
+        return -alpha.log(), gradient / alpha[:, None]
+    share = torch.exp(-HYBRID_DECAY * alpha)
+    value = share * (-torch.linalg.vecdot(p, log_q) - torch.special.entr(p).sum(-1)) + (1 - share) * (1 - alpha)
+    return value, share[:, None] * (q - p) + (1 - share)[:, None] * gradient
+
+
+def rank_loss(scores_Nk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Plackett-Luce likelihood of the teacher's order: (-sum_i (s_i - log sum_{j >= i} exp s_j) [N], its gradient
+    [N, k]), s the student's logits of the teacher's likeliest tokens, the likeliest first (ViSpec).
+    """
+    tails = scores_Nk.flip(-1).logcumsumexp(-1).flip(-1)  # log sum_{j >= i} exp s_j
+    # Token j is in the tails of all i <= j.
+    shares = (scores_Nk[:, None, :] - tails[:, :, None]).exp().triu()  # [N, i, j]
+    return (tails - scores_Nk).sum(-1), shares.sum(1) - 1
 
 
 def feature_regression(outputs_NH: torch.Tensor, features_NH: torch.Tensor, counted_N: torch.Tensor) -> torch.Tensor:

@@ -40,10 +40,8 @@ from draftsmith.recipes.prompts import Rejects, read_conversations
 from draftsmith.recipes.schema import CHAINS, Recipe, TrainSection
 from draftsmith.train.batches import BatchOrder
 from draftsmith.train.dry_run import (
-    DRAFT_LOGITS,
     LAYER,
-    SCORES,
-    TARGET_LOGITS,
+    LOGITS,
     WEIGHT_SHAPED,
     UnrollCost,
     unroll_cost,
@@ -69,11 +67,9 @@ REPLAY = "replaying validation answers"
 PROCESS = "Python and libraries, or CUDA"
 
 HOW_TO_LOWER = {
-    SCORES: "train.batch_size (and accumulate), data.max_length, train.gradient_checkpointing=true, train.ttt_steps",
-    TARGET_LOGITS: "train.batch_size (and accumulate), data.max_length",
-    DRAFT_LOGITS: "train.batch_size (and accumulate), data.max_length, drafter.vocab_size, train.ttt_steps",
+    LOGITS: "drafter.vocab_size",
     WEIGHT_SHAPED: "drafter.intermediate_size, drafter.vocab_size",
-    LAYER: "train.gradient_checkpointing=true, train.batch_size (and accumulate), data.max_length",
+    LAYER: "train.gradient_checkpointing=true, train.batch_size (and accumulate), data.max_length, train.ttt_steps",
     TARGET_WEIGHTS: "target.dtype=bfloat16, train.shard_target (more processes), a quantised checkpoint, data.states",
     TARGET_PASS: "train.batch_size (and accumulate), data.max_length",
     UPDATE: "drafter.intermediate_size, drafter.vocab_size",

@@ -70,7 +70,7 @@ class StepFlops:
             keys=[((position + 1 + step) * c).sum().float() for step, c in enumerate(counted)],
         )
 
-    def of_counts(self, tokens: int, causal_keys: int, pairs: Sequence[Any], keys: Sequence[Any]) -> Any:
+    def of_counts(self, tokens: int, causal_keys: Any, pairs: Sequence[Any], keys: Sequence[Any]) -> Any:
         """
         Args:
             causal_keys: over all tokens, the tokens of its document up to and with each.

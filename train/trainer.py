@@ -66,7 +66,7 @@ from draftsmith.train.step_flops import StepFlops
 from draftsmith.train.step_profile import StepProfile
 from draftsmith.train.stored_states import StoredStates, store_of, words_of_store
 from draftsmith.train.trackers import Trackers, check_trackers
-from draftsmith.train.unroll import TrainingTimeTest
+from draftsmith.train.unroll import TrainingTimeTest, kernel_of
 from draftsmith.train.validation_replay import ValidationReplay, check_replay
 
 
@@ -163,9 +163,12 @@ def main(doc: str | None, kind: str) -> None:
         profile=profile,
     )
     trainable = sum(p.numel() for p in drafter.parameters())
+    products = torch.bfloat16 if precision(recipe.train) == "bf16" else drafter.dtype
+    kernel = trainee.kernel or kernel_of(shape, accelerator.device, products)
     accelerator.print(
         f"{trainable / 1e6:.2f} M trainable parameters, draft vocabulary {drafter.vocab.size} of {target.vocab_size}, "
-        f"target states {list(target.capture_layers)}, {len(rows)} rows, {len(validation_rows)} kept for validation\n"
+        f"target states {list(target.capture_layers)}, {len(rows)} rows, {len(validation_rows)} kept for validation, "
+        f"attention by {kernel.name}\n"
         f"{efficiency(loop.order, rows, recipe.train.packing).in_words()} "
         f"({'packed' if recipe.train.packing else 'padded'} micro-batches, first epoch)"
     )

@@ -1,0 +1,267 @@
+"""One training step of EAGLE-3 on synthetic states: speed and memory, beside speculators in the same run.
+
+    python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048
+    python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048 --peer .venv-peer/bin/python
+    make bench    # the shapes of SHAPES, beside speculators in .venv-peer
+
+A step is the teacher's head, forward, K unroll steps, backward, clipping and AdamW. Each side runs in processes of its
+own, in turn; medians over all steps of `--rounds` rounds. Memory is the most that a process held during its steps, less
+what it held when model, optimiser (its moments included) and inputs were there. Supervised tokens lie in `--spans`
+spans spread over each document.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+HERE = Path(__file__).parent
+LARGE = "--hidden 512 --vocab 16384 --seq 2048"
+SHAPES = {  # of --shapes
+    "hidden 256, vocab 4096, T 512, all supervised": "--hidden 256 --vocab 4096 --seq 512",
+    "hidden 512, vocab 16384, T 2048, all supervised": LARGE,
+    "the same, 4 spans, 50 %": f"{LARGE} --spans 4 --supervised 0.5",
+    "the same, 4 spans, 20 %": f"{LARGE} --spans 4 --supervised 0.2",
+    "the same, 8 documents, 2 spans each, 50 %": f"{LARGE} --docs 8 --spans 2 --supervised 0.5",
+}
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--intermediate", type=int, help="default: 2.75 times hidden")
+    parser.add_argument("--heads", type=int, help="default: one for 64 of hidden")
+    parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
+    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--draft-vocab", type=int, help="default: the whole vocabulary")
+    parser.add_argument("--seq", type=int, default=512, help="tokens of the row, all documents together")
+    parser.add_argument("--docs", type=int, default=1, help="uneven documents in the row")
+    parser.add_argument("--spans", type=int, default=1, help="supervised spans of each document")
+    parser.add_argument("--supervised", type=float, default=1.0, help="share of the tokens")
+    parser.add_argument("--ttt", type=int, default=7)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--freeze-head", action="store_true")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peer", help="the python of an environment with speculators")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--shapes", action="store_true", help="all of SHAPES, one after another")
+    parser.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)
+    return parser
+
+
+def layout(wanted: argparse.Namespace) -> tuple[list[int], list[tuple[int, int]]]:
+    """(lengths of the documents, supervised (first, end) along the row)."""
+    shares = [2 + i % 3 for i in range(wanted.docs)]
+    lengths = [wanted.seq * share // sum(shares) for share in shares]
+    lengths[-1] += wanted.seq - sum(lengths)
+    spans, start = [], 0
+    for length in lengths:
+        piece = length / wanted.spans
+        for i in range(wanted.spans):
+            end = start + round(piece * (i + 1))
+            first = max(end - round(piece * wanted.supervised), start + 1)
+            spans.append((first, end))
+        start += length
+    return lengths, spans
+
+
+class Memory:
+    """The most that is held, above a level."""
+
+    def __init__(self, device: str):
+        self.device = device
+
+    def begin(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self.level = torch.cuda.memory_allocated()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+            self.level = _status("VmRSS")
+
+    def over_mib(self) -> float:
+        peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else _status("VmHWM")
+        return (peak - self.level) / 2**20
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def measured(wanted: argparse.Namespace, step: Any) -> dict[str, Any]:
+    """Seconds and processor seconds of each step, and the memory of all."""
+    memory = Memory(wanted.device)
+    memory.begin()
+    seconds, cpu = [], []
+    for repeat in range(wanted.warmup + wanted.steps):
+        began, cpu_began = time.perf_counter(), time.process_time()
+        loss = step()
+        if wanted.device == "cuda":
+            torch.cuda.synchronize()
+        if repeat >= wanted.warmup:
+            seconds.append(time.perf_counter() - began)
+            cpu.append(time.process_time() - cpu_began)
+    return {"seconds": seconds, "cpu": cpu, "peak_over_mib": memory.over_mib(), "loss": float(loss)}
+
+
+def optimiser_of(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    """With its moments."""
+    optimiser = torch.optim.AdamW(parameters, lr=0.0)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.step()
+    optimiser.zero_grad(set_to_none=True)
+    for group in optimiser.param_groups:
+        group["lr"] = 1e-4
+    return optimiser
+
+
+def ours(wanted: argparse.Namespace) -> dict[str, Any]:
+    from draftsmith.models.alignment import Documents, columns_of
+    from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+    from draftsmith.models.vocab import DraftVocab
+    from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+
+    lengths, spans = layout(wanted)
+    config = Eagle3Config(
+        hidden_size=wanted.hidden,
+        intermediate_size=wanted.intermediate,
+        num_attention_heads=wanted.heads,
+        num_key_value_heads=wanted.kv_heads,
+        head_dim=wanted.hidden // wanted.heads,
+        vocab_size=wanted.vocab,
+        draft_vocab_size=wanted.draft_vocab,
+        capture_layers=(2, 4, 6),
+        rms_norm_eps=1e-6,
+        max_position_embeddings=wanted.seq,
+    )
+    device, dtype = wanted.device, getattr(torch, wanted.dtype)
+    vocab = DraftVocab(torch.arange(wanted.draft_vocab), wanted.vocab)
+    drafter = Eagle3Drafter(config, vocab, torch.randn(wanted.vocab, wanted.hidden)).to(device)
+    drafter.lm_head.weight.requires_grad_(not wanted.freeze_head)
+    trainee = TrainingTimeTest(drafter, wanted.ttt, 0.8)
+    trainee.bf16 = dtype == torch.bfloat16
+    head = nn.Linear(wanted.hidden, wanted.vocab, bias=False).to(device, dtype)
+    target: Any = SimpleNamespace(logits=lambda last: head(last.to(dtype)).float())
+    captured = torch.randn(1, wanted.seq, 3 * wanted.hidden, device=device, dtype=dtype)
+    last = torch.randn(1, wanted.seq, wanted.hidden, device=device, dtype=dtype)
+    ids = torch.randint(0, wanted.draft_vocab, (1, wanted.seq), device=device)
+    span = torch.zeros(1, wanted.seq, dtype=torch.long)
+    for number, (first, end) in enumerate(spans, start=1):
+        span[0, first:end] = number
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    position = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    places = tuple((0, start, length) for start, length in zip(starts, lengths, strict=True))
+    documents = Documents(position, places) if wanted.docs > 1 else None
+    parameters = [p for p in trainee.parameters() if p.requires_grad]
+    optimiser = optimiser_of(parameters)
+
+    def step() -> float:
+        columns = columns_of(span, wanted.ttt)
+        if device != "cpu":
+            columns = type(columns)(columns.index.to(device), columns.depth.to(device))
+        teacher = teacher_of(target, last, ids, columns, drafter.vocab)
+        sums = trainee(captured, ids, columns, teacher, documents)
+        (sums.loss / sums.columns).backward()
+        nn.utils.clip_grad_norm_(parameters, 0.5)
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+        return sums.loss.detach() / sums.columns
+
+    return measured(wanted, step)
+
+
+def completed(wanted: argparse.Namespace) -> argparse.Namespace:
+    wanted.heads = wanted.heads or wanted.hidden // 64
+    wanted.kv_heads = wanted.kv_heads or wanted.heads
+    wanted.intermediate = wanted.intermediate or int(wanted.hidden * 2.75)
+    wanted.draft_vocab = wanted.draft_vocab or wanted.vocab
+    return wanted
+
+
+def run_side(side: str, python: str, given: list[str]) -> dict[str, Any]:
+    """One process."""
+    done = subprocess.run(
+        [python, str(HERE / "train_step.py"), *given, "--side", side],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compared(given: list[str]) -> dict[str, Any]:
+    """All rounds of one shape, printed."""
+    wanted = completed(arguments().parse_args(given))
+    sides = {"ours": sys.executable} | ({"peer": wanted.peer} if wanted.peer else {})
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for _ in range(wanted.rounds):
+        for side, python in sides.items():
+            found[side].append(run_side(side, python, given))
+    results: dict[str, Any] = {"arguments": given}
+    for side, runs in found.items():
+        seconds = statistics.median(s for run in runs for s in run["seconds"])
+        results[side] = {
+            "tokens_per_second": wanted.seq / seconds,
+            "cpu_ms_per_step": 1000 * statistics.median(s for run in runs for s in run["cpu"]),
+            "peak_over_mib": statistics.median(run["peak_over_mib"] for run in runs),
+        }
+        print(
+            f"{side:5}  {results[side]['tokens_per_second']:>9,.0f} tokens/s  "
+            f"{results[side]['cpu_ms_per_step']:>9,.0f} CPU-ms/step  {results[side]['peak_over_mib']:>7,.0f} MiB"
+        )
+    if "peer" in results:
+        mine, other = results["ours"], results["peer"]
+        print(
+            f"ours : peer  throughput {mine['tokens_per_second'] / other['tokens_per_second']:.2f}, "
+            f"memory {mine['peak_over_mib'] / other['peak_over_mib']:.2f}",
+            flush=True,
+        )
+    return results
+
+
+def main() -> None:
+    wanted = completed(arguments().parse_args())
+    if wanted.side:
+        torch.set_num_threads(wanted.threads)
+        torch.manual_seed(0)
+        if wanted.side == "peer":
+            from train_step_peer import peer
+
+            print(json.dumps(peer(wanted)))
+        else:
+            print(json.dumps(ours(wanted)))
+        return
+    given = [argument for argument in sys.argv[1:] if argument != "--shapes"]
+    results: Any
+    if wanted.shapes:
+        results = {}
+        for name, shape in SHAPES.items():
+            print(f"\n{name}", flush=True)
+            results[name] = compared([*shape.split(), *given])
+    else:
+        results = compared(given)
+    if wanted.json:
+        wanted.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

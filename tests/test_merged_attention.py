@@ -1,0 +1,147 @@
+"""The unroll's attention against its definition, by every kernel; and which kernel is taken."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from draftsmith.models.alignment import Columns, Documents, Run, columns_of
+from draftsmith.train import attention_kernels
+from draftsmith.train.attention_kernels import BLOCKS, FLASH_CPU, Kernel, is_right, kernel_for
+from draftsmith.train.merged_attention import merged_attention, runs_of_documents
+
+CPU = torch.device("cpu")
+KERNELS = [BLOCKS, FLASH_CPU]
+HEADS, SIZE = 4, 8
+# Two rows: three documents and padding; one document. Spans of several lengths, one of a single counted column.
+PLACES = ((0, 0, 9), (0, 9, 4), (0, 13, 6), (1, 0, 20))
+SPANS = [[0, 0, 1, 1, 0, 0, 2, 2, 2, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0, 0], [0, *[1] * 9, 0, 0, *[2] * 8, 0]]
+
+
+def documents() -> Documents:
+    position = torch.zeros(2, 21, dtype=torch.long)
+    for row, start, length in PLACES:
+        position[row, start : start + length] = torch.arange(length)
+    return Documents(position, PLACES)
+
+
+def by_definition(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
+    columns: Columns,
+    start_of: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """Query by query: a softmax over the keys of its document up to its column, and its own."""
+    shared = query.shape[1] // keys.shape[1]
+    out = torch.zeros_like(query)
+    for b, c in (columns.depth > 0).nonzero().tolist():
+        t = int(columns.index[b, c])
+        seen = range(start_of[b][t], t + 1)
+        for head in range(query.shape[1]):
+            g = head // shared
+            looked_at = [keys[b, g, j] for j in seen] + [each[b, g, c] for each in own_keys]
+            taken = [values[b, g, j] for j in seen] + [each[b, g, c] for each in own_values]
+            scores = torch.stack([query[b, head, c] @ key for key in looked_at]) * SIZE**-0.5
+            out[b, head, c] = torch.softmax(scores, 0) @ torch.stack(taken)
+    return out
+
+
+def close(mine: torch.Tensor, its: torch.Tensor, columns: Columns | None = None) -> None:
+    if columns is not None:
+        mine, its = (each.transpose(1, 2)[columns.depth > 0] for each in (mine, its))
+    torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("elements", [1, 1 << 21], ids=["small blocks", "large blocks"])
+def test_merged_attention_equals_its_definition_in_value_and_gradient(
+    kernel: Kernel, groups: int, steps: int, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_kernels, "ELEMENTS", elements)
+    monkeypatch.setattr(attention_kernels, "LEAST_ROWS", 2)
+    columns, laid_out = columns_of(torch.tensor(SPANS), 4), documents()
+    runs = columns.runs(laid_out)
+    assert sorted(run.end - run.first for run in runs) == [1, 2, 2, 4, 7, 8]
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, width: int) -> torch.Tensor:
+        return torch.randn(2, heads, width, SIZE, generator=generator, dtype=torch.float64).requires_grad_()
+
+    width = columns.index.shape[1]
+    leaves = [draw(HEADS, width), draw(groups, 21), draw(groups, 21), *(draw(groups, width) for _ in range(2 * steps))]
+    query, keys, values, *own = leaves
+    own_keys, own_values = own[:steps], own[steps:]
+    out = merged_attention(query, keys, values, own_keys, own_values, runs, kernel)
+    start_of = laid_out.first().tolist()
+    expected = by_definition(query, keys, values, own_keys, own_values, columns, start_of)
+    close(out, expected, columns)
+    towards = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    towards = towards * (columns.depth > 0)[:, None, :, None]  # what does not count is asked nothing
+    found = torch.autograd.grad(out, leaves, towards)
+    for mine, its in zip(found, torch.autograd.grad(expected, leaves, towards), strict=True):
+        close(mine, its)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_where_every_token_asks(kernel: Kernel) -> None:
+    """The lower ones of several layers: documents are runs, padding asks nothing."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, h, 21, SIZE, generator=generator, dtype=torch.float64) for h in (4, 2, 2))
+    laid_out = documents()
+    every = Columns(torch.arange(21).expand(2, -1), torch.ones(2, 21, dtype=torch.long))
+    every.depth[0, 19:] = every.depth[1, 20:] = 0
+    out = merged_attention(query, keys, values, [], [], runs_of_documents(laid_out, 2, 21), kernel)
+    close(out, by_definition(query, keys, values, [], [], every, laid_out.first().tolist()))
+    alone = merged_attention(query, keys, values, [], [], runs_of_documents(None, 2, 21), kernel)
+    one = Columns(every.index, torch.ones_like(every.depth))
+    close(alone, by_definition(query, keys, values, [], [], one, [[0] * 21] * 2))
+
+
+def test_runs_of_touching_columns() -> None:
+    """Where no document is named, a row is one."""
+    columns = Columns(torch.tensor([[2, 3, 7, 0], [0, 1, 2, 3]]), torch.tensor([[1, 2, 1, 0], [1, 1, 1, 1]]))
+    expected = [Run(0, 0, 2, 0, 2), Run(0, 2, 3, 0, 7), Run(1, 0, 4, 0, 0)]
+    assert columns.runs(None) == expected
+    assert Columns(columns.index[:, :0], columns.depth[:, :0]).runs(None) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_fused_kernel_of_this_device_is_right(dtype: torch.dtype) -> None:
+    assert is_right(FLASH_CPU, CPU, dtype, heads=4, groups=2, size=64)
+    assert kernel_for(CPU, dtype, 4, 2, 64) is FLASH_CPU
+
+
+def test_a_kernel_that_is_missing_or_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise AttributeError("no such operator")
+
+    def off_by_one(query, keys, values, causal):
+        return BLOCKS.forward(query, keys.roll(1, 2), values, causal)
+
+    def forgets_what_was_merged(grad, query, keys, values, out, lse, causal):
+        return BLOCKS.backward(grad, query, keys, values, out, BLOCKS.forward(query, keys, values, causal)[1], causal)
+
+    wrong = [
+        Kernel("missing", missing, missing),  # type: ignore[arg-type]
+        Kernel("wrong forward", off_by_one, BLOCKS.backward),
+        Kernel("wrong backward", BLOCKS.forward, forgets_what_was_merged),
+    ]
+    for kernel in wrong:
+        assert not is_right(kernel, CPU, torch.float32, 4, 2, 16)
+        monkeypatch.setattr(attention_kernels, "FLASH_CPU", kernel)
+        kernel_for.cache_clear()
+        assert kernel_for(CPU, torch.float32, 4, 2, 16) is BLOCKS
+    kernel_for.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_fused_kernel_of_a_gpu_is_right(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    assert is_right(attention_kernels.FLASH_CUDA, device, dtype, heads=32, groups=8, size=128)

@@ -1,0 +1,200 @@
+"""Who computes attention over a block of keys: a fused kernel of the device, or plain products, block by block.
+
+A kernel gives its output with the log-sum-exp of its scores, and for the backward pass takes both from the caller, who
+may have merged them with other keys' (`train.merged_attention`). Fused ones are PyTorch's own operators, which nobody
+promises to keep: each is tried on a few numbers before it is used, and where it is missing or wrong, plain blocks are.
+
+Shapes: A query heads, G key/value heads, R = A/G, D head dimension, n queries, m keys. Scores are scaled by D^-1/2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, bool],
+    tuple[torch.Tensor, torch.Tensor],
+]
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Backward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], Gradients
+]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """
+    Attributes:
+        forward: (query [1, A, n, D], keys [1, G, m, D], values, causal) to (output [1, A, n, D], log-sum-exp
+            [1, A, n] in float32 or better). Causal: n = m, and query i sees the keys 0..i.
+        backward: (gradient of the output, query, keys, values, output, log-sum-exp, causal) to the gradients of query,
+            keys and values.
+    """
+
+    name: str
+    forward: Forward
+    backward: Backward
+
+
+# Plain products.
+
+ELEMENTS = 1 << 21  # scores of one block
+LEAST_ROWS = 16
+
+
+def _blocks(query: torch.Tensor, keys: torch.Tensor, causal: bool):
+    """(first, end, keys that are seen by any of them, mask) of blocks of queries."""
+    _, heads, count, _ = query.shape
+    size = max(LEAST_ROWS, ELEMENTS // max(1, heads * keys.shape[2]))
+    for first in range(0, count, size):
+        end = min(first + size, count)
+        seen = end if causal else keys.shape[2]
+        mask = None
+        if causal:
+            place = torch.arange(seen, device=query.device)
+            mask = place > place[first:end, None]  # [block, seen], true: not seen
+        yield first, end, seen, mask
+
+
+def _scores(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """[G, R * n, m] of query [G, R * n, D]: heads of a group are rows of one product, so that no key is copied."""
+    scores = (query @ keys.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32))
+    scores *= query.shape[-1] ** -0.5
+    if mask is not None:
+        scores.unflatten(1, (-1, len(mask))).masked_fill_(mask, float("-inf"))
+    return scores
+
+
+def _blocks_forward(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, causal: bool):
+    _, heads, count, size = query.shape
+    groups = keys.shape[1]
+    out = query.new_empty(1, count, heads, size).transpose(1, 2)
+    lse = query.new_empty(1, heads, count, dtype=torch.promote_types(query.dtype, torch.float32))
+    for first, end, seen, mask in _blocks(query, keys, causal):
+        rows = query[0, :, first:end].reshape(groups, -1, size)
+        scores = _scores(rows, keys[0, :, :seen], mask)
+        normaliser = scores.logsumexp(-1, keepdim=True)
+        weights = scores.sub_(normaliser).exp_().to(values.dtype)
+        out[0, :, first:end] = (weights @ values[0, :, :seen]).view(heads, end - first, size)
+        lse[0, :, first:end] = normaliser.view(heads, end - first)
+    return out, lse
+
+
+def _blocks_backward(grad, query, keys, values, out, lse, causal):
+    _, heads, _, size = query.shape
+    groups = keys.shape[1]
+    of_query = torch.empty_like(query)
+    of_keys, of_values = torch.zeros_like(keys), torch.zeros_like(values)
+    mean = (grad * out).sum(-1, dtype=lse.dtype)  # [1, A, n]
+    for first, end, seen, mask in _blocks(query, keys, causal):
+
+        def rows(states: torch.Tensor, first: int = first, end: int = end) -> torch.Tensor:
+            return states[0, :, first:end].reshape(groups, -1, states.shape[-1])
+
+        q, d = rows(query), rows(grad)
+        weights = _scores(q, keys[0, :, :seen], mask).sub_(rows(lse[..., None])).exp_()  # [G, R * n, m]
+        of_values[0, :, :seen] += weights.to(values.dtype).transpose(-1, -2) @ d
+        of_scores = (d @ values[0, :, :seen].transpose(-1, -2)).to(weights.dtype)
+        of_scores = of_scores.sub_(rows(mean[..., None])).mul_(weights).mul_(size**-0.5).to(query.dtype)
+        of_query[0, :, first:end] = (of_scores @ keys[0, :, :seen]).view(heads, end - first, size)
+        of_keys[0, :, :seen] += of_scores.transpose(-1, -2) @ q
+    return of_query, of_keys, of_values
+
+
+BLOCKS = Kernel("plain blocks", _blocks_forward, _blocks_backward)
+
+
+# PyTorch's fused kernels.
+
+
+def _cpu_forward(query, keys, values, causal):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal)
+
+
+def _cpu_backward(grad, query, keys, values, out, lse, causal):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, keys, values, out, lse, 0.0, causal
+    )
+
+
+FLASH_CPU = Kernel("the CPU's flash kernel", _cpu_forward, _cpu_backward)
+
+
+def _forward_flops(query_shape: torch.Size, key_shape: torch.Size, *_: Any, **__: Any) -> int:
+    """Of two products of all queries with all keys, as torch's counter has it for other devices."""
+    return 4 * query_shape.numel() * key_shape[2]
+
+
+def _backward_flops(_: Any, query_shape: torch.Size, key_shape: torch.Size, *__: Any, **___: Any) -> int:
+    """Of five: the scores are made again."""
+    return 10 * query_shape.numel() * key_shape[2]
+
+
+if hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+    register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)(_forward_flops)
+    register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)(_backward_flops)
+
+
+def _for_each_head(states: torch.Tensor, heads: int) -> torch.Tensor:
+    """[1, G, m, D] as [1, A, m, D]."""
+    return states.repeat_interleave(heads // states.shape[1], dim=1)
+
+
+def _cuda_forward(query, keys, values, causal):
+    heads = query.shape[1]
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, _for_each_head(keys, heads), _for_each_head(values, heads), 0.0, causal
+    )
+    return out, lse
+
+
+def _cuda_backward(grad, query, keys, values, out, lse, causal):
+    heads, groups = query.shape[1], keys.shape[1]
+    unused = torch.empty(0, dtype=torch.long, device=query.device)  # documents of one length, no dropout
+    of_query, *of_both = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(grad, query, _for_each_head(keys, heads), _for_each_head(values, heads), out, lse.contiguous()),
+        *(unused, unused, query.shape[2], keys.shape[2], 0.0, causal, unused, unused),
+    )
+    of_keys, of_values = (each.unflatten(1, (groups, -1)).sum(2) for each in of_both)
+    return of_query, of_keys, of_values
+
+
+FLASH_CUDA = Kernel("the GPU's flash kernel", _cuda_forward, _cuda_backward)
+
+
+def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> bool:
+    """Whether the kernel runs here, and does what plain products do: on a few numbers of this precision and shape, with
+    and without a causal mask, also from a log-sum-exp that was merged.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, columns: int) -> torch.Tensor:
+        return torch.randn(1, heads, columns, size, generator=generator).to(device, dtype)
+
+    tolerance = 0.05 if dtype.itemsize < 4 else 1e-3
+
+    def compare(mine: Sequence[torch.Tensor], its: Sequence[torch.Tensor]) -> None:
+        torch.testing.assert_close(tuple(mine), tuple(its), rtol=tolerance, atol=tolerance)
+
+    try:
+        for causal in (True, False):
+            query, grad = draw(heads, 37), draw(heads, 37)
+            keys, values = (draw(groups, 37 if causal else 53) for _ in range(2))
+            (out, lse), (expected, its_lse) = (each.forward(query, keys, values, causal) for each in (kernel, BLOCKS))
+            compare((out, lse.float()), (expected, its_lse.float()))
+            given = grad, query, keys, values, expected, its_lse + 0.5, causal
+            compare(kernel.backward(*given), BLOCKS.backward(*given))
+    except (AssertionError, RuntimeError, TypeError, AttributeError, NotImplementedError, ValueError):
+        return False
+    return True
+
+
+@cache
+def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> Kernel:
+    """The fused one of the device, where it is right; else plain blocks."""
+    fused = FLASH_CPU if device.type == "cpu" else FLASH_CUDA if device.type == "cuda" else BLOCKS
+    return fused if fused is BLOCKS or is_right(fused, device, dtype, heads, groups, size) else BLOCKS

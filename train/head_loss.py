@@ -1,0 +1,176 @@
+"""Head, teacher and losses in one pass behind the unroll, chunk by chunk: no logits of a whole batch are ever alive.
+
+The K outputs of a column are students of K teachers, and the teacher of step k at column c is that of step 0 at column
+c + k (`models.alignment`). So a chunk of teacher columns is made once, all its students are compared with it, their
+gradients are taken on the spot, and the logits are dropped:
+
+    teacher column j        0  1  2 | 3  4  5 | 6 ...       chunks of three
+    student of step 0       0  1  2 | 3  4  5 | 6           column j
+            of step 1       -  0  1 | 2  3  4 | 5           column j - 1
+            of step 2       -  -  0 | 1  2  3 | 4           column j - 2
+
+What remains is the loss, gradients of what the head read [K, N, H], and of the head, if it is trained; the backward
+pass only multiplies them. So the head runs three products a column and step where it is trained, two where it is
+frozen, and none twice.
+
+Shapes: B rows, C counted columns, N = B * C one after another, n of a chunk, K steps, V target vocabulary, Vd draft
+vocabulary, H hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.train.losses import Lesson, LossWeights
+
+ELEMENTS = 1 << 23  # logits of one chunk's students: 32 MiB in float32
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's view of every column at step 0; step k of column c is column c + k here (`models.alignment`).
+
+    Attributes:
+        states: [B, C, H] the target's last state of the position that column's teacher is, behind its final norm.
+        logits: the target's head, states [..., H] to float32 logits [..., V].
+        label_drafted: [B, C] whether the data's token x[t+2] is in the draft vocabulary.
+    """
+
+    states: torch.Tensor
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    label_drafted: torch.Tensor
+
+    @torch.no_grad()
+    def of(self, states_NH: torch.Tensor, vocab: DraftVocab) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of some of the states: (the target's distribution restricted to the draft vocabulary and renormalised
+        [N, Vd], its likeliest token as a draft id, -1 where the draft vocabulary lacks it [N])."""
+        # The head stays in the target's own precision: it is the teacher.
+        with torch.autocast(states_NH.device.type, enabled=False):
+            logits_NV = self.logits(states_NH)
+        best = vocab.to_draft(logits_NV.argmax(-1))
+        if not vocab.is_full:
+            logits_NV = logits_NV[:, vocab.target_ids.to(logits_NV.device)]
+        return functional.softmax(logits_NV, dim=-1), best
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """The pass over one micro-batch.
+
+    Attributes:
+        reached: [K, B, C] the columns that a chain can reach at each step.
+        step_weights: [K, B, C], or what broadcasts to it: of each column's loss at each step.
+    """
+
+    teacher: Teacher
+    vocab: DraftVocab
+    reached: torch.Tensor
+    weights: LossWeights
+    step_weights: torch.Tensor
+
+    def __call__(
+        self,
+        read: Sequence[torch.Tensor],
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None = None,
+        scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(loss, with a gradient; correct [K]: of the reached columns, where drafter and target agree on the likeliest
+        token; trained [K, B, C]: the columns with a loss, whose likeliest token can be drafted).
+
+        Args:
+            read: K tensors [B, C, H] that the head reads, one a step.
+            scaled: what the head's family does to logits.
+        """
+        return _HeadLoss.apply(self, torch.is_grad_enabled(), scaled, weight_VH, bias_V, *read)  # type: ignore[return-value]
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, job: HeadLoss, differentiable: bool, scaled: Any, weight: torch.Tensor, bias: Any, *read: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        steps, device, shape = len(read), read[0].device, read[0].shape
+        columns = shape[0] * shape[1]
+        products = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+        head, head_bias = weight.to(products), None if bias is None else bias.to(products)
+        outputs = [each.flatten(0, 1) for each in read]  # [N, H] each
+        states = job.teacher.states.flatten(0, 1)
+        reached = job.reached.flatten(1)
+        step_weights = job.step_weights.expand(job.reached.shape).flatten(1)
+        of_weight = torch.zeros_like(weight) if differentiable and weight.requires_grad else None
+        of_read = [torch.zeros_like(each) for each in outputs] if differentiable else []
+        loss = torch.zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32), device=device)
+        correct = torch.zeros(steps, dtype=torch.long, device=device)
+        trained = torch.zeros_like(reached)
+        size = max(1, min(ELEMENTS // (steps * len(weight)), columns))
+        with torch.autocast(device.type, enabled=False):
+            for begin in range(0, columns, size):
+                end = min(begin + size, columns)
+                p, best = job.teacher.of(states[begin:end], job.vocab)
+                lesson = Lesson(job.weights, p.to(loss.dtype))
+                # The chunk's students, step by step, side by side for one product with the head.
+                places = [slice(max(0, begin - step), max(0, end - step)) for step in range(steps)]
+                students = torch.cat([each[place] for each, place in zip(outputs, places, strict=True)]).to(products)
+                logits, unscaled = _logits(students, head, head_bias, scaled, loss.dtype, differentiable)
+                its_weight = loss.new_zeros(len(students))
+                first = 0
+                for step, place in enumerate(places):
+                    mine = slice(first, first + place.stop - place.start)
+                    first = mine.stop
+                    skipped = end - begin - (mine.stop - mine.start)  # teachers of the chunk without a student
+                    teaches = best[skipped:]
+                    trained[step, place] = reached[step, place] & (teaches >= 0)
+                    correct[step] += ((logits[mine].argmax(-1) == teaches) & reached[step, place]).sum()
+                    its_weight[mine] = step_weights[step, place] * trained[step, place]
+                    value = lesson.learn(logits[mine], skipped)
+                    loss += torch.where(trained[step, place], value * its_weight[mine], 0.0).sum()
+                if differentiable:
+                    gradient = unscaled(logits).to(products)
+                    counts = [place.stop - place.start for place in places]
+                    of_students = (gradient @ head) * its_weight[:, None]
+                    for each, place, part in zip(of_read, places, of_students.split(counts), strict=True):
+                        each[place] = part
+                    if of_weight is not None:
+                        weighted = (students * its_weight[:, None]).to(products)
+                        if of_weight.dtype == products:
+                            torch.addmm(of_weight, gradient.T, weighted, out=of_weight)
+                        else:
+                            of_weight += gradient.T @ weighted
+        ctx.gradients = of_weight, [each.view(shape) for each in of_read]
+        trained = trained.view(job.reached.shape)
+        ctx.mark_non_differentiable(correct, trained)
+        return loss, correct, trained
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        of_weight, of_read = ctx.gradients
+        ctx.gradients = None  # they are used up
+        for each in (of_weight, *of_read):
+            if each is not None:
+                each *= grad
+        return None, None, None, of_weight, None, *of_read
+
+
+def _logits(
+    students: torch.Tensor,
+    head: torch.Tensor,
+    bias: torch.Tensor | None,
+    scaled: Callable[[torch.Tensor], torch.Tensor] | None,
+    dtype: torch.dtype,
+    differentiable: bool,
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Logits that may be overwritten, and what makes their gradient that of the head's own product."""
+    raw = functional.linear(students, head, bias).to(dtype)
+    if scaled is None:
+        return raw, lambda gradient: gradient
+    with torch.enable_grad():
+        leaf = raw.requires_grad_(differentiable)
+        logits = scaled(leaf)
+    if logits is leaf:
+        return raw.requires_grad_(False), lambda gradient: gradient
+    return logits.detach().clone(), lambda gradient: torch.autograd.grad(logits, leaf, gradient)[0]

@@ -1,0 +1,146 @@
+"""The unroll's attention: step-0 keys of one's document and one's own column's later keys, under one softmax.
+
+    scores of a query     s_1 ... s_t   prefix, one kernel call       out_p, lse_p = log sum exp of its scores
+                          o_1 ... o_k   own column, one number each
+    merged                L = log(exp(lse_p) + sum exp(o_j)),   out = exp(lse_p - L) out_p + sum exp(o_j - L) v_j
+
+No [T, T] and no [T, k*T] exists: a kernel keeps the log-sum-exp L alone, from which the backward pass makes each weight
+again, exp(s - L). PyTorch's kernels give their log-sum-exp no gradient, so the backward pass is written out here. It
+needs nothing new of them: handed the *merged* output and L in place of their own, they return the merged softmax's
+gradients of their part, for every score's gradient is
+
+    ds = exp(s - L) (dout . v - dout . out)
+
+whoever computed the other parts.
+
+Counted columns come in *runs* of consecutive ones. A run sees all keys of its document before it, and its own causally;
+kernels align causal flags at the top left, so that these are two calls, merged in the same way:
+
+    document      0 1 2 3 4 5 6 7
+    run 4 5 6     # # # # *                 # one call without a mask
+                  # # # # * *               * one causal call over a square
+                  # # # # * * *
+
+Shapes: B rows, T tokens, C columns, A query heads, G key/value heads, R = A/G, D head dimension, n queries, m keys.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from draftsmith.models.alignment import Documents, Run
+from draftsmith.train.attention_kernels import Kernel
+
+Place = tuple[slice, slice, slice]  # in [B, heads, T or C, D]
+
+
+def runs_of_documents(documents: Documents | None, rows: int, tokens: int) -> list[Run]:
+    """Where every token is a query: each document is a run."""
+    places = [(row, 0, tokens) for row in range(rows)] if documents is None else documents.places
+    return [Run(row, start, start + length, start, start) for row, start, length in places]
+
+
+def merged_attention(
+    query_BACD: torch.Tensor,
+    prefix_keys_BGTD: torch.Tensor,
+    prefix_values_BGTD: torch.Tensor,
+    own_keys: Sequence[torch.Tensor],
+    own_values: Sequence[torch.Tensor],
+    runs: Sequence[Run],
+    kernel: Kernel,
+) -> torch.Tensor:
+    """[B, A, C, D]; zeros for columns in no run that have no keys of their own.
+
+    Args:
+        own_keys, own_values: one [B, G, C, D] for each of the steps 1..k.
+    """
+    return _Merged.apply(query_BACD, prefix_keys_BGTD, prefix_values_BGTD, runs, kernel, *own_keys, *own_values)  # type: ignore[return-value]
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, keys, values, runs, kernel, *own):  # type: ignore[override]
+        rows, heads, columns, size = query.shape
+        groups = keys.shape[1]
+        # Heads lie side by side, as projections make and read them.
+        out = query.new_zeros(rows, columns, heads, size).transpose(1, 2)
+        total = query.new_full((rows, heads, columns), float("-inf"), dtype=_precise(query))
+        for run in runs:
+            mine = _queries(run)
+            (square, _), *earlier = _calls(run)
+            attended, lse = kernel.forward(query[mine], keys[square], values[square], True)
+            for place, _ in earlier:
+                others, its_lse = kernel.forward(query[mine], keys[place], values[place], False)
+                both = torch.logaddexp(lse, its_lse)
+                attended = attended * (lse - both).exp()[..., None] + others * (its_lse - both).exp()[..., None]
+                lse = both
+            out[mine], total[mine] = attended, lse
+        own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
+        if own:
+            grouped = query.unflatten(1, (groups, -1))  # [B, G, R, C, D]
+            scores = [_dot(grouped, key[:, :, None]).flatten(1, 2) * size**-0.5 for key in own_keys]  # [B, A, C] each
+            merged = torch.stack([total, *scores]).logsumexp(0)
+            sum_of = out * (total - merged).exp()[..., None]
+            sum_of = sum_of.unflatten(1, (groups, -1))
+            for score, value in zip(scores, own_values, strict=True):
+                weight = (score - merged).exp().unflatten(1, (groups, -1))[..., None]
+                sum_of = torch.addcmul(sum_of, weight, value[:, :, None].to(weight.dtype))
+            out, total = sum_of.flatten(1, 2).to(query.dtype), merged
+        ctx.save_for_backward(query, keys, values, out, total, *own)
+        ctx.runs, ctx.kernel = runs, kernel
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[override]
+        query, keys, values, out, total, *own = ctx.saved_tensors
+        grad = grad.to(query.dtype)
+        grad_query, grad_keys, grad_values = torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
+        for run in ctx.runs:
+            mine = _queries(run)
+            for place, causal in _calls(run):
+                of_query, of_keys, of_values = ctx.kernel.backward(
+                    grad[mine], query[mine], keys[place], values[place], out[mine], total[mine], causal
+                )
+                grad_query[mine] += of_query
+                grad_keys[place] += of_keys
+                grad_values[place] += of_values
+        own_grads: list[torch.Tensor] = []
+        if own:
+            own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
+            groups, scale = keys.shape[1], query.shape[-1] ** -0.5
+            grouped, grad_grouped = (x.unflatten(1, (groups, -1)) for x in (query, grad))  # [B, G, R, C, D]
+            total = total.unflatten(1, (groups, -1))  # [B, G, R, C]
+            mean = _dot(grad_grouped, out.unflatten(1, (groups, -1)))
+            of_query = grad_query.unflatten(1, (groups, -1))
+            of_keys, of_values = [], []
+            for key, value in zip(own_keys, own_values, strict=True):
+                weight = (_dot(grouped, key[:, :, None]) * scale - total).exp()
+                of_score = weight * (_dot(grad_grouped, value[:, :, None]) - mean) * scale
+                of_query = of_query + of_score[..., None].to(query.dtype) * key[:, :, None]
+                of_keys.append((of_score[..., None].to(query.dtype) * grouped).sum(2))
+                of_values.append((weight[..., None].to(query.dtype) * grad_grouped).sum(2))
+            grad_query = of_query.flatten(1, 2)
+            own_grads = [*of_keys, *of_values]
+        return grad_query, grad_keys, grad_values, None, None, *own_grads
+
+
+def _queries(run: Run) -> Place:
+    return slice(run.row, run.row + 1), slice(None), slice(run.first, run.end)
+
+
+def _calls(run: Run) -> Iterator[tuple[Place, bool]]:
+    """(keys, whether causal) of each kernel call."""
+    row = slice(run.row, run.row + 1), slice(None)
+    yield (*row, slice(run.before, run.before + run.end - run.first)), True
+    if run.before > run.start:
+        yield (*row, slice(run.start, run.before)), False
+
+
+def _precise(states: torch.Tensor) -> torch.dtype:
+    """What sums over scores are taken in."""
+    return torch.promote_types(states.dtype, torch.float32)
+
+
+def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension."""
+    return (one * other).sum(-1, dtype=_precise(one))
