@@ -27,7 +27,10 @@ from torch.nn import functional
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.losses import Lesson, LossWeights
 
-ELEMENTS = 1 << 23  # logits of one chunk's students: 32 MiB in float32
+# Students of a chunk: as many as make this many logits, 8 MiB in float32, but at least so many columns and steps, or
+# the head's gradient is carried through memory for too few of them.
+ELEMENTS = 1 << 21
+LEAST_STUDENTS = 512
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,7 @@ class _HeadLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32), device=device)
         correct = torch.zeros(steps, dtype=torch.long, device=device)
         trained = torch.zeros_like(reached)
-        size = max(1, min(ELEMENTS // (steps * len(weight)), columns))
+        size = max(1, min(max(ELEMENTS // len(weight), LEAST_STUDENTS) // steps, columns))
         with torch.autocast(device.type, enabled=False):
             for begin in range(0, columns, size):
                 end = min(begin + size, columns)
