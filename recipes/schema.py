@@ -252,7 +252,8 @@ class TrainSection(Section):
     step_weight: float = Field(default=0.8, gt=0)
     """The loss of unroll step k is weighted step_weight**k. Default: 0.8 for eagle3 and poss over it, else 1."""
     token_loss: float = Field(default=1.0, ge=0)
-    """Weight of the soft cross-entropy with the target's distribution. Default: 1 for eagle3, else 0.1."""
+    """Weight of `token_objective`, the soft cross-entropy with the target's distribution unless it says otherwise.
+    Default: 1 for eagle3, else 0.1."""
     feature_loss: float = Field(default=0.0, ge=0)
     """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 0 for eagle3, else 1."""
     top_k_loss: float = Field(default=0.0, ge=0)
@@ -632,7 +633,7 @@ def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | 
     more than one of them is HASS.
     """
     defaults = TrainSection(**published_training(drafter.model_dump()))
-    published = {key: getattr(defaults, key) for key in (*HASS_TRAINING, "top_k_loss")}
+    published = {key: getattr(defaults, key) for key in (*HASS_TRAINING, "top_k_loss", "token_objective", "rank_loss")}
     name = drafter.kind
     if drafter.kind == "poss" and drafter.base == "eagle3":
         name = "poss over eagle3"
@@ -651,8 +652,8 @@ def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | 
     return f"otherwise than published for {name}: {', '.join(others)}" if others else None
 
 
-def _plain(value: float | bool) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
+def _plain(value: float | bool | str) -> str:
+    return str(value).lower() if isinstance(value, (bool, str)) else f"{value:g}"
 
 
 class Recipe(Section):
@@ -694,9 +695,10 @@ class Recipe(Section):
                 f"train.feature_loss: {train.feature_loss:g}, but what EAGLE-3's layer puts out is no feature of the "
                 "target and has nothing to be compared with: set it to 0, or take kind eagle, or poss over eagle"
             )
-        if not (train.token_loss or train.feature_loss or train.top_k_loss):
+        if not (train.token_loss or train.feature_loss or train.top_k_loss or train.rank_loss):
             problems.append(
-                "train.token_loss: 0, as are feature_loss and top_k_loss: nothing would be learnt; give one a weight"
+                "train.token_loss: 0, as are feature_loss, top_k_loss and rank_loss: nothing would be learnt; give one "
+                "a weight"
             )
         first = (drafter.specialist_count - 1) * drafter.positions  # drafted by the last specialist, counted from 0
         if drafter.kind == "poss" and train.ttt_steps <= first:

@@ -72,11 +72,25 @@ def test_losses_from_a_cold_start() -> None:
         value = Lesson(LossWeights(objective=name), certain).learn(z)
         assert torch.isfinite(value).all() and torch.isfinite(z).all()
         found[name] = z
+        if name in ("hard_ce", "log_acceptance"):
+            torch.testing.assert_close(value, torch.tensor([60.0]))
     assert found["total_variation"].abs().max() < 1e-20
+    torch.testing.assert_close(found["log_acceptance"], found["hard_ce"])
     torch.testing.assert_close(found["hard_ce"], torch.softmax(logits, -1) - certain)
     mild = torch.tensor([[3.0, 0.0, 1.0, -1.0, 0.0]])
     value = {name: Lesson(LossWeights(objective=name), certain).learn(mild.clone()) for name in OBJECTIVES}
     torch.testing.assert_close(value["log_acceptance"], value["hard_ce"])
+
+
+@pytest.mark.parametrize("name", sorted(set(MIXTURES) - {"nothing"}))
+def test_a_teacher_that_is_not_a_number_is_not_hidden(name: str) -> None:
+    logits, p = logits_and_teacher()
+    p = p.clone()
+    p[2] = math.nan
+    given = logits.detach().clone()
+    value = Lesson(MIXTURES[name], p).learn(given)
+    assert value.isnan().tolist() == [i == 2 for i in range(6)]
+    assert given.isnan().any(-1).tolist() == [i == 2 for i in range(6)]
 
 
 def test_feature_regression() -> None:
@@ -177,6 +191,30 @@ def test_the_pass_equals_its_twin_however_it_is_cut(
     with torch.no_grad():
         again, _, _ = job(parts["read"], parts["weight"], parts["bias"], scaled)
     torch.testing.assert_close(again, expected.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_what_does_not_count_may_be_anything_and_what_counts_is_told() -> None:
+    """NaN of a student or teacher that nobody asks changes nothing; of one that is asked, the loss is NaN."""
+    parts = head_pass(torch.float64, 15)
+    step_weights = torch.ones(STEPS, 1, 1, dtype=torch.float64)
+    parts["reached"][:, 0, 4:] = False
+    job = HeadLoss(parts["teacher"], parts["vocab"], parts["reached"], LossWeights(), step_weights)
+    leaves = [*(each.requires_grad_() for each in parts["read"]), parts["weight"].requires_grad_()]
+
+    def run() -> list[torch.Tensor]:
+        loss, *_ = job(parts["read"], parts["weight"])
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    before = run()
+    with torch.no_grad():
+        parts["read"][1][0, 5] = math.nan
+        parts["teacher"].states[0, 8] = math.nan  # reached columns end before
+    for mine, its in zip(run(), before, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-14)
+    with torch.no_grad():
+        parts["teacher"].states[1, 0] = math.nan
+    parts["reached"][0, 1, 0] = True
+    assert run()[0].isnan()
 
 
 def test_the_pass_in_bfloat16() -> None:

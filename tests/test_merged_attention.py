@@ -110,6 +110,21 @@ def test_runs_of_touching_columns() -> None:
     assert Columns(columns.index[:, :0], columns.depth[:, :0]).runs(None) == []
 
 
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(kernel: Kernel, bad: float) -> None:
+    """A fused kernel answers a query of NaN with finite numbers."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(1, h, 6, SIZE, generator=generator) for h in (4, 2, 2))
+    runs = [Run(0, 0, 3, 0, 3)]
+    for spoilt in (query, keys):
+        spoilt[0, 1, 2, 3] = bad
+        out = merged_attention(query[:, :, :3], keys, values, [], [], runs, kernel)
+        assert not torch.isfinite(out).all()
+        spoilt[0, 1, 2, 3] = 1.0
+    assert torch.isfinite(merged_attention(query[:, :, :3], keys, values, [], [], runs, kernel)).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_fused_kernel_of_this_device_is_right(dtype: torch.dtype) -> None:
     assert is_right(FLASH_CPU, CPU, dtype, heads=4, groups=2, size=64)

@@ -440,7 +440,7 @@ def test_what_a_recipe_leaves_out_is_as_its_drafter_was_published(write, tmp_pat
     [
         ("kind: eagle3", "feature_loss: 0.5", ":6: `train.feature_loss`: 0.5, but what EAGLE-3's layer puts out is no"),
         ("kind: poss, base: eagle3", "feature_loss: 1", "`train.feature_loss`: 1, but what EAGLE-3's"),
-        ("kind: eagle3", "token_loss: 0", ":6: `train.token_loss`: 0, as are feature_loss and top_k_loss: nothing"),
+        ("kind: eagle3", "token_loss: 0", ":6: `train.token_loss`: 0, as are feature_loss, top_k_loss and"),
         ("kind: eagle", "{token_loss: 0, feature_loss: 0}", "`train.token_loss`: 0, as are feature_loss"),
         (
             "kind: poss",

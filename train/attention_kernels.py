@@ -154,10 +154,10 @@ def _cuda_forward(query, keys, values, causal):
 
 def _cuda_backward(grad, query, keys, values, out, lse, causal):
     heads, groups = query.shape[1], keys.shape[1]
-    unused = torch.empty(0, dtype=torch.long, device=query.device)  # documents of one length, no dropout
+    no_dropout = torch.empty(0, dtype=torch.long, device=query.device)
     of_query, *of_both = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         *(grad, query, _for_each_head(keys, heads), _for_each_head(values, heads), out, lse.contiguous()),
-        *(unused, unused, query.shape[2], keys.shape[2], 0.0, causal, unused, unused),
+        *(None, None, query.shape[2], keys.shape[2], 0.0, causal, no_dropout, no_dropout),
     )
     of_keys, of_values = (each.unflatten(1, (groups, -1)).sum(2) for each in of_both)
     return of_query, of_keys, of_values

@@ -30,6 +30,7 @@ from draftsmith.train.losses import Lesson, LossWeights
 # Students of a chunk: as many as make this many logits, 8 MiB in float32, but at least so many columns and steps, or
 # the head's gradient is carried through memory for too few of them.
 ELEMENTS = 1 << 21
+ELEMENTS_ELSEWHERE = 1 << 27  # 512 MiB: other devices have more memory, and want longer products
 LEAST_STUDENTS = 512
 
 
@@ -57,7 +58,9 @@ class Teacher:
         best = vocab.to_draft(logits_NV.argmax(-1))
         if not vocab.is_full:
             logits_NV = logits_NV[:, vocab.target_ids.to(logits_NV.device)]
-        return functional.softmax(logits_NV, dim=-1), best
+        p_NV = functional.softmax(logits_NV, dim=-1)
+        # A teacher that is not a number teaches, so that its loss says so.
+        return p_NV, best.masked_fill(p_NV[:, 0].isnan(), 0)
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class HeadLoss:
             read: K tensors [B, C, H] that the head reads, one a step.
             scaled: what the head's family does to logits.
         """
+        assert bias_V is None or not bias_V.requires_grad
         return _HeadLoss.apply(self, torch.is_grad_enabled(), scaled, weight_VH, bias_V, *read)  # type: ignore[return-value]
 
 
@@ -110,7 +114,8 @@ class _HeadLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32), device=device)
         correct = torch.zeros(steps, dtype=torch.long, device=device)
         trained = torch.zeros_like(reached)
-        size = max(1, min(max(ELEMENTS // len(weight), LEAST_STUDENTS) // steps, columns))
+        elements = ELEMENTS if device.type == "cpu" else ELEMENTS_ELSEWHERE
+        size = max(1, min(max(elements // len(weight), LEAST_STUDENTS) // steps, columns))
         with torch.autocast(device.type, enabled=False):
             for begin in range(0, columns, size):
                 end = min(begin + size, columns)
@@ -133,7 +138,9 @@ class _HeadLoss(torch.autograd.Function):
                     value = lesson.learn(logits[mine], skipped)
                     loss += torch.where(trained[step, place], value * its_weight[mine], 0.0).sum()
                 if differentiable:
-                    gradient = unscaled(logits).to(products)
+                    idle = (its_weight == 0)[:, None]  # whatever is there, 0 of it
+                    gradient = unscaled(logits).to(products).masked_fill_(idle, 0)
+                    students = students.masked_fill(idle, 0)
                     counts = [place.stop - place.start for place in places]
                     of_students = (gradient @ head) * its_weight[:, None]
                     for each, place, part in zip(of_read, places, of_students.split(counts), strict=True):

@@ -32,7 +32,6 @@ TokenObjective = Literal[
     "soft_ce", "forward_kl", "hard_ce", "reverse_kl", "total_variation", "log_acceptance", "hybrid"
 ]
 HYBRID_DECAY = 3.0  # eta of lambda = exp(-eta alpha), as published
-LEAST_ACCEPTANCE = 1e-6  # alpha from below, in a logarithm and a denominator
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,12 @@ class Lesson:
         # All cross-entropies are one, with weights t_v that need not sum to 1: value -sum t log q, gradient
         # (sum t) q - t.
         self.t: torch.Tensor | None = None
-        self.constant = p_NV.new_zeros(p_NV.shape[:1])  # [N] what the loss has beside them
+        self.unsound = 0 * p_NV.sum(-1)  # [N] NaN where the teacher is: nothing it teaches may look finite
+        self.constant = self.unsound  # [N] what the loss has beside them
         if weights.token and weights.objective in ("soft_ce", "forward_kl"):
             self._teach(p_NV * weights.token if weights.token != 1 else p_NV)
             if weights.objective == "forward_kl":
-                self.constant = -weights.token * torch.special.entr(p_NV).sum(-1)
+                self.constant = self.unsound - weights.token * torch.special.entr(p_NV).sum(-1)
         if weights.token and weights.objective == "hard_ce":
             best = p_NV.argmax(-1, keepdim=True)
             self._teach(torch.zeros_like(p_NV).scatter_(-1, best, weights.token))
@@ -105,7 +105,7 @@ class Lesson:
         """
         columns = slice(first, first + len(logits_MV))
         z = logits_MV
-        z -= z.logsumexp(-1, keepdim=True)  # log q
+        z -= z.logsumexp(-1, keepdim=True) + self.unsound[columns, None]  # log q
         value, beside = self.constant[columns], None
         if self.ranked is not None:
             of_rank, beside = rank_loss(z.gather(-1, self.ranked[columns]))
@@ -136,8 +136,14 @@ class Lesson:
 def _on_both(objective: TokenObjective, log_q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Value [N] and gradient [N, V] of an objective that is no cross-entropy."""
     q = log_q.exp()
+    log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log() if objective in ("reverse_kl", "log_acceptance") else p
+    if objective == "log_acceptance":
+        # By logarithms: a student that is far off has an alpha near 0, and is to learn all the same.
+        log_alpha = torch.minimum(log_p, log_q).logsumexp(-1, keepdim=True)
+        part = (log_q - log_alpha).exp().masked_fill(log_q >= log_p, 0.0)  # of alpha, where q < p
+        return -log_alpha.squeeze(-1), q * part.sum(-1, keepdim=True) - part
     if objective == "reverse_kl":
-        ratio = log_q - p.clamp(min=torch.finfo(p.dtype).tiny).log()
+        ratio = log_q - log_p
         value = torch.linalg.vecdot(q, ratio)
         return value, q * (ratio - value[:, None])
     alpha = torch.minimum(p, q).sum(-1)
@@ -145,9 +151,6 @@ def _on_both(objective: TokenObjective, log_q: torch.Tensor, p: torch.Tensor) ->
     gradient = q * (torch.linalg.vecdot(q, falls_short.to(q.dtype))[:, None] - falls_short.to(q.dtype))
     if objective == "total_variation":
         return 1 - alpha, gradient
-    if objective == "log_acceptance":
-        alpha = alpha.clamp(min=LEAST_ACCEPTANCE)
-        return -alpha.log(), gradient / alpha[:, None]
     share = torch.exp(-HYBRID_DECAY * alpha)
     value = share * (-torch.linalg.vecdot(p, log_q) - torch.special.entr(p).sum(-1)) + (1 - share) * (1 - alpha)
     return value, share[:, None] * (q - p) + (1 - share)[:, None] * gradient
@@ -158,9 +161,8 @@ def rank_loss(scores_Nk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     [N, k]), s the student's logits of the teacher's likeliest tokens, the likeliest first (ViSpec).
     """
     tails = scores_Nk.flip(-1).logcumsumexp(-1).flip(-1)  # log sum_{j >= i} exp s_j
-    # Token j is in the tails of all i <= j.
-    shares = (scores_Nk[:, None, :] - tails[:, :, None]).exp().triu()  # [N, i, j]
-    return (tails - scores_Nk).sum(-1), shares.sum(1) - 1
+    shares = (scores_Nk + (-tails).logcumsumexp(-1)).exp()  # token j is in the tails of all i <= j
+    return (tails - scores_Nk).sum(-1), shares - 1
 
 
 def feature_regression(outputs_NH: torch.Tensor, features_NH: torch.Tensor, counted_N: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,9 @@ class _Merged(torch.autograd.Function):
                 both = torch.logaddexp(lse, its_lse)
                 attended = attended * (lse - both).exp()[..., None] + others * (its_lse - both).exp()[..., None]
                 lse = both
-            out[mine], total[mine] = attended, lse
+            # Fused kernels may answer NaN with finite numbers; a step that is not finite has to be seen as one.
+            told = _nothing(query[mine], keys[mine[0], :, run.start : run.before + run.end - run.first])
+            out[mine], total[mine] = attended + told[..., None].to(attended.dtype), lse + told.to(lse.dtype)
         own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
         if own:
             grouped = query.unflatten(1, (groups, -1))  # [B, G, R, C, D]
@@ -94,7 +96,9 @@ class _Merged(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[override]
         query, keys, values, out, total, *own = ctx.saved_tensors
         grad = grad.to(query.dtype)
-        grad_query, grad_keys, grad_values = torch.zeros_like(query), torch.zeros_like(keys), torch.zeros_like(values)
+        of_what = query, keys, values
+        sums = [torch.zeros_like(each, dtype=_precise(each)) for each in of_what]
+        grad_query, grad_keys, grad_values = sums  # of several calls each
         for run in ctx.runs:
             mine = _queries(run)
             for place, causal in _calls(run):
@@ -104,6 +108,11 @@ class _Merged(torch.autograd.Function):
                 grad_query[mine] += of_query
                 grad_keys[place] += of_keys
                 grad_values[place] += of_values
+        grad_query, grad_keys, grad_values = (
+            grad_query.to(query.dtype),
+            grad_keys.to(keys.dtype),
+            grad_values.to(values.dtype),
+        )
         own_grads: list[torch.Tensor] = []
         if own:
             own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
@@ -134,6 +143,12 @@ def _calls(run: Run) -> Iterator[tuple[Place, bool]]:
     yield (*row, slice(run.before, run.before + run.end - run.first)), True
     if run.before > run.start:
         yield (*row, slice(run.start, run.before)), False
+
+
+def _nothing(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Zeros [1, A, n]; NaN for queries that are not finite, and for all where a key is not."""
+    of_keys = 0 * keys.sum((2, 3), dtype=_precise(keys)).repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+    return 0 * query.sum(-1, dtype=_precise(query)) + of_keys[..., None]
 
 
 def _precise(states: torch.Tensor) -> torch.dtype:

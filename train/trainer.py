@@ -358,6 +358,7 @@ MAY_CHANGE = {
     "keep_best",
     "trackers",
     "gradient_checkpointing",
+    "attention",
     "gradient_accumulation_steps",  # "micro-batches a step" is compared instead
     "zero_stage",
     "offload_optimizer",
