@@ -220,6 +220,11 @@ class DrafterSection(Section):
         return self.specialists or 4
 
 
+TokenObjective = Literal[
+    "soft_ce", "forward_kl", "hard_ce", "reverse_kl", "total_variation", "log_acceptance", "hybrid"
+]
+
+
 class TrainSection(Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimiser steps. None: as many as `epochs` needs."""
@@ -259,9 +264,7 @@ class TrainSection(Section):
     top_k_loss: float = Field(default=0.0, ge=0)
     """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
     top_k_tokens: int = Field(default=10, ge=1)
-    token_objective: Literal[
-        "soft_ce", "forward_kl", "hard_ce", "reverse_kl", "total_variation", "log_acceptance", "hybrid"
-    ] = "soft_ce"
+    token_objective: TokenObjective = "soft_ce"
     """What `token_loss` weighs (train/losses.py): how far the drafter's distribution is from the target's."""
     rank_loss: float = Field(default=0.0, ge=0)
     """Weight of the likelihood of the target's order of its `rank_tokens` likeliest tokens (ViSpec)."""

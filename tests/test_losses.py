@@ -9,9 +9,10 @@ import torch
 from torch.nn import functional
 
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.schema import TokenObjective
 from draftsmith.train import head_loss
 from draftsmith.train.head_loss import HeadLoss, Teacher
-from draftsmith.train.losses import Lesson, LossWeights, TokenObjective, feature_regression
+from draftsmith.train.losses import Lesson, LossWeights, feature_regression
 from draftsmith.train.noise import add_noise
 from tests import reference, slow_drafters
 

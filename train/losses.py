@@ -21,16 +21,12 @@ Shapes: N columns, V draft vocabulary, H hidden size.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.nn import functional
 
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.schema import TokenObjective, TrainSection
 
-TokenObjective = Literal[
-    "soft_ce", "forward_kl", "hard_ce", "reverse_kl", "total_variation", "log_acceptance", "hybrid"
-]
 HYBRID_DECAY = 3.0  # eta of lambda = exp(-eta alpha), as published
 
 

@@ -96,8 +96,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[override]
         query, keys, values, out, total, *own = ctx.saved_tensors
         grad = grad.to(query.dtype)
-        of_what = query, keys, values
-        sums = [torch.zeros_like(each, dtype=_precise(each)) for each in of_what]
+        sums = [torch.zeros_like(each, dtype=_precise(each)) for each in (query, keys, values)]
         grad_query, grad_keys, grad_values = sums  # of several calls each
         for run in ctx.runs:
             mine = _queries(run)
@@ -108,11 +107,7 @@ class _Merged(torch.autograd.Function):
                 grad_query[mine] += of_query
                 grad_keys[place] += of_keys
                 grad_values[place] += of_values
-        grad_query, grad_keys, grad_values = (
-            grad_query.to(query.dtype),
-            grad_keys.to(keys.dtype),
-            grad_values.to(values.dtype),
-        )
+        grad_query, grad_keys, grad_values = (each.to(query.dtype) for each in sums)
         own_grads: list[torch.Tensor] = []
         if own:
             own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
