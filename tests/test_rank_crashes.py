@@ -279,6 +279,10 @@ def test_the_lab_launches_and_ends_ranks_as_torchrun_does(tmp_path: Path) -> Non
     def once(code: str) -> list[str]:
         return ["-n", "1", "-r", "1", f"import os, signal, time; rank = os.environ['RANK']; {code}"]
 
+    def prints(line: str) -> str:
+        """In one write, begun with a line's end: `print` writes text and end apart, and ranks' writes may mix."""
+        return f"os.write(1, f'\\n{line}\\n'.encode())"
+
     ready = [tmp_path / f"ready{rank}" for rank in range(RANKS)]
     sleeps = f"open({str(tmp_path / 'ready')!r} + rank, 'w').close(); time.sleep(60)"
 
@@ -286,7 +290,7 @@ def test_the_lab_launches_and_ends_ranks_as_torchrun_does(tmp_path: Path) -> Non
         return all(path.exists() for path in ready)
 
     with CrashLab(["timeit", "draftsmith.recipes.cli"]) as lab:
-        ending = lab.run("timeit", once("print(rank, 'of', os.environ['WORLD_SIZE'])"), ranks=RANKS)
+        ending = lab.run("timeit", once(prints('{rank} of {os.environ["WORLD_SIZE"]}')), ranks=RANKS)
         assert ending.statuses == [0, 0] and {"0 of 2", "1 of 2"} <= set(ending.output.splitlines())
         for code, rank, statuses in (
             (sleeps, None, [-signal.SIGKILL, -signal.SIGKILL]),
@@ -302,7 +306,7 @@ def test_the_lab_launches_and_ends_ranks_as_torchrun_does(tmp_path: Path) -> Non
         assert ending.statuses == [-signal.SIGTERM, 3] and ending.status == 3
         fault, opens = Fault("open", 1), f"rank == '0' and time.sleep(60); {sleeps}"
         assert lab.run("timeit", once(opens), ranks=RANKS, rank=1, fault=fault).statuses[1] == -signal.SIGKILL
-        ending = lab.run("timeit", once("print('more')"), ranks=RANKS, more={1: ["print('mine')"]}, count_events=True)
+        ending = lab.run("timeit", once(prints("more")), ranks=RANKS, more={1: [prints("mine")]}, count_events=True)
         assert ending.output.splitlines().count("mine") == 1
         with pytest.raises(AssertionError, match=r"still ran after 0\.5 s(.|\n)*Fatal Python error: Aborted"):
             lab.run("timeit", once(sleeps), ranks=RANKS, timeout=0.5)
