@@ -42,7 +42,6 @@ from draftsmith.recipes.study_cells import (
     ANSWERS,
     ARMS,
     MAIN,
-    RATE_STEPS,
     SIZES,
     STEPS,
     TIMED,
@@ -56,6 +55,7 @@ from draftsmith.recipes.study_cells import (
     cells,
     commands,
     drafter_name,
+    same_training,
 )
 from draftsmith.recipes.validation import validation_rank
 
@@ -197,8 +197,8 @@ def print_plan(wanted: Sequence[Cell], lines: Lines, places: Places) -> None:
         f"{len(wanted) - len(left)} of {len(wanted)} cells done; {len(left)} to do: {total / 3600:.1f} hours of a core"
     )
     print(
-        f"a training takes {STEPS} steps of 8 rows, one of a learning rate {RATE_STEPS}; "
-        f"{ANSWERS} held-out answers are replayed"
+        f"a training takes {STEPS} steps of 8 rows, one of a learning rate as well; {ANSWERS} held-out answers are "
+        "replayed"
     )
 
 
@@ -311,8 +311,8 @@ class Study:
         folder.mkdir(parents=True, exist_ok=True)
         wanted = commands(cell, self.places, lines)
         begin_anew_if_changed(folder, wanted)
+        prepare(cell, self.places, lines)
         resumed = {"resumed": True} if (folder / "checkpoints").exists() else {}  # its times are not the whole
-        prepare(cell, self.places)
         print(f"{_now()} {cell.name}: about {likely_seconds(cell, lines) / 60:.1f} min", flush=True)
         seconds = [self._command(command, folder / "log.txt", lock) for command in wanted]
         record = {
@@ -362,8 +362,8 @@ def begin_anew_if_changed(folder: Path, wanted: Sequence[Sequence[str]]) -> None
     note.write_text(text)
 
 
-def prepare(cell: Cell, places: Places) -> None:
-    """Files that no script of ours writes."""
+def prepare(cell: Cell, places: Places, lines: Lines) -> None:
+    """Files that no script of ours writes, and what another cell has trained."""
     if cell.kind == "data":
         write_shares(ROOT / places.demo / "conversations.jsonl", places)
     elif cell.kind in ("rate", "drafter", "timing"):
@@ -372,6 +372,14 @@ def prepare(cell: Cell, places: Places) -> None:
         for folder in [places.untaught(arm) for arm in MAIN] if cell.kind == "timing" else [own]:
             (ROOT / folder).mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / places.data / "draft_vocab.safetensors", ROOT / folder)
+        name, checkpoints = same_training(cell, lines), ROOT / own / "checkpoints"
+        if (
+            name is not None
+            and not checkpoints.exists()
+            and (trained := ROOT / places.of(name) / "checkpoints").exists()
+        ):
+            shutil.copytree(trained, checkpoints)
+            shutil.copy(trained.parent / "metrics.jsonl", checkpoints.parent)
     elif cell.name == "fr-spec/library":
         write_library(ROOT / places.library)
 
@@ -404,8 +412,9 @@ def write_library(path: Path) -> None:
 
 
 def tidy(cell: Cell, folder: Path) -> None:
-    """Away with what is large and read no more."""
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    """Away with what is large and read no more; a rate's checkpoints are those of a drafter's cell (`prepare`)."""
+    if cell.kind != "rate":
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     for name in ("generations.jsonl", "report.html"):
         (folder / "eval" / "replay" / name).unlink(missing_ok=True)
 

@@ -2,7 +2,8 @@
 
 Every arm trains on the demo's conversations: the same rows in the same order, optimiser steps, batch and schedule;
 arms differ in the drafter, in the losses it was published with, and in the learning rate, which each family of arms
-chooses for itself on validation conversations. EAGLE-3, HASS and PosS unroll as many steps as there are positions with
+chooses for itself on validation conversations, over as many steps: over half as many a rate won with which whole runs
+lost a fifth of their tau (docs/log.md). EAGLE-3, HASS and PosS unroll as many steps as there are positions with
 specialists, so that nobody sees positions that another does not. All draft from the target's whole vocabulary, and all
 start from random layers (EAGLE-3's head from the target's rows, which EAGLE-1's kind has as they are).
 
@@ -16,7 +17,6 @@ from typing import Any
 
 RECIPE = "recipes/demo.yaml"
 STEPS = 600
-RATE_STEPS = 300  # half as many: a rate that wins a much shorter run is too high for the whole one
 LONGER = 1200
 UNROLL = 6  # steps, and positions that specialists share out
 SEEDS = (0, 1, 2)
@@ -91,7 +91,7 @@ ARMS = {
     "hass-no-top10": Arm("HASS without its top-10 loss", "hass", "train/eagle.py", "{kind: eagle}", (_STEPS,), 0.5),
 }
 MAIN = tuple(arm for arm in ARMS if arm != "hass-no-top10")
-SCALED = ("eagle3", "eagle2")  # arms of the data figure; HASS with one seed
+SCALED = ("eagle3", "eagle2")  # arms of the data figure
 RATE_ARM = {arm.family: name for name, arm in reversed(ARMS.items())}  # the first of each family searches for it
 
 
@@ -148,8 +148,8 @@ def cells(lines: Lines) -> list[Cell]:
         family = ARMS[arm].family
         searcher, rates = ARMS[RATE_ARM[family]], rates_of(family, lines)
         for rate in rates:
-            seconds = 25 + RATE_STEPS * searcher.seconds_per_step
-            own = RATE_ARM[family], ALL, 0, rate, RATE_STEPS
+            seconds = 25 + STEPS * searcher.seconds_per_step
+            own = RATE_ARM[family], ALL, 0, rate
             add(Cell(rate_name(family, rate), "rate", seconds, ("data",), *own))
         needs = ("data", "answers", *(rate_name(family, rate) for rate in rates))
         seconds = 80 + steps * ARMS[arm].seconds_per_step
@@ -173,12 +173,6 @@ def cells(lines: Lines) -> list[Cell]:
         drafter(arm, ALL, 0, LONGER)
     for seed in SEEDS:
         drafter("hass-no-top10", ALL, seed)
-    for size in SIZES:
-        drafter("hass", size, 0)
-    for seed in SEEDS[1:]:
-        for arm in SCALED:
-            for size in SIZES:
-                drafter(arm, size, seed)
     add(Cell("timing", "timing", 25 * (TIMED + 1) * len(MAIN), ("data", "answers")))
     return list(found.values())
 
@@ -265,21 +259,31 @@ def training(cell: Cell, places: Places, rate: float) -> list[str]:
         f"train.validation_conversations={VALIDATION}",
         f"train.seed={cell.seed}",
         "train.mixed_precision=no",
+        "train.save_every_steps=100",
+        f"train.validate_every_steps={cell.steps}",
+        f"train.eval_replay={VALIDATION}",
     ]
 
 
+def same_training(cell: Cell, lines: Lines) -> str | None:
+    """The cell of a learning rate that has trained this very drafter, if one has."""
+    if cell.kind != "drafter" or (cell.size, cell.seed, cell.steps) != (ALL, 0, STEPS):
+        return None
+    family = ARMS[cell.arm].family
+    if cell.arm != RATE_ARM[family]:
+        return None
+    return rate_name(family, best_rate(family, lines))
+
+
 def _rate(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    last = [f"train.save_every_steps={RATE_STEPS}", f"train.validate_every_steps={RATE_STEPS}"]
-    own = training(cell, places, cell.rate)
-    return [[ARMS[cell.arm].script, RECIPE, *own, *last, f"train.eval_replay={VALIDATION}"]]
+    return [[ARMS[cell.arm].script, RECIPE, *training(cell, places, cell.rate)]]
 
 
 def _drafter(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     own = training(cell, places, best_rate(ARMS[cell.arm].family, lines))
-    often = ["train.save_every_steps=100", f"train.validate_every_steps={cell.steps}", "train.eval_replay=0"]
     replay = replaying(places, places.of(cell.name), places.of(cell.name) / "drafter")
     return [
-        [ARMS[cell.arm].script, RECIPE, *own, *often],
+        [ARMS[cell.arm].script, RECIPE, *own],
         [*replay, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"],
     ]
 

@@ -86,7 +86,7 @@ def test_every_main_arm_and_baseline_has_three_seeds_and_both_figures_all_sizes(
     names = {cell.name for cell in cells({})}
     assert {"eagle2", "hass", "eagle3", *(f"poss{n}{base}" for n in (1, 2, 3) for base in ("", "-eagle3"))} < set(MAIN)
     assert {drafter_name(arm, seed=seed) for arm in ARMS for seed in range(3)} < names
-    assert {drafter_name(arm, size, seed) for arm in SCALED for size in (1, 2, 4, 8) for seed in range(3)} < names
+    assert {drafter_name(arm, size) for arm in SCALED for size in (1, 2, 4, 8)} < names
 
 
 def test_rates_go_on_beyond_an_end_that_is_best() -> None:
@@ -184,6 +184,8 @@ elif kind == "answers":
 elif kind in ("rate", "drafter"):
     middle = name.endswith("0.004")
     write(folder / "metrics.jsonl", json.dumps({"validation_loss": 1.0, "replay_tau": 2.0 + middle}) + "\\n")
+    if not (folder / "checkpoints").exists():
+        write(folder / "checkpoints" / "by", name)
 if kind == "drafter":
     header = {"fc": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
               "d2t": {"dtype": "I64", "shape": [7], "data_offsets": [48, 104]}, "__metadata__": {"a": "b"}}
@@ -298,6 +300,33 @@ def test_files_that_are_gone_are_made_again_and_their_line_stays(place: Path) ->
     assert ran(place).count("answers") == 1
     after = (place / "results.jsonl").read_text()
     assert after.startswith(before) and after.count("\n") == before.count("\n") + 1
+
+
+def test_a_drafter_that_the_search_for_its_rate_has_trained_is_not_trained_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where all that makes a drafter is the same; and nothing is kept that nobody goes on with."""
+    begun: dict[str, str] = {}
+    tidy = study.tidy
+
+    def watching(cell: Cell, folder: Path) -> None:
+        if (folder / "checkpoints").exists():
+            begun[cell.name] = (folder / "checkpoints" / "by").read_text()
+        tidy(cell, folder)
+
+    monkeypatch.setattr(study, "tidy", watching)
+    run(["drafter/hass/x8/*", "drafter/matched/*"])
+    for name, by in begun.items():
+        assert by == (rate_name("hass", 4e-3) if name == drafter_name("hass") else name)
+        assert (place / "out" / name / "checkpoints").exists() == name.startswith("rate/")
+    assert read()[drafter_name("hass")]["resumed"] and "resumed" not in read()[drafter_name("hass", 8, 1)]
+    for arm in ("hass", "matched"):
+        cell = next(cell for cell in cells(searched()) if cell.name == drafter_name(arm))
+        rate = next(cell for cell in cells(searched()) if cell.name == rate_name("hass", 4e-3))
+        wanted, tried = (
+            [p for p in commands(each, PLACES, searched())[0] if "output_dir" not in p] for each in (cell, rate)
+        )
+        assert (wanted == tried) == (arm == "hass")
 
 
 def test_a_run_goes_on_in_its_folder_unless_its_commands_changed(tmp_path: Path) -> None:
