@@ -23,6 +23,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
+from draftsmith.models.admission import taken, worth_a_prefill
 from draftsmith.models.families import tried_attention
 from draftsmith.models.sampling import Sampling, SeededDraws, pick
 from draftsmith.recipes.errors import UserError
@@ -99,15 +100,9 @@ def generate(model: Any, prompts: Iterator[Prompt | None], settings: GenerationS
     device = pool.device
     exhausted = False
     while True:
-        if not exhausted and _worth_a_prefill(len(rows), settings.batch_size):
-            new: list[_Row] = []
-            while len(rows) + len(new) < settings.batch_size:
-                prompt = next(prompts, _END)
-                exhausted = prompt is _END
-                if prompt is _END or prompt is None:
-                    break
-                new.append(_Row(*prompt, settings))  # type: ignore[misc]
-            for group in _prefill_groups(new):
+        if not exhausted and worth_a_prefill(len(rows), settings.batch_size):
+            new, exhausted = taken(prompts, settings.batch_size - len(rows))
+            for group in _prefill_groups([_Row(*prompt, settings) for prompt in new]):
                 pool.prefill([row.tokens for row in group])
                 rows += group
         if not rows:
@@ -127,14 +122,6 @@ def generate(model: Any, prompts: Iterator[Prompt | None], settings: GenerationS
             rows = pool.keep(rows, [row.finish_reason is None for row in rows])
             for row in ended:
                 yield row.key, row.tokens[row.prompt_length :], row.finish_reason  # type: ignore[misc]
-
-
-_END: Any = object()
-
-
-def _worth_a_prefill(active: int, batch_size: int) -> bool:
-    """Prompts are read in groups: a quarter of the pool is free (all of it at the start and at lulls)."""
-    return active <= batch_size - max(1, batch_size // 4)
 
 
 def _prefill_groups(rows: list["_Row"]) -> Iterator[list["_Row"]]:

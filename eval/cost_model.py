@@ -443,7 +443,7 @@ def timed_rounds(
     draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
     clock = Clock(target.device)
     watched = None if proposer is None else _WatchedProposer(proposer, clock)
-    verifier = _WatchedTarget(clock, target, proposer.capture_layers if proposer else (), sampling, draws)
+    verifier = _WatchedTarget(clock, target, proposer.capture_layers if proposer else (), sampling)
     with suppress(_Enough), torch.inference_mode():  # as `decode.decode_batch`: with gradients rounds take a tenth more
         run_rounds(verifier, watched, prompts, (), sys.maxsize, draws)
     began = watched.began if watched else verifier.verify_began  # plain decoding drafts nothing
@@ -465,10 +465,8 @@ class _Enough(Exception):
 class _WatchedTarget(TargetVerifier):
     """Marks where each part of a round begins."""
 
-    def __init__(
-        self, clock: Clock, target: Target, capture: Sequence[int], sampling: Sampling, draws: Sequence[Draws] | None
-    ):
-        super().__init__(target, capture, sampling, draws)
+    def __init__(self, clock: Clock, target: Target, capture: Sequence[int], sampling: Sampling):
+        super().__init__(target, capture, sampling)
         self.clock = clock
         self.verify_began: list[Mark] = []
         self.accept_began: list[Mark] = []
@@ -496,6 +494,9 @@ class _WatchedProposer:
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         self.proposer.reset(rows, draws)
+
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.proposer.admit(rows, draws)
 
     def keep(self, rows: Sequence[int]) -> None:
         self.proposer.keep(rows)

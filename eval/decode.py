@@ -8,21 +8,24 @@
             commit      the path stays in the cache, the bonus becomes the next root
 
 Plain decoding is the same loop with a root alone. Accepted positions always reach the drafter with the target's own
-states, never with drafted ones. A round waits for the device once, for its tokens; policies that grow trees by what
-they see wait for their own tests besides (`eval.policies`), and a causal LM looks its drafted tokens up on the host.
+states, never with drafted ones. Of more prompts than are decoded side by side, the next ones take the rows of answers
+that ended (`decode_stream`). A round waits for the device once, for its tokens; policies that grow trees by what they
+see wait for their own tests besides (`eval.policies`), and a causal LM looks its drafted tokens up on the host.
 
 Who verifies is a `Verifier`: the target (`TargetVerifier`), or its recorded answer (`eval.replay`).
 """
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch.nn import functional
 
 from draftsmith.eval.accept import accept_greedy, accept_sampled
+from draftsmith.models.admission import taken, worth_a_prefill
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.target import Target
@@ -72,8 +75,12 @@ class Verifier(Protocol):
     features: torch.Tensor | None  # [B, n, F] states of what was read or committed last, row b's in its first counts[b]
     counts: list[int]
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        """Reads the prompts: the first token of each answer."""
+    def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
+        """Reads the prompts, as rows behind those that there are: the first token of each answer.
+
+        Args:
+            draws: the random numbers of each; needed where the target samples.
+        """
         ...
 
     def limits(self) -> list[int]:
@@ -96,29 +103,32 @@ class TargetVerifier:
 
     Args:
         capture: layers whose states the proposer reads.
-        draws: the random numbers of each row; needed unless `sampling` is greedy.
     """
 
-    def __init__(
-        self, target: Target, capture: Sequence[int], sampling: Sampling = GREEDY, draws: Sequence[Draws] | None = None
-    ):
-        if draws is None and not sampling.greedy:
-            raise ValueError("sampling needs draws: models.sampling.SeededDraws(seed, key)")
+    def __init__(self, target: Target, capture: Sequence[int], sampling: Sampling = GREEDY):
         self.device = target.device
         self.session = target.session(capture)
-        self.sampling, self.draws = sampling, None if sampling.greedy or draws is None else list(draws)
+        self.sampling = sampling
+        self.draws: list[Draws] = []  # of each row; none for greedy decoding
         self.positions: int = target.config.max_position_embeddings
         self.logits = torch.empty(0)
         self.features: torch.Tensor | None = None
         self.counts: list[int] = []
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
-        logits_BV, self.features = self.session.prefill(prompts)
-        self.counts = [len(prompt) for prompt in prompts]
-        if self.draws is None:
+    def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
+        if draws is None and not self.sampling.greedy:
+            raise ValueError("sampling needs draws: models.sampling.SeededDraws(seed, key)")
+        logits_BV, features = self.session.prefill(prompts)
+        if self.counts and self.features is not None and features is not None:
+            most = max(self.features.shape[1], features.shape[1])
+            features = torch.cat([functional.pad(s, (0, 0, 0, most - s.shape[1])) for s in (self.features, features)])
+        self.features = features
+        self.counts = [*self.counts, *map(len, prompts)]
+        if self.sampling.greedy or draws is None:
             return logits_BV.argmax(-1).tolist()
+        self.draws = [*self.draws, *draws]
         p_BV = self.sampling.probabilities(logits_BV)
-        return [int(draw.token(p_V)) for draw, p_V in zip(self.draws, p_BV, strict=True)]
+        return [int(draw.token(p_V)) for draw, p_V in zip(draws, p_BV, strict=True)]
 
     def limits(self) -> list[int]:
         # A node of depth d stands at position length + d.
@@ -128,7 +138,7 @@ class TargetVerifier:
         self.logits, self.features = self.session.verify(tree)
 
     def accept(self, tree: DraftTree) -> Round:
-        if self.draws is None:
+        if self.sampling.greedy:
             accepted = accept_greedy(tree, self.logits)
         else:
             accepted = accept_sampled(tree, self.logits, self.sampling, self.draws)
@@ -153,10 +163,11 @@ class TargetVerifier:
     def keep(self, rows: Sequence[int]) -> None:
         self.session.keep(rows)
         self.counts = [self.counts[row] for row in rows]
-        if self.draws is not None:
+        if not self.sampling.greedy:
             self.draws = [self.draws[row] for row in rows]
         if self.features is not None:
-            self.features = self.features[torch.tensor(rows, device=self.device)][:, : max(self.counts)]
+            index = torch.tensor(rows, dtype=torch.long, device=self.device)
+            self.features = self.features[index][:, : max(self.counts, default=0)]
 
 
 def decode(
@@ -204,7 +215,7 @@ def decode_batch(
             f"{longest} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"
         )
     capture = () if proposer is None else proposer.capture_layers
-    verifier = TargetVerifier(target, capture, sampling, draws)
+    verifier = TargetVerifier(target, capture, sampling)
     with torch.inference_mode():  # small models on a CPU gain a tenth over no_grad; nothing made inside is kept
         return run_rounds(verifier, proposer, prompts, stop_ids, max_new_tokens, draws)
 
@@ -217,40 +228,109 @@ def run_rounds(
     max_new_tokens: int | Sequence[int],
     draws: Sequence[Draws] | None = None,
 ) -> list[Generation]:
-    """The loop itself; answers that end drop out, the others go on.
+    """All prompts side by side; answers that end drop out, the others go on.
 
     Args:
         max_new_tokens: of every answer, or of each.
     """
-    budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    clock = Clock(verifier.device)
-    began = clock.mark()
-    first = verifier.prefill(prompts)
-    read = clock.mark()
-    answers = [
-        Generation(list(prompt), [token], [], last_round_cut=False)
-        for prompt, token in zip(prompts, first, strict=True)
+    budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    requests = [
+        Request(i, prompt, budget, None if draws is None else draws[i])
+        for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
     ]
-    if proposer is not None:
-        proposer.reset(len(prompts), draws)
-    live = list(answers)
-    committed = [[*answer.prompt_token_ids, *answer.token_ids] for answer in answers]
-    rounds: list[tuple[list[Generation], list[Mark]]] = []  # who decoded, and when its parts began and ended
-    ended = clock.mark()
+    answers = dict(decode_stream(verifier, proposer, iter(requests), stop_ids, len(requests)))
+    return [answers[request.key] for request in requests]
+
+
+@torch.inference_mode()
+def decode_queue(
+    target: Target,
+    proposer: Proposer | None,
+    requests: Iterator["Request | None"],
+    stop_ids: Collection[int],
+    rows: int,
+    sampling: Sampling = GREEDY,
+) -> Iterator[tuple[Any, Generation]]:
+    """Any number of answers, `rows` of them side by side, as `decode_batch` would give them.
+
+    Args:
+        requests: as in `decode_stream`. Prompt and answer must fit the target's positions.
+
+    Yields:
+        (key, answer), each as it ends.
+    """
+    capture = () if proposer is None else proposer.capture_layers
+    yield from decode_stream(TargetVerifier(target, capture, sampling), proposer, requests, stop_ids, rows)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt that is to be answered."""
+
+    key: Hashable
+    prompt: Sequence[int]
+    max_new_tokens: int
+    draws: Draws | None = None  # its random numbers; needed where the target samples
+
+
+class _Row:
+    """An answer in the making."""
+
+    def __init__(self, request: Request, first: int):
+        self.request = request
+        self.answer = Generation(list(request.prompt), [first], [], last_round_cut=False)
+        self.committed = [*request.prompt, first]
+
+    def ended(self, stop_ids: Collection[int]) -> bool:
+        tokens = self.answer.token_ids
+        return tokens[-1] in stop_ids or len(tokens) >= self.request.max_new_tokens
+
+    def take(self, new_tokens: Sequence[int], nodes: int, calls: int, stop_ids: Collection[int]) -> None:
+        """What a round gave."""
+        answer = self.answer
+        self.committed.extend(new_tokens)
+        kept = cut(new_tokens, stop_ids, self.request.max_new_tokens - len(answer.token_ids))
+        answer.token_ids.extend(new_tokens[:kept])
+        answer.accepted_per_round.append(min(kept, len(new_tokens) - 1))
+        answer.last_round_cut = kept < len(new_tokens)
+        answer.tree_nodes.append(nodes)
+        answer.draft_calls.append(calls)
+
+
+def decode_stream(
+    verifier: Verifier,
+    proposer: Proposer | None,
+    requests: Iterator[Request | None],
+    stop_ids: Collection[int],
+    rows: int,
+) -> Iterator[tuple[Any, Generation]]:
+    """The loop itself: `rows` answers side by side; when a quarter of them has ended, the next ones take their places.
+
+    Args:
+        requests: None says "nothing now, ask again after an answer", for prompts that are made of answers.
+
+    Yields:
+        (key, answer), each as it ends.
+    """
+    clock = Clock(verifier.device)
+    live: list[_Row] = []
+    rounds: list[tuple[list[_Row], list[Mark]]] = []  # not charged yet: who decoded, when its parts began and ended
+    exhausted, ended = False, clock.mark()
     while True:
-        going = [
-            i
-            for i, answer in enumerate(live)
-            if answer.token_ids[-1] not in stop_ids and len(answer.token_ids) < budgets[i]
-        ]
-        if not going:
-            break
-        if len(going) < len(live):
-            live, committed = [live[i] for i in going], [committed[i] for i in going]
-            budgets = [budgets[i] for i in going]
-            verifier.keep(going)
-            if proposer is not None:
-                proposer.keep(going)
+        if not exhausted and worth_a_prefill(len(live), rows):
+            new, exhausted = taken(requests, rows - len(live))
+            if new:
+                going, over = _admit(verifier, proposer, new, len(live), stop_ids, clock)
+                live = live + going
+                yield from ((row.request.key, row.answer) for row in over)
+                if not live:
+                    continue
+                ended = clock.mark()
+        if not live:
+            if not exhausted:
+                raise RuntimeError("the requests wait for an answer, but none is being written")
+            return
+        committed = [row.committed for row in live]
         marks = [ended, clock.mark()]
         if proposer is None:
             tree, calls = DraftTree.root_only([tokens[-1] for tokens in committed], verifier.device), [0] * len(live)
@@ -262,27 +342,56 @@ def run_rounds(
         verifier.verify(tree)
         marks.append(clock.mark())
         done = verifier.accept(tree)
-        for answer, budget, tokens, text, nodes, call_count in zip(
-            live, budgets, done.new_tokens, committed, done.nodes, calls, strict=True
-        ):
-            text.extend(tokens)
-            kept = cut(tokens, stop_ids, budget - len(answer.token_ids))
-            answer.token_ids.extend(tokens[:kept])
-            answer.accepted_per_round.append(min(kept, len(tokens) - 1))
-            answer.last_round_cut = kept < len(tokens)
-            answer.tree_nodes.append(nodes)
-            answer.draft_calls.append(call_count)
+        for row, tokens, nodes, count in zip(live, done.new_tokens, done.nodes, calls, strict=True):
+            row.take(tokens, nodes, count, stop_ids)
         ended = clock.mark()
         rounds.append((live, [*marks, ended]))
-    for answer in answers:
-        answer.prefill_seconds = clock.seconds(began, read) / len(answers)
-    for live, marks in rounds:
-        _, draft, verify, _ = (clock.seconds(a, b) / len(live) for a, b in itertools.pairwise(marks))
-        for answer in live:
-            answer.draft_seconds += draft
-            answer.verify_seconds += verify
-            answer.decode_seconds += clock.seconds(marks[0], marks[-1]) / len(live)
-    return answers
+        going = [i for i, row in enumerate(live) if not row.ended(stop_ids)]
+        if len(going) < len(live):
+            _charge(clock, rounds)
+            yield from ((row.request.key, row.answer) for row in live if row.ended(stop_ids))
+            ended = clock.mark()  # what was done with them does not count
+            live = [live[i] for i in going]
+            verifier.keep(going)
+            if proposer is not None and going:  # where none goes on, it begins anew
+                proposer.keep(going)
+
+
+def _admit(
+    verifier: Verifier,
+    proposer: Proposer | None,
+    new: Sequence[Request],
+    before: int,
+    stop_ids: Collection[int],
+    clock: "Clock",
+) -> tuple[list[_Row], list[_Row]]:
+    """Reads new prompts behind the rows that there are: those that go on, and those that ended with their first token,
+    of which the proposer never learns."""
+    began = clock.mark()
+    draws = [request.draws for request in new if request.draws is not None] or None
+    first = verifier.prefill([request.prompt for request in new], draws)
+    read = clock.mark()
+    rows = [_Row(request, token) for request, token in zip(new, first, strict=True)]
+    for row in rows:
+        row.answer.prefill_seconds = clock.seconds(began, read) / len(rows)
+    going = [row for row in rows if not row.ended(stop_ids)]
+    if len(going) < len(rows):
+        verifier.keep([*range(before), *(before + i for i, row in enumerate(rows) if row in going)])
+    if proposer is not None and going:
+        draws = [row.request.draws for row in going if row.request.draws is not None] or None
+        (proposer.admit if before else proposer.reset)(len(going), draws)
+    return going, [row for row in rows if row not in going]
+
+
+def _charge(clock: "Clock", rounds: list[tuple[list[_Row], list["Mark"]]]) -> None:
+    """Shares the time of each round among its answers; empties `rounds`."""
+    for rows, marks in rounds:
+        _, draft, verify, _ = (clock.seconds(a, b) / len(rows) for a, b in itertools.pairwise(marks))
+        for row in rows:
+            row.answer.draft_seconds += draft
+            row.answer.verify_seconds += verify
+            row.answer.decode_seconds += clock.seconds(marks[0], marks[-1]) / len(rows)
+    rounds.clear()
 
 
 def cut(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int) -> int:

@@ -493,6 +493,11 @@ class PolicyProposer:
         self.roots_B = self.roots_B[:0]
         self.draws = None if draws is None else list(draws)
 
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.drafting.admit(rows)
+        if draws is not None:
+            self.draws = [*(self.draws or ()), *draws]
+
     def keep(self, rows: Sequence[int]) -> None:
         self.drafting.keep(rows)
         if len(self.roots_B):

@@ -34,6 +34,7 @@ from draftsmith.eval.accept import deepest
 from draftsmith.eval.decode import Generation, Round, run_rounds
 from draftsmith.eval.recorded_answers import RecordedAnswer
 from draftsmith.models.draft_tree import DraftTree, Proposer
+from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 
@@ -76,7 +77,8 @@ class RecordedVerifier:
         self.features: torch.Tensor | None = None
         self.counts: list[int] = []
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> list[int]:
+    def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
+        """All recorded answers at once: others are not to be had."""
         self.counts = [len(prompt) for prompt in prompts]
         self._read([0] * len(prompts))
         return [answer.tokens[0] for answer in self.answers]
@@ -119,10 +121,10 @@ class RecordedVerifier:
     def keep(self, rows: Sequence[int]) -> None:
         self.answers, self.starts = [self.answers[row] for row in rows], [self.starts[row] for row in rows]
         self.done, self.counts = [self.done[row] for row in rows], [self.counts[row] for row in rows]
-        index = torch.tensor(rows, device=self.device)
+        index = torch.tensor(rows, dtype=torch.long, device=self.device)
         self.tokens = self.tokens[index]
         if self.features is not None:
-            self.features = self.features[index][:, : max(self.counts)]
+            self.features = self.features[index][:, : max(self.counts, default=0)]
 
 
 # The target's one pass over the recorded answers.

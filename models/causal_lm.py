@@ -87,8 +87,10 @@ class CausalLMDrafting:
 
     def reset(self, rows: int) -> None:
         self.session = self.lm.session()
-        self.prefilled = False
         self._begin_round(torch.empty(0))
+
+    def admit(self, rows: int) -> None:
+        """Nothing: texts without a row in the session are read by `observe`."""
 
     def _begin_round(self, log_probs: torch.Tensor) -> None:
         self.log_probs_of_root = log_probs  # [B, Vd]
@@ -98,7 +100,7 @@ class CausalLMDrafting:
         self.slots = SlotTree(len(log_probs), self.device)
 
     def keep(self, rows: Sequence[int]) -> None:
-        if not self.prefilled:  # an answer ended with its first token
+        if not self.session.lengths:  # an answer ended with its first token
             return
         index = torch.tensor(rows, device=self.device)
         self.session.keep(rows)
@@ -109,13 +111,17 @@ class CausalLMDrafting:
     @torch.no_grad()
     def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
         """Catches up on what was committed, the root included, in one forward; `features` and `counts` are not read."""
-        if not self.prefilled:
-            logits_BV, _ = self.session.prefill(committed)
-            self.prefilled = True
+        known = len(self.session.lengths)
+        log_probs = [self._catch_up(committed[:known])] if known else []
+        if known < len(committed):
+            logits_BV, _ = self.session.prefill(committed[known:])
             if self.head_rows is not None:
                 logits_BV = logits_BV[:, self.vocab.target_ids]
-            self._begin_round(functional.log_softmax(logits_BV, dim=-1))
-            return
+            log_probs.append(functional.log_softmax(logits_BV, dim=-1))
+        self._begin_round(torch.cat(log_probs))
+
+    def _catch_up(self, committed: Sequence[Sequence[int]]) -> torch.Tensor:
+        """[B, Vd] behind the last committed tokens."""
         self._keep_drafted(committed)
         rest = [tokens[length:] for tokens, length in zip(committed, self.session.lengths, strict=True)]
         counts = [len(tokens) for tokens in rest]
@@ -131,7 +137,7 @@ class CausalLMDrafting:
             ends = last[:, -1]
         else:
             ends = last[torch.arange(rows, device=self.device), torch.tensor(counts, device=self.device) - 1]
-        self._begin_round(self._log_probs(ends))
+        return self._log_probs(ends)
 
     def _keep_drafted(self, committed: Sequence[Sequence[int]]) -> None:
         """Commits the drafted slots on each row's path, but never the root's own: its output is needed."""

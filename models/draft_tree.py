@@ -134,6 +134,9 @@ class Proposer(Protocol):
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         """Forgets everything: `rows` new answers begin. `draws` are their random numbers, for proposers that sample."""
 
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        """Between rounds, behind the answers that there are, so many more begin."""
+
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order: the others' answers are done."""
 
@@ -163,6 +166,8 @@ class Drafting(Protocol):
     capture_layers: tuple[int, ...]
 
     def reset(self, rows: int) -> None: ...
+
+    def admit(self, rows: int) -> None: ...
 
     def keep(self, rows: Sequence[int]) -> None: ...
 

@@ -292,6 +292,9 @@ class FeatureDrafting:
         self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * rows, capacity=512)
         self._new_round(torch.empty(0))
 
+    def admit(self, rows: int) -> None:
+        self.columns.admit([0] * rows)
+
     def _new_round(self, outputs: torch.Tensor) -> None:
         self.outputs = outputs  # [B, slots, H] outputs of the round's columns, slot 0 first
         self.slots = SlotTree(len(outputs), self.device)

@@ -54,11 +54,12 @@ class KeyValues:
                 self._places[-1].append((kind, count.get(kind, 0)))
                 count[kind] = count.get(kind, 0) + 1
         rows = len(self.lengths)
-        # [states of that kind, B, heads, capacity, head_dim]; zeros, for a mask hides numbers but not NaN.
-        self._buffers = {
+        # [states of that kind, B or more rows, heads, capacity, head_dim]; zeros, for a mask hides numbers but not NaN.
+        self._allocated = {
             kind: torch.zeros((n, rows, kind.heads, capacity, kind.head_dim), dtype=kind.dtype, device=kind.device)
             for kind, n in count.items()
         }
+        self._buffers = dict(self._allocated)  # the rows in use
         self._rebuilt(capacity)
 
     def _rebuilt(self, capacity: int) -> None:
@@ -92,7 +93,7 @@ class KeyValues:
         """What is written next are the slots from `first_slot` on."""
         self.end = max(self.lengths) + first_slot + count
         if self.end > self.capacity:
-            self._grow(max(self.end, 2 * self.capacity))
+            self.reserve(self.end)
             self.end = max(self.lengths) + first_slot + count
         self._first, self.count = first_slot, count
         self._columns: dict[torch.device, torch.Tensor] = {}
@@ -191,11 +192,29 @@ class KeyValues:
         self.lengths = [self.lengths[row] for row in rows]
         self._rebuilt(self.capacity)
 
-    def _grow(self, capacity: int) -> None:
+    def admit(self, lengths: Sequence[int]) -> None:
+        """More rows behind the last one, with so many committed columns each, which `fill` is to write."""
+        before, rows = len(self.lengths), len(self.lengths) + len(lengths)
+        if any(rows > buffer.shape[1] for buffer in self._allocated.values()):
+            self._allocate(rows, self.capacity)
+        for kind, buffer in self._allocated.items():
+            buffer[:, before:rows] = 0  # what another row left there might be NaN
+            self._buffers[kind] = buffer[:, :rows]
+        self.lengths += lengths
+        self._rebuilt(self.capacity)
+        self.reserve(max(self.lengths))
+
+    def reserve(self, columns: int) -> None:
+        """Room for so many columns, of this round's slots, too."""
+        if columns > self.capacity:
+            self._allocate(len(self.lengths), max(columns, 2 * self.capacity))
+
+    def _allocate(self, rows: int, capacity: int) -> None:
+        """Larger buffers with what the rows in use hold."""
         for kind, buffer in self._buffers.items():
-            grown = buffer.new_zeros((*buffer.shape[:3], capacity, kind.head_dim))
-            grown[:, :, :, : self.capacity] = buffer
-            self._buffers[kind] = grown
+            grown = buffer.new_zeros((len(buffer), rows, kind.heads, capacity, kind.head_dim))
+            grown[:, : buffer.shape[1], :, : self.capacity] = buffer
+            self._allocated[kind], self._buffers[kind] = grown, grown[:, : buffer.shape[1]]
         self._rebuilt(capacity)
 
 

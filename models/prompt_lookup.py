@@ -27,7 +27,11 @@ class PromptLookup:
         self.texts: list[_Text] = []
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.texts = [_Text(self.max_ngram) for _ in range(rows)]
+        self.texts: list[_Text] = []
+        self.admit(rows)
+
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.texts += [_Text(self.max_ngram) for _ in range(rows)]
 
     def keep(self, rows: Sequence[int]) -> None:
         self.texts = [self.texts[row] for row in rows]

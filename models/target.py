@@ -463,7 +463,7 @@ class TargetSession:
 
     @torch.no_grad()
     def prefill(self, prompts: Sequence[Sequence[int]], room: int = 256) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Reads the prompts, one by one, so that none hangs on its neighbours' lengths.
+        """Reads the prompts as further rows, one by one, so that none hangs on its neighbours' lengths.
 
         Args:
             room: columns to reserve behind the longest prompt; more are taken where they do not do.
@@ -472,15 +472,18 @@ class TargetSession:
             logits [B, V] after the last token of each; captured states [B, T, F] of all tokens, padded behind the
             shorter prompts, or None.
         """
-        lengths = [len(prompt) for prompt in prompts]
+        lengths, before = [len(prompt) for prompt in prompts], len(self.lengths)
         logits, captured = [], []
-        for row, prompt in enumerate(prompts):
+        for row, prompt in enumerate(prompts, start=before):
             self.cache = DynamicCache()
             last, states = self._forward(input_ids=torch.tensor([prompt], device=self.target.device))
             logits.append(self.target.logits(last[:, -1]))
             captured.append(states)
             layers: list[Any] = self.cache.layers
-            if row == 0:
+            if row == before and self.buffers.kinds:
+                self.buffers.admit(lengths)
+                self.buffers.reserve(max(lengths) + room)
+            elif row == before:
                 kinds = [None if at.keys is None else (Kind.of(at.keys), Kind.of(at.values)) for at in layers]
                 self.buffers = KeyValues(kinds, lengths, max(lengths) + room)
             for index, layer in enumerate(layers):

@@ -134,6 +134,9 @@ class Chain:
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         self.drafting.reset(rows)
 
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.drafting.admit(rows)
+
     def keep(self, rows: Sequence[int]) -> None:
         self.drafting.keep(rows)
 

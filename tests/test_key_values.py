@@ -72,6 +72,20 @@ def test_buffers_hold_what_lists_of_columns_hold(rows: int, seed: int) -> None:
             store.keep(kept)
             twin.committed = [twin.committed[row] for row in kept]
             twin.slots = [twin.slots[row] for row in kept]
+        if chance.random() < 0.3 and len(store.lengths) < rows + 2:
+            lengths = [chance.choice([0, 1, 7, 40]) for _ in range(chance.randint(1, 2))]
+            new = Columns(len(lengths))
+            store.admit(lengths)
+            for b, (row, length) in enumerate(
+                zip(new.committed, lengths, strict=True), len(store.lengths) - len(new.slots)
+            ):
+                for layer, pair in enumerate(KINDS):
+                    if pair and length:
+                        keys, values = (torch.randn(1, each.heads, length, each.head_dim) for each in pair)
+                        store.fill(b, layer, keys, values)
+                        row[layer] = [(keys[0, :, i], values[0, :, i]) for i in range(length)]
+            twin.committed += new.committed
+            twin.slots += new.slots
 
 
 @pytest.mark.parametrize("lengths", [[3, 3], [4, 1, 2]])

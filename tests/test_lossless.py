@@ -6,7 +6,7 @@ values of different axes meet; all of them are the slow test. Sampling is tests/
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decode import Generation, decode, decode_batch
+from draftsmith.eval.decode import Generation, Request, decode, decode_batch, decode_queue
 from draftsmith.eval.policies import Chain, PolicyProposer, policy_of
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt_lookup import PromptLookup
-from draftsmith.models.sampling import Sampling, SeededDraws
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut
 from draftsmith.recipes.schema import TreeSection
@@ -57,7 +57,8 @@ class BrokenNow(Drafting):
 
     def __init__(self, drafting: Drafting):
         self.drafting, self.vocab, self.capture_layers = drafting, drafting.vocab, drafting.capture_layers
-        self.reset, self.keep, self.observe = drafting.reset, drafting.keep, drafting.observe
+        self.reset, self.admit, self.keep = drafting.reset, drafting.admit, drafting.keep
+        self.observe = drafting.observe
         self.calls = 0
 
     def _broken(self, log_probs: torch.Tensor) -> torch.Tensor:
@@ -188,13 +189,53 @@ def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, kind: str
     the counts tell."""
     target, prompts, stops = lengths_and_prompts(family)
     proposer = proposer_of((family, kind, policy, "full", 4))
-    together = decode_batch(target, proposer, prompts, stops, NEW_TOKENS)
-    assert len({len(answer.token_ids) for answer in together}) > 1
-    assert sum(sum(answer.accepted_per_round) for answer in together) > 0 or policy == "static"
-    for prompt, answer in zip(prompts, together, strict=True):
-        alone = decode(target, proposer, prompt, stops, NEW_TOKENS)
+    alone = [decode(target, proposer, prompt, stops, NEW_TOKENS) for prompt in prompts]
+    assert len({len(answer.token_ids) for answer in alone}) > 1
+    assert sum(sum(answer.accepted_per_round) for answer in alone) > 0 or policy == "static"
+    check_rounds(decode_batch(target, proposer, prompts, stops, NEW_TOKENS), alone)
+    check_rounds(queued(target, proposer, prompts, stops), alone)
+
+
+def check_rounds(answers: Sequence[Generation], alone: Sequence[Generation]) -> None:
+    for answer, expected in zip(answers, alone, strict=True):
         for name in ("token_ids", "accepted_per_round", "tree_nodes", "draft_calls", "last_round_cut"):
-            assert getattr(answer, name) == getattr(alone, name), name
+            assert getattr(answer, name) == getattr(expected, name), name
+
+
+def queued(
+    target: Target,
+    proposer: Proposer | None,
+    prompts: Sequence[list[int]],
+    stops: set[int],
+    sampling: Sampling = GREEDY,
+    draws: Sequence[SeededDraws] | None = None,
+) -> list[Generation]:
+    """Two rows at a time, and the last prompt is to be had when the first answer has come."""
+    answers: dict[int, Generation] = {}
+
+    def requests() -> Iterator[Request | None]:
+        for i, prompt in enumerate(prompts):
+            while i == len(prompts) - 1 and 0 not in answers:
+                yield None
+            yield Request(i, prompt, NEW_TOKENS, None if draws is None else draws[i])
+
+    for key, answer in decode_queue(target, proposer, requests(), stops, 2, sampling):
+        answers[key] = answer
+    return [answers[i] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize("proposer", ["plain", "prompt lookup", "causal_lm", "eagle3"])
+def test_the_next_answers_take_the_rows_of_those_that_ended(proposer: str) -> None:
+    """Rows that draft by their own text, by an LM's cache of it, and by the target's states. One answer ends with its
+    first token, one after a few, and there are four times as many as rows."""
+    target, prompts, stops = lengths_and_prompts("llama")
+    stops = {*stops, decode(target, None, prompts[2], (), 1).token_ids[0]}
+    prompts = [*prompts, *prompts[::-1]]
+    policy = "chain" if proposer == "prompt lookup" else "eagle2"
+    drafts = None if proposer == "plain" else proposer_of(("llama", proposer, policy, "full", 4))
+    alone = [decode(target, drafts, prompt, stops, NEW_TOKENS) for prompt in prompts]
+    assert min(len(answer.token_ids) for answer in alone) == 1
+    check_rounds(queued(target, drafts, prompts, stops), alone)
 
 
 @pytest.mark.parametrize("policy", ["chain", "eagle2", "svip", "drawn chain"])
@@ -212,10 +253,13 @@ def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None
         draws = [SeededDraws(seed, row) for row in range(len(prompts))]
         together = decode_batch(target, proposer, prompts, stops, NEW_TOKENS, sampling, draws)
         lengths |= {len(answer.token_ids) for answer in together}
-        for row, (prompt, answer) in enumerate(zip(prompts, together, strict=True)):
-            alone = decode(target, proposer, prompt, stops, NEW_TOKENS, sampling, SeededDraws(seed, row))
-            assert answer.token_ids == alone.token_ids
-            assert answer.accepted_per_round == alone.accepted_per_round
+        alone = [
+            decode(target, proposer, prompt, stops, NEW_TOKENS, sampling, SeededDraws(seed, row))
+            for row, prompt in enumerate(prompts)
+        ]
+        check_rounds(together, alone)
+        draws = [SeededDraws(seed, row) for row in range(len(prompts))]
+        check_rounds(queued(target, proposer, prompts, stops, sampling, draws), alone)
     assert len(lengths) > 1
 
 

@@ -252,6 +252,9 @@ class SlowProposer:
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         self.rows, self.reads, self.rounds = rows, 7.0, 0
 
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        raise AssertionError("no answer begins while costs are measured")
+
     def keep(self, rows: Sequence[int]) -> None:
         raise AssertionError("no answer ends while costs are measured")
 

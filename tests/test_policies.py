@@ -80,6 +80,9 @@ class Scripted:
     def reset(self, rows: int) -> None:
         self.seen.append(("reset", rows))
 
+    def admit(self, rows: int) -> None:
+        self.seen.append(("admit", rows))
+
     def keep(self, rows: Sequence[int]) -> None:
         self.tables = [self.tables[row] for row in rows]
 
