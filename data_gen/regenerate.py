@@ -4,8 +4,8 @@
     python data_gen/regenerate.py recipes/demo.yaml data.max_prompts=20 output_dir=runs/try    # the smallest run
     python data_gen/regenerate.py recipes/demo.yaml --plan                                     # what it would do
 
-The answers come from the target in this process, or from OpenAI-compatible servers that serve it (data.generator.kind
-openai; docs/regeneration.md).
+The answers come from the target in this process, which a drafter may help (data.generator.drafter), or from
+OpenAI-compatible servers that serve it (data.generator.kind openai; docs/regeneration.md).
 
 Reads data.prompts, writes <output_dir>/conversations.jsonl, one line per conversation, with the token ids of every
 answer, so that nothing is tokenised again. Stopped at any moment and started again, it goes on where it was: the file
@@ -35,6 +35,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.contamination import screen
 from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, asked_digest, not_done, read_log
+from draftsmith.data_gen.drafted_answers import DraftedAnswers, check_generator_drafter
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
 from draftsmith.data_gen.prompt_sizes import HUB_SAMPLE, planned, sampled
 from draftsmith.data_gen.server_answers import Vocabulary
@@ -77,6 +78,8 @@ def main() -> None:
     generation_config = load_generation_config(section)
     settings = generation_settings(recipe, tokenizer, generation_config)
     generator = generator_identity(recipe, settings, tokenizer)
+    if recipe.data.generator.drafter is not None:
+        check_generator_drafter(recipe)
     path = recipe.conversations_path
     rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
     limit, of_sample = recipe.data.max_prompts, command.plan and planned_from_a_sample(recipe)
@@ -107,10 +110,14 @@ def main() -> None:
                 log.identify("served_model", servers.connect())
                 write: Writer = partial(generate_from_servers, servers)
                 regenerate(write, tokenizer, todo, settings, log, rejects, servers)
-        else:
-            model = load_causal_lm(section)
-            log.identify("embedding_digest", tensor_digest(model.get_input_embeddings().weight))
-            regenerate(partial(generate, model, settings=settings), tokenizer, todo, settings, log, rejects)
+            return
+        drafted = None if recipe.data.generator.drafter is None else DraftedAnswers(recipe, settings)
+        model = load_causal_lm(section) if drafted is None else drafted.lineup.target.model
+        log.identify("embedding_digest", tensor_digest(model.get_input_embeddings().weight))
+        write = drafted or partial(generate, model, settings=settings)
+        regenerate(write, tokenizer, todo, settings, log, rejects)
+        for line in drafted.summary() if drafted is not None else ():
+            print(line)
 
 
 def regenerate(
@@ -411,6 +418,8 @@ def print_plan(
     if generator.kind == "openai":
         how = f"{generator.concurrency} requests at a time over {len(generator.base_urls)} servers"
     print(f"target         {recipe.target.model}, {sampling}, {how}")
+    if generator.drafter is not None:
+        print(f"drafter        {generator.drafter}, {generator.draft_tokens} tokens for each pass of the target")
     print(f"conversations  {len(conversations):,} of {recipe.data.prompts}; {len(log.done):,} done in {log.path}")
     if of_hub:
         print("               a sample: hub datasets are not read for a plan, and not compared with eval.prompts")

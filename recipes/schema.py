@@ -54,6 +54,11 @@ class GeneratorSection(Section):
     """Who writes the answers: the target in this process, or OpenAI-compatible servers that serve it."""
     batch_size: int = Field(default=32, ge=1)
     """Conversations decoded side by side in this process."""
+    drafter: str | None = None
+    """A drafter of this target, trained before: it drafts while the target writes, whose answers they stay (greedy ones
+    token for token in float32, sampled ones in law). Of kind transformers."""
+    draft_tokens: int = Field(default=3, ge=1)
+    """Tokens that `drafter` proposes for each of the target's passes."""
     base_urls: list[str] = []
     """Servers of kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
@@ -79,6 +84,14 @@ class GeneratorSection(Section):
     top_k: int | None = Field(default=None, ge=0)
     """0 switches it off. None: the target's generation_config, or off."""
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _who_drafts(self) -> "GeneratorSection":
+        if self.drafter is not None and self.kind == "openai":
+            raise ValueError(
+                "drafter drafts in this process, servers by their own settings: leave it out of kind openai"
+            )
+        return self
 
 
 class RankingSource(Section):

@@ -1,30 +1,46 @@
 """Regeneration's decoding pool against transformers' `generate` and `generate_batch`, alternating in one run.
 
     python tests/bench/regenerate.py                 # the demo's target and prompts, greedy, float32
+    python tests/bench/regenerate.py --drafter runs/demo/drafter --batch-size 1   # and drafted
 
-Prints new tokens per second of each round and each way. All three answer the same prompts with the same tokens.
+Prints new tokens per second of each round and each way. All answer the same prompts with the same tokens.
 """
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig
 
+from draftsmith.data_gen.drafted_answers import DraftedAnswers
 from draftsmith.data_gen.generators import GenerationSettings, generate
 from draftsmith.models.chat import load_tokenizer, render_prompt, stop_ids
 from draftsmith.models.target import load_causal_lm
+from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.recipes.stdlib_prompts import stdlib_conversations
 
-TARGET = str(Path(__file__).parents[2] / "recipes/demo_target")
+ROOT = Path(__file__).parents[2]
+TARGET = str(ROOT / "recipes/demo_target")
 
 
 def pool(model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]) -> Iterator[int]:
-    settings = GenerationSettings(args.max_new_tokens, 1024, stops, temperature=0, batch_size=args.batch_size)
-    for _, tokens, _ in generate(model, iter(list(enumerate(prompts))), settings):
+    for _, tokens, _ in generate(model, iter(list(enumerate(prompts))), settings_of(args, stops)):
+        yield len(tokens)
+
+
+def settings_of(args: argparse.Namespace, stops: tuple[int, ...]) -> GenerationSettings:
+    return GenerationSettings(args.max_new_tokens, 1024, stops, temperature=0, batch_size=args.batch_size)
+
+
+def drafted(
+    write: DraftedAnswers, model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]
+) -> Iterator[int]:
+    """The pool's answers with a drafter, which has loaded the target once more."""
+    for _, tokens, _ in write(iter(list(enumerate(prompts)))):
         yield len(tokens)
 
 
@@ -56,6 +72,8 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--drafter", help="a drafter of the demo's target")
+    parser.add_argument("--draft-tokens", type=int, nargs="+", default=[3], help="each number is a way of its own")
     parser.add_argument("--continuous", action="store_true", help="measure generate_batch too: slow on CPUs")
     args = parser.parse_args()
     section = TargetSection(model=TARGET, dtype="float32")
@@ -63,13 +81,23 @@ def main() -> None:
     stops = stop_ids(tokenizer, model.generation_config)
     questions = list(stdlib_conversations("heldout"))[: args.prompts]
     prompts = [render_prompt(tokenizer, question["messages"][:1]) for question in questions]
-    ways = [pool, padded] + [continuous] * args.continuous
+    ways: dict[str, Callable] = {"pool": pool, "padded": padded}
+    if args.continuous:
+        ways["continuous"] = continuous
+    for count in args.draft_tokens if args.drafter else ():
+        own = [
+            f"data.generator.drafter={args.drafter}",
+            f"data.generator.draft_tokens={count}",
+            f"target.model={TARGET}",
+        ]
+        writer = DraftedAnswers(load_recipe(ROOT / "recipes/demo.yaml", own), settings_of(args, stops))
+        ways[f"drafted, {count}"] = partial(drafted, writer)
     for round_number in range(args.rounds):
-        for way in ways:
+        for name, way in ways.items():
             began = time.perf_counter()
             tokens = sum(way(model, prompts, args, stops))
             rate = tokens / (time.perf_counter() - began)
-            print(f"round {round_number}  {way.__name__:<12} {tokens} tokens, {rate:.0f} tokens/s", flush=True)
+            print(f"round {round_number}  {name:<12} {tokens} tokens, {rate:.0f} tokens/s", flush=True)
 
 
 if __name__ == "__main__":

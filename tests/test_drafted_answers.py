@@ -1,0 +1,123 @@
+"""Regeneration that drafts for itself: the same file, in fewer passes of the target."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.data_gen import drafted_answers
+from draftsmith.data_gen.drafted_answers import DraftedAnswers
+from draftsmith.data_gen.generators import GenerationSettings, generate
+from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
+from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import TargetSection
+from tests.pairs import taught, untaught
+from tests.test_regenerate import STOPS, Workspace
+from tests.test_regenerate import place as place  # the fixture
+
+LAYERS = (0, 1, 2)  # that the drafter reads
+
+
+def add_drafter(place: Workspace, steps: int = 60) -> Path:
+    """One that knows what this target says to a few prompts."""
+    section = TargetSection(model=str(place.target))
+    target, tokenizer = Target(load_causal_lm(section, "cpu"), LAYERS), load_tokenizer(section)
+    prompts = tuple(render_prompt(tokenizer, [{"role": "user", "content": f"the cat {i} 0"}]) for i in range(4))
+    drafter = taught(target, DraftVocab.full(target.vocab_size), prompts, length=20, steps=steps)
+    identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
+    save_drafter(place.folder / "drafter", drafter, identity, "", {})
+    return place.folder / "drafter"
+
+
+def by_id(place: Workspace) -> dict[str, Any]:
+    return {record["id"]: record for record in place.records()}
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3])
+def test_greedy_files_are_the_same_with_a_drafter_and_without(
+    place: Workspace, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several turns, stop tokens within accepted chains, answers cut by both limits."""
+    drafted = f"data.generator.drafter={add_drafter(place)}", f"data.generator.draft_tokens={draft_tokens}"
+    place.ask(12)
+    place.run("data.max_length=48")
+    expected = by_id(place)
+    printed = place.run("data.max_length=48", f"data.conversations={place.folder / 'all.jsonl'}", *drafted)
+    place.path = place.folder / "all.jsonl"
+    assert by_id(place) == expected
+    reasons = Counter(turn["finish_reason"] for record in expected.values() for turn in record["turns"])
+    assert min(reasons["stop"], reasons["length"]) > 0
+    tau = float(printed.partition("drafted: ")[2].split()[0])
+    assert tau > 1.05  # it did draft
+    # A part without, the rest with: one file.
+    place.path = place.folder / "parts.jsonl"
+    parts = f"data.conversations={place.path}"
+    place.run("data.max_length=48", parts, "data.max_prompts=5")
+    assert "5 of 12 conversations are done, going on" in place.run("data.max_length=48", parts, *drafted)
+    assert by_id(place) == expected
+
+
+def test_draws_do_not_depend_on_neighbours_or_order(place: Workspace) -> None:
+    """And the same run writes the same file."""
+    drafter = add_drafter(place, steps=1)
+    place.ask(1)
+    recipe = load_recipe(str(place.recipe), [f"data.generator.drafter={drafter}"])
+
+    def answers(batch_size: int, order: int) -> dict[Any, Any]:
+        settings = GenerationSettings(12, 200, STOPS, temperature=1.0, top_p=0.9, batch_size=batch_size)
+        prompts = [(("q", i), [5 + i, 7, 11][: 1 + i % 3]) for i in range(9)][::order]
+        return {key: (ids, reason) for key, ids, reason in DraftedAnswers(recipe, settings)(iter(prompts))}
+
+    together = answers(4, 1)
+    assert together == answers(1, -1)
+    assert len({tuple(ids) for ids, _ in together.values()}) == 9
+
+
+def test_first_tokens_follow_the_target_s_law(place: Workspace) -> None:
+    """The law of whole answers is enumerated in tests/test_sampling.py; here, that settings reach it."""
+    place.ask(1)
+    recipe = load_recipe(str(place.recipe), [f"data.generator.drafter={add_drafter(place, steps=1)}"])
+    settings = GenerationSettings(3, 200, (), temperature=0.3, top_k=3, batch_size=64)
+    prompts = [((i,), [5, 6, 7]) for i in range(600)]
+    model = load_causal_lm(recipe.target)
+    for position in range(3):
+        drafted, plain = (
+            Counter(ids[position] for _, ids, _ in ways)
+            for ways in (DraftedAnswers(recipe, settings)(iter(prompts)), generate(model, iter(prompts), settings))
+        )
+        for token in drafted | plain:
+            spread = (max(drafted[token], plain[token], 4) * 2) ** 0.5  # of the difference of two counts
+            assert abs(drafted[token] - plain[token]) < 5 * spread
+
+
+def test_the_plan_names_the_drafter_and_loads_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = add_drafter(place, steps=1)
+    place.ask(2)
+    monkeypatch.setattr(drafted_answers, "Lineup", None)
+    assert f"drafter        {drafter}, 3 tokens for each pass" in place.run(
+        "--plan", f"data.generator.drafter={drafter}"
+    )
+
+
+def test_what_cannot_draft_is_told_before_anything_is_loaded(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    place.ask(2)
+    monkeypatch.setattr(drafted_answers, "Lineup", None)
+    with pytest.raises(UserError, match=r"data\.generator\.drafter: .*nowhere: no drafter here"):
+        place.run(f"data.generator.drafter={place.folder / 'nowhere'}")
+    drafter = add_drafter(place, steps=1)
+    with pytest.raises(UserError, match=r"data\.generator\.draft_tokens: more than the target has positions"):
+        place.run(f"data.generator.drafter={drafter}", "data.generator.draft_tokens=100000")
+    with pytest.raises(UserError, match=r"`data\.generator`: drafter drafts in this process"):
+        place.run(f"data.generator.drafter={drafter}", "data.generator.kind=openai")
+    section = TargetSection(model=str(place.target))
+    other = Target(load_causal_lm(section, "cpu"), LAYERS)
+    identity = target_identity(other, section.model, None, "of another tokenizer")
+    save_drafter(place.folder / "other", untaught("eagle3", other), identity, "", {})
+    with pytest.raises(UserError, match=r"data\.generator\.drafter: .*tokenizer"):
+        place.run(f"data.generator.drafter={place.folder / 'other'}")
+    assert not place.path.exists()
