@@ -238,6 +238,10 @@ TokenObjective = Literal[
 ]
 
 
+StepWeights = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)]
+StepWeight = Annotated[float, Field(gt=0)] | StepWeights | Literal["acceptance"]
+
+
 class TrainSection(Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Optimiser steps. None: as many as `epochs` needs."""
@@ -267,8 +271,10 @@ class TrainSection(Section):
     ttt_steps: int = Field(default=7, ge=1)
     """Unroll steps: how deep a chain is trained. Default: 7 for eagle3, 1 for eagle (more is HASS), one for each
     position that has a specialist for poss."""
-    step_weight: float = Field(default=0.8, gt=0)
-    """The loss of unroll step k is weighted step_weight**k. Default: 0.8 for eagle3 and poss over it, else 1."""
+    step_weight: StepWeight = 0.8
+    """The loss of unroll step k is weighted step_weight**k; a list has a weight for each step; `acceptance` weighs each
+    step of each chain by what decoding gains from it (train/step_weights.py). Default: 0.8 for eagle3 and poss over it,
+    else 1."""
     token_loss: float = Field(default=1.0, ge=0)
     """Weight of `token_objective`, the soft cross-entropy with the target's distribution unless it says otherwise.
     Default: 1 for eagle3, else 0.1."""
@@ -668,8 +674,8 @@ def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | 
     return f"otherwise than published for {name}: {', '.join(others)}" if others else None
 
 
-def _plain(value: float | bool | str) -> str:
-    return str(value).lower() if isinstance(value, (bool, str)) else f"{value:g}"
+def _plain(value: float | bool | str | list[float]) -> str:
+    return str(value).lower() if isinstance(value, (bool, str, list)) else f"{value:g}"
 
 
 class Recipe(Section):
@@ -715,6 +721,13 @@ class Recipe(Section):
             problems.append(
                 "train.token_loss: 0, as are feature_loss, top_k_loss and rank_loss: nothing would be learnt; give one "
                 "a weight"
+            )
+        if isinstance(train.step_weight, list) and (
+            len(train.step_weight) != train.ttt_steps or not any(train.step_weight)
+        ):
+            problems.append(
+                f"train.step_weight: {_plain(train.step_weight)}; give each of the {train.ttt_steps} unroll steps a "
+                "number, and one of them more than 0"
             )
         first = (drafter.specialist_count - 1) * drafter.positions  # drafted by the last specialist, counted from 0
         if drafter.kind == "poss" and train.ttt_steps <= first:

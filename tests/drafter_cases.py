@@ -11,6 +11,7 @@ from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.schema import StepWeight
 from draftsmith.train.losses import LossWeights
 from draftsmith.train.noise import add_noise
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, teacher_of
@@ -29,7 +30,7 @@ class Case:
     steps: int
     detach: bool
     weights: LossWeights
-    step_weight: float = 1.0
+    step_weight: StepWeight = 1.0
     draft_tokens: int | None = None  # None: the whole vocabulary
 
 
@@ -38,12 +39,14 @@ HASS = LossWeights(token=0.1, feature=1.0, top_k=1.0, top_k_tokens=5)
 EAGLE3 = LossWeights()
 
 
-def _eagle(steps: int, weights: LossWeights = EAGLE, detach: bool = True, **own: Any) -> Case:
-    return Case("eagle", None, own, steps, detach, weights)
+def _eagle(
+    steps: int, weights: LossWeights = EAGLE, detach: bool = True, step_weight: StepWeight = 1.0, **own: Any
+) -> Case:
+    return Case("eagle", None, own, steps, detach, weights, step_weight)
 
 
-def _eagle3(steps: int, draft_tokens: int | None = None, **own: Any) -> Case:
-    return Case("eagle3", None, own, steps, False, EAGLE3, 0.8, draft_tokens)
+def _eagle3(steps: int, draft_tokens: int | None = None, step_weight: StepWeight = 0.8, **own: Any) -> Case:
+    return Case("eagle3", None, own, steps, False, EAGLE3, step_weight, draft_tokens)
 
 
 def _poss(steps: int, n: int, m: int, **own: Any) -> Case:
@@ -59,13 +62,13 @@ def _poss3(steps: int, n: int, m: int, detach: bool = False, **own: Any) -> Case
 CASES: dict[str, Case] = {
     "eagle": _eagle(1),
     "hass": _eagle(4, HASS),
-    "hass, not detached": _eagle(3, HASS, detach=False, embedding_scale=3.0),
-    "eagle, two layers": _eagle(3, num_layers=2),
+    "hass, not detached": _eagle(3, HASS, detach=False, step_weight="acceptance", embedding_scale=3.0),
+    "eagle, two layers": _eagle(3, step_weight=[0.5, 0.0, 2.0], num_layers=2),
     "eagle, other biases": _eagle(3, attention_bias=True, fc_bias=False),
     "eagle3": _eagle3(5, draft_tokens=36),
     "eagle3, fc_norm": _eagle3(3, fc_norm=True),
     "eagle3, norm_output": _eagle3(4, norm_output=True),
-    "eagle3.1": _eagle3(3, draft_tokens=36, fc_norm=True, norm_output=True),
+    "eagle3.1": _eagle3(3, draft_tokens=36, step_weight="acceptance", fc_norm=True, norm_output=True),
     "eagle3, two layers": _eagle3(4, num_layers=2, attention_bias=True),
     "poss-1": _poss(5, 1, 3),
     "poss-2": _poss(6, 2, 2),

@@ -143,6 +143,14 @@ class SlowDrafter:
         return outputs
 
 
+def step_weight(weight: Any, k: int, accepted: list[float]) -> float:
+    """Of step k; `accepted`: the chance that each step's token is accepted, 0 where the chain has ended by then."""
+    if weight == "acceptance":
+        raised = [0.1 + 0.9 * chance if chance else 0.0 for chance in accepted]
+        return sum(math.prod(raised[: j + 1]) for j in range(k, len(raised)))
+    return weight[k] if isinstance(weight, list) else weight**k
+
+
 def slow_loss(
     drafter: SlowDrafter,
     captured: list[torch.Tensor],
@@ -168,6 +176,8 @@ def slow_loss(
             depth = sum(counted(spans[b], t, k) for k in range(steps))
             if depth == 0:
                 continue
+            ones: dict[int, torch.Tensor] = {}  # losses of this chain by step
+            accepted = [0.0] * depth
             for k, output in enumerate(drafter.chain(captured[b], row, t, depth, settings.detach)):
                 if any(token not in chosen for token in row[t + 2 : t + 2 + k]):
                     break  # no chain gets here
@@ -181,5 +191,7 @@ def slow_loss(
                 one = weights.token * soft_cross_entropy(q[None], p[None], [True])
                 one = one + weights.top_k * top_k_cross_entropy(q, p, weights.top_k_tokens)
                 one = one + weights.feature * smooth_l1(output, target_features[b][t + 1 + k])
-                loss = loss + settings.step_weight**k * one
+                ones[k], accepted[k] = one, float(torch.minimum(p, torch.softmax(q.detach(), -1)).sum())
+            for k, one in ones.items():
+                loss = loss + step_weight(settings.step_weight, k, accepted) * one
     return loss, reached, trained, correct

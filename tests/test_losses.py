@@ -101,12 +101,14 @@ def test_feature_regression() -> None:
     counted = torch.tensor(COUNTED)
     d = outputs.detach() - features
     assert (d.abs() < 1).any() and (d.abs() > 1).any()
-    value = feature_regression(outputs, features, counted)
-    expected = torch.stack([slow_drafters.smooth_l1(outputs[n], features[n]) for n in range(6) if COUNTED[n]]).sum()
+    weight = counted * torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5, 0.25])
+    value = feature_regression(outputs, features, weight)
+    expected = sum(float(weight[n]) * slow_drafters.smooth_l1(outputs[n], features[n]) for n in range(6) if COUNTED[n])
+    assert isinstance(expected, torch.Tensor)
     torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-6)
     (found,), (other,) = (torch.autograd.grad(each, outputs) for each in (value, expected))
     torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found, d.clamp(-1, 1) / 8 * counted[:, None], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, d.clamp(-1, 1) / 8 * weight[:, None].double(), rtol=1e-5, atol=1e-6)
     assert found[[not counts for counts in COUNTED]].abs().max() == 0
 
 

@@ -63,7 +63,7 @@ def test_all_problems_at_once(write):
         write(
             "target:\n  model: ./missing\n  dtype: int8\n"
             "data:\n  prompts: [missing.jsonl, 3]\n  max_length: '12'\n"
-            "train:\n  max_steps: 0\n  seed: true\n  step_weight: .inf\n  trackers: wandb\n"
+            "train:\n  max_steps: 0\n  seed: true\n  max_grad_norm: .inf\n  trackers: wandb\n"
             "eval:\n  also:\n  - proposer: drafter\n    tree: {nodes: 1}\n"
         ),
         "train.nothing=1",
@@ -75,7 +75,7 @@ def test_all_problems_at_once(write):
         (":6:", "`data.max_length`: expected a whole number, given the text '12'"),
         (":8:", "`train.max_steps`: expected at least 1, given the number 0"),
         (":9:", "`train.seed`: expected a whole number, given true"),
-        (":10:", "`train.step_weight`: expected a finite number, given the number inf"),
+        (":10:", "`train.max_grad_norm`: expected a finite number, given the number inf"),
         (":11:", "`train.trackers`: expected a list, given the text 'wandb'"),
         ("override 'train.nothing=1'", "unknown key `train.nothing`"),
         (":14:", "`eval.also.0.name` is missing"),

@@ -17,7 +17,7 @@ Shapes: B rows, C counted columns, N = B * C one after another, n of a chunk, K 
 vocabulary, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,90 @@ class HeadLoss:
         assert bias_V is None or not bias_V.requires_grad
         return _HeadLoss.apply(self, torch.is_grad_enabled(), scaled, weight_VH, bias_V, *read)  # type: ignore[return-value]
 
+    @torch.no_grad()
+    def acceptance(
+        self,
+        read: Sequence[torch.Tensor],
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None = None,
+        scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(alpha [K, B, C], the chance that a token drawn from the drafter is accepted; trained [K, B, C], as above).
+
+        A pass of its own, without gradients, for weights that hang on all steps.
+        """
+        shape, dtype = self.reached.shape, torch.promote_types(read[0].dtype, torch.float32)
+        reached = self.reached.flatten(1)
+        alpha, trained = torch.zeros(reached.shape, dtype=dtype, device=reached.device), torch.zeros_like(reached)
+        head = weight_VH.to(_products_of(weight_VH))
+        with torch.autocast(head.device.type, enabled=False):
+            for chunk in _chunks(self, read, head, bias_V, scaled, dtype, differentiable=False):
+                for step, place, teachers, mine in chunk.students():
+                    q = functional.softmax(chunk.logits[mine], dim=-1)
+                    alpha[step, place] = torch.minimum(q, chunk.p[teachers]).sum(-1)
+                    trained[step, place] = reached[step, place] & (chunk.best[teachers] >= 0)
+        return alpha.view(shape), trained.view(shape)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some teacher columns and all their students, step by step, side by side for one product with the head.
+
+    Attributes:
+        p, best: of the teachers, as `Teacher.of` gives them.
+        places: of each step, the students' columns; where they would begin before the first one, there are fewer.
+        read: [M, H] of the students, in the head's precision; logits: [M, Vd], which may be overwritten.
+        unscaled: makes a gradient in `logits` one in the head's own product.
+    """
+
+    p: torch.Tensor
+    best: torch.Tensor
+    places: list[slice]
+    read: torch.Tensor
+    logits: torch.Tensor
+    unscaled: Callable[[torch.Tensor], torch.Tensor]
+
+    def students(self) -> Iterator[tuple[int, slice, slice, slice]]:
+        """Of each step: its number, the students' columns, their teachers in the chunk, their rows of `logits`."""
+        first = 0
+        for step, place in enumerate(self.places):
+            count = place.stop - place.start
+            yield step, place, slice(len(self.best) - count, len(self.best)), slice(first, first + count)
+            first += count
+
+
+def _chunks(
+    job: HeadLoss,
+    read: Sequence[torch.Tensor],
+    head: torch.Tensor,
+    bias: torch.Tensor | None,
+    scaled: Callable[[torch.Tensor], torch.Tensor] | None,
+    dtype: torch.dtype,
+    differentiable: bool,
+) -> Iterator[_Chunk]:
+    """All teacher columns, some at a time; products in the precision of `head`, what comes of them in `dtype`. Without
+    autocast, which would choose others."""
+    steps, device = len(read), read[0].device
+    bias = None if bias is None else bias.to(head.dtype)
+    outputs = [each.flatten(0, 1) for each in read]  # [N, H] each
+    states = job.teacher.states.flatten(0, 1)
+    columns = len(states)
+    elements = ELEMENTS if device.type == "cpu" else ELEMENTS_ELSEWHERE
+    size = max(1, min(max(elements // len(head), LEAST_STUDENTS) // steps, columns))
+    for begin in range(0, columns, size):
+        end = min(begin + size, columns)
+        p, best = job.teacher.of(states[begin:end], job.vocab)
+        places = [slice(max(0, begin - step), max(0, end - step)) for step in range(steps)]
+        students = torch.cat([each[place] for each, place in zip(outputs, places, strict=True)]).to(head.dtype)
+        logits, unscaled = _logits(students, head, bias, scaled, dtype, differentiable)
+        yield _Chunk(p.to(dtype), best, places, students, logits, unscaled)
+
+
+def _products_of(weight: torch.Tensor) -> torch.dtype:
+    """The precision of products with it."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
@@ -102,55 +186,39 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, job: HeadLoss, differentiable: bool, scaled: Any, weight: torch.Tensor, bias: Any, *read: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         steps, device, shape = len(read), read[0].device, read[0].shape
-        columns = shape[0] * shape[1]
-        products = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
-        head, head_bias = weight.to(products), None if bias is None else bias.to(products)
-        outputs = [each.flatten(0, 1) for each in read]  # [N, H] each
-        states = job.teacher.states.flatten(0, 1)
         reached = job.reached.flatten(1)
         step_weights = job.step_weights.expand(job.reached.shape).flatten(1)
+        head = weight.to(_products_of(weight))
         of_weight = torch.zeros_like(weight) if differentiable and weight.requires_grad else None
-        of_read = [torch.zeros_like(each) for each in outputs] if differentiable else []
-        loss = torch.zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32), device=device)
+        of_read = [torch.zeros_like(each.flatten(0, 1)) for each in read] if differentiable else []
+        loss = torch.zeros((), dtype=torch.promote_types(read[0].dtype, torch.float32), device=device)
         correct = torch.zeros(steps, dtype=torch.long, device=device)
         trained = torch.zeros_like(reached)
-        elements = ELEMENTS if device.type == "cpu" else ELEMENTS_ELSEWHERE
-        size = max(1, min(max(elements // len(weight), LEAST_STUDENTS) // steps, columns))
         with torch.autocast(device.type, enabled=False):
-            for begin in range(0, columns, size):
-                end = min(begin + size, columns)
-                p, best = job.teacher.of(states[begin:end], job.vocab)
-                lesson = Lesson(job.weights, p.to(loss.dtype))
-                # The chunk's students, step by step, side by side for one product with the head.
-                places = [slice(max(0, begin - step), max(0, end - step)) for step in range(steps)]
-                students = torch.cat([each[place] for each, place in zip(outputs, places, strict=True)]).to(products)
-                logits, unscaled = _logits(students, head, head_bias, scaled, loss.dtype, differentiable)
-                its_weight = loss.new_zeros(len(students))
-                first = 0
-                for step, place in enumerate(places):
-                    mine = slice(first, first + place.stop - place.start)
-                    first = mine.stop
-                    skipped = end - begin - (mine.stop - mine.start)  # teachers of the chunk without a student
-                    teaches = best[skipped:]
-                    trained[step, place] = reached[step, place] & (teaches >= 0)
-                    correct[step] += ((logits[mine].argmax(-1) == teaches) & reached[step, place]).sum()
+            for chunk in _chunks(job, read, head, bias, scaled, loss.dtype, differentiable):
+                lesson, logits = Lesson(job.weights, chunk.p), chunk.logits
+                its_weight = loss.new_zeros(len(logits))
+                for step, place, teachers, mine in chunk.students():
+                    best = chunk.best[teachers]
+                    trained[step, place] = reached[step, place] & (best >= 0)
+                    correct[step] += ((logits[mine].argmax(-1) == best) & reached[step, place]).sum()
                     its_weight[mine] = step_weights[step, place] * trained[step, place]
-                    value = lesson.learn(logits[mine], skipped)
+                    value = lesson.learn(logits[mine], teachers.start)
                     loss += torch.where(trained[step, place], value * its_weight[mine], 0.0).sum()
-                if differentiable:
-                    idle = (its_weight == 0)[:, None]  # whatever is there, 0 of it
-                    gradient = unscaled(logits).to(products).masked_fill_(idle, 0)
-                    students = students.masked_fill(idle, 0)
-                    counts = [place.stop - place.start for place in places]
-                    of_students = (gradient @ head) * its_weight[:, None]
-                    for each, place, part in zip(of_read, places, of_students.split(counts), strict=True):
-                        each[place] = part
-                    if of_weight is not None:
-                        weighted = (students * its_weight[:, None]).to(products)
-                        if of_weight.dtype == products:
-                            torch.addmm(of_weight, gradient.T, weighted, out=of_weight)
-                        else:
-                            of_weight += gradient.T @ weighted
+                if not differentiable:
+                    continue
+                idle = (its_weight == 0)[:, None]  # whatever is there, 0 of it
+                gradient = chunk.unscaled(logits).to(head.dtype).masked_fill_(idle, 0)
+                students = chunk.read.masked_fill(idle, 0)
+                of_students = (gradient @ head) * its_weight[:, None]
+                for step, place, _, mine in chunk.students():
+                    of_read[step][place] = of_students[mine]
+                if of_weight is not None:
+                    weighted = (students * its_weight[:, None]).to(head.dtype)
+                    if of_weight.dtype == head.dtype:
+                        torch.addmm(of_weight, gradient.T, weighted, out=of_weight)
+                    else:
+                        of_weight += gradient.T @ weighted
         ctx.gradients = of_weight, [each.view(shape) for each in of_read]
         trained = trained.view(job.reached.shape)
         ctx.mark_non_differentiable(correct, trained)

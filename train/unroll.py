@@ -33,7 +33,7 @@ W entry width, K steps, Vd draft vocabulary.
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -43,11 +43,12 @@ from draftsmith.models.alignment import Columns, Documents, Run
 from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.schema import StepWeight, TrainSection
 from draftsmith.train.attention_kernels import BLOCKS, Kernel, kernel_for
 from draftsmith.train.head_loss import HeadLoss, Teacher
 from draftsmith.train.losses import LossWeights, feature_regression
 from draftsmith.train.merged_attention import merged_attention, runs_of_documents
+from draftsmith.train.step_weights import acceptance_weights, fixed_weights
 
 # Of each layer: keys and values of the counted columns' steps 1, 2, ..., [B, G, C, D] each.
 OwnColumns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
@@ -201,7 +202,7 @@ def teacher_of(
 class UnrollSums:
     """Sums over one micro-batch, to be added over micro-batches and ranks before any division."""
 
-    loss: torch.Tensor  # scalar, with gradient: sum_k step_weight^k * sum over trained columns of the weighted losses
+    loss: torch.Tensor  # scalar, with gradient: sum over trained columns and steps of losses times `step_weights`
     columns: torch.Tensor  # scalar: columns counted at step 0, the loss's denominator
     reached: torch.Tensor  # [K] columns that a chain can reach at step k
     correct: torch.Tensor  # [K] of those, where drafter and target agree on the likeliest token
@@ -223,7 +224,7 @@ class TrainingTimeTest(nn.Module):
         self,
         drafter: FeatureDrafter,
         steps: int,
-        step_weight: float,
+        step_weight: StepWeight,
         gradient_checkpointing: bool = False,
         weights: LossWeights | None = None,
         detach: bool = False,
@@ -231,7 +232,7 @@ class TrainingTimeTest(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.steps = steps
-        self.step_weight = step_weight
+        self.step_weight: StepWeight = step_weight
         self.gradient_checkpointing = gradient_checkpointing
         self.weights = weights or LossWeights()
         self.detach = detach
@@ -281,16 +282,21 @@ class TrainingTimeTest(nn.Module):
         how = self.gradient_checkpointing, self.detach, documents, self.kernel
         outputs = list(unroll(self.drafter, captured_BTF, ids_BT, columns, self.steps, *how))
         reached_KBC = self._reached(columns, teacher)
-        weights_K = self.step_weight ** torch.arange(self.steps, device=captured_BTF.device)
-        head_loss = HeadLoss(teacher, self.drafter.vocab, reached_KBC, self.weights, weights_K[:, None, None])
+        fixed = fixed_weights(self.step_weight, self.steps)
+        weights_KBC = torch.tensor(fixed or [1.0] * self.steps, device=captured_BTF.device)[:, None, None]
+        head_loss = HeadLoss(teacher, self.drafter.vocab, reached_KBC, self.weights, weights_KBC)
+        if fixed is None:
+            weights_KBC = acceptance_weights(*self.drafter.head_loss(outputs, head_loss.acceptance))
+            head_loss = replace(head_loss, step_weights=weights_KBC)
         loss, correct, trained_KBC = self.drafter.head_loss(outputs, head_loss)
         if self.weights.feature:
+            weights_KBC = weights_KBC * trained_KBC
             for step, output_BCH in enumerate(outputs):
                 # The last columns would need a teacher beyond their row: none of them counts.
                 inside = max(0, output_BCH.shape[1] - step)
-                pairs = output_BCH[:, :inside], teacher.states[:, step:], trained_KBC[step, :, :inside]
+                pairs = output_BCH[:, :inside], teacher.states[:, step:], weights_KBC[step, :, :inside]
                 distance = feature_regression(*(each.flatten(0, 1) for each in pairs))
-                loss = loss + self.weights.feature * self.step_weight**step * distance
+                loss = loss + self.weights.feature * distance
         return UnrollSums(
             loss=loss,
             columns=columns.counted(0).sum(),
