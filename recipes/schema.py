@@ -331,6 +331,12 @@ class TrainSection(Section):
     accelerate's trackers, by name."""
 
 
+def is_default(key: str, value: Any) -> bool:
+    """Whether `train.<name>` says what it says where a recipe leaves it out, whatever the drafter."""
+    section, _, name = key.partition(".")
+    return section == "train" and name in TrainSection.model_fields and value == getattr(TrainSection(), name)
+
+
 class LabelSection(Section):
     """Labelled draft trees (data_gen/label_trees.py): what a C2T classifier is trained on."""
 

@@ -150,8 +150,13 @@ def test_a_kernel_that_is_missing_or_wrong_is_not_taken(monkeypatch: pytest.Monk
         assert not is_right(kernel, CPU, torch.float32, 4, 2, 16)
         monkeypatch.setattr(attention_kernels, "FLASH_CPU", kernel)
         kernel_for.cache_clear()
-        assert kernel_for(CPU, torch.float32, 4, 2, 16) is BLOCKS
+        taken = kernel_for(CPU, torch.float32, 4, 2, 16)
+        assert taken.forward is BLOCKS.forward and taken.backward is BLOCKS.backward
+        assert taken.name == f"plain blocks ({kernel.name} failed its trial with float32, 4 heads over 2, each of 16)"
     kernel_for.cache_clear()
+    assert kernel_for(torch.device("meta"), torch.float32, 4, 2, 16).name == (
+        "plain blocks (no fused kernel is known for meta)"
+    )
 
 
 @pytest.mark.gpu

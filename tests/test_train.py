@@ -276,6 +276,18 @@ def test_changed_settings_under_a_checkpoint_are_refused(recipe_path: Path) -> N
     assert len(metrics(train(recipe_path, "train.max_steps=8"))) == 8  # a longer run goes on
 
 
+def test_a_checkpoint_without_a_key_is_gone_on_with_unless_the_key_says_something(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of an older version, which knew fewer keys."""
+    with monkeypatch.context() as older:
+        older.setattr(trainer, "MAY_CHANGE", {*trainer.MAY_CHANGE, "rank_loss"})
+        train(recipe_path)
+    with pytest.raises(UserError, match=r"train\.rank_loss: the checkpoint has None, this run has 0\.5"):
+        train(recipe_path, "train.max_steps=8", "train.rank_loss=0.5")
+    assert len(metrics(train(recipe_path, "train.max_steps=8"))) == 8
+
+
 def test_weights_that_are_lost_are_never_saved(recipe_path: Path) -> None:
     """The learning rate destroys the weights between two logged steps; what was saved stays finite."""
     with pytest.raises(UserError, match="not a finite number"):

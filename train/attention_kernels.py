@@ -8,7 +8,7 @@ Shapes: A query heads, G key/value heads, R = A/G, D head dimension, n queries, 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -197,4 +197,9 @@ def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: in
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> Kernel:
     """The fused one of the device, where it is right; else plain blocks."""
     fused = FLASH_CPU if device.type == "cpu" else FLASH_CUDA if device.type == "cuda" else BLOCKS
-    return fused if fused is BLOCKS or is_right(fused, device, dtype, heads, groups, size) else BLOCKS
+    if fused is BLOCKS:
+        return replace(BLOCKS, name=f"{BLOCKS.name} (no fused kernel is known for {device.type})")
+    if is_right(fused, device, dtype, heads, groups, size):
+        return fused
+    words = f"{dtype}, {heads} heads over {groups}, each of {size}".removeprefix("torch.")
+    return replace(BLOCKS, name=f"{BLOCKS.name} ({fused.name} failed its trial with {words})")

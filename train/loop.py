@@ -27,7 +27,7 @@ from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.checkpoint import differences
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.schema import TrainSection, is_default
 from draftsmith.train.batches import Batch, BatchOrder, collate
 from draftsmith.train.checkpoints import (
     best_of,
@@ -491,6 +491,7 @@ class Loop:
         different = [
             f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
             for key, theirs, mine in differences(state["identity"], here)
+            if key in state["identity"] or not is_default(key, mine)  # of a version without the key
         ]
         if different:
             raise UserError(
