@@ -2,12 +2,16 @@
 
     python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048
     python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048 --peer .venv-peer/bin/python
+    python tests/bench/train_step.py --lengths 1024 2048 4096 8192 16384 --plot lengths.png   # by --seq
     make bench    # the shapes of SHAPES, beside speculators in .venv-peer
 
 A step is the teacher's head, forward, K unroll steps, backward, clipping and AdamW. Each side runs in processes of its
 own, in turn; medians over all steps of `--rounds` rounds. Memory is the most that a process held during its steps, less
 what it held when model, optimiser (its moments included) and inputs were there. Supervised tokens lie in `--spans`
 spans spread over each document.
+
+Operations of a step are counted twice: those of the products that it ran, as they ran, and those that the method asks
+for, every column and key that counts once (`train.step_flops`, which the training's MFU goes by).
 """
 
 import argparse
@@ -23,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 HERE = Path(__file__).parent
 LARGE = "--hidden 512 --vocab 16384 --seq 2048"
@@ -58,6 +63,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--peer", help="the python of an environment with speculators")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--shapes", action="store_true", help="all of SHAPES, one after another")
+    parser.add_argument("--lengths", type=int, nargs="+", help="one after another instead of --seq")
+    parser.add_argument("--plot", type=Path, help="picture of --lengths")
     parser.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)
     return parser
 
@@ -121,6 +128,13 @@ def measured(wanted: argparse.Namespace, step: Any) -> dict[str, Any]:
     return {"seconds": seconds, "cpu": cpu, "peak_over_mib": memory.over_mib(), "loss": float(loss)}
 
 
+def flops_that_ran(step: Any) -> float:
+    """Of all products of a step."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
 def optimiser_of(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
     """With its moments."""
     optimiser = torch.optim.AdamW(parameters, lr=0.0)
@@ -137,6 +151,7 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.models.alignment import Documents, columns_of
     from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
     from draftsmith.models.vocab import DraftVocab
+    from draftsmith.train.step_flops import StepFlops
     from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 
     lengths, spans = layout(wanted)
@@ -185,7 +200,20 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
         optimiser.zero_grad(set_to_none=True)
         return sums.loss.detach() / sums.columns
 
-    return measured(wanted, step)
+    found = measured(wanted, step)
+    columns = columns_of(span, wanted.ttt)
+    starts_at = columns.gather(position.cpu())
+    counted = [columns.counted(k) for k in range(wanted.ttt)]
+    size: Any = SimpleNamespace(head_parameters=wanted.vocab * wanted.hidden)
+    needed = StepFlops.of(trainee, None, size, states_are_read=True).of_counts(
+        tokens=wanted.seq,
+        causal_keys=sum(length * (length + 1) // 2 for length in lengths),
+        pairs=[int(c.sum()) for c in counted],
+        keys=[int(((starts_at + 1 + k) * c).sum()) for k, c in enumerate(counted)],
+    )
+    if wanted.freeze_head:
+        needed -= 2 * wanted.hidden * wanted.draft_vocab * sum(int(c.sum()) for c in counted)
+    return found | {"flops": flops_that_ran(step), "needed_flops": float(needed)}
 
 
 def completed(wanted: argparse.Namespace) -> argparse.Namespace:
@@ -194,6 +222,17 @@ def completed(wanted: argparse.Namespace) -> argparse.Namespace:
     wanted.intermediate = wanted.intermediate or int(wanted.hidden * 2.75)
     wanted.draft_vocab = wanted.draft_vocab or wanted.vocab
     return wanted
+
+
+def without(given: list[str], *options: str) -> list[str]:
+    """The arguments without these options and their values."""
+    kept, skipping = [], False
+    for argument in given:
+        if argument.startswith("--"):
+            skipping = argument in options
+        if not skipping:
+            kept.append(argument)
+    return kept
 
 
 def run_side(side: str, python: str, given: list[str]) -> dict[str, Any]:
@@ -228,6 +267,13 @@ def compared(given: list[str]) -> dict[str, Any]:
             f"{side:5}  {results[side]['tokens_per_second']:>9,.0f} tokens/s  "
             f"{results[side]['cpu_ms_per_step']:>9,.0f} CPU-ms/step  {results[side]['peak_over_mib']:>7,.0f} MiB"
         )
+        if "flops" in runs[0]:
+            ran, needed = runs[0]["flops"], runs[0]["needed_flops"]
+            results[side] |= {"flops_per_step": ran, "needed_flops_per_step": needed}
+            print(
+                f"       {ran / 1e9:,.1f} GFLOP ran in a step, {ran / needed:.2f} times what counts; "
+                f"{ran / seconds / 1e9:,.0f} GFLOP/s"
+            )
     if "peer" in results:
         mine, other = results["ours"], results["peer"]
         print(
@@ -235,6 +281,38 @@ def compared(given: list[str]) -> dict[str, Any]:
             f"memory {mine['peak_over_mib'] / other['peak_over_mib']:.2f}",
             flush=True,
         )
+    return results
+
+
+def by_length(given: list[str], lengths: list[int], plot: Path | None) -> dict[int, Any]:
+    """All rounds of each length, printed and drawn."""
+    results: dict[int, Any] = {}
+    for length in lengths:
+        print(f"\n{length:,} tokens", flush=True)
+        results[length] = compared([*given, "--seq", str(length)])
+    sides = [side for side in ("ours", "peer") if side in results[lengths[0]]]
+    for side in sides:
+        for length in lengths:
+            found = results[length][side]
+            print(
+                f"{side:5}  {length:>7,} tokens  {1e6 / found['tokens_per_second']:>7,.0f} us and "
+                f"{1024 * found['peak_over_mib'] / length:>6,.1f} KiB a token"
+            )
+    if plot is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 3.2), layout="constrained")
+        memory, time_axes = figure.subplots(1, 2)
+        for side in sides:
+            rows = [results[length][side] for length in lengths]
+            name = "Draftsmith" if side == "ours" else "speculators"
+            memory.plot(lengths, [row["peak_over_mib"] for row in rows], marker="o", label=name)
+            time_axes.plot(lengths, [1e6 / row["tokens_per_second"] for row in rows], marker="o", label=name)
+        for axes, title in ((memory, "memory of a step, MiB"), (time_axes, "time of a step, microseconds a token")):
+            axes.set(title=title, xlabel="tokens of the row", xlim=(0, None), ylim=(0, None))
+            axes.grid(alpha=0.3)
+            axes.legend()
+        figure.savefig(plot, dpi=120)
     return results
 
 
@@ -257,6 +335,8 @@ def main() -> None:
         for name, shape in SHAPES.items():
             print(f"\n{name}", flush=True)
             results[name] = compared([*shape.split(), *given])
+    elif wanted.lengths:
+        results = by_length(without(given, "--lengths", "--plot"), wanted.lengths, wanted.plot)
     else:
         results = compared(given)
     if wanted.json:
