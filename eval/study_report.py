@@ -27,6 +27,7 @@ from draftsmith.recipes.study_cells import (
     ARMS,
     CHAIN,
     CUTS,
+    LOSSES,
     RATE_ARM,
     SEEDS,
     SIZES,
@@ -34,6 +35,7 @@ from draftsmith.recipes.study_cells import (
     cells,
     rate_name,
     rates_of,
+    sampled_name,
 )
 
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
@@ -231,6 +233,25 @@ def compared(found: Found) -> list[str]:
     return table(["", "beside", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
 
 
+def losses(found: Found) -> list[str]:
+    """EAGLE-3 taught by other objectives: greedy gains by replay, and taus of sampled answers."""
+    rows = []
+    for arm in ("eagle3", *LOSSES):
+        name = LOSSES[arm].name if arm in LOSSES else "soft CE, steps by 0.8^k (EAGLE-3)"
+        tree, chain = found.ratio(arm, "eagle3"), found.ratio(arm, "eagle3", CHAIN)
+        greedy = [with_interval(found.tau(arm)), in_percent(tree), in_percent(chain)]
+        sampled = []
+        for shape in (TREE, CHAIN):
+            lines = [found.lines.get(sampled_name(arm, seed)) for seed in SEEDS]
+            taus = [line["decoded"][shape]["tau"] if line else None for line in lines]
+            there = [tau for tau in taus if tau is not None]
+            by_seed = ", ".join(OPEN if tau is None else f"{tau:.2f}" for tau in taus)
+            sampled.append(f"{sum(there) / len(there):.2f} ({by_seed})" if there else OPEN)
+        rows.append([name, *greedy, *sampled])
+    head = ["taught by", "greedy: tau, tree of 60", "beside soft CE", "chain of 6, beside soft CE"]
+    return table([*head, "temperature 1: tau, tree of 60 (seeds)", "chain of 6 (seeds)"], rows)
+
+
 def verdict(found: Estimate | None) -> str:
     """A gain shows where the interval and every seed say so."""
     if found is None:
@@ -353,6 +374,7 @@ def rates(found: Found) -> list[str]:
             for rate in tried
         ]
         others = [about.name for name, about in ARMS.items() if about.family == family and name != arm]
+        others += ["EAGLE-3 by other losses"] * (family == "eagle3")
         rows.append([ARMS[arm].name, ", ".join(others) or "-", "; ".join(shown)])
     return table(["searched with", "also used by", "rate: tau of the validation answers' replay"], rows)
 
@@ -368,6 +390,7 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
     "data": data,
     "fr-spec": fr_spec,
     "c2t": c2t,
+    "losses": losses,
     "rates": rates,
 }
 

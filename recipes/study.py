@@ -39,8 +39,8 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.stdlib_prompts import split_of
 from draftsmith.recipes.study_cells import (
     ALL,
+    ALL_ARMS,
     ANSWERS,
-    ARMS,
     MAIN,
     SIZES,
     STEPS,
@@ -437,13 +437,15 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
         return {"learning_rate": cell.rate, "steps": cell.steps, "validation": _validation(folder)}
     if cell.kind == "drafter":
         return {
-            "learning_rate": best_rate(ARMS[cell.arm].family, lines),
+            "learning_rate": best_rate(ALL_ARMS[cell.arm].family, lines),
             "steps": cell.steps,
             "parameters": parameters(folder / "drafter" / "model.safetensors"),
             "train_seconds": round(seconds[0], 1),
             "validation": _validation(folder),
             "replay": replayed(folder / "eval" / "replay"),
         }
+    if cell.kind == "sampled":
+        return {"drafter": drafter_name(cell.arm, seed=cell.seed), "decoded": decoded(folder / "eval")}
     if cell.kind == "fr-spec":
         return {"drafter": drafter_name(cell.arm), "replay": replayed(folder / "eval" / "replay")}
     if cell.kind == "c2t":
@@ -502,6 +504,16 @@ def replayed(folder: Path) -> dict[str, Any]:
             "answers_sha256": hashlib.sha256(answers.encode()).hexdigest()[:16],
         }
     return result
+
+
+def decoded(folder: Path) -> dict[str, Any]:
+    """Of every contender what the report reads; the main one is called after its tree."""
+    content = json.loads((folder / "acceptance.json").read_bytes())
+    return {
+        TREE if name == content["contender"] else name: {key: numbers[key] for key in KEPT[:4]}
+        for name, numbers in content["contenders"].items()
+        if name != content["baseline"]
+    }
 
 
 def timed(folder: Path) -> dict[str, dict[str, list[float]]]:

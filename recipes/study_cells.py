@@ -91,6 +91,26 @@ ARMS = {
     "hass-no-top10": Arm("HASS without its top-10 loss", "hass", "train/eagle.py", "{kind: eagle}", (_STEPS,), 0.5),
 }
 MAIN = tuple(arm for arm in ARMS if arm != "hass-no-top10")
+
+
+def _eagle3(name: str, *train: str) -> Arm:
+    """The arm eagle3 with other losses; its learning rate as well."""
+    return Arm(name, "eagle3", "train/eagle3.py", ARMS["eagle3"].drafter, (_STEPS, *train), 0.6)
+
+
+LOSSES = {
+    "eagle3-hard": _eagle3("hard CE", "train.token_objective=hard_ce"),
+    "eagle3-reverse": _eagle3("reverse KL", "train.token_objective=reverse_kl"),
+    "eagle3-tv": _eagle3("total variation", "train.token_objective=total_variation"),
+    "eagle3-log": _eagle3("log acceptance", "train.token_objective=log_acceptance"),
+    "eagle3-hybrid": _eagle3("hybrid", "train.token_objective=hybrid"),
+    "eagle3-weights": _eagle3("soft CE, steps by acceptance", "train.step_weight=acceptance"),
+    "eagle3-length": _eagle3(
+        "log acceptance, steps by acceptance", "train.token_objective=log_acceptance", "train.step_weight=acceptance"
+    ),
+}
+ALL_ARMS = ARMS | LOSSES
+SAMPLED = 100  # held-out prompts that are answered at temperature 1
 SCALED = ("eagle3", "eagle2")  # arms of the data figure
 RATE_ARM = {arm.family: name for name, arm in reversed(ARMS.items())}  # the first of each family searches for it
 
@@ -108,6 +128,10 @@ class Cell:
     seed: int = 0
     rate: float = 0.0
     steps: int = STEPS
+
+
+def sampled_name(arm: str, seed: int = 0) -> str:
+    return f"sampled/{arm}/seed{seed}"
 
 
 def rate_name(family: str, rate: float) -> str:
@@ -145,14 +169,14 @@ def cells(lines: Lines) -> list[Cell]:
         found.setdefault(cell.name, cell)
 
     def drafter(arm: str, size: int, seed: int, steps: int = STEPS) -> None:
-        family = ARMS[arm].family
+        family = ALL_ARMS[arm].family
         searcher, rates = ARMS[RATE_ARM[family]], rates_of(family, lines)
         for rate in rates:
             seconds = 25 + STEPS * searcher.seconds_per_step
             own = RATE_ARM[family], ALL, 0, rate
             add(Cell(rate_name(family, rate), "rate", seconds, ("data",), *own))
         needs = ("data", "answers", *(rate_name(family, rate) for rate in rates))
-        seconds = 80 + steps * ARMS[arm].seconds_per_step
+        seconds = 80 + steps * ALL_ARMS[arm].seconds_per_step
         add(Cell(drafter_name(arm, size, seed, steps), "drafter", seconds, needs, arm, size, seed, steps=steps))
 
     add(Cell("data", "data", 25))
@@ -173,6 +197,10 @@ def cells(lines: Lines) -> list[Cell]:
         drafter(arm, ALL, 0, LONGER)
     for seed in SEEDS:
         drafter("hass-no-top10", ALL, seed)
+    for seed in SEEDS:
+        for arm in ("eagle3", *LOSSES):
+            drafter(arm, ALL, seed)
+            add(Cell(sampled_name(arm, seed), "sampled", 120, (drafter_name(arm, ALL, seed),), arm, seed=seed))
     add(Cell("timing", "timing", 25 * (TIMED + 1) * len(MAIN), ("data", "answers")))
     return list(found.values())
 
@@ -247,7 +275,7 @@ def _answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 def training(cell: Cell, places: Places, rate: float) -> list[str]:
     """Overrides of the recipe."""
-    arm = ARMS[cell.arm]
+    arm = ALL_ARMS[cell.arm]
     return [
         f"output_dir={places.of(cell.name)}",
         f"data.conversations={places.conversations(cell.size)}",
@@ -269,7 +297,7 @@ def same_training(cell: Cell, lines: Lines) -> str | None:
     """The cell of a learning rate that has trained this very drafter, if one has."""
     if cell.kind != "drafter" or (cell.size, cell.seed, cell.steps) != (ALL, 0, STEPS):
         return None
-    family = ARMS[cell.arm].family
+    family = ALL_ARMS[cell.arm].family
     if cell.arm != RATE_ARM[family]:
         return None
     return rate_name(family, best_rate(family, lines))
@@ -280,10 +308,10 @@ def _rate(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 
 def _drafter(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    own = training(cell, places, best_rate(ARMS[cell.arm].family, lines))
+    own = training(cell, places, best_rate(ALL_ARMS[cell.arm].family, lines))
     replay = replaying(places, places.of(cell.name), places.of(cell.name) / "drafter")
     return [
-        [ARMS[cell.arm].script, RECIPE, *own],
+        [ALL_ARMS[cell.arm].script, RECIPE, *own],
         [*replay, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"],
     ]
 
@@ -293,6 +321,15 @@ def replaying(places: Places, out: Path, drafter: Path) -> list[str]:
     along = ["eval.mode=replay", f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}", "eval.also=[]"]
     drafter_and_counts = [f"eval.drafter={drafter}", f"eval.token_counts={places.counts}"]
     return ["eval/acceptance.py", RECIPE, f"output_dir={out}", *drafter_and_counts, *along]
+
+
+def _sampled(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    own = [
+        f"output_dir={places.of(cell.name)}",
+        f"eval.drafter={places.of(drafter_name(cell.arm, seed=cell.seed)) / 'drafter'}",
+        *("eval.temperature=1", f"eval.max_prompts={SAMPLED}", "eval.also=[]"),
+    ]
+    return [["eval/acceptance.py", RECIPE, *own, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"]]
 
 
 def _fr_spec(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
@@ -365,6 +402,7 @@ _MAKERS: dict[str, Callable[[Cell, Places, Lines], list[list[str]]]] = {
     "answers": _answers,
     "rate": _rate,
     "drafter": _drafter,
+    "sampled": _sampled,
     "fr-spec": _fr_spec,
     "c2t": _c2t,
     "timing": _timing,

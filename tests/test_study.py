@@ -24,6 +24,7 @@ from draftsmith.recipes import study, study_cells
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.study_cells import (
+    ALL_ARMS,
     ARMS,
     CHAIN,
     CUTS,
@@ -127,7 +128,7 @@ def test_every_command_is_a_script_of_ours_with_a_recipe_that_loads(monkeypatch:
                 assert loaded.train.seed == cell.seed
                 assert cell.kind == "timing" or loaded.train.learning_rate == (cell.rate or 4e-3)
                 assert loaded.drafter.vocab_size is None
-    assert seen == {"data", "answers", "rate", "drafter", "fr-spec", "c2t", "timing"}
+    assert seen == {"data", "answers", "rate", "drafter", "sampled", "fr-spec", "c2t", "timing"}
 
 
 def test_arms_differ_in_the_drafter_and_its_publication_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +193,11 @@ if kind == "drafter":
     text = json.dumps(header).encode()
     (folder / "drafter").mkdir(parents=True, exist_ok=True)
     (folder / "drafter" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(104))
+if kind == "sampled":
+    contenders = {"plain": {}} | {own: {"tau": 2.5, "tau_interval": [2, 3], "rounds": 9, "new_tokens": 20}
+                                  for own in ("long name", "chain of 6")}
+    write(folder / "eval" / "acceptance.json",
+          json.dumps({"contender": "long name", "baseline": "plain", "contenders": contenders}))
 if kind in ("drafter", "fr-spec"):
     keys = ["tau", "tau_interval", "rounds", "new_tokens", "accepted_per_round", "tree_nodes_per_round",
             "draft_calls_per_round", "acceptance_by_position", "acceptance_by_position_interval", "tree"]
@@ -226,7 +232,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def replaced(setattr_: Callable[[Any, str, Any], None], root: Path, pause: str = "-") -> None:
     def fake(cell: Cell, places: Places, lines: Any) -> list[list[str]]:
         if cell.kind == "drafter":
-            best_rate(ARMS[cell.arm].family, lines)  # as the real ones: the search must be over
+            best_rate(ALL_ARMS[cell.arm].family, lines)  # as the real ones: the search must be over
         return [["script.py", cell.name, cell.kind, str(places.out), pause]]
 
     setattr_(study, "ROOT", root)
@@ -505,6 +511,10 @@ def lines() -> dict[str, Any]:
         **{drafter_name("eagle2", seed=seed): drafter(seed, 3) for seed in range(3)},
         **{drafter_name("eagle2", size): drafter(10 + size, 6) for size in (1, 2, 4)},
         **{drafter_name("hass", seed=seed): drafter(20 + seed, 2) for seed in (0, 2)},
+        **{
+            f"sampled/eagle3/seed{seed}": {**common, "decoded": {TREE: {"tau": tree}, CHAIN: {"tau": chain}}}
+            for seed, tree, chain in ((0, 2.5, 1.0), (2, 3.0, 2.0))
+        },
         "fr-spec/answers": {
             **common,
             "replay": {TREE: replay(0, 3), **{str(size): replay(size, 5) for size in CUTS}},
@@ -580,6 +590,9 @@ def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any])
     found = Found({**lines, "c2t/eagle2": {"at_equal_tau": equal}})
     assert study_report.c2t(found)[2] == "| EAGLE-2 | 60 | 3.50 | 1,000 | not reached | 0.80 [0.70, 0.90] |"
     assert study_report.claims(found)[-1].endswith("| 0.80 [0.70, 0.90] | shows |")
+    assert row("losses", "hybrid")[1:] == ["open"] * 5
+    soft = row("losses", "soft CE, steps by 0.8^k (EAGLE-3)")
+    assert soft[1:4] == ["open"] * 3 and soft[4:] == ["2.75 (2.50, open, 3.00)", "1.50 (1.00, open, 2.00)"]
     assert row("costs", "HASS")[1:] == ["60", "60", *["open"] * 4, "0.5"]
     assert all("open" in cell for cell in row("rates", "EAGLE-2")[2].split("; "))
     assert tables["progress"][0].startswith(f"{len(lines)} of ")
