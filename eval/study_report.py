@@ -29,10 +29,12 @@ from draftsmith.recipes.study_cells import (
     CUTS,
     LOSSES,
     RATE_ARM,
+    SCALED,
     SEEDS,
     SIZES,
     TREE,
     cells,
+    current,
     rate_name,
     rates_of,
     sampled_name,
@@ -95,7 +97,7 @@ def main() -> None:
     parser.add_argument("--doc", type=Path, default=DOC, help=f"default: {DOC}")
     parser.add_argument("--plots", type=Path, default=PLOTS, help=f"folder; default: {PLOTS}")
     options = parser.parse_args()
-    found = Found(read_lines(options.results.absolute()))
+    found = Found(current(read_lines(options.results.absolute())))
     try:
         text = options.doc.read_text(encoding="utf-8")
     except OSError as error:
@@ -307,7 +309,7 @@ def positions(tree: str, depth: int) -> Callable[[Found], list[str]]:
 def data(found: Found) -> list[str]:
     counts = found.lines.get("data", {}).get("training_conversations", {})
     rows = []
-    for arm in ("eagle2", "hass", "eagle3"):
+    for arm in reversed(SCALED):
         for tree in (TREE, CHAIN):
             taus = [found.tau(arm, tree, size) for size in SIZES]
             rows.append([f"{ARMS[arm].name}, {tree}", *(_with_seeds(tau) for tau in taus)])
@@ -446,7 +448,7 @@ def _position_series(found: Found, arms: Sequence[str]) -> list[Series]:
 def _data_series(found: Found) -> list[Series]:
     counts = found.lines.get("data", {}).get("training_conversations", {})
     result = []
-    for arm, role in (("eagle2", "s1"), ("hass", "s2"), ("eagle3", "s3")):
+    for arm, role in (("eagle2", "s1"), ("eagle3", "s3")):
         points = [(counts[name], found.tau(arm, TREE, size)) for size, name in SIZES.items() if name in counts]
         if sum(tau is not None for _, tau in points) > 1:
             result += _series(ARMS[arm].name, role, points)

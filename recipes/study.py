@@ -9,8 +9,9 @@
 
 A cell runs the project's own scripts (`recipes.study_cells` says which) and appends one line when all of them are done.
 Cells with a line are not run again, unless another cell needs files of theirs that are gone; their line then stays.
-Stopped at any moment and started again, the study goes on: a training from its last checkpoint. A cell that fails is
-told, and the others go on.
+Where a search finds another learning rate, lines of the old one are outdated: reports leave them out, and their cells
+run again. Stopped at any moment and started again, the study goes on: a training from its last checkpoint. A cell that
+fails is told, and the others go on.
 
 Nothing of ours is imported but recipes: this file starts processes and reads the files that they leave.
 """
@@ -54,7 +55,9 @@ from draftsmith.recipes.study_cells import (
     best_rate,
     cells,
     commands,
+    current,
     drafter_name,
+    outdated,
     same_training,
 )
 from draftsmith.recipes.validation import validation_rank
@@ -73,7 +76,8 @@ def main() -> None:
     options = _parser().parse_args()
     places = Places(options.out, options.demo)
     if options.plan:
-        print_plan(chosen(cells(read_lines(options.results)), options.only), read_lines(options.results), places)
+        lines = current(read_lines(options.results))
+        print_plan(chosen(cells(lines), options.only), lines, places)
         return
     if not (ROOT / options.demo / "conversations.jsonl").exists():
         raise UserError(f"--demo: {options.demo / 'conversations.jsonl'} does not exist; `make demo` writes it")
@@ -117,17 +121,34 @@ def read_lines(path: Path) -> dict[str, Line]:
     return found
 
 
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder, for a file in it may be replaced."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Whole or not at all, also beside other workers; never a cell that is there."""
+    """Whole or not at all, also beside other workers; in place of an outdated one, never of another that is there."""
     path = ROOT / path
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if record["cell"] in read_lines(path):
+    with _locked(path.parent):
+        lines, name = read_lines(path), record["cell"]
+        if name in current(lines):
             return
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        if name in lines:
+            others = "".join(json.dumps(line) + "\n" for cell, line in lines.items() if cell != name)
+            replacement = path.with_name(f"{path.name}.partial")
+            replacement.write_text(others, encoding="utf-8")
+            os.replace(replacement, path)
+        with path.open("ab") as file:
+            file.write(json.dumps(record).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def chosen(every: Sequence[Cell], only: Sequence[str] | None) -> list[Cell]:
@@ -181,6 +202,7 @@ def likely_seconds(cell: Cell, lines: Lines) -> float:
         line["seconds"]
         for line in lines.values()
         if (line["kind"], line["arm"], line.get("steps", STEPS)) == (cell.kind, cell.arm, cell.steps)
+        and "resumed" not in line
     ]
     return sum(alike) / len(alike) if alike else cell.seconds
 
@@ -263,7 +285,7 @@ class Study:
 
     def _work(self) -> None:
         while not self.stopping.is_set():
-            lines = read_lines(self.results)
+            lines = current(read_lines(self.results))
             wanted = chosen(cells(lines), self.only)
             left = [cell for cell in to_do(wanted, lines, self.places) if cell.name not in self.failed]
             names = {cell.name for cell in left} | set(self.failed)
@@ -274,7 +296,7 @@ class Study:
                 with self.claimed(cell) as lock:
                     if lock is None:
                         continue
-                    if cell.name in read_lines(self.results) and is_made(cell, self.places):
+                    if cell.name in current(read_lines(self.results)) and is_made(cell, self.places):
                         break  # another worker was faster
                     try:
                         self.make(cell, lines, lock)
@@ -308,6 +330,8 @@ class Study:
             Stopped: the study is to end.
         """
         folder = ROOT / self.places.of(cell.name)
+        if cell.kind != "drafter" and cell.name in outdated(read_lines(self.results)):
+            shutil.rmtree(folder, ignore_errors=True)  # of another drafter, by the same commands
         folder.mkdir(parents=True, exist_ok=True)
         wanted = commands(cell, self.places, lines)
         begin_anew_if_changed(folder, wanted)
@@ -444,14 +468,15 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
             "validation": _validation(folder),
             "replay": replayed(folder / "eval" / "replay"),
         }
-    if cell.kind == "sampled":
-        return {"drafter": drafter_name(cell.arm, seed=cell.seed), "decoded": decoded(folder / "eval")}
-    if cell.kind == "fr-spec":
-        return {"drafter": drafter_name(cell.arm), "replay": replayed(folder / "eval" / "replay")}
-    if cell.kind == "c2t":
+    if cell.kind in ("sampled", "fr-spec", "c2t"):
+        drafter = drafter_name(cell.arm, seed=cell.seed)
+        measured = {"drafter": drafter, "learning_rate": lines[drafter]["learning_rate"]}
+        if cell.kind == "sampled":
+            return measured | {"decoded": decoded(folder / "eval")}
+        if cell.kind == "fr-spec":
+            return measured | {"replay": replayed(folder / "eval" / "replay")}
         sweep = json.loads((folder / "eval" / "c2t_sweep.json").read_bytes())
-        points, equal = sweep["points"], sweep["at_equal_tau"]
-        return {"drafter": drafter_name(cell.arm), "answers": sweep["answers"], "points": points, "at_equal_tau": equal}
+        return measured | {key: sweep[key] for key in ("answers", "points", "at_equal_tau")}
     return {"milliseconds": timed(folder), "load_average": round(os.getloadavg()[0], 2), "cores": os.cpu_count()}
 
 

@@ -11,6 +11,7 @@ Published PosS and HASS go on from a trained EAGLE drafter; here nobody does, fo
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,23 @@ def rates_of(family: str, lines: Lines) -> list[float]:
 def best_rate(family: str, lines: Lines) -> float:
     """Raises KeyError where a rate has no line yet."""
     return max(rates_of(family, lines), key=lambda rate: lines[rate_name(family, rate)]["validation"]["replay_tau"])
+
+
+def outdated(lines: Lines) -> set[str]:
+    """Cells that trained or measured a drafter with a rate that is not its family's best any more."""
+    found: set[str] = set()
+    for name, line in lines.items():
+        if line.get("kind") != "rate" and "learning_rate" in line:
+            with suppress(KeyError):  # the search is not over
+                if line["learning_rate"] != best_rate(ALL_ARMS[line["arm"]].family, lines):
+                    found.add(name)
+    return found
+
+
+def current(lines: Lines) -> dict[str, Line]:
+    """Without the outdated ones."""
+    old = outdated(lines)
+    return {name: line for name, line in lines.items() if name not in old}
 
 
 def cells(lines: Lines) -> list[Cell]:

@@ -41,6 +41,7 @@ from draftsmith.recipes.study_cells import (
     drafter_name,
     rate_name,
     rates_of,
+    sampled_name,
 )
 
 HERE = Path(__file__).parents[1]
@@ -275,6 +276,32 @@ def test_workers_side_by_side_do_no_cell_twice(place: Path) -> None:
     assert len(ran(place)) == len(set(ran(place)))
     assert set(ran(place)) == set(read()) > {drafter_name("hass", 8, 2), "answers", rate_name("eagle3", 4e-3)}
     assert not any(name.startswith(("drafter/poss", "fr-spec")) for name in ran(place))
+
+
+def test_lines_of_a_rate_that_is_not_the_best_any_more_are_made_again(place: Path) -> None:
+    """And those that measured such a drafter; whoever reads lines goes without them meanwhile."""
+    run(["fr-spec/answers", "drafter/hass/x8/seed1", sampled_name("eagle3")])
+    path, lines = place / "results.jsonl", read()
+    assert study_cells.outdated(lines) == set()
+    again = {drafter_name("eagle2"), "fr-spec/answers", drafter_name("eagle3"), sampled_name("eagle3")}
+    for name in again:
+        assert lines[name]["learning_rate"] == 4e-3
+        lines[name]["learning_rate"] = 8e-3
+    lines["fr-spec/answers"]["replay"] = "of the old one"
+    lines[drafter_name("hass", seed=1)]["learning_rate"] = 1.0
+    del lines[rate_name("hass", 2e-3)]  # which rate is the best is not known
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines.values()))
+    assert study_cells.outdated(lines) == again == lines.keys() - study_cells.current(lines).keys()
+    before = ran(place)
+    stray = place / "out/fr-spec/answers/of the old drafter"
+    stray.touch()
+    run(["fr-spec/answers", sampled_name("eagle3"), "answers"])
+    assert set(ran(place)[len(before) :]) == again
+    assert not stray.exists()
+    assert read().keys() == lines.keys() and read()["fr-spec/answers"]["replay"] != "of the old one"
+    assert read()[drafter_name("eagle2")]["learning_rate"] == 4e-3
+    unchanged = read().keys() - again
+    assert {name: read()[name] for name in unchanged} == {name: lines[name] for name in unchanged}
 
 
 def test_a_cell_that_fails_is_told_and_the_others_go_on(place: Path) -> None:
