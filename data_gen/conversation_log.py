@@ -200,6 +200,10 @@ class ConversationLog:
             )
         self._generator[name] = value
 
+    def note(self, name: str, value: Any) -> None:
+        """Stands in the lines of this run; lines without it, or with another value, may stand beside them."""
+        self._generator[name] = value
+
     def append(self, record: dict[str, Any]) -> None:
         """Writes one line. It is safe from a kill when this returns, from a power cut within about a second."""
         text = json.dumps(record | {"generator": self._generator}, ensure_ascii=False)

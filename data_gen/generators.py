@@ -39,7 +39,8 @@ Answer = tuple[Any, list[int], str]
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How answers are drawn. Two runs with equal settings and prompts draw equal answers, in any order and batch."""
+    """How answers are drawn. Two runs with equal settings and prompts draw equal answers, in any order and batch; where
+    a drafter helps (`drafted_answers`), with the same one and as many tokens of it."""
 
     max_new_tokens: int  # tokens of an answer, stop token included
     max_length: int  # tokens of prompt and answer together

@@ -25,7 +25,7 @@ import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.contamination import screen
 from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, asked_digest, not_done, read_log
-from draftsmith.data_gen.drafted_answers import DraftedAnswers, check_generator_drafter
+from draftsmith.data_gen.drafted_answers import DraftedAnswers, check_generator_drafter, drafter_bytes
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
 from draftsmith.data_gen.prompt_sizes import HUB_SAMPLE, planned, sampled
 from draftsmith.data_gen.server_answers import Vocabulary
@@ -114,10 +114,10 @@ def main() -> None:
         drafted = None if recipe.data.generator.drafter is None else DraftedAnswers(recipe, settings)
         model = load_causal_lm(section) if drafted is None else drafted.lineup.target.model
         log.identify("embedding_digest", tensor_digest(model.get_input_embeddings().weight))
+        if drafted is not None:
+            log.note("drafted_by", drafted.words)
         write = drafted or partial(generate, model, settings=settings)
-        regenerate(write, tokenizer, todo, settings, log, rejects)
-        for line in drafted.summary() if drafted is not None else ():
-            print(line)
+        regenerate(write, tokenizer, todo, settings, log, rejects, summary=drafted.summary if drafted else list)
 
 
 def regenerate(
@@ -128,11 +128,13 @@ def regenerate(
     log: ConversationLog,
     rejects: Rejects,
     servers: Servers | None = None,
+    summary: Callable[[], Sequence[str]] = list,
 ) -> None:
     """Answers all `conversations` and appends each to `log` when its last turn is written.
 
     Args:
         servers: those behind `write`, for progress and summary.
+        summary: further lines for the end.
 
     Raises:
         UserError: nothing could be asked or answered at all.
@@ -159,7 +161,7 @@ def regenerate(
             bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
     finally:  # also what was written until an interrupt
         print(f"{log.appended:,} conversations written, {tally.summary()}; {rejects.summary()}")
-        for line in servers.summary() if servers is not None else ():
+        for line in servers.summary() if servers is not None else summary():
             print(line)
         if asked.failed:
             first, reason = next(iter(asked.failed.items()))
@@ -366,7 +368,8 @@ def generation_settings(
 def generator_identity(
     recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """What made a file's answers: every line carries it, and a run goes on only with the same."""
+    """What made a file's answers: every line carries it, and a run goes on only with the same. Who drafted them is not
+    of it: greedy answers are the same, others have the same law."""
     section, kind = recipe.target, recipe.data.generator.kind
     dtype = section.dtype
     if dtype == "auto":
@@ -442,7 +445,8 @@ def print_plan(
         print("memory, time   the servers'; the progress bar tells the time after the first answers")
     else:
         config, rows = load_config(recipe.target), min(settings.batch_size, max(1, len(todo)))
-        for line in decoding_lines(config, recipe.target, rows, settings.max_length):
+        beside = drafter_bytes(recipe)
+        for line in decoding_lines(config, recipe.target, rows, settings.max_length, beside):
             print(line)
         print(f"time           {decoding_time(config, recipe.target, rows, asked * answer_mean)}")
     print(f"rejected       {rejects.summary()}")

@@ -209,11 +209,7 @@ def decode_batch(
         raise ValueError("decoding needs prompts of one token or more, and max_new_tokens of 1 or more")
     if draws is not None and len(draws) != len(prompts):
         raise ValueError(f"{len(draws)} sets of draws for {len(prompts)} prompts")
-    positions, longest = target.config.max_position_embeddings, max(map(len, prompts))
-    if longest + max_new_tokens > positions:
-        raise ValueError(
-            f"{longest} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"
-        )
+    _check_positions(target, max(map(len, prompts)), max_new_tokens)
     capture = () if proposer is None else proposer.capture_layers
     verifier = TargetVerifier(target, capture, sampling)
     with torch.inference_mode():  # small models on a CPU gain a tenth over no_grad; nothing made inside is kept
@@ -254,13 +250,33 @@ def decode_queue(
     """Any number of answers, `rows` of them side by side, as `decode_batch` would give them.
 
     Args:
-        requests: as in `decode_stream`. Prompt and answer must fit the target's positions.
+        requests: as in `decode_stream`.
 
     Yields:
         (key, answer), each as it ends.
+
+    Raises:
+        ValueError: nothing to decode, more than the target has positions for, or requests of which some have draws.
     """
     capture = () if proposer is None else proposer.capture_layers
-    yield from decode_stream(TargetVerifier(target, capture, sampling), proposer, requests, stop_ids, rows)
+    if rows < 1:
+        raise ValueError("decoding needs one row or more")
+
+    def fitting() -> Iterator[Request | None]:
+        for request in requests:
+            if request is not None:
+                _check_positions(target, len(request.prompt), request.max_new_tokens)
+            yield request
+
+    yield from decode_stream(TargetVerifier(target, capture, sampling), proposer, fitting(), stop_ids, rows)
+
+
+def _check_positions(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
+    positions = target.config.max_position_embeddings
+    if prompt_tokens + max_new_tokens > positions:
+        raise ValueError(
+            f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"
+        )
 
 
 @dataclass(frozen=True)
@@ -346,7 +362,7 @@ def decode_stream(
             row.take(tokens, nodes, count, stop_ids)
         ended = clock.mark()
         rounds.append((live, [*marks, ended]))
-        going = [i for i, row in enumerate(live) if not row.ended(stop_ids)]
+        going = _going([not row.ended(stop_ids) for row in live])
         if len(going) < len(live):
             _charge(clock, rounds)
             yield from ((row.request.key, row.answer) for row in live if row.ended(stop_ids))
@@ -355,6 +371,13 @@ def decode_stream(
             verifier.keep(going)
             if proposer is not None and going:  # where none goes on, it begins anew
                 proposer.keep(going)
+
+
+def _going(kept: Sequence[bool]) -> list[int]:
+    """Rows that go on, in their new order: the last ones move into the gaps, and the others stay."""
+    count = sum(kept)
+    last = iter([i for i in range(len(kept)) if i >= count and kept[i]])
+    return [i if kept[i] else next(last) for i in range(count)]
 
 
 def _admit(
@@ -367,8 +390,10 @@ def _admit(
 ) -> tuple[list[_Row], list[_Row]]:
     """Reads new prompts behind the rows that there are: those that go on, and those that ended with their first token,
     of which the proposer never learns."""
+    if any(not request.prompt or request.max_new_tokens < 1 for request in new):
+        raise ValueError("decoding needs prompts of one token or more, and max_new_tokens of 1 or more")
     began = clock.mark()
-    draws = [request.draws for request in new if request.draws is not None] or None
+    draws = _draws_of(new)
     first = verifier.prefill([request.prompt for request in new], draws)
     read = clock.mark()
     rows = [_Row(request, token) for request, token in zip(new, first, strict=True)]
@@ -378,9 +403,16 @@ def _admit(
     if len(going) < len(rows):
         verifier.keep([*range(before), *(before + i for i, row in enumerate(rows) if row in going)])
     if proposer is not None and going:
-        draws = [row.request.draws for row in going if row.request.draws is not None] or None
+        draws = _draws_of([row.request for row in going])
         (proposer.admit if before else proposer.reset)(len(going), draws)
     return going, [row for row in rows if row not in going]
+
+
+def _draws_of(requests: Sequence[Request]) -> list[Draws] | None:
+    draws = [request.draws for request in requests if request.draws is not None]
+    if draws and len(draws) < len(requests):
+        raise ValueError(f"{len(draws)} of {len(requests)} requests have draws: give all of them some, or none")
+    return draws or None
 
 
 def _charge(clock: "Clock", rounds: list[tuple[list[_Row], list["Mark"]]]) -> None:

@@ -500,8 +500,7 @@ class PolicyProposer:
 
     def keep(self, rows: Sequence[int]) -> None:
         self.drafting.keep(rows)
-        if len(self.roots_B):
-            self.roots_B = self.roots_B[torch.tensor(rows, device=self.roots_B.device)]
+        self.roots_B = self.roots_B[torch.tensor(rows, device=self.roots_B.device)]
         if self.draws is not None:
             self.draws = [self.draws[row] for row in rows]
 

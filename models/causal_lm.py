@@ -100,8 +100,6 @@ class CausalLMDrafting:
         self.slots = SlotTree(len(log_probs), self.device)
 
     def keep(self, rows: Sequence[int]) -> None:
-        if not self.session.lengths:  # an answer ended with its first token
-            return
         index = torch.tensor(rows, device=self.device)
         self.session.keep(rows)
         self.log_probs_of_root = self.log_probs_of_root[index]

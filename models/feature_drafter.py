@@ -304,8 +304,7 @@ class FeatureDrafting:
     def keep(self, rows: Sequence[int]) -> None:
         """Between rounds: what the last one drafted is forgotten, but its outputs."""
         self.columns.keep(rows)
-        if len(self.outputs):  # none yet where an answer ended with its first token
-            self._new_round(self.outputs[torch.tensor(rows, device=self.device), :1])
+        self._new_round(self.outputs[torch.tensor(rows, device=self.device), :1])
 
     @torch.no_grad()
     def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
@@ -314,6 +313,9 @@ class FeatureDrafting:
         assert features is not None
         drafter, columns = self.drafter, self.columns
         rows, most = len(counts), features.shape[1]
+        if len(self.stacks[0]) == 1 and 2 * sum(counts) < rows * most:
+            self._observe_packed(committed, features, counts)
+            return
         read = [
             [*tokens[done + 1 : done + 1 + count], *[0] * (most - count)]
             for tokens, done, count in zip(committed, columns.lengths, counts, strict=True)
@@ -336,14 +338,63 @@ class FeatureDrafting:
             x, cos, sin, residual = (states[each, newest][:, None] for states in (x, cos, sin, residual))  # [B, 1, ...]
         else:
             x, cos, sin, residual = (states[:, -1:] for states in (x, cos, sin, residual))
-        mask = None  # row b sees its own columns alone; the others' may reach farther
-        if not columns.even:
+        self._attend(last, x, residual, cos, sin, keys, values)
+
+    def _observe_packed(
+        self, committed: Sequence[Sequence[int]], features: torch.Tensor, counts: Sequence[int]
+    ) -> None:
+        """The same where most of [B, n] is padding, as when prompts take the places of some answers that ended: its
+        columns alone, side by side in one row of N, as far as keys and values."""
+        drafter, columns = self.drafter, self.columns
+        rows, most = len(counts), features.shape[1]
+        row_N = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=self.device)
+        place_N = torch.tensor([place for count in counts for place in range(count)], device=self.device)
+        tokens_N = torch.tensor(
+            [
+                token
+                for tokens, done, count in zip(committed, columns.lengths, counts, strict=True)
+                for token in tokens[done + 1 : done + 1 + count]
+            ],
+            device=self.device,
+        )
+        columns.place(0, most)
+        h = drafter.entry(drafter.fuse(features[row_N, place_N][None]), drafter.embed(tokens_N[None]))  # [1, N, W]
+        cos, sin = drafter.rotary(h, columns.positions(most, self.device)[row_N, place_N][None])
+
+        def spread(states_1GND: torch.Tensor) -> torch.Tensor:
+            spread_BGnD = states_1GND.new_zeros(rows, states_1GND.shape[1], most, states_1GND.shape[3])
+            spread_BGnD[row_N, :, place_N] = states_1GND[0].transpose(0, 1)
+            return spread_BGnD
+
+        for stack, first in zip(self.stacks[1:], self.first[1:-1], strict=True):
+            columns.write(first, *map(spread, stack[0].self_attn.keys_values(stack[0].enter(h)[0], cos, sin)))
+        [layer] = self.stacks[0]
+        x, residual = layer.enter(h)
+        keys, values = columns.write(0, *map(spread, layer.self_attn.keys_values(x, cos, sin)))
+        columns.commit(counts)
+        newest = torch.tensor(counts, device=self.device).cumsum(0) - 1
+        x, cos, sin, residual = (states[0, newest][:, None] for states in (x, cos, sin, residual))  # [B, 1, ...]
+        self._attend(layer, x, residual, cos, sin, keys, values)
+
+    def _attend(
+        self,
+        layer: DraftLayer,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Of the newest committed column of each row, [B, 1, ...], the output that a round begins with."""
+        columns, mask = self.columns, None
+        if not columns.even:  # row b sees its own columns alone; the others' may reach farther
             lengths = torch.tensor(columns.lengths, device=self.device)
             mask = (torch.arange(keys.shape[2], device=self.device) < lengths[:, None])[:, None]
         else:
             keys, values = keys[:, :, : columns.lengths[0]], values[:, :, : columns.lengths[0]]
-        attended = grouped_attention(last.self_attn.queries(x, cos, sin), keys, values, mask)
-        self._new_round(last.finish(residual, attended))
+        attended = grouped_attention(layer.self_attn.queries(x, cos, sin), keys, values, mask)
+        self._new_round(layer.finish(residual, attended))
 
     @torch.no_grad()
     def root_log_probs(self) -> torch.Tensor:

@@ -181,13 +181,14 @@ class KeyValues:
 
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows, in this order. In place: those that stay where they are cost nothing."""
-        first = next((place for place, row in enumerate(rows) if row != place), len(rows))
+        places = [place for place, row in enumerate(rows) if row != place]
         for kind, buffer in self._buffers.items():
             kept = buffer[:, : len(rows)]
-            if first < len(rows):
-                moved = torch.tensor(rows[first:], device=kind.device)
-                kept[:, first:, :, : self.end] = buffer[:, :, :, : self.end].index_select(1, moved)
-                kept[:, first:, :, self.end :] = 0  # what another row left there might be NaN
+            if places:
+                to = torch.tensor(places, device=kind.device)
+                moved = torch.tensor([rows[place] for place in places], device=kind.device)
+                kept[:, to, :, : self.end] = buffer[:, :, :, : self.end].index_select(1, moved)
+                kept[:, to, :, self.end :] = 0  # what another row left there might be NaN
             self._buffers[kind] = kept
         self.lengths = [self.lengths[row] for row in rows]
         self._rebuilt(self.capacity)

@@ -87,6 +87,8 @@ class GeneratorSection(Section):
 
     @model_validator(mode="after")
     def _who_drafts(self) -> "GeneratorSection":
+        if self.drafter is None and "draft_tokens" in self.model_fields_set and self.draft_tokens != 3:
+            raise ValueError("draft_tokens are those of a drafter: give one, or leave them out")
         if self.drafter is not None and self.kind == "openai":
             raise ValueError(
                 "drafter drafts in this process, servers by their own settings: leave it out of kind openai"
@@ -273,8 +275,8 @@ class TrainSection(Section):
     position that has a specialist for poss."""
     step_weight: StepWeight = 0.8
     """The loss of unroll step k is weighted step_weight**k; a list has a weight for each step; `acceptance` weighs each
-    step of each chain by what decoding gains from it (train/step_weights.py). Default: 0.8 for eagle3 and poss over it,
-    else 1."""
+    step of each chain by what decoding gains from it (train/step_weights.py), so that the loss of a better drafter may
+    be higher. Default: 0.8 for eagle3 and poss over it, else 1."""
     token_loss: float = Field(default=1.0, ge=0)
     """Weight of `token_objective`, the soft cross-entropy with the target's distribution unless it says otherwise.
     Default: 1 for eagle3, else 0.1."""

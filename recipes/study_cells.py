@@ -100,8 +100,6 @@ def _eagle3(name: str, *train: str) -> Arm:
 
 
 LOSSES = {
-    "eagle3-hard": _eagle3("hard CE", "train.token_objective=hard_ce"),
-    "eagle3-reverse": _eagle3("reverse KL", "train.token_objective=reverse_kl"),
     "eagle3-tv": _eagle3("total variation", "train.token_objective=total_variation"),
     "eagle3-log": _eagle3("log acceptance", "train.token_objective=log_acceptance"),
     "eagle3-hybrid": _eagle3("hybrid", "train.token_objective=hybrid"),

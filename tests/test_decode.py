@@ -3,21 +3,23 @@
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftsmith.eval import decode as decode_module
 from draftsmith.eval.accept import accept_greedy
-from draftsmith.eval.decode import Clock, cut, decode, decode_batch
+from draftsmith.eval.decode import Clock, Request, cut, decode, decode_batch, decode_queue
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, TargetSession
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TreeSection
 from tests import reference
@@ -284,6 +286,31 @@ def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.Monkey
     clock = Clock(torch.device("cuda"))
     first, _, third = clock.mark(), clock.mark(), clock.mark()
     assert clock.seconds(first, third) == 1.0
+
+
+def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    target = Target(make_target("llama"))
+    prefill, verify = TargetSession.prefill, TargetSession.verify
+
+    def slow_prefill(session: TargetSession, prompts: Sequence[Sequence[int]]) -> Any:
+        now[0] += 5 * len(prompts)
+        return prefill(session, prompts)
+
+    def slow_verify(session: TargetSession, tree: DraftTree) -> Any:
+        now[0] += 2 * tree.rows
+        return verify(session, tree)
+
+    monkeypatch.setattr(TargetSession, "prefill", slow_prefill)
+    monkeypatch.setattr(TargetSession, "verify", slow_verify)
+    requests = [Request(i, [11, 12 + i], 1 + 2 * i) for i in range(5)]
+    for key, answer in decode_queue(target, None, iter(requests), (), rows=2):
+        now[0] += 100
+        assert len(answer.token_ids) == 1 + 2 * key
+        assert answer.prefill_seconds == 5
+        assert answer.verify_seconds == answer.decode_seconds == 2 * answer.rounds
+        assert answer.draft_seconds == 0
 
 
 def test_what_cannot_be_decoded_is_said_at_once() -> None:

@@ -193,7 +193,7 @@ def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, kind: str
     assert len({len(answer.token_ids) for answer in alone}) > 1
     assert sum(sum(answer.accepted_per_round) for answer in alone) > 0 or policy == "static"
     check_rounds(decode_batch(target, proposer, prompts, stops, NEW_TOKENS), alone)
-    check_rounds(queued(target, proposer, prompts, stops), alone)
+    check_rounds(queued(target, proposer, prompts, stops, rows=2), alone)
 
 
 def check_rounds(answers: Sequence[Generation], alone: Sequence[Generation]) -> None:
@@ -207,10 +207,11 @@ def queued(
     proposer: Proposer | None,
     prompts: Sequence[list[int]],
     stops: set[int],
+    rows: int,
     sampling: Sampling = GREEDY,
     draws: Sequence[SeededDraws] | None = None,
 ) -> list[Generation]:
-    """Two rows at a time, and the last prompt is to be had when the first answer has come."""
+    """Few rows at a time, and the last prompt is to be had when the first answer has come."""
     answers: dict[int, Generation] = {}
 
     def requests() -> Iterator[Request | None]:
@@ -219,23 +220,47 @@ def queued(
                 yield None
             yield Request(i, prompt, NEW_TOKENS, None if draws is None else draws[i])
 
-    for key, answer in decode_queue(target, proposer, requests(), stops, 2, sampling):
+    for key, answer in decode_queue(target, proposer, requests(), stops, rows, sampling):
         answers[key] = answer
     return [answers[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("proposer", ["plain", "prompt lookup", "causal_lm", "eagle3"])
-def test_the_next_answers_take_the_rows_of_those_that_ended(proposer: str) -> None:
-    """Rows that draft by their own text, by an LM's cache of it, and by the target's states. One answer ends with its
-    first token, one after a few, and there are four times as many as rows."""
+@pytest.mark.parametrize("rows", [2, 5])
+@pytest.mark.parametrize("proposer", ["plain", "prompt lookup", "causal_lm", "eagle3", "poss"])
+def test_the_next_answers_take_the_rows_of_those_that_ended(proposer: str, rows: int) -> None:
+    """Rows that draft by their own text, by an LM's cache of it, and by the target's states. Some answers end with
+    their first token, beside others that are admitted with them."""
     target, prompts, stops = lengths_and_prompts("llama")
     stops = {*stops, decode(target, None, prompts[2], (), 1).token_ids[0]}
-    prompts = [*prompts, *prompts[::-1]]
+    prompts = [*prompts, *prompts[::-1], *prompts]
     policy = "chain" if proposer == "prompt lookup" else "eagle2"
     drafts = None if proposer == "plain" else proposer_of(("llama", proposer, policy, "full", 4))
     alone = [decode(target, drafts, prompt, stops, NEW_TOKENS) for prompt in prompts]
     assert min(len(answer.token_ids) for answer in alone) == 1
-    check_rounds(queued(target, drafts, prompts, stops), alone)
+    check_rounds(queued(target, drafts, prompts, stops, rows), alone)
+
+
+def test_what_cannot_be_queued_is_told() -> None:
+    target, prompts, stops = lengths_and_prompts("gpt2")  # of 64 positions
+
+    def run(*requests: Request | None, rows: int = 2, sampling: Sampling = GREEDY) -> None:
+        list(decode_queue(target, None, iter(requests), stops, rows, sampling))
+
+    good, draws = Request(0, prompts[0], 3), SeededDraws(0, 0)
+    for bad, message in (
+        ([Request(1, [], 3)], "prompts of one token or more"),
+        ([good, Request(1, prompts[0], 0)], "max_new_tokens of 1 or more"),
+        ([Request(1, prompts[0], 64)], "exceed the target's 64 positions"),
+        ([good, Request(1, prompts[0], 3, draws)], "1 of 2 requests have draws"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(*bad)
+    with pytest.raises(ValueError, match="one row or more"):
+        run(good, rows=0)
+    with pytest.raises(ValueError, match="sampling needs draws"):
+        run(good, sampling=Sampling(1.0))
+    with pytest.raises(RuntimeError, match="wait for an answer, but none is being written"):
+        run(None)
 
 
 @pytest.mark.parametrize("policy", ["chain", "eagle2", "svip", "drawn chain"])
@@ -259,7 +284,7 @@ def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None
         ]
         check_rounds(together, alone)
         draws = [SeededDraws(seed, row) for row in range(len(prompts))]
-        check_rounds(queued(target, proposer, prompts, stops, sampling, draws), alone)
+        check_rounds(queued(target, proposer, prompts, stops, 2, sampling, draws), alone)
     assert len(lengths) > 1
 
 

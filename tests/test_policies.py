@@ -805,18 +805,19 @@ def test_the_proposer_drafts_below_the_last_tokens_of_the_rows_that_go_on() -> N
     policy = Chain(3, None, Sampling(1.0))
     proposer = PolicyProposer(drafting, policy)
     assert proposer.capture_layers == (1, 2)
-    proposer.reset(3, [SeededDraws(0, row) for row in range(3)])
-    proposer.keep([2, 0])  # answers may end with their first token
+    proposer.reset(1, [SeededDraws(0, 2)])
+    proposer.admit(1, [SeededDraws(0, 0)])
+    drafting.tables = [tables[2], tables[0]]
     features = torch.zeros(2, 4, 1)
     proposer.observe([[9, 8, 4], [7, 0]], features, [2, 1])
-    assert drafting.seen == [("reset", 3), ([[9, 8, 4], [7, 0]], features, [2, 1])]
+    assert drafting.seen == [("reset", 1), ("admit", 1), ([[9, 8, 4], [7, 0]], features, [2, 1])]
     tree, calls = proposer.propose()
     assert calls == [3, 3]
     assert tree.tokens[:, 0].tolist() == [4, 0]
     proposer.keep([1])
     again, _ = proposer.propose()
     assert again.tokens[:, 0].tolist() == [0]
-    draws = SeededDraws(0, 0)  # of the row that was the first one at the beginning
+    draws = SeededDraws(0, 0)  # of the row that was admitted
     for drawn in (tree.tokens[1], again.tokens[0]):
         alone, _ = policy.grow(Scripted([tables[0]]), roots(1), [draws])
         assert torch.equal(alone.tokens[0], drawn)

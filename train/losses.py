@@ -163,7 +163,7 @@ def rank_loss(scores_Nk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def feature_regression(outputs_NH: torch.Tensor, features_NH: torch.Tensor, weight_N: torch.Tensor) -> torch.Tensor:
     """Weighted sum over columns of the smooth L1 distance, averaged over the width, in float32 (EAGLE-1, arXiv
-    2401.15077, section 3.2): d^2 / 2 where |d| < 1, else |d| - 1/2. A column of weight 0 may hold anything.
+    2401.15077, section 3.2): d^2 / 2 where |d| < 1, else |d| - 1/2. A column of weight 0 may hold any finite numbers.
     """
     distance = functional.smooth_l1_loss(outputs_NH.float(), features_NH.float(), reduction="none").mean(-1)
     return torch.where(weight_N > 0, weight_N * distance, 0.0).sum()

@@ -11,7 +11,8 @@ all before it were, the expected number of accepted tokens of the chain that beg
 
 so that -log a_k, weighted by w_k as a constant, has the gradient of -E: `log_acceptance` with these weights trains E
 itself. For other objectives they say which steps still matter, and which ones no chain gets to (arXiv 2605.18810, for
-blocks that are drafted in parallel; here each counted column is a chain, drafted as in decoding, so the sum is exact).
+blocks that are drafted in parallel; here each counted column is a chain, drafted as in decoding, so the sum is exact:
+of p and q over the draft vocabulary, that is, where p is renormalised and a_l a little too high).
 
 What an untrained drafter proposes is hardly ever accepted: with all a_l near 0 nothing would count. So a_l is raised to
 FLOOR + (1 - FLOOR) a_l. Where the target's likeliest token cannot be drafted the chain ends, as in decoding: a_l is 0

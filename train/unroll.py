@@ -280,10 +280,11 @@ class TrainingTimeTest(nn.Module):
         documents: Documents | None,
     ) -> UnrollSums:
         how = self.gradient_checkpointing, self.detach, documents, self.kernel
+        fixed = fixed_weights(self.step_weight, self.steps)
+        # Before the unroll: a copy to the device waits for what was asked for before it.
+        weights_KBC = torch.tensor(fixed or [1.0] * self.steps, device=captured_BTF.device)[:, None, None]
         outputs = list(unroll(self.drafter, captured_BTF, ids_BT, columns, self.steps, *how))
         reached_KBC = self._reached(columns, teacher)
-        fixed = fixed_weights(self.step_weight, self.steps)
-        weights_KBC = torch.tensor(fixed or [1.0] * self.steps, device=captured_BTF.device)[:, None, None]
         head_loss = HeadLoss(teacher, self.drafter.vocab, reached_KBC, self.weights, weights_KBC)
         if fixed is None:
             weights_KBC = acceptance_weights(*self.drafter.head_loss(outputs, head_loss.acceptance))
