@@ -33,6 +33,7 @@ from draftsmith.recipes.study_cells import (
     SEEDS,
     SIZES,
     TREE,
+    best_rate,
     cells,
     current,
     rate_name,
@@ -370,7 +371,7 @@ def rates(found: Found) -> list[str]:
         tried = rates_of(family, found.lines)
         lines = {rate: found.lines.get(rate_name(family, rate)) for rate in tried}
         taus = {rate: line["validation"]["replay_tau"] for rate, line in lines.items() if line is not None}
-        best = max(taus, key=lambda rate: taus[rate]) if len(taus) == len(tried) else None
+        best = best_rate(family, found.lines) if len(taus) == len(tried) else None
         shown = [
             f"{'**' * (rate == best)}{rate:g}: {f'{taus[rate]:.2f}' if rate in taus else OPEN}{'**' * (rate == best)}"
             for rate in tried

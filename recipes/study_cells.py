@@ -10,7 +10,7 @@ start from random layers (EAGLE-3's head from the target's rows, which EAGLE-1's
 Published PosS and HASS go on from a trained EAGLE drafter; here nobody does, for then steps would not be equal.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ ALL = 8
 ANSWERS = 400  # held-out ones that are replayed
 RATES = (2e-3, 4e-3, 8e-3)
 RATE_BOUNDS = (5e-4, 3.2e-2)
+EQUAL_RATES = 0.01  # share of tau by which rates may differ and be equally good: hundredths are the validation's noise
 CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
 # Both of the paper's second prunings: 15 nodes a level, and all that pass.
 C2T_SWEEP = [
@@ -145,7 +146,7 @@ def rates_of(family: str, lines: Lines) -> list[float]:
     """The rates that are to be tried: where the best of those tried lies at an end, one more beyond it."""
     rates = sorted(RATES)
     while all(rate_name(family, rate) in lines for rate in rates):
-        best = max(rates, key=lambda rate: lines[rate_name(family, rate)]["validation"]["replay_tau"])
+        best = _best(family, rates, lines)
         if best == rates[0] and best / 2 >= RATE_BOUNDS[0]:
             rates.insert(0, best / 2)
         elif best == rates[-1] and best * 2 <= RATE_BOUNDS[1]:
@@ -157,7 +158,13 @@ def rates_of(family: str, lines: Lines) -> list[float]:
 
 def best_rate(family: str, lines: Lines) -> float:
     """Raises KeyError where a rate has no line yet."""
-    return max(rates_of(family, lines), key=lambda rate: lines[rate_name(family, rate)]["validation"]["replay_tau"])
+    return _best(family, rates_of(family, lines), lines)
+
+
+def _best(family: str, rates: Sequence[float], lines: Lines) -> float:
+    """The highest of those that are as good as the one with the highest tau, so that hundredths decide nothing."""
+    taus = {rate: lines[rate_name(family, rate)]["validation"]["replay_tau"] for rate in rates}
+    return max(rate for rate, tau in taus.items() if tau >= (1 - EQUAL_RATES) * max(taus.values()))
 
 
 def outdated(lines: Lines) -> set[str]:

@@ -104,6 +104,14 @@ def test_rates_go_on_beyond_an_end_that_is_best() -> None:
     assert rates_of("hass", searched(best=2e-3))[0] == 1e-3
 
 
+def test_of_rates_that_are_equally_good_the_highest_is_taken() -> None:
+    lines = searched(best=2e-3)
+    lines[rate_name("hass", 4e-3)] = {"validation": {"replay_tau": 2.98}}
+    assert rates_of("hass", lines) == [2e-3, 4e-3, 8e-3] and best_rate("hass", lines) == 4e-3
+    lines[rate_name("hass", 4e-3)] = {"validation": {"replay_tau": 2.96}}
+    assert rates_of("hass", lines)[0] == 1e-3
+
+
 def test_a_rate_is_not_chosen_before_all_are_tried() -> None:
     lines = searched()
     del lines[rate_name("poss", 8e-3)]
