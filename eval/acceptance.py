@@ -251,7 +251,7 @@ def in_words(contender: Contender) -> str:
     tree = describe(contender)["tree"]
     if tree["policy"] == "auto":
         return "the fastest tree on this machine, measured first"
-    nodes = "as many nodes as its classifier lets pass" if tree["nodes"] is None else f"at most {tree['nodes']} nodes"
+    nodes = f"at most {tree['nodes']:,} nodes"
     calls = "" if contender.proposer == "prompt_lookup" else f", at most {tree['draft_calls']} draft calls"
     cut_to = f", from {tree['vocab_size']:,} tokens" if tree["vocab_size"] is not None else ""
     return f"{tree['policy']}, {nodes}{calls}{cut_to}"

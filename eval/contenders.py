@@ -102,7 +102,7 @@ def describe(contender: Contender) -> dict[str, Any]:
     tree = contender.tree
     shape: dict[str, Any] = {"policy": tree.policy, "vocab_size": tree.vocab_size}
     if tree.policy != "auto":
-        shape |= {"nodes": _most(tree), "draft_calls": tree.calls, "top_k": tree.width}
+        shape |= {"nodes": tree.most, "draft_calls": tree.calls, "top_k": tree.width}
     own = {"ddd": "ddd", "svip": "svip", "svip_tree": "svip", "c2t": "c2t"}.get(tree.policy)
     if own is not None:
         shape[own] = getattr(tree, own).model_dump()
@@ -113,7 +113,7 @@ def describe(contender: Contender) -> dict[str, Any]:
 
 
 def _most(tree: TreeSection) -> int | None:
-    """None: C2T without a limit, whose trees end where its classifier says."""
+    """None: C2T without a limit of its own, whose trees mostly end where its classifier says."""
     return None if tree.policy == "c2t" and tree.nodes is None and tree.c2t.beam is None else tree.most
 
 

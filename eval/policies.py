@@ -475,7 +475,8 @@ def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
                 f"tree.c2t.entropy_over: {section.entropy_over}, but the classifier in {section.classifier} was "
                 f"trained on entropies over {classifier.config.entropy_over} tokens; set it to that"
             )
-        return C2T(classifier, section.beta, section.beam, tree.width, tree.calls, tree.nodes, section.entropy_over)
+        nodes = tree.nodes if section.beam else tree.most
+        return C2T(classifier, section.beta, section.beam, tree.width, tree.calls, nodes, section.entropy_over)
     raise ValueError(f"policy {tree.policy}: choose one first")
 
 

@@ -411,6 +411,7 @@ class C2tSection(Section):
 Policy = Literal["chain", "static", "eagle2", "ddd", "svip", "svip_tree", "c2t"]
 PolicyOrAuto = Literal[Policy, "auto"]  # one list in messages
 CHAINS = ("chain", "svip")  # policies whose trees are chains
+ENDLESS_TREE = 1024  # nodes at which a c2t tree without beam and nodes ends: its memory grows with their square
 DRAFT_CALLS = {"eagle2": 8, "ddd": 11, "svip": 40, "svip_tree": 11, "c2t": 10}  # where the recipe gives none
 
 
@@ -419,7 +420,8 @@ class TreeSection(Section):
     """How draft trees grow and stop (eval/policies.py); `auto` measures this machine and takes the fastest."""
     nodes: int | None = Field(default=None, ge=2)
     """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6, that is 5
-    drafted tokens; for svip draft_calls + 1; for static what the paths hold; for c2t no limit but beam's."""
+    drafted tokens; for svip draft_calls + 1; for static what the paths hold; for c2t no limit but beam's, and without a
+    beam 1,024, for such trees may have no end."""
     draft_calls: int | None = Field(default=None, ge=1)
     """Most calls of the drafter in a round: the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for
     eagle2, 11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
@@ -495,7 +497,7 @@ class TreeSection(Section):
 
     @property
     def most(self) -> int:
-        """Most nodes verified in a round, the root included; for c2t without a limit, what the beam allows."""
+        """Most nodes verified in a round, the root included; for c2t without a limit, what the beam allows, if any."""
         if self.nodes is not None:
             return self.nodes
         if self.policy in CHAINS:
@@ -504,7 +506,8 @@ class TreeSection(Section):
             return len(self.static_paths) + 1
         if self.policy == "c2t":
             levels = [self.width**level for level in range(1, self.calls + 1)]
-            return 1 + sum(min(self.c2t.beam or level, level) for level in levels)
+            possible = 1 + sum(min(self.c2t.beam or level, level) for level in levels)
+            return possible if self.c2t.beam else min(possible, ENDLESS_TREE)
         return 60
 
     @property

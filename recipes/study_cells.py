@@ -32,7 +32,15 @@ CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
 # Both of the paper's second prunings: 15 nodes a level, and all that pass.
 C2T_SWEEP = [
     *("--beams", "15", "all"),
-    *("--betas", "0.1", "0.2", "0.3", "0.4", "0.5", "0.7"),  # below 0.1 trees without a second pruning have no end
+    *(
+        "--betas",
+        "0.1",
+        "0.2",
+        "0.3",
+        "0.4",
+        "0.5",
+        "0.7",
+    ),  # below 0.1 few trees without a second pruning end by themselves
     *("--nodes", "8", "16", "32", "60", "100", "180"),
 ]
 TREE, CHAIN = "tree of 60", "chain of 6"

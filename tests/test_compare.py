@@ -715,6 +715,6 @@ def test_a_replay_shows_no_speeds(place: Path, tmp_path: Path) -> None:
 def test_describe_names_what_was_asked_for() -> None:
     section = TreeSection.model_validate({"policy": "c2t", "c2t": {"classifier": "here", "beam": None}})
     described = describe(Contender("c", "drafter", section, "", drafter=Path("d")))
-    assert described["tree"]["nodes"] is None and described["tree"]["draft_calls"] == 10  # no limit but its classifier
+    assert described["tree"]["nodes"] == 1024 and described["tree"]["draft_calls"] == 10
     assert described["drafter"] == "d" and described["tree"]["c2t"]["classifier"] == "here"
     assert re.fullmatch(r"\d+", str(describe(Contender("c", "drafter", TreeSection(), ""))["tree"]["nodes"]))
