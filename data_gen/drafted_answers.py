@@ -45,14 +45,6 @@ def _contender(recipe: Recipe) -> Contender:
     return Contender("", "drafter", tree, "data.generator", drafter=Path(generator.drafter))
 
 
-def drafter_bytes(recipe: Recipe) -> int:
-    """Of its weights; 0 where there is none."""
-    generator = recipe.data.generator
-    if generator.drafter is None:
-        return 0
-    return sum(file.stat().st_size for file in Path(generator.drafter).glob("*.safetensors"))
-
-
 class DraftedAnswers:
     """A target with its drafter, ready to write: called with prompts, it is a `generators.generate`."""
 

@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -35,7 +36,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.contamination import screen
 from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, asked_digest, not_done, read_log
-from draftsmith.data_gen.drafted_answers import DraftedAnswers, check_generator_drafter, drafter_bytes
+from draftsmith.data_gen.drafted_answers import DraftedAnswers, check_generator_drafter
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
 from draftsmith.data_gen.prompt_sizes import HUB_SAMPLE, planned, sampled
 from draftsmith.data_gen.server_answers import Vocabulary
@@ -52,7 +53,7 @@ from draftsmith.models.chat import (
     template_variables,
     tokenizer_fingerprint,
 )
-from draftsmith.models.checkpoint import tensor_digest
+from draftsmith.models.checkpoint import tensor_digest, weight_bytes
 from draftsmith.models.costs import decoding_lines, decoding_time
 from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.cli import parse_command, run
@@ -445,7 +446,7 @@ def print_plan(
         print("memory, time   the servers'; the progress bar tells the time after the first answers")
     else:
         config, rows = load_config(recipe.target), min(settings.batch_size, max(1, len(todo)))
-        beside = drafter_bytes(recipe)
+        beside = 0 if generator.drafter is None else weight_bytes(Path(generator.drafter))
         for line in decoding_lines(config, recipe.target, rows, settings.max_length, beside):
             print(line)
         print(f"time           {decoding_time(config, recipe.target, rows, asked * answer_mean)}")

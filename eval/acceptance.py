@@ -47,7 +47,7 @@ from draftsmith.eval.report import (
     write_report,
 )
 from draftsmith.models.chat import load_config
-from draftsmith.models.checkpoint import provenance
+from draftsmith.models.checkpoint import provenance, weight_bytes
 from draftsmith.models.costs import decoding_lines, threads
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling
@@ -237,7 +237,7 @@ def print_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Conte
             f": not there; train/{recipe.drafter.kind}.py comes first, with this recipe. Its memory is not counted"
         )
         print(f"drafter      {directory}{'' if directory.exists() else missing}")
-        weights += sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        weights += weight_bytes(directory)
     if models := {c.draft_model.model for c in contenders if c.draft_model is not None}:
         print(f"draft model  {', '.join(sorted(models))}: its memory is not counted")
     tokens = recipe.data.max_length + recipe.eval.max_new_tokens

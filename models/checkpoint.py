@@ -182,6 +182,11 @@ def written(directory: Path) -> Path:
     return partial if not directory.exists() and retired.exists() and partial.exists() else directory
 
 
+def weight_bytes(directory: Path) -> int:
+    """Of a drafter's files; 0 where there is none yet."""
+    return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+
+
 def read_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]:
     """(shape, identity of its target) from a drafter's config.json.
 

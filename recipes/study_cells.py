@@ -3,7 +3,7 @@
 Every arm trains on the demo's conversations: the same rows in the same order, optimiser steps, batch and schedule;
 arms differ in the drafter, in the losses it was published with, and in the learning rate, which each family of arms
 chooses for itself on validation conversations, over as many steps: over half as many a rate won with which whole runs
-lost a fifth of their tau (docs/log.md). EAGLE-3, HASS and PosS unroll as many steps as there are positions with
+lost up to a sixth of their tau (docs/log.md). EAGLE-3, HASS and PosS unroll as many steps as there are positions with
 specialists, so that nobody sees positions that another does not. All draft from the target's whole vocabulary, and all
 start from random layers (EAGLE-3's head from the target's rows, which EAGLE-1's kind has as they are).
 
@@ -32,15 +32,8 @@ CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
 # Both of the paper's second prunings: 15 nodes a level, and all that pass.
 C2T_SWEEP = [
     *("--beams", "15", "all"),
-    *(
-        "--betas",
-        "0.1",
-        "0.2",
-        "0.3",
-        "0.4",
-        "0.5",
-        "0.7",
-    ),  # below 0.1 few trees without a second pruning end by themselves
+    # Below 0.1 few trees without a second pruning end by themselves.
+    *("--betas", "0.1", "0.2", "0.3", "0.4", "0.5", "0.7"),
     *("--nodes", "8", "16", "32", "60", "100", "180"),
 ]
 TREE, CHAIN = "tree of 60", "chain of 6"
