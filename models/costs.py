@@ -318,9 +318,10 @@ class Meter(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in pytree.tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
-                self._meet(tensor, 0)  # unknown still: it is from outside
+        if func is not torch.ops.aten.lift_fresh.default:  # what `torch.tensor` has just made, and hands over by it
+            for tensor in pytree.tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    self._meet(tensor, 0)  # unknown still: it is from outside
         out = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):

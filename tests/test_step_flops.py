@@ -48,7 +48,10 @@ def test_operations_are_those_of_a_real_unroll(name: str) -> None:
     again = Fraction(7, 6)  # scores are multiplied once more on the way back
     expected = flops.of_counts(TOKENS, TOKENS**2 * again, [count] * case.steps, [count**2 * again] * case.steps)
     # The head does stop where a teacher would be beyond the row.
-    expected -= (3 if shape.own_head else 2) * 2 * shape.hidden_size * shape.draft_vocab_size * sum(range(case.steps))
+    head, students = 2 * shape.hidden_size * shape.draft_vocab_size, count * case.steps - sum(range(case.steps))
+    expected -= (3 if shape.own_head else 2) * head * sum(range(case.steps))
+    if case.step_weight == "acceptance":  # weights that hang on all steps: both heads run once more, forwards
+        expected += head * students + 2 * flops_of(name).head_parameters * count
     assert counter.get_total_flops() == expected
 
 
