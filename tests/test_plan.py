@@ -256,6 +256,7 @@ print(peak() - before)
 MEASURED = (128, 2000, 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
 def test_planned_memory_is_what_the_operating_system_counts() -> None:
     """Peak of resident memory of a process of its own: about what is alive, and at most as much again, which is what

@@ -608,6 +608,7 @@ def plan_script(*arguments: str | Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_plan_from_recorded_answers_to_measured_ones(recipe_path: Path, tmp_path: Path) -> None:
     done = plan_script(recipe_path, "--plan")
     assert done.returncode == 0, done.stderr

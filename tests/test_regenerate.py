@@ -476,9 +476,8 @@ def test_half_a_character_can_be_written(tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8"))["unasked_reason"] == "refused: \ud800"
 
 
-@pytest.mark.parametrize(
-    ("temperature", "kills"), [pytest.param("0", (1, 20, 40), marks=pytest.mark.slow), ("1.0", (30,))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "kills"), [("0", (1, 20, 40)), ("1.0", (30,))])
 def test_kill_9_at_any_moment_loses_and_repeats_nothing(
     place: Workspace, temperature: str, kills: tuple[int, ...]
 ) -> None:
