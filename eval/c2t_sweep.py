@@ -51,6 +51,7 @@ BETAS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 NODES = (4, 8, 16, 24, 32, 48, 60, 100, 180, 300)
 EAGLE2 = "eagle2"
 COLUMNS = 3  # tokens, rounds, nodes of each point
+UNDEFINED = 0.025  # share of resamples beyond the curve: with more, an interval would lack one of its ends
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,9 @@ def sweep_numbers(
 ) -> dict[str, Any]:
     """{points: [...], at_equal_tau: [...]}, as c2t_sweep.json holds them.
 
+    Where EAGLE-2's tau lies beyond a curve's end, `share` is None. `beyond` is the end, "below" or "above" the curve's
+    taus, and `share_at_end` what its last point there takes: below, a share that reaches more than EAGLE-2's tau.
+
     Args:
         found: of every point's contender, one generation per answer, in the same order.
     """
@@ -196,6 +200,8 @@ def sweep_numbers(
         for i in curves[EAGLE2]:
             share = float(_share(total, members, i)[0])
             reached = not np.isnan(share)
+            by_tau = sorted(members, key=lambda member: rows[member]["tau"])
+            end = None if reached else by_tau[0] if rows[i]["tau"] < rows[by_tau[0]]["tau"] else by_tau[-1]
             equal.append(
                 {
                     "curve": name,
@@ -204,7 +210,9 @@ def sweep_numbers(
                     "eagle2_candidates": rows[i]["candidates"],
                     "candidates": round(share * rows[i]["candidates"]) if reached else None,
                     "share": round(share, 4) if reached else None,
-                    "share_interval": interval(lambda s, m=members, i=i: _share(s, m, i)) if reached else None,
+                    "share_interval": interval(lambda s, m=members, i=i: _mostly(_share(s, m, i))) if reached else None,
+                    "beyond": None if end is None else "below" if end == by_tau[0] else "above",
+                    "share_at_end": None if end is None else round(rows[end]["candidates"] / rows[i]["candidates"], 4),
                 }
             )
     return {"conversations": prompts, "answers": len(answers), "points": rows, "at_equal_tau": equal}
@@ -255,6 +263,11 @@ def _share(sums: np.ndarray, curve: Sequence[int], point: int) -> np.ndarray:
     return np.exp(np.array(needed)) / of_point
 
 
+def _mostly(shares: np.ndarray) -> np.ndarray:
+    """Undefined, all of them, where more than a few resamples are: the others would make too narrow an interval."""
+    return np.full_like(shares, np.nan) if np.isnan(shares).mean() > UNDEFINED else shares
+
+
 # What is told.
 
 
@@ -270,11 +283,16 @@ def print_numbers(numbers: dict[str, Any]) -> None:
     print("\nat equal tau")
     print(f"{'curve':<16}{'eagle2 nodes':>13}{'tau':>8}{'its candidates':>16}{'c2t':>11}{'share':>8}  95 %")
     for row in numbers["at_equal_tau"]:
-        reached = f"{row['candidates']:>11,}{row['share']:>8.2f}" if row["share"] is not None else f"{'-':>11}{'-':>8}"
+        reached = f"{row['candidates']:>11,}{row['share']:>8.2f}" if row["share"] is not None else f"{_beyond(row):>19}"
         print(
             f"{row['curve']:<16}{row['eagle2_nodes']:>13}{row['tau']:>8.3f}{row['eagle2_candidates']:>16,}{reached}"
             f"  {_bounds(row['share_interval'])}"
         )
+
+
+def _beyond(row: dict[str, Any]) -> str:
+    """The share that has been shown where the tau itself was not met."""
+    return f"< {row['share_at_end']:.2f}" if row["beyond"] == "below" else "not reached"
 
 
 def _bounds(interval: Sequence[float] | None, digits: int = 2) -> str:

@@ -2,10 +2,12 @@
 
 A line holds the rounds that each held-out answer took (`recipes.study`). An arm's tau is the mean over its seeds; its
 interval comes from resampling prompts, the same ones for every seed and arm, so that a ratio of two arms is paired
-prompt by prompt. How far seeds are apart is told beside it: three of them give no interval.
+prompt by prompt. It says nothing of how far seeds are apart: `over_seeds` does, widely, for there are three.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +15,10 @@ import numpy as np
 
 from draftsmith.eval.metrics import bootstrap
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.study_cells import ALL, CHAIN, SEEDS, TREE, Lines, drafter_name
+from draftsmith.recipes.study_cells import ALL, CHAIN, LONGEST_ANSWER, SEEDS, STEPS, TREE, Lines, drafter_name
 
 SAMPLES, SEED = 2000, 0
+STUDENT_T = 4.303  # 97.5 %, two degrees of freedom: of three seeds
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,15 @@ class Estimate:
     @property
     def half_width(self) -> float:
         return (self.interval[1] - self.interval[0]) / 2
+
+
+def over_seeds(gain: Estimate) -> tuple[float, float] | None:
+    """95 % interval of a ratio over seeds, by Student's t of its logarithms; None before all seeds are there."""
+    if len(gain.by_seed) < len(SEEDS):
+        return None
+    logs = [math.log(ratio) for ratio in gain.by_seed.values()]
+    middle, half = statistics.mean(logs), STUDENT_T * statistics.stdev(logs) / math.sqrt(len(logs))
+    return math.exp(middle - half), math.exp(middle + half)
 
 
 class Found:
@@ -53,24 +65,41 @@ class Found:
                 "the lines of one of the two studies"
             )
 
-    def of(self, arm: str, size: int = ALL) -> dict[int, Mapping[str, Any]]:
+    def of(self, arm: str, size: int = ALL, steps: int = STEPS) -> dict[int, Mapping[str, Any]]:
         """Lines of an arm's drafters by seed."""
-        names = {seed: drafter_name(arm, size, seed) for seed in SEEDS}
+        names = {seed: drafter_name(arm, size, seed, steps) for seed in SEEDS}
         return {seed: self.lines[name] for seed, name in names.items() if name in self.lines}
 
-    def tau(self, arm: str, tree: str = TREE, size: int = ALL) -> Estimate | None:
-        """None: no line yet."""
-        return self._of_rounds({seed: line["replay"][tree] for seed, line in self.of(arm, size).items()})
+    def tau(
+        self,
+        arm: str,
+        tree: str = TREE,
+        size: int = ALL,
+        steps: int = STEPS,
+        seeds: Sequence[int] = SEEDS,
+        cut_off: bool | None = None,
+    ) -> Estimate | None:
+        """None: no line yet.
+
+        Args:
+            cut_off: along the answers that were cut off at their longest, or those that ended by themselves; None: all.
+        """
+        lines = self.of(arm, size, steps)
+        return self._of_rounds({seed: lines[seed]["replay"][tree] for seed in seeds if seed in lines}, cut_off)
 
     def tau_of(self, cell: str, contender: str) -> Estimate | None:
         """Of one contender of one line, as those of FR-Spec."""
         line = self.lines.get(cell)
         return None if line is None else self._of_rounds({line["seed"]: line["replay"][contender]})
 
-    def _of_rounds(self, by_seed: Mapping[int, Mapping[str, Any]]) -> Estimate | None:
+    def _of_rounds(self, by_seed: Mapping[int, Mapping[str, Any]], cut_off: bool | None = None) -> Estimate | None:
         if not by_seed:
             return None
         sums = self._sums(list(by_seed.values()))
+        if cut_off is not None:
+            sums = sums[self.cut_off() == cut_off]
+            if not len(sums):
+                return None
         interval = bootstrap(sums, SAMPLES, SEED)(_mean_tau)
         taus = {seed: float(tau) for seed, tau in zip(by_seed, sums[:, 0].sum() / sums[:, 1:].sum(0), strict=True)}
         value = sum(taus.values()) / len(taus)
@@ -98,6 +127,38 @@ class Found:
         value = float(statistic(total[None])[0])
         by_seed = {seed: float(total[half + i] / total[1 + i]) for i, seed in enumerate(seeds)}
         return Estimate(value, _pair(bootstrap(sums, SAMPLES, SEED)(statistic), value), by_seed)
+
+    def share_of(self, cell: str, contender: str, base: str) -> Estimate | None:
+        """tau of one contender of a line over that of another, paired by prompt."""
+        line = self.lines.get(cell)
+        if line is None:
+            return None
+        replays = [line["replay"][name] for name in (base, contender)]
+        return self._of_columns(line["seed"], replays, lambda s: s[0] / s[1])
+
+    def growth(self, arm: str, base: str, sizes: tuple[int, int], seed: int = 0) -> Estimate | None:
+        """How much more of its tau `arm` gains than `base` does from the first size of the data to the second."""
+        of_all = [self.of(name, size).get(seed) for name in (arm, base) for size in sizes]
+        replays = [line["replay"][TREE] for line in of_all if line is not None]
+        if len(replays) < len(of_all):
+            return None
+        return self._of_columns(seed, replays, lambda s: (s[0] / s[1]) / (s[2] / s[3]))
+
+    def _of_columns(
+        self, seed: int, replays: Sequence[Mapping[str, Any]], of_rounds: Callable[[np.ndarray], np.ndarray]
+    ) -> Estimate:
+        """A statistic of the rounds [replays, samples] of each of some replays, of one seed."""
+        sums = self._sums(replays)
+
+        def statistic(resampled: np.ndarray) -> np.ndarray:
+            return of_rounds(resampled[:, 1:].T)
+
+        value = float(statistic(sums.sum(0)[None])[0])
+        return Estimate(value, _pair(bootstrap(sums, SAMPLES, SEED)(statistic), value), {seed: value})
+
+    def cut_off(self) -> np.ndarray:
+        """[answers] whether each was cut off at the longest that there may be."""
+        return np.array(self.lines["answers"]["tokens_by_answer"]) >= LONGEST_ANSWER
 
     def _sums(self, replays: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """[answers, 1 + replays] tokens behind the first one, then the rounds of each replay.

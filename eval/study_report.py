@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from draftsmith.eval.figures import Colours, Plot, label, name_lines, new_figure, percent, write_png
-from draftsmith.eval.study_numbers import Estimate, Found
+from draftsmith.eval.study_numbers import Estimate, Found, over_seeds
 from draftsmith.recipes.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.study import RESULTS, read_lines
@@ -27,11 +28,15 @@ from draftsmith.recipes.study_cells import (
     ARMS,
     CHAIN,
     CUTS,
+    LONGER,
+    LONGEST_ANSWER,
     LOSSES,
+    OTHERWISE,
     RATE_ARM,
     SCALED,
     SEEDS,
     SIZES,
+    STEPS,
     TREE,
     best_rate,
     cells,
@@ -43,12 +48,15 @@ from draftsmith.recipes.study_cells import (
 
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
 OPEN = "open"
+OF_SIZES = (0,)  # seeds that all sizes of the data, and both numbers of steps, have
+LEVEL = 5  # the draft position that acceptance at the first one is compared with
 # (arm, what it is compared with)
 COMPARED = (
-    *(("eagle3", "eagle2"), ("hass", "eagle2"), ("eagle3", "hass")),
-    *((f"poss{n}", "hass") for n in (1, 2, 3)),
+    *(("eagle3", "eagle2"), ("hass", "eagle2"), ("hass3", "eagle2"), ("eagle3", "hass")),
+    *((f"poss{n}", base) for base in ("eagle2", "hass") for n in (1, 2, 3)),
     *(("hass-no-top10", "hass"), ("poss2", "hass-no-top10"), ("matched", "hass-no-top10"), ("poss2", "matched")),
     *((f"poss{n}-eagle3", "eagle3") for n in (1, 2, 3)),
+    *(("poss2-eagle3-whole", "poss2-eagle3"), ("poss2-eagle3-whole", "eagle3")),
     *(("matched-eagle3", "eagle3"), ("poss2-eagle3", "matched-eagle3")),
 )
 # (claim, what the paper or its reviewers found, arm, what it beats)
@@ -58,20 +66,11 @@ CLAIMS = (
     ("PosS-1 beats HASS", "+2.1 % of speed over all (Llama-3-8B), +0.3 % (Llama-2-13B)", "poss1", "hass"),
     ("PosS-2 beats HASS", "as above", "poss2", "hass"),
     ("PosS-3 beats HASS", "as above", "poss3", "hass"),
-    ("... and one layer of as many parameters", "asked for, not shown", "poss2", "matched"),
-    ("PosS-3 over EAGLE-3 beats EAGLE-3", "about +10 %", "poss3-eagle3", "eagle3"),
+    ("PosS-2 beats HASS without the top-10 loss, which PosS lacks", "not shown", "poss2", "hass-no-top10"),
+    ("PosS-2 beats one layer of as many parameters", "asked for, not shown", "poss2", "matched"),
+    ("PosS-3 over EAGLE-3 beats EAGLE-3", "about +10 %, features not cut off", "poss3-eagle3", "eagle3"),
+    ("PosS-2 over EAGLE-3, features not cut off, beats EAGLE-3", "as above", "poss2-eagle3-whole", "eagle3"),
     ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not shown", "poss2-eagle3", "matched-eagle3"),
-)
-SHOWN_POSITIONS = (
-    "eagle2",
-    "hass",
-    "poss1",
-    "poss2",
-    "poss3",
-    "eagle3",
-    "poss1-eagle3",
-    "poss2-eagle3",
-    "poss3-eagle3",
 )
 # (file, title, arms): few lines each, for intervals lie over one another.
 DRAWN_POSITIONS = (
@@ -201,8 +200,8 @@ def drafters(found: Found) -> list[str]:
 def costs(found: Found) -> list[str]:
     rows = []
     for arm, about in ARMS.items():
-        if arm == "hass-no-top10":
-            continue  # the same drafter as HASS
+        if arm in OTHERWISE:
+            continue  # the same drafters once more
         lines = [line for line in found.of(arm).values() if "train_seconds" in line and not line.get("resumed")]
         minutes = f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else OPEN
         shown = next(iter(found.of(arm).values()), None)
@@ -246,25 +245,32 @@ def losses(found: Found) -> list[str]:
         sampled = []
         for shape in (TREE, CHAIN):
             lines = [found.lines.get(sampled_name(arm, seed)) for seed in SEEDS]
-            taus = [line["decoded"][shape]["tau"] if line else None for line in lines]
-            there = [tau for tau in taus if tau is not None]
-            by_seed = ", ".join(OPEN if tau is None else f"{tau:.2f}" for tau in taus)
-            sampled.append(f"{sum(there) / len(there):.2f} ({by_seed})" if there else OPEN)
+            own = [line["decoded"][shape] if line else None for line in lines]
+            taus = [numbers["tau"] for numbers in own if numbers is not None]
+            by_seed = ", ".join(OPEN if numbers is None else _decoded(numbers) for numbers in own)
+            sampled.append(f"{sum(taus) / len(taus):.2f} ({by_seed})" if taus else OPEN)
         rows.append([name, *greedy, *sampled])
     head = ["taught by", "greedy: tau, tree of 60", "beside soft CE", "chain of 6, beside soft CE"]
     return table([*head, "temperature 1: tau, tree of 60 (seeds)", "chain of 6 (seeds)"], rows)
 
 
+def _decoded(numbers: Mapping[str, Any]) -> str:
+    low, high = numbers["tau_interval"]
+    return f"{numbers['tau']:.2f} [{low:.2f}, {high:.2f}]"
+
+
 def verdict(found: Estimate | None) -> str:
-    """A gain shows where the interval and every seed say so."""
+    """A gain shows where the interval over prompts and that over seeds say so."""
     if found is None:
         return OPEN
-    one = ", with one seed" if len(found.by_seed) == 1 else ""
-    if found.interval[0] > 1 and min(found.by_seed.values()) > 1:
-        return "shows" + one
-    if found.interval[1] < 1 and max(found.by_seed.values()) < 1:
-        return "the other way round" + one
-    return "not clear" + one
+    of_seeds = over_seeds(found)
+    if of_seeds is None:
+        return f"open, {len(found.by_seed)} of {len(SEEDS)} seeds"
+    if min(found.interval[0], of_seeds[0]) > 1:
+        return "shows"
+    if max(found.interval[1], of_seeds[1]) < 1:
+        return "the other way round"
+    return "not clear"
 
 
 def claims(found: Found) -> list[str]:
@@ -276,29 +282,49 @@ def claims(found: Found) -> list[str]:
     both = "; ".join(
         f"{ARMS[arm].name} {in_percent(own)}" for arm, own in zip(("eagle3", "eagle2"), of_data, strict=True)
     )
-    more, less = of_data
-    # Two intervals that do not meet: cruder than a test of their difference, and on the safe side.
-    shows = OPEN if more is None or less is None else "shows" if more.interval[0] > less.interval[1] else "not clear"
-    rows.append(["EAGLE-3 gains more from eight times the data", "it rises, EAGLE-2 hardly (a graphic)", both, shows])
-    whole, half = found.tau_of("fr-spec/answers", TREE), found.tau_of("fr-spec/answers", "512")
-    kept = OPEN if whole is None or half is None else f"keeps {100 * half.value / whole.value:.0f} % of tau"
-    rows.append(
-        ["FR-Spec: half the vocabulary", "keeps 98 % (64 k of 128 k, Llama-3-8B)", kept, OPEN if whole is None else "-"]
-    )
+    growth = found.growth("eagle3", "eagle2", (1, ALL))
+    seen = OPEN if growth is None else f"{_side(growth.interval, 'of the one seed')}"
+    rows.append(["EAGLE-3 gains more from eight times the data", "it rises, EAGLE-2 hardly (a graphic)", both, seen])
+    level = [found.positions(arm, TREE) for arm in ("eagle3", "eagle2")]
+    of_both, seen = OPEN, OPEN
+    if all(len(own) >= LEVEL for own in level):
+        of_both = "; ".join(
+            f"{ARMS[arm].name} {100 * own[0].value:.0f} to {100 * own[LEVEL - 1].value:.0f} %"
+            for arm, own in zip(("eagle3", "eagle2"), level, strict=True)
+        )
+        eagle3, eagle2 = (own[LEVEL - 1].value / own[0].value for own in level)
+        seen = "shows" if eagle3 > eagle2 else "the other way round"
+    about = f"EAGLE-3's acceptance falls less from position 1 to {LEVEL}, tree"
+    rows.append([about, "nearly level, EAGLE's falls (a graphic, chain)", of_both, seen])
+    kept = found.share_of("fr-spec/answers", "512", TREE)
+    here = OPEN if kept is None else f"keeps {_kept(kept)}"
+    rows.append(["FR-Spec: half the vocabulary", "keeps 98 % (64 k of 128 k, Llama-3-8B)", here, "-"])
     line = found.lines.get("c2t/eagle2")
     share, seen = OPEN, OPEN
     for row in line["at_equal_tau"] if line else ():
-        if (row["eagle2_nodes"], row["curve"]) == (60, C2T_CURVES[-1]):
+        if (row["eagle2_nodes"], row["curve"]) == (100, C2T_CURVES[0]):
             ends, share = row["share_interval"], _share_of(row)
-            seen = "not clear" if ends is None or ends[0] <= 1 <= ends[1] else "shows" if ends[1] < 1 else "other way"
+            seen = "not clear" if ends is None else _side([1 / end for end in reversed(ends)], "of the one seed")
     rows.append(["C2T needs fewer candidates than EAGLE-2's tree", "0.78 (N = 100, Llama-2-7B)", share, seen])
     return table(["claim", "paper", "here", ""], rows)
+
+
+def _side(interval: Sequence[float], words: str) -> str:
+    """Of a gain over prompts alone."""
+    low, high = interval
+    return f"{'shows' if low > 1 else 'the other way round' if high < 1 else 'not clear'}, {words}"
+
+
+def _kept(found: Estimate) -> str:
+    """A share of tau."""
+    value, low, high = (f"{100 * x:.0f}" for x in (found.value, *found.interval))
+    return f"{value} % [{low}, {high}]"
 
 
 def positions(tree: str, depth: int) -> Callable[[Found], list[str]]:
     def made(found: Found) -> list[str]:
         rows = []
-        for arm in SHOWN_POSITIONS:
+        for arm in ARMS:
             rates = found.positions(arm, tree)[:depth]
             shown = [f"{100 * rate.value:.0f} ± {max(1, round(100 * rate.half_width))}" for rate in rates]
             rows.append([ARMS[arm].name, *shown, *[OPEN] * (depth - len(shown))])
@@ -312,16 +338,37 @@ def data(found: Found) -> list[str]:
     rows = []
     for arm in reversed(SCALED):
         for tree in (TREE, CHAIN):
-            taus = [found.tau(arm, tree, size) for size in SIZES]
-            rows.append([f"{ARMS[arm].name}, {tree}", *(_with_seeds(tau) for tau in taus)])
+            taus = [found.tau(arm, tree, size, seeds=OF_SIZES) for size in SIZES]
+            rows.append([f"{ARMS[arm].name}, {tree}", *map(with_interval, taus)])
     head = [f"{name}{f': {counts[name]:,} conversations' if name in counts else ''}" for name in SIZES.values()]
     return table(["", *head], rows)
 
 
-def _with_seeds(found: Estimate | None) -> str:
-    if found is None:
-        return OPEN
-    return with_interval(found) + (f", {len(found.by_seed)} seeds" if len(found.by_seed) > 1 else ", 1 seed")
+def longer(found: Found) -> list[str]:
+    """Twice the steps, of one seed."""
+    rows = []
+    for arm in SCALED:
+        for steps in (STEPS, LONGER):
+            taus = [found.tau(arm, tree, steps=steps, seeds=OF_SIZES) for tree in (TREE, CHAIN)]
+            rows.append([ARMS[arm].name, f"{steps:,}", *map(with_interval, taus)])
+    return table(["", "steps", "tau, tree of 60", "tau, chain of 6"], rows)
+
+
+def endings(found: Found) -> list[str]:
+    """tau along the answers that ended by themselves, and along those that were cut off."""
+    rows = []
+    for arm, about in ARMS.items():
+        taus = [found.tau(arm, cut_off=cut_off) for cut_off in (False, True)]
+        rows.append([about.name, *map(with_interval, taus)])
+    counts = ["", ""]
+    if "answers" in found.lines:
+        cut_off, tokens = found.cut_off(), np.array(found.lines["answers"]["tokens_by_answer"])
+        counts = [
+            f": {own.sum()} answers, {100 * tokens[own].sum() / tokens.sum():.0f} % of the tokens"
+            for own in (~cut_off, cut_off)
+        ]
+    head = [f"ended by themselves{counts[0]}", f"cut off at {LONGEST_ANSWER}{counts[1]}"]
+    return table(["tau, tree of 60", *head], rows)
 
 
 def fr_spec(found: Found) -> list[str]:
@@ -330,8 +377,8 @@ def fr_spec(found: Found) -> list[str]:
         whole = found.tau_of(f"fr-spec/{corpus}", TREE)
         for size in CUTS:
             own = found.tau_of(f"fr-spec/{corpus}", str(size))
-            share = OPEN if own is None or whole is None else f"{100 * own.value / whole.value:.0f} %"
-            rows.append([words, f"{size:,}", with_interval(own), share])
+            share = found.share_of(f"fr-spec/{corpus}", str(size), TREE)
+            rows.append([words, f"{size:,}", with_interval(own), OPEN if share is None else _kept(share)])
         rows.append([words, "all 1,024", with_interval(whole), OPEN if whole is None else "100 %"])
     return table(["ranked by", "tokens", "tau, tree of 60", "of the whole vocabulary's"], rows)
 
@@ -357,8 +404,10 @@ def c2t(found: Found) -> list[str]:
 def _share_of(row: Mapping[str, Any]) -> str:
     """C2T's candidates at EAGLE-2's tau, as a share of EAGLE-2's."""
     if row["share"] is None:
-        return "not reached"
-    low, high = row["share_interval"] or (row["share"], row["share"])
+        return f"< {row['share_at_end']:.2f}" if row.get("beyond") == "below" else "not reached"
+    if row["share_interval"] is None:
+        return f"{row['share']:.2f}"
+    low, high = row["share_interval"]
     return f"{row['share']:.2f} [{low:.2f}, {high:.2f}]"
 
 
@@ -390,6 +439,8 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
     "compared": compared,
     "positions-chain": positions(CHAIN, 6),
     "positions-tree": positions(TREE, 8),
+    "longer": longer,
+    "endings": endings,
     "data": data,
     "fr-spec": fr_spec,
     "c2t": c2t,
@@ -450,7 +501,9 @@ def _data_series(found: Found) -> list[Series]:
     counts = found.lines.get("data", {}).get("training_conversations", {})
     result = []
     for arm, role in (("eagle2", "s1"), ("eagle3", "s3")):
-        points = [(counts[name], found.tau(arm, TREE, size)) for size, name in SIZES.items() if name in counts]
+        points = [
+            (counts[name], found.tau(arm, TREE, size, seeds=OF_SIZES)) for size, name in SIZES.items() if name in counts
+        ]
         if sum(tau is not None for _, tau in points) > 1:
             result += _series(ARMS[arm].name, role, points)
     return result

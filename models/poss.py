@@ -15,9 +15,12 @@ features that the specialists before it drafted.
     feature             f[t-1]   f[t]     a_0      a_1
     read by specialist  0 1 2    0 1 2    1 2      2                  through its own k and v
 
-Gradients: at a change of specialists the feature is cut off (`train.unroll`), so that a specialist learns from its own
-positions alone; what is shared learns from all. The reference code's defects are not repeated: masked scores that take
-part in the softmax, a first round that always asks specialist 0, and drafted features that outlive their prompt.
+Gradients (`train.detach_features`): over EAGLE-1 every drafted feature is cut off, over EAGLE-3 at a change of
+specialists, so that a specialist learns from its own positions alone; what is shared learns from all. Over EAGLE-3
+nothing then tells a specialist what the next one needs of its feature, as over EAGLE-1 the feature loss does; `false`
+cuts nothing off, as the published version over EAGLE-3. The reference code's defects are not repeated: masked scores
+that take part in the softmax, a first round that always asks specialist 0, and drafted features that outlive their
+prompt.
 
 Shapes: as in `models.feature_drafter`.
 """

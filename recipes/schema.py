@@ -242,6 +242,7 @@ TokenObjective = Literal[
 
 StepWeights = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)]
 StepWeight = Annotated[float, Field(gt=0)] | StepWeights | Literal["acceptance"]
+Detach = bool | Literal["specialists"]
 
 
 class TrainSection(Section):
@@ -293,9 +294,9 @@ class TrainSection(Section):
     feature_noise: float = Field(default=0.0, ge=0)
     """Width of the uniform noise on the target's features that the drafter reads, for rows of 512 tokens; shorter rows
     have more, longer ones less. Default: 0 for eagle3, else 0.2."""
-    detach_features: bool = False
-    """No gradient flows back through drafted features from one step to the one before (HASS). Default: false for eagle3
-    and poss over it, else true."""
+    detach_features: Detach = False
+    """No gradient flows back through drafted features from one step to the one before (HASS); `specialists`: none from
+    one of PosS's specialists to the one before. Default: false for eagle3, specialists for poss over it, else true."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
     """`auto` is bf16 on accelerators that compute it natively, no (float32) elsewhere: on CPUs it may be slower."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -652,10 +653,11 @@ def published_training(drafter: dict[str, Any]) -> dict[str, Any]:
     # What is no count is told of its own key; a number of steps made of it would be told a second time.
     countable = all(type(each) is int and 1 <= each <= MOST_SPECIALISTS for each in (per, count))
     steps = {"ttt_steps": per * count} if countable else {}
-    return steps if drafter.get("base") == "eagle3" else steps | HASS_TRAINING
+    return steps | ({"detach_features": "specialists"} if drafter.get("base") == "eagle3" else HASS_TRAINING)
 
 
-POSS_EAGLE3_STEP_WEIGHT = 0.9  # of PosS's own version over EAGLE-3; the default here is EAGLE-3's 0.8
+# Of PosS's own version over EAGLE-3, where the defaults here are others.
+POSS_EAGLE3: dict[str, Any] = {"step_weight": 0.9, "detach_features": False}
 
 
 def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | None:
@@ -670,8 +672,7 @@ def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | 
     name = drafter.kind
     if drafter.kind == "poss" and drafter.base == "eagle3":
         name = "poss over eagle3"
-        if train.step_weight != defaults.step_weight:
-            published["step_weight"] = POSS_EAGLE3_STEP_WEIGHT
+        published |= {key: value for key, value in POSS_EAGLE3.items() if getattr(train, key) != published[key]}
     if drafter.kind == "eagle" and train.ttt_steps > 1:
         name = f"HASS (eagle with train.ttt_steps {train.ttt_steps})"
         published["top_k_loss"] = 1.0
@@ -739,6 +740,10 @@ class Recipe(Section):
             problems.append(
                 f"train.step_weight: {_plain(train.step_weight)}; give each of the {train.ttt_steps} unroll steps a "
                 "number, and one of them more than 0"
+            )
+        if train.detach_features == "specialists" and drafter.kind != "poss":
+            problems.append(
+                f"train.detach_features: specialists, but kind {drafter.kind} has none: set it to true (HASS) or false"
             )
         first = (drafter.specialist_count - 1) * drafter.positions  # drafted by the last specialist, counted from 0
         if drafter.kind == "poss" and train.ttt_steps <= first:

@@ -25,6 +25,7 @@ VALIDATION = 48  # conversations, the same for every size of data
 SIZES = {1: "x1", 2: "x2", 4: "x4", 8: "x8"}  # shares of eight of the training conversations
 ALL = 8
 ANSWERS = 400  # held-out ones that are replayed
+LONGEST_ANSWER = 256  # tokens: data.generator.max_new_tokens of RECIPE
 RATES = (2e-3, 4e-3, 8e-3)
 RATE_BOUNDS = (5e-4, 3.2e-2)
 EQUAL_RATES = 0.01  # share of tau by which rates may differ and be equally good: hundredths are the validation's noise
@@ -32,8 +33,8 @@ CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
 # Both of the paper's second prunings: 15 nodes a level, and all that pass.
 C2T_SWEEP = [
     *("--beams", "15", "all"),
-    # Below 0.1 few trees without a second pruning end by themselves.
-    *("--betas", "0.1", "0.2", "0.3", "0.4", "0.5", "0.7"),
+    # Below 0.1 few trees without a second pruning end by themselves; there they grow fast, so points lie close.
+    *("--betas", "0.1", "0.12", "0.15", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9"),
     *("--nodes", "8", "16", "32", "60", "100", "180"),
 ]
 TREE, CHAIN = "tree of 60", "chain of 6"
@@ -73,10 +74,10 @@ ARMS = {
     "poss2-eagle3": Arm(
         "PosS-2 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(2, "eagle3", _HEAD), (_STEPS,), 0.8
     ),
-    # PosS was published without HASS's top-10 loss, so its baselines go without.
+    # PosS was published without HASS's top-10 loss, so its baselines go without, and search for a rate without.
     "matched": Arm(
         "one layer, PosS-2's parameters",
-        *("hass", "train/eagle.py", f"{{kind: eagle, match_specialists: {_MATCHED}}}", (_STEPS,), 0.7),
+        *("no-top10", "train/eagle.py", f"{{kind: eagle, match_specialists: {_MATCHED}}}", (_STEPS,), 0.7),
     ),
     "matched-eagle3": Arm(
         "EAGLE-3, PosS-2's parameters",
@@ -91,9 +92,20 @@ ARMS = {
     "poss3-eagle3": Arm(
         "PosS-3 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(3, "eagle3", _HEAD), (_STEPS,), 0.75
     ),
-    "hass-no-top10": Arm("HASS without its top-10 loss", "hass", "train/eagle.py", "{kind: eagle}", (_STEPS,), 0.5),
+    "hass-no-top10": Arm("HASS without its top-10 loss", "no-top10", "train/eagle.py", "{kind: eagle}", (_STEPS,), 0.5),
+    "hass3": Arm(
+        *("HASS, three steps", "hass", "train/eagle.py", "{kind: eagle}"),
+        ("train.ttt_steps=3", "train.top_k_loss=1"),
+        0.32,
+    ),
+    "poss2-eagle3-whole": Arm(
+        *("PosS-2 over EAGLE-3, not cut off", "poss-eagle3", "train/poss.py", _poss(2, "eagle3", _HEAD)),
+        (_STEPS, "train.detach_features=false"),
+        0.8,
+    ),
 }
-MAIN = tuple(arm for arm in ARMS if arm != "hass-no-top10")
+OTHERWISE = ("hass-no-top10", "hass3", "poss2-eagle3-whole")  # arms of MAIN with other losses or gradients
+MAIN = tuple(arm for arm in ARMS if arm not in OTHERWISE)
 
 
 def _eagle3(name: str, *train: str) -> Arm:
@@ -144,14 +156,15 @@ def drafter_name(arm: str, size: int = ALL, seed: int = 0, steps: int = STEPS) -
 
 
 def rates_of(family: str, lines: Lines) -> list[float]:
-    """The rates that are to be tried: where the best of those tried lies at an end, one more beyond it."""
+    """The rates that are to be tried: one more below the lowest where that has the highest tau, and one more above the
+    highest where that would be taken."""
     rates = sorted(RATES)
     while all(rate_name(family, rate) in lines for rate in rates):
-        best = _best(family, rates, lines)
-        if best == rates[0] and best / 2 >= RATE_BOUNDS[0]:
-            rates.insert(0, best / 2)
-        elif best == rates[-1] and best * 2 <= RATE_BOUNDS[1]:
-            rates.append(best * 2)
+        highest_tau = max(rates, key=lambda rate: _tau_of_rate(family, rate, lines))
+        if highest_tau == rates[0] and rates[0] / 2 >= RATE_BOUNDS[0]:
+            rates.insert(0, rates[0] / 2)
+        elif _best(family, rates, lines) == rates[-1] and rates[-1] * 2 <= RATE_BOUNDS[1]:
+            rates.append(rates[-1] * 2)
         else:
             break
     return rates
@@ -164,8 +177,12 @@ def best_rate(family: str, lines: Lines) -> float:
 
 def _best(family: str, rates: Sequence[float], lines: Lines) -> float:
     """The highest of those that are as good as the one with the highest tau, so that hundredths decide nothing."""
-    taus = {rate: lines[rate_name(family, rate)]["validation"]["replay_tau"] for rate in rates}
+    taus = {rate: _tau_of_rate(family, rate, lines) for rate in rates}
     return max(rate for rate, tau in taus.items() if tau >= (1 - EQUAL_RATES) * max(taus.values()))
+
+
+def _tau_of_rate(family: str, rate: float, lines: Lines) -> float:
+    return lines[rate_name(family, rate)]["validation"]["replay_tau"]
 
 
 def outdated(lines: Lines) -> set[str]:
@@ -220,7 +237,8 @@ def cells(lines: Lines) -> list[Cell]:
     for arm in SCALED:
         drafter(arm, ALL, 0, LONGER)
     for seed in SEEDS:
-        drafter("hass-no-top10", ALL, seed)
+        for arm in OTHERWISE:
+            drafter(arm, ALL, seed)
     for seed in SEEDS:
         for arm in ("eagle3", *LOSSES):
             drafter(arm, ALL, seed)

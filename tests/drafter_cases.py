@@ -11,7 +11,7 @@ from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import StepWeight
+from draftsmith.recipes.schema import Detach, StepWeight
 from draftsmith.train.losses import LossWeights
 from draftsmith.train.noise import add_noise
 from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, teacher_of
@@ -28,7 +28,7 @@ class Case:
     base: str | None
     own: dict[str, Any]
     steps: int
-    detach: bool
+    detach: Detach
     weights: LossWeights
     step_weight: StepWeight = 1.0
     draft_tokens: int | None = None  # None: the whole vocabulary
@@ -40,7 +40,7 @@ EAGLE3 = LossWeights()
 
 
 def _eagle(
-    steps: int, weights: LossWeights = EAGLE, detach: bool = True, step_weight: StepWeight = 1.0, **own: Any
+    steps: int, weights: LossWeights = EAGLE, detach: Detach = True, step_weight: StepWeight = 1.0, **own: Any
 ) -> Case:
     return Case("eagle", None, own, steps, detach, weights, step_weight)
 
@@ -53,7 +53,7 @@ def _poss(steps: int, n: int, m: int, **own: Any) -> Case:
     return Case("poss", "eagle", {"positions_per_specialist": n, "specialists": m, **own}, steps, True, EAGLE)
 
 
-def _poss3(steps: int, n: int, m: int, detach: bool = False, **own: Any) -> Case:
+def _poss3(steps: int, n: int, m: int, detach: Detach = "specialists", **own: Any) -> Case:
     own = {"positions_per_specialist": n, "specialists": m, **own}
     return Case("poss", "eagle3", own, steps, detach, EAGLE3, 0.8, 40)
 
@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
     "poss-1": _poss(5, 1, 3),
     "poss-2": _poss(6, 2, 2),
     "poss-2 of three": _poss(7, 2, 3, attention_bias=True),
-    "poss3-1": _poss3(5, 1, 3, norm_output=True),
+    "poss3-1": _poss3(5, 1, 3, detach=False, norm_output=True),
     "poss3-2": _poss3(6, 2, 2),
     "poss3-2, detached": _poss3(6, 2, 2, detach=True, fc_norm=True),
 }

@@ -118,12 +118,12 @@ class SlowDrafter:
         return outputs
 
     def chain(
-        self, captured: torch.Tensor, ids: list[int], column: int, steps: int, detach: bool = False
+        self, captured: torch.Tensor, ids: list[int], column: int, steps: int, detach: bool | str = False
     ) -> list[torch.Tensor]:
         """Outputs of steps 0 .. steps - 1 below root x[column + 1], fed the tokens of `ids`.
 
         Step k sees columns 0 .. column of the target's states and its drafted columns 1 .. k, all through the layers of
-        its own stack. What another stack drafted is a constant to it; with `detach` all that was drafted is.
+        its own stack. With `detach` all that was drafted is a constant to it; "specialists": what another stack did.
         """
         outputs: list[torch.Tensor] = []
         for step in range(steps):
@@ -131,7 +131,7 @@ class SlowDrafter:
             states: list[Any] = [(self.fuse(captured[t]), ids[t + 1]) for t in range(column + 1)]
             for earlier in range(1, step + 1):
                 feature = self.feedback(outputs[earlier - 1])
-                if detach or self.stack_of(earlier - 1) != stack:
+                if detach is True or (detach and self.stack_of(earlier - 1) != stack):
                     feature = feature.detach()
                 states.append((feature, ids[column + 1 + earlier]))
             positions = list(range(len(states)))

@@ -1253,10 +1253,13 @@ def test_a_share_is_what_the_curve_needs_for_the_same_tau(place: Path, tmp_path:
         tau, candidates = total(name)
         if tau < curve[0][0]:  # nothing was measured there
             assert row["share"] is None and row["share_interval"] is None and row["candidates"] is None
+            assert row["beyond"] == "below"
+            assert row["share_at_end"] == pytest.approx(math.exp(curve[0][1]) / candidates, abs=1e-4)
             continue
         needed = math.exp(reference.on_a_line(curve, tau))
         assert row["share"] == pytest.approx(needed / candidates, abs=1e-4)
         assert row["share_interval"][0] < row["share"] < row["share_interval"][1]
+        assert row["beyond"] is None and row["share_at_end"] is None
     assert [row["share"] is None for row in numbers["at_equal_tau"]] == [True, False, False]
 
 

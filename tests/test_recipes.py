@@ -422,7 +422,7 @@ EAGLE3 = {"token_loss": 1.0, "feature_loss": 0.0, "feature_noise": 0.0, "detach_
         ("{kind: eagle}", {"ttt_steps": 1, **HASS}),
         ("{kind: poss}", {"ttt_steps": 8, **HASS}),
         ("{kind: poss, positions_per_specialist: 3, specialists: 2}", {"ttt_steps": 6, **HASS}),
-        ("{kind: poss, base: eagle3, specialists: 3}", {"ttt_steps": 6, **EAGLE3}),
+        ("{kind: poss, base: eagle3, specialists: 3}", {"ttt_steps": 6, **EAGLE3, "detach_features": "specialists"}),
     ],
 )
 def test_what_a_recipe_leaves_out_is_as_its_drafter_was_published(write, tmp_path: Path, drafter, published):
@@ -463,6 +463,14 @@ def test_training_that_reaches_every_specialist_is_taken(write):
     load_recipe(write(SMALLEST + "drafter: {kind: eagle}\ntrain: {token_loss: 0}\n"))
     (problem,) = problems_of(write(SMALLEST), "drafter={kind: poss}", "train.ttt_steps=1")
     assert problem.startswith("override 'train.ttt_steps=1': `train.ttt_steps`: 1 steps train")
+
+
+def test_features_are_detached_between_specialists_where_there_are_some(write):
+    load_recipe(write(SMALLEST + "drafter: {kind: poss}\ntrain: {detach_features: specialists}\n"))
+    (problem,) = problems_of(write(SMALLEST + "train: {detach_features: specialists}\n"))
+    assert "`train.detach_features`: specialists, but kind eagle3 has none: set it to true (HASS) or false" in problem
+    (problem,) = problems_of(write(SMALLEST + "train: {detach_features: sometimes}\n"))
+    assert "train.detach_features" in problem and "specialists" in problem
 
 
 @pytest.mark.parametrize(

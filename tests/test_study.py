@@ -5,6 +5,7 @@ Cells run a script of the tests in place of training: it writes what the real on
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith.eval import c2t_sweep, study_report
+from draftsmith.eval import c2t_sweep, study_numbers, study_report
 from draftsmith.eval.study_numbers import Found
 from draftsmith.recipes import study, study_cells
 from draftsmith.recipes.errors import UserError
@@ -28,8 +29,10 @@ from draftsmith.recipes.study_cells import (
     ARMS,
     CHAIN,
     CUTS,
+    LONGEST_ANSWER,
     MAIN,
     RATES,
+    RECIPE,
     SCALED,
     SIZES,
     TREE,
@@ -107,9 +110,11 @@ def test_rates_go_on_beyond_an_end_that_is_best() -> None:
 def test_of_rates_that_are_equally_good_the_highest_is_taken() -> None:
     lines = searched(best=2e-3)
     lines[rate_name("hass", 4e-3)] = {"validation": {"replay_tau": 2.98}}
-    assert rates_of("hass", lines) == [2e-3, 4e-3, 8e-3] and best_rate("hass", lines) == 4e-3
+    assert rates_of("hass", lines) == [1e-3, 2e-3, 4e-3, 8e-3]  # the very best lies at an end still
+    lines[rate_name("hass", 1e-3)] = {"validation": {"replay_tau": 2.5}}
+    assert best_rate("hass", lines) == 4e-3
     lines[rate_name("hass", 4e-3)] = {"validation": {"replay_tau": 2.96}}
-    assert rates_of("hass", lines)[0] == 1e-3
+    assert best_rate("hass", lines) == 2e-3
 
 
 def test_a_rate_is_not_chosen_before_all_are_tried() -> None:
@@ -153,8 +158,10 @@ def test_arms_differ_in_the_drafter_and_its_publication_alone(monkeypatch: pytes
         shared.add(json.dumps([train, loaded[arm].data.model_dump()], sort_keys=True))
     assert len(shared) == 1
     assert loaded["eagle2"].train.ttt_steps == 1
-    assert {loaded[arm].train.ttt_steps for arm in ARMS if arm != "eagle2"} == {6}
-    assert loaded["hass"].train.top_k_loss == 1
+    assert {loaded[arm].train.ttt_steps for arm in ARMS if arm not in ("eagle2", "hass3")} == {6}
+    assert loaded["hass"].train.top_k_loss == loaded["hass3"].train.top_k_loss == 1
+    whole, cut = loaded["poss2-eagle3-whole"].train, loaded["poss2-eagle3"].train
+    assert whole == cut.model_copy(update={"detach_features": False}) != cut
     for n, count in ((1, 6), (2, 3), (3, 2)):
         for arm in (f"poss{n}", f"poss{n}-eagle3"):
             section = loaded[arm].drafter
@@ -356,12 +363,12 @@ def test_a_drafter_that_the_search_for_its_rate_has_trained_is_not_trained_again
         tidy(cell, folder)
 
     monkeypatch.setattr(study, "tidy", watching)
-    run(["drafter/hass/x8/*", "drafter/matched/*"])
+    run(["drafter/hass/x8/*", "drafter/hass3/*"])
     for name, by in begun.items():
         assert by == (rate_name("hass", 4e-3) if name == drafter_name("hass") else name)
         assert (place / "out" / name / "checkpoints").exists() == name.startswith("rate/")
     assert read()[drafter_name("hass")]["resumed"] and "resumed" not in read()[drafter_name("hass", 8, 1)]
-    for arm in ("hass", "matched"):
+    for arm in ("hass", "hass3"):
         cell = next(cell for cell in cells(searched()) if cell.name == drafter_name(arm))
         rate = next(cell for cell in cells(searched()) if cell.name == rate_name("hass", 4e-3))
         wanted, tried = (
@@ -547,8 +554,11 @@ def lines() -> dict[str, Any]:
         **{drafter_name("eagle2", size): drafter(10 + size, 6) for size in (1, 2, 4)},
         **{drafter_name("hass", seed=seed): drafter(20 + seed, 2) for seed in (0, 2)},
         **{
-            f"sampled/eagle3/seed{seed}": {**common, "decoded": {TREE: {"tau": tree}, CHAIN: {"tau": chain}}}
-            for seed, tree, chain in ((0, 2.5, 1.0), (2, 3.0, 2.0))
+            f"sampled/eagle3/seed{seed}": {
+                **common,
+                "decoded": {name: {"tau": tau, "tau_interval": [1, 4]} for name, tau in taus.items()},
+            }
+            for seed, taus in ((0, {TREE: 2.5, CHAIN: 1.0}), (2, {TREE: 3.0, CHAIN: 2.0}))
         },
         "fr-spec/answers": {
             **common,
@@ -612,37 +622,77 @@ def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any])
     assert row("positions-chain", "EAGLE-2")[1:] == [f"{rate} ± 10" for rate in (80, 70, 60, 50, 50, 50)]
     assert row("positions-tree", "EAGLE-2")[7:] == ["open", "open"]  # no round was so deep
     assert row("positions-chain", "EAGLE-3")[1:] == ["open"] * 6
-    assert "1 seed" in row("data", "EAGLE-2, tree of 60")[1] and "3 seeds" in row("data", "EAGLE-2, tree of 60")[4]
+    first = Found(lines).tau("eagle2", seeds=(0,))
+    assert row("data", "EAGLE-2, tree of 60")[4] == study_report.with_interval(first)  # of the seed that all sizes have
+    assert row("longer", "EAGLE-2", "600")[2] == study_report.with_interval(first)
+    assert row("longer", "EAGLE-2", "1,200")[2:] == ["open"] * 2
+    assert row("endings", "EAGLE-2")[2] == "open"  # no answer was so long
+    assert row("endings", "EAGLE-2")[1] == study_report.with_interval(Found(lines).tau("eagle2"))
+    assert row("endings", "EAGLE-3")[1:] == ["open"] * 2
     assert row("data", "EAGLE-3, tree of 60")[1:] == ["open"] * 4
     assert "open" not in row("fr-spec", "the target's answers", "128")
     assert row("fr-spec", "the library's text", "128")[2:] == ["open"] * 2
     assert row("c2t", "EAGLE-2")[1:] == ["open"] * 5
-    at_60 = {"eagle2_nodes": 60, "tau": 3.5, "eagle2_candidates": 1000}
+    at_100 = {"eagle2_nodes": 100, "tau": 3.5, "eagle2_candidates": 1000}
+    at_8 = {"eagle2_nodes": 8, "tau": 2.5, "eagle2_candidates": 100}
+    beyond = {"share": None, "share_interval": None}
     equal = [
-        at_60 | {"curve": "c2t, beam 15", "share": None, "share_interval": None},
-        at_60 | {"curve": "c2t, beam all", "share": 0.8, "share_interval": [0.7, 0.9]},
+        at_100 | {"curve": "c2t, beam 15", "share": 0.8, "share_interval": [0.7, 0.9]},
+        at_100 | beyond | {"curve": "c2t, beam all", "beyond": "above", "share_at_end": 2.0},
+        at_8 | beyond | {"curve": "c2t, beam 15", "beyond": "below", "share_at_end": 0.97},
+        at_8 | {"curve": "c2t, beam all", "share": 0.9, "share_interval": None},
     ]
     found = Found({**lines, "c2t/eagle2": {"at_equal_tau": equal}})
-    assert study_report.c2t(found)[2] == "| EAGLE-2 | 60 | 3.50 | 1,000 | not reached | 0.80 [0.70, 0.90] |"
-    assert study_report.claims(found)[-1].endswith("| 0.80 [0.70, 0.90] | shows |")
+    assert study_report.c2t(found)[2] == "| EAGLE-2 | 100 | 3.50 | 1,000 | 0.80 [0.70, 0.90] | not reached |"
+    assert study_report.c2t(found)[3] == "| EAGLE-2 | 8 | 2.50 | 100 | < 0.97 | 0.90 |"
+    assert study_report.claims(found)[-1].endswith("| 0.80 [0.70, 0.90] | shows, of the one seed |")
     assert row("losses", "hybrid")[1:] == ["open"] * 5
     soft = row("losses", "soft CE, steps by 0.8^k (EAGLE-3)")
-    assert soft[1:4] == ["open"] * 3 and soft[4:] == ["2.75 (2.50, open, 3.00)", "1.50 (1.00, open, 2.00)"]
+    assert soft[1:4] == ["open"] * 3 and soft[4:] == [
+        "2.75 (2.50 [1.00, 4.00], open, 3.00 [1.00, 4.00])",
+        "1.50 (1.00 [1.00, 4.00], open, 2.00 [1.00, 4.00])",
+    ]
     assert row("costs", "HASS")[1:] == ["60", "60", *["open"] * 4, "0.5"]
     assert all("open" in cell for cell in row("rates", "EAGLE-2")[2].split("; "))
     assert tables["progress"][0].startswith(f"{len(lines)} of ")
 
 
-def test_a_claim_shows_only_where_interval_and_all_seeds_agree() -> None:
+def test_a_claim_shows_only_where_prompts_and_seeds_say_so() -> None:
     def verdict(low: float, high: float, *seeds: float) -> str:
         return study_report.verdict(study_report.Estimate(1.0, (low, high), dict(enumerate(seeds))))
 
     assert study_report.verdict(None) == "open"
-    assert verdict(1.01, 1.05, 1.02, 1.01, 1.06) == "shows"
-    assert verdict(1.01, 1.05, 1.02, 0.99, 1.06) == "not clear"
-    assert verdict(0.99, 1.05, 1.02, 1.01, 1.06) == "not clear"
-    assert verdict(0.9, 0.95, 0.9, 0.9, 0.95) == "the other way round"
-    assert verdict(1.01, 1.05, 1.02) == "shows, with one seed"
+    assert verdict(1.01, 1.05, 1.02, 1.03, 1.04) == "shows"
+    assert verdict(1.01, 1.05, 1.01, 1.02, 1.06) == "not clear"  # seeds that lie so far apart
+    assert verdict(0.99, 1.05, 1.02, 1.03, 1.04) == "not clear"
+    assert verdict(0.9, 0.95, 0.9, 0.91, 0.93) == "the other way round"
+    assert verdict(1.01, 1.05, 1.02, 1.03) == "open, 2 of 3 seeds"
+
+
+def test_the_interval_over_seeds_is_student_s() -> None:
+    """Of logarithms 0, 0.1, 0.2: 0.1 +- t * 0.1 / sqrt(3), and t = 4.3027 as in every table."""
+    found = study_numbers.over_seeds(study_numbers.Estimate(1.0, (1.0, 1.0), {k: math.exp(k / 10) for k in range(3)}))
+    assert found == pytest.approx([math.exp(0.1 + sign * 4.3027 * 0.1 / 3**0.5) for sign in (-1, 1)], rel=1e-4)
+
+
+def test_growth_and_shares_are_paired_by_prompt(lines: dict[str, Any]) -> None:
+    lines |= {drafter_name("eagle3", size): lines[drafter_name("eagle2", 2)] for size in (1, 8)}
+    found = Found(lines).growth("eagle3", "eagle2", (1, 8))
+    assert found is not None and found.value == pytest.approx(sum(rounds_of(0, 3)) / sum(rounds_of(11, 6)))
+    assert Found(lines).growth("eagle3", "eagle2", (1, 4)) is None
+    share = Found(lines).share_of("fr-spec/answers", "128", TREE)
+    assert share is not None and share.value == pytest.approx(sum(rounds_of(0, 3)) / sum(rounds_of(128, 5)))
+    assert share.interval[0] < share.value < share.interval[1]
+
+
+def test_answers_that_were_cut_off_stand_apart(lines: dict[str, Any]) -> None:
+    tokens = lines["answers"]["tokens_by_answer"] = [LONGEST_ANSWER if i % 5 == 0 else n for i, n in enumerate(TOKENS)]
+    for cut_off in (True, False):
+        own = [i for i, n in enumerate(tokens) if (n == LONGEST_ANSWER) == cut_off]
+        found = Found(lines).tau("eagle2", cut_off=cut_off, seeds=(1,))
+        assert found is not None
+        assert found.value == pytest.approx(sum(tokens[i] - 1 for i in own) / sum(rounds_of(1, 3)[i] for i in own))
+    assert load_recipe(HERE / RECIPE).data.generator.max_new_tokens == LONGEST_ANSWER
 
 
 def test_what_data_gains_is_the_ratio_of_two_sizes(lines: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ import torch
 from draftsmith.models.alignment import Columns
 from draftsmith.models.costs import TargetSize, attention_shapes
 from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.recipes.schema import Detach
 from draftsmith.train.batches import Batch
 from draftsmith.train.unroll import TrainingTimeTest
 
@@ -39,14 +40,14 @@ class StepFlops:
 
     Args:
         stacks: which stack of layers drafts each step (`FeatureDrafter.stack_of`), one entry a step.
-        detached: no gradient flows from a step to the one before.
+        detached: whether no gradient flows from a step to the one before, or none from a stack to the one before.
         size: the target's; None: its states are read, and its head alone runs.
         head_parameters: of the target's head.
     """
 
     shape: DrafterConfig
     stacks: tuple[int, ...]
-    detached: bool
+    detached: Detach
     target_config: Any
     size: TargetSize | None
     head_parameters: int
@@ -99,11 +100,12 @@ class StepFlops:
             later * (first + first_keys + (layers - 1) * (upper + upper_keys)) + layers * sum(keys[1:]) * score
         )
         for step in range(1, len(self.stacks)):
-            new_stack = self.stacks[step] != self.stacks[step - 1]  # the feature is cut off from the stack before
-            total += (2 if self.detached or new_stack else 3) * pairs[step] * entry
+            new_stack = self.stacks[step] != self.stacks[step - 1]
+            cut = self.detached is True or (new_stack and bool(self.detached))
+            total += (2 if cut else 3) * pairs[step] * entry
             if new_stack:  # which reads the chain's earlier features with its own weights
                 of_columns += (step - 1) * pairs[step] * first_keys
-                total += 2 * (step - 1) * pairs[step] * entry
+                total += (2 if cut else 3) * (step - 1) * pairs[step] * entry
         total += 3 * (of_tokens + of_columns)
         head = 2 * hidden * s.draft_vocab_size
         return total + (3 if s.own_head else 2) * head * sum(pairs) + self._of_target(tokens, causal_keys, pairs[0])

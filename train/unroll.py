@@ -43,7 +43,7 @@ from draftsmith.models.alignment import Columns, Documents, Run
 from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import StepWeight, TrainSection
+from draftsmith.recipes.schema import Detach, StepWeight, TrainSection
 from draftsmith.train.attention_kernels import BLOCKS, Kernel, kernel_for
 from draftsmith.train.head_loss import HeadLoss, Teacher
 from draftsmith.train.losses import LossWeights, feature_regression
@@ -136,7 +136,7 @@ def unroll(
     columns: Columns,
     steps: int,
     gradient_checkpointing: bool = False,
-    detach: bool = False,
+    detach: Detach = False,
     documents: Documents | None = None,
     kernel: Kernel | None = None,
 ) -> Iterator[torch.Tensor]:
@@ -145,7 +145,7 @@ def unroll(
     At step k only columns with `columns.counted(k)` mean anything; the others compute along and must be masked.
 
     Args:
-        detach: gradients never flow from one step to the one before (HASS). Where the stack changes they never do.
+        detach: whether gradients never flow from one step to the one before (HASS), or not where the stack changes.
         documents: where they stand; None: every row is one.
         kernel: of attention; None: what suits the device.
     """
@@ -173,13 +173,13 @@ def unroll(
     drafted: list[torch.Tensor] = []  # features of steps 1, 2, ... as another stack is handed them
     for step in range(1, steps):
         feature = drafter.feedback(output)
-        handed = feature.detach()
+        handed = feature.detach() if detach else feature
         if drafter.stack_of(step) != stack:
             stack, feature = drafter.stack_of(step), handed
             chains = _Chains(drafter, drafter.stacks[stack], *common)
             for earlier, its_feature in enumerate(drafted, start=1):
                 chains.read(entry_of(its_feature, earlier), earlier)
-        elif detach:
+        elif detach is True:
             feature = handed
         output, chains.own = run(
             lambda f, k, own, c=chains: c.later_step(entry_of(f, k), k, own), feature, step, chains.own
@@ -227,7 +227,7 @@ class TrainingTimeTest(nn.Module):
         step_weight: StepWeight,
         gradient_checkpointing: bool = False,
         weights: LossWeights | None = None,
-        detach: bool = False,
+        detach: Detach = False,
     ):
         super().__init__()
         self.drafter = drafter
@@ -235,7 +235,7 @@ class TrainingTimeTest(nn.Module):
         self.step_weight: StepWeight = step_weight
         self.gradient_checkpointing = gradient_checkpointing
         self.weights = weights or LossWeights()
-        self.detach = detach
+        self.detach: Detach = detach
         self.kernel: Kernel | None = None  # of attention; None: what suits the device
         self.bf16 = False  # products in bfloat16
         self.caches_casts = True  # of weights; not where weights are freed after use
