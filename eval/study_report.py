@@ -38,6 +38,7 @@ from draftsmith.recipes.study_cells import (
     SIZES,
     STEPS,
     TREE,
+    UNROLL,
     best_rate,
     cells,
     current,
@@ -333,6 +334,16 @@ def positions(tree: str, depth: int) -> Callable[[Found], list[str]]:
     return made
 
 
+def steps(found: Found) -> list[str]:
+    """How often each unroll step agrees with the target, on the text of the validation answers; means over seeds."""
+    rows = []
+    for arm, about in ARMS.items():
+        every = [line["validation"]["validation_accuracy"] for line in found.of(arm).values() if "validation" in line]
+        shown = [f"{100 * sum(own) / len(own):.0f}" for own in zip(*every, strict=True)] or [OPEN] * UNROLL
+        rows.append([about.name, *shown, *["-"] * (UNROLL - len(shown))])
+    return table(["%", *(str(i + 1) for i in range(UNROLL))], rows)
+
+
 def data(found: Found) -> list[str]:
     counts = found.lines.get("data", {}).get("training_conversations", {})
     rows = []
@@ -439,6 +450,7 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
     "compared": compared,
     "positions-chain": positions(CHAIN, 6),
     "positions-tree": positions(TREE, 8),
+    "steps": steps,
     "longer": longer,
     "endings": endings,
     "data": data,

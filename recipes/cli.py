@@ -12,6 +12,8 @@ import argparse
 import errno
 import logging
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -77,15 +79,18 @@ def parse_arguments(
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call `main`. A UserError prints its problems on stderr and exits with 2, Ctrl-C exits with 130.
+    """Call `main`. A UserError prints its problems on stderr and exits with 2, as does a place where the system lets us
+    write nothing; Ctrl-C exits with 130, and a reader of our output who goes away (`| head`) with 141.
 
-    So does a place where the system lets us write nothing. Any other exception is a defect of ours and keeps its
-    traceback.
+    Any other exception is a defect of ours and keeps its traceback.
     """
     _quiet_third_parties()
     try:
         main()
+        sys.stdout.flush()
     except (UserError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            sys.exit(128 + signal.SIGPIPE)
         problems = error.problems if isinstance(error, UserError) else _unwritable(error)
         if not problems:
             raise
@@ -105,6 +110,17 @@ def tell(problems: Sequence[str]) -> None:
         text = "\n".join([f"{rank}error: {len(problems)} problems", *(f"  - {p}" for p in problems)])
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
+
+
+def _nobody_reads() -> bool:
+    """Whether it is our output that is broken, no other pipe. Then the interpreter has nothing to write at its end."""
+    place = sys.stdout.fileno()
+    asked = select.poll()
+    asked.register(place, 0)  # errors are told unasked
+    if not asked.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), place)
+    return True
 
 
 def _unwritable(error: OSError) -> list[str]:

@@ -1,6 +1,7 @@
 """Recipes: what is read, what is refused, and how a script tells its user."""
 
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -376,6 +377,17 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
         cli.run(fail(UserError(["wrong.", "worse."])))
     assert capsys.readouterr().err == "[rank 1] error: 2 problems\n  - wrong.\n  - worse.\n"
     cli.run(lambda: None)
+
+
+@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "meanwhile"])
+def test_a_reader_who_goes_away_is_no_defect(lines: int) -> None:
+    script = "from draftsmith.recipes.cli import run\n"
+    script += f"run(lambda: [print('a line') for _ in range({lines})] and None)"
+    read, write_end = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 @pytest.mark.parametrize(

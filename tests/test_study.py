@@ -542,7 +542,11 @@ def lines() -> dict[str, Any]:
     def drafter(seed: int, more: int) -> dict[str, Any]:
         return {
             **{"kind": "drafter", "seed": seed, "commit": "abc", "seconds": 60.0, "train_seconds": 30.0},
-            **{"parameters": 870_000, "replay": {TREE: replay(seed, more), CHAIN: replay(seed + 50, more + 3)}},
+            **{
+                "parameters": 870_000,
+                "validation": {"validation_accuracy": [0.4 + 0.1 * seed]},
+                "replay": {TREE: replay(seed, more), CHAIN: replay(seed + 50, more + 3)},
+            },
         }
 
     sizes = {name: 244 * size for size, name in SIZES.items()}
@@ -622,6 +626,7 @@ def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any])
     assert row("positions-chain", "EAGLE-2")[1:] == [f"{rate} ± 10" for rate in (80, 70, 60, 50, 50, 50)]
     assert row("positions-tree", "EAGLE-2")[7:] == ["open", "open"]  # no round was so deep
     assert row("positions-chain", "EAGLE-3")[1:] == ["open"] * 6
+    assert row("steps", "EAGLE-2")[1:] == ["50", *["-"] * 5] and row("steps", "EAGLE-3")[1:] == ["open"] * 6
     first = Found(lines).tau("eagle2", seeds=(0,))
     assert row("data", "EAGLE-2, tree of 60")[4] == study_report.with_interval(first)  # of the seed that all sizes have
     assert row("longer", "EAGLE-2", "600")[2] == study_report.with_interval(first)
