@@ -1,8 +1,8 @@
 """Label draft trees for C2T: of every node of uncut EAGLE-2 trees, would the target accept it?
 
     python data_gen/label_trees.py recipes/demo.yaml
-    python data_gen/label_trees.py recipes/demo.yaml labels.max_rows=100000 output_dir=runs/try    # the smallest run
-    python data_gen/label_trees.py recipes/demo.yaml --contender "small LM"       # the trees of one under eval.also
+    python data_gen/label_trees.py recipes/demo.yaml labels.max_rows=100000 labels.out=runs/try/trees   # smallest run
+    python data_gen/label_trees.py recipes/demo.yaml --contender "eagle3, tree of 16"     # of one under eval.also
     python data_gen/label_trees.py recipes/demo.yaml --plan                       # what it would do
 
 Replays recorded answers (`eval.replay`): the target reads each once, and a tree is drafted at every root that decoding

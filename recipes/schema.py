@@ -84,6 +84,7 @@ class GeneratorSection(Section):
     top_k: int | None = Field(default=None, ge=0)
     """0 switches it off. None: the target's generation_config, or off."""
     seed: int = 0
+    """Of the draws."""
 
     @model_validator(mode="after")
     def _who_drafts(self) -> "GeneratorSection":
@@ -137,7 +138,8 @@ class DataSection(Section):
     conversations: str | None = None
     """What regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
     max_length: int = Field(default=2048, ge=8)
-    """Tokens of one training row; longer conversations are left out and counted, never cut."""
+    """Tokens of one training row. Regeneration ends answers there; longer conversations are left out and counted, never
+    cut."""
     contamination: Literal["list", "remove", "off"] = "list"
     """Training conversations that ask what eval.prompts ask: list and count them, leave them out, or do not look."""
     generator: GeneratorSection = GeneratorSection()
@@ -189,8 +191,8 @@ class DrafterSection(Section):
     init_head: Literal["random", "target"] = "random"
     """What EAGLE-3's head starts from: random weights, or the target's rows (for short runs)."""
     init_from: str | None = None
-    """Directory of a trained drafter to start from: one of the same shape, or for poss a single drafter of its base,
-    whose layer every specialist then starts from."""
+    """Directory of a trained drafter to start from: one of the same shape (its MLP may be narrower), or for poss a
+    single drafter of its base, whose layer every specialist then starts from."""
 
     @model_validator(mode="after")
     def _possible(self) -> "DrafterSection":
@@ -258,13 +260,17 @@ class TrainSection(Section):
     """A micro-batch's conversations one behind the other in one row without padding, each attending to itself alone,
     instead of one a row padded to the longest: the same losses and gradients, another use of time and memory."""
     learning_rate: float = Field(default=1e-4, gt=0)
+    """Of AdamW, behind the warm-up. Small drafters want more."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimiser steps of linear warm-up."""
     schedule: Literal["cosine", "linear"] = "cosine"
     """Decay to zero after the warm-up."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """How much of the mean of earlier gradients AdamW keeps at each step."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    """How much of the mean of their squares."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Of AdamW: weights shrink by this times the learning rate at each step."""
     max_skipped_steps: int = Field(default=10, ge=0)
     """Steps of a run that may be skipped because their gradient is not finite; one more stops it."""
     max_grad_norm: float = Field(default=0.5, gt=0)
@@ -286,11 +292,13 @@ class TrainSection(Section):
     top_k_loss: float = Field(default=0.0, ge=0)
     """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
     top_k_tokens: int = Field(default=10, ge=1)
+    """Of top_k_loss."""
     token_objective: TokenObjective = "soft_ce"
     """What `token_loss` weighs (train/losses.py): how far the drafter's distribution is from the target's."""
     rank_loss: float = Field(default=0.0, ge=0)
     """Weight of the likelihood of the target's order of its `rank_tokens` likeliest tokens (ViSpec)."""
     rank_tokens: int = Field(default=10, ge=1)
+    """Of rank_loss."""
     feature_noise: float = Field(default=0.0, ge=0)
     """Width of the uniform noise on the target's features that the drafter reads, for rows of 512 tokens; shorter rows
     have more, longer ones less. Default: 0 for eagle3, else 0.2."""
@@ -313,15 +321,19 @@ class TrainSection(Section):
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, the same gradients."""
     seed: int = 0
+    """Of the order of the rows, the initial weights and the noise."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` goes on from the last checkpoint in <output_dir>/checkpoints; `never` refuses to start where one is."""
     save_every_steps: int = Field(default=500, ge=1)
+    """Optimiser steps between checkpoints."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Older checkpoints are deleted."""
     log_every_steps: int = Field(default=10, ge=1)
+    """Optimiser steps between lines of metrics.jsonl, each of which is over all of them."""
     validation_conversations: int = Field(default=64, ge=0)
-    """Conversations kept out of training, drawn by a hash of their id; 0 switches validation off."""
+    """Conversations kept out of training, drawn by a hash of their id, a fifth of all at most; 0: no validation."""
     validate_every_steps: int = Field(default=200, ge=1)
+    """Optimiser steps between validations."""
     eval_replay: int = Field(default=0, ge=0)
     """Validation conversations whose answers are replayed with eval.tree after every checkpoint: the acceptance that
     decoding would have, in metrics.jsonl. 0 switches it off."""
@@ -366,13 +378,16 @@ class ClassifierSection(Section):
     rows: str | None = None
     """Folder that data_gen/label_trees.py wrote. Default: <output_dir>/labelled_trees."""
     hidden: int = Field(default=48, ge=1)
+    """Width of its one hidden layer."""
     negative_ratio: float | None = Field(default=10.0, gt=0)
     """Rejected rows kept for each accepted one; a threshold on the confidence means something only beside it. None:
     all."""
     batch_size: int = Field(default=1024, ge=1)
+    """Rows a step."""
     learning_rate: float | None = Field(default=None, gt=0)
     """Of Adam. Default: 1e-3, and 1e-4 with init_from."""
     epochs: int = Field(default=10, ge=1)
+    """Passes over the rows. Fewer rows than the paper's nine million want more."""
     validation_share: float = Field(default=0.05, gt=0, lt=1)
     """Of the trees; whole trees are kept out."""
     init_from: str | None = None
@@ -380,6 +395,7 @@ class ClassifierSection(Section):
     share: float | None = Field(default=None, gt=0, le=1)
     """Of the trees that are read. Default: all, and a tenth with init_from."""
     seed: int = 0
+    """Of the initial weights, the trees kept out and the rejected rows that are kept."""
     out: str | None = None
     """Directory of the classifier. Default: <output_dir>/c2t."""
 
@@ -435,9 +451,11 @@ class TreeSection(Section):
     vocab_size: int | None = Field(default=None, ge=1)
     """FR-Spec: draft only the so many most frequent tokens of the drafter's vocabulary, by eval.token_counts."""
     ddd: DddSection = DddSection()
+    """Of ddd."""
     svip: SvipSection = SvipSection()
     """Of svip and svip_tree."""
     c2t: C2tSection = C2tSection()
+    """Of c2t."""
     draw: Literal["likeliest", "sampled"] = "likeliest"
     """How a chain's tokens are chosen when eval.temperature is above 0: the drafter's likeliest ones, or drawn from its
     own distribution. Both are lossless."""
@@ -574,6 +592,7 @@ class PlannerSection(Section):
     """Recorded answers of the target that tau is predicted from: a generations.jsonl, or regenerated conversations.
     Default: the conversations that training keeps for validation."""
     max_answers: int = Field(default=16, ge=1)
+    """Recorded answers that the tau of each candidate is replayed from."""
     candidates: list[TreeSection] = []
     """Trees to choose among. Empty: chains of 1 to 8 tokens, EAGLE-2 trees of 8 to 60 nodes in several depths, and DDD,
     SVIP and SVIP trees in two sizes or thresholds each."""
@@ -593,6 +612,7 @@ class EvalSection(Section):
     turns: Literal["all", "first"] = "all"
     """Answer every user turn of a conversation, or the first alone."""
     max_new_tokens: int = Field(default=512, ge=1)
+    """Tokens of one answer, its stop token included."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy. Above it answers are drawn from the target's distribution, losslessly."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -625,7 +645,8 @@ class EvalSection(Section):
     png: bool = False
     """Write the report's plots as PNG files too."""
     out: str | None = None
-    """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval."""
+    """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes into its
+    folder replay."""
 
 
 HASS_TRAINING = {

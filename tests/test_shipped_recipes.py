@@ -329,9 +329,10 @@ def test_poss_recipes_turn_to_eagle3_as_their_heads_say(name: str, monkeypatch: 
     same = ("positions_per_specialist", "specialists")
     assert [getattr(recipe.drafter, key) for key in same] == [getattr(given.drafter, key) for key in same]
     assert recipe.train.ttt_steps == given.train.ttt_steps
-    losses = ("step_weight", "token_loss", "feature_loss", "top_k_loss", "feature_noise", "detach_features")
+    losses = ("step_weight", "token_loss", "feature_loss", "top_k_loss", "feature_noise")
     eagle3 = TrainSection()
     assert {key: getattr(recipe.train, key) for key in losses} == {key: getattr(eagle3, key) for key in losses}
+    assert recipe.train.detach_features == "specialists"
     assert given.train.feature_loss == 1  # so that there is something to turn
 
 

@@ -3,7 +3,7 @@
     accelerate launch train/eagle.py recipes/demo-eagle.yaml
     accelerate launch train/eagle.py recipes/demo-eagle.yaml output_dir=runs/demo-hass train.ttt_steps=4 \\
         train.top_k_loss=1                                                              # HASS: several steps
-    python train/eagle.py recipes/demo-eagle.yaml train.max_steps=20 output_dir=runs/try   # the smallest run that works
+    python train/eagle.py recipes/demo-eagle.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2  # try it
     python train/eagle.py recipes/demo-eagle.yaml --plan                                # what it would do
 
 With another output_dir, data_gen/rank_vocab.py wants it, too.

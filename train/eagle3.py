@@ -1,8 +1,9 @@
 """Train an EAGLE-3 drafter by training-time test, with the target in the same process.
 
     accelerate launch train/eagle3.py recipes/demo.yaml
-    python train/eagle3.py recipes/demo.yaml train.max_steps=20 output_dir=runs/try     # the smallest run that works
-    accelerate launch train/eagle3.py recipes/demo.yaml drafter.fc_norm=true drafter.norm_output=true    # EAGLE-3.1
+    python train/eagle3.py recipes/demo.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2  # try it
+    accelerate launch train/eagle3.py recipes/demo.yaml output_dir=runs/eagle3.1 drafter.fc_norm=true \\
+        drafter.norm_output=true                                                        # EAGLE-3.1
     python train/eagle3.py recipes/demo.yaml --plan                                     # what it would do
 
 With another output_dir, the two scripts that write what is read here want it, too.

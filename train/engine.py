@@ -135,11 +135,11 @@ def deepspeed_on_cpus() -> bool:
 def check_deepspeed(who: str) -> None:
     """Raises UserError where DeepSpeed is missing or too old for `who` asks for it."""
     if find_spec("deepspeed") is None:
-        raise UserError(f"{who}, which is not installed: pip install 'draftsmith[deepspeed]'")
+        raise UserError(f"{who}, which is not installed: pip install 'deepspeed>={OLDEST_DEEPSPEED}'")
     if compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):
         raise UserError(
             f"{who}, of which {metadata.version('deepspeed')} is installed, and {OLDEST_DEEPSPEED} or newer is needed: "
-            "pip install 'draftsmith[deepspeed]'"
+            f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
         )
 
 

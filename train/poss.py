@@ -7,7 +7,7 @@
         drafter.vocab_size=768                                                          # over EAGLE-3's features
     accelerate launch train/poss.py recipes/demo-poss.yaml output_dir=runs/poss-from \\
         drafter.init_from=runs/demo-eagle/drafter                                       # all from one trained layer
-    python train/poss.py recipes/demo-poss.yaml train.max_steps=20 output_dir=runs/try  # the smallest run that works
+    python train/poss.py recipes/demo-poss.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2  # try it
     python train/poss.py recipes/demo-poss.yaml --plan                                  # what it would do
 
 With another output_dir, data_gen/rank_vocab.py wants it, and the same drafter.vocab_size.
