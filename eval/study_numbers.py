@@ -105,14 +105,22 @@ class Found:
         value = sum(taus.values()) / len(taus)
         return Estimate(value, _pair(interval, value), taus)
 
-    def ratio(self, arm: str, base: str, tree: str = TREE, sizes: tuple[int, int] = (ALL, ALL)) -> Estimate | None:
+    def ratio(
+        self,
+        arm: str,
+        base: str,
+        tree: str = TREE,
+        sizes: tuple[int, int] = (ALL, ALL),
+        steps: int = STEPS,
+        seeds: Sequence[int] = SEEDS,
+    ) -> Estimate | None:
         """tau of `arm` over that of `base`, of the seeds that both have, paired by prompt; None: there is none.
 
         Args:
             sizes: of the data of each.
         """
-        own, other = self.of(arm, sizes[0]), self.of(base, sizes[1])
-        seeds = [seed for seed in own if seed in other]
+        own, other = self.of(arm, sizes[0], steps), self.of(base, sizes[1], steps)
+        seeds = [seed for seed in seeds if seed in own and seed in other]
         if not seeds:
             return None
         rounds = [line["replay"][tree] for lines in (own, other) for line in (lines[seed] for seed in seeds)]

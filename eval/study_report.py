@@ -356,13 +356,14 @@ def data(found: Found) -> list[str]:
 
 
 def longer(found: Found) -> list[str]:
-    """Twice the steps, of one seed."""
+    """More steps, and EAGLE-3 beside EAGLE-2 after each."""
     rows = []
-    for arm in SCALED:
-        for steps in (STEPS, LONGER):
-            taus = [found.tau(arm, tree, steps=steps, seeds=OF_SIZES) for tree in (TREE, CHAIN)]
-            rows.append([ARMS[arm].name, f"{steps:,}", *map(with_interval, taus)])
-    return table(["", "steps", "tau, tree of 60", "tau, chain of 6"], rows)
+    for steps in (STEPS, *LONGER):
+        taus = [found.tau(arm, steps=steps, seeds=OF_SIZES) for arm in ("eagle2", "eagle3")]
+        gains = [found.ratio("eagle3", "eagle2", tree, steps=steps, seeds=OF_SIZES) for tree in (TREE, CHAIN)]
+        rows.append([f"{steps:,}", *map(with_interval, taus), *map(in_percent, gains)])
+    head = ["steps", "EAGLE-2: tau, tree of 60", "EAGLE-3", "EAGLE-3 beside EAGLE-2, tree", "chain of 6"]
+    return table(head, rows)
 
 
 def endings(found: Found) -> list[str]:

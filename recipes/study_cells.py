@@ -18,7 +18,7 @@ from typing import Any
 
 RECIPE = "recipes/demo.yaml"
 STEPS = 600
-LONGER = 1200
+LONGER = (1200, 2400)  # of the arms of SCALED
 UNROLL = 6  # steps, and positions that specialists share out
 SEEDS = (0, 1, 2)
 VALIDATION = 48  # conversations, the same for every size of data
@@ -231,11 +231,12 @@ def cells(lines: Lines) -> list[Cell]:
     for arm in SCALED:
         for size in SIZES:
             drafter(arm, size, 0)
+    for steps in LONGER:
+        for arm in SCALED:
+            drafter(arm, ALL, 0, steps)
     for seed in SEEDS[1:]:
         for arm in MAIN:
             drafter(arm, ALL, seed)
-    for arm in SCALED:
-        drafter(arm, ALL, 0, LONGER)
     for seed in SEEDS:
         for arm in OTHERWISE:
             drafter(arm, ALL, seed)
