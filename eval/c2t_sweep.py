@@ -197,10 +197,10 @@ def sweep_numbers(
     for name, members in curves.items():
         if name == EAGLE2:
             continue
+        by_tau = sorted(members, key=lambda member: rows[member]["tau"])
         for i in curves[EAGLE2]:
             share = float(_share(total, members, i)[0])
             reached = not np.isnan(share)
-            by_tau = sorted(members, key=lambda member: rows[member]["tau"])
             end = None if reached else by_tau[0] if rows[i]["tau"] < rows[by_tau[0]]["tau"] else by_tau[-1]
             equal.append(
                 {

@@ -4,8 +4,9 @@ Every arm trains on the demo's conversations: the same rows in the same order, o
 arms differ in the drafter, in the losses it was published with, and in the learning rate, which each family of arms
 chooses for itself on validation conversations, over as many steps: over half as many a rate won with which whole runs
 lost up to a sixth of their tau (docs/log.md). EAGLE-3, HASS and PosS unroll as many steps as there are positions with
-specialists, so that nobody sees positions that another does not. All draft from the target's whole vocabulary, and all
-start from random layers (EAGLE-3's head from the target's rows, which EAGLE-1's kind has as they are).
+specialists, so that nobody sees positions that another does not (HASS stands once more with its published three). All
+draft from the target's whole vocabulary, and all start from random layers (EAGLE-3's head from the target's rows, which
+EAGLE-1's kind has as they are).
 
 Published PosS and HASS go on from a trained EAGLE drafter; here nobody does, for then steps would not be equal.
 """
