@@ -57,6 +57,7 @@ from draftsmith.eval.recorded_answers import (
     Recording,
     check_answers,
     check_recorded_from,
+    drawn_unlike,
     kept_for_validation,
     read_answers,
     tokens_of,
@@ -67,6 +68,7 @@ from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_finger
 from draftsmith.models.checkpoint import config_identity, differences
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import output_problem
@@ -89,6 +91,11 @@ def main() -> None:
     manifest = begun(directory, made_of, len(answers))
     if recording.note:
         print(f"note: {recording.note}")
+    if said := drawn_unlike(answers, Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)):
+        print(
+            f"note: labels.answers were drawn otherwise ({said}) than eval.temperature, top_p and top_k say. A node "
+            "counts as accepted where the answer has its token, so the classifier learns what such answers accept"
+        )
     if command.plan:
         print_plan(recipe, contender, recording, answers, manifest)
         return
@@ -229,7 +236,7 @@ def identity_of(
         "top_k": section.top_k,
         "draft_calls": section.draft_calls,
         "batch_size": section.batch_size,  # the last bits of a distribution hang on who stands beside
-        "drafter": words_of(contender, vocab_of(contender, target)) if known else {},
+        "drafter": words_of(contender, vocab_of(contender, target), target) if known else {},
         "target": {
             **config_identity(config, target.model, target.revision, tokenizer_fingerprint(load_tokenizer(target))),
             "dtype": target.dtype,

@@ -8,8 +8,9 @@
 
 Both grow from the same drafter with the same top_k and draft_calls (15 and 10 unless eval.tree says otherwise, arXiv
 2502.13652, section 4.2), so that the trees differ in what is kept of them alone; `--beams` adds curves with other
-widths of the second pruning (`all`: without it). Acceptance is found by replay (`eval.replay`): the target reads each
-recorded answer once for all.
+widths of the second pruning (`all`: without it), where need be with betas of their own (`--beams 15:0.05,0.1,0.3 all`),
+for at the same beta a wider one keeps far larger trees. Acceptance is found by replay (`eval.replay`): the target reads
+each recorded answer once for all.
 
     tau          tokens per verification, the bonus token included; the paper's is without: one less
     candidates   the paper's gamma: verified nodes, roots included, summed over all rounds of all answers
@@ -51,6 +52,7 @@ BETAS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 NODES = (4, 8, 16, 24, 32, 48, 60, 100, 180, 300)
 EAGLE2 = "eagle2"
 COLUMNS = 3  # tokens, rounds, nodes of each point
+Beam = tuple[int | None, tuple[float, ...] | None]  # K2 (None: all), and betas of its own
 UNDEFINED = 0.025  # share of resamples beyond the curve: with more, an interval would lack one of its ends
 
 
@@ -90,25 +92,33 @@ def main() -> None:
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--betas", nargs="+", type=float, default=BETAS, help="default: 0.02 to 0.9")
-    parser.add_argument("--nodes", nargs="+", type=int, default=NODES, help=f"of EAGLE-2's trees; default: {NODES}")
+    parser.add_argument(
+        "--nodes", nargs="+", type=int, help=f"of EAGLE-2's trees; default: {NODES}, as far as such trees can be"
+    )
     parser.add_argument("--contender", metavar="NAME", help="who drafts: one under eval.also; default: eval.drafter")
-    parser.add_argument("--beams", nargs="+", type=_beam, default=None, help="K2, or all; default: eval.tree.c2t.beam")
+    parser.add_argument(
+        "--beams", nargs="+", type=_beam, metavar="K2[:BETAS]", help="K2, or all; default: eval.tree.c2t.beam"
+    )
 
 
-def _beam(text: str) -> int | None:
-    return None if text == "all" else int(text)
+def _beam(text: str) -> Beam:
+    beam, _, betas = text.partition(":")
+    own = tuple(float(beta) for beta in betas.split(",")) if betas else None
+    return None if beam == "all" else int(beam), own
 
 
 def points_of(
     recipe: Recipe,
     betas: Sequence[float],
-    nodes: Sequence[int],
-    beams: Sequence[int | None] | None = None,
+    nodes: Sequence[int] | None = None,
+    beams: Sequence[Beam] | None = None,
     contender: str | None = None,
 ) -> list[Point]:
     """C2T's curves over beta, one for each beam, then EAGLE-2's over nodes.
 
     Args:
+        betas: of beams that have none of their own.
+        nodes: NODES, where they are possible, by default.
         contender: name of one under eval.also, whose drafter and tree count in the place of the recipe's own.
 
     Raises:
@@ -126,13 +136,13 @@ def points_of(
     own = base if base.policy == "c2t" else TreeSection(policy="c2t", c2t=section)
     # Of a tree of another policy the recipe's own sizes count where it names them.
     calls, width = base.draft_calls or own.calls, base.top_k or own.width
-    betas, nodes = sorted(set(betas), reverse=True), sorted(set(nodes))
-    beams = list(dict.fromkeys([section.beam] if beams is None else beams))
     possible = 1 + width + (calls - 1) * width**2
+    nodes = sorted(set([count for count in NODES if count <= possible] if nodes is None else nodes))
+    curves = {beam: sorted(set(own or betas), reverse=True) for beam, own in beams or [(section.beam, None)]}
     problems = []
-    if len(betas) < 2 or not all(0 <= beta <= 1 for beta in betas):
+    if any(len(own) < 2 or not all(0 <= beta <= 1 for beta in own) for own in curves.values()):
         problems.append("--betas: give two or more numbers from 0 to 1")
-    if any(beam is not None and beam < 1 for beam in beams):
+    if any(beam is not None and beam < 1 for beam in curves):
         problems.append("--beams: give numbers above 0, or all")
     if len(nodes) < 2 or not all(2 <= count <= possible for count in nodes):
         problems.append(
@@ -149,12 +159,12 @@ def points_of(
     limit = base.nodes if base.policy == "c2t" else None
     c2t = [
         point(
-            "c2t" if len(beams) == 1 else f"c2t, beam {beam or 'all'}",
+            "c2t" if len(curves) == 1 else f"c2t, beam {beam or 'all'}",
             beta,
             TreeSection(policy="c2t", nodes=limit, c2t=section.model_copy(update={"beta": beta, "beam": beam}), **cut),
         )
-        for beam in beams
-        for beta in betas
+        for beam, own_betas in curves.items()
+        for beta in own_betas
     ]
     return [*c2t, *(point(EAGLE2, count, TreeSection(policy="eagle2", nodes=count, **cut)) for count in nodes)]
 

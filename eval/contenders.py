@@ -5,7 +5,7 @@ with one is told by `check_contenders`, before weights are loaded; `Lineup` then
 contenders share it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,7 @@ from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
-from draftsmith.models.vocab import DraftVocab, always_inside, check_counts, cut, load_token_counts
+from draftsmith.models.vocab import DraftVocab, always_inside, check_counted, check_counts, cut, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection, TreeSection
 
@@ -237,7 +237,7 @@ def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizer
     return tokenizer
 
 
-def check_classifier(contender: Contender, vocab: DraftVocab | None) -> None:
+def check_classifier(contender: Contender, vocab: DraftVocab | None, target: TargetSection) -> None:
     """C2T's classifier must have learnt from the nodes of the drafter that it serves.
 
     Args:
@@ -247,19 +247,18 @@ def check_classifier(contender: Contender, vocab: DraftVocab | None) -> None:
         UserError: it was trained for another one.
     """
     if contender.tree.policy == "c2t" and contender.tree.c2t.classifier is not None:
-        check_made_for(contender.tree.c2t.classifier, words_of(contender, vocab))
+        check_made_for(contender.tree.c2t.classifier, words_of(contender, vocab, target))
 
 
-def words_of(contender: Contender, vocab: DraftVocab | None) -> dict[str, Any]:
+def words_of(contender: Contender, vocab: DraftVocab | None, target: TargetSection) -> dict[str, Any]:
     """`drafter_words` of a contender's drafter.
 
     Args:
         vocab: what a contender with a cut drafts from (`vocab_of`); without a cut it says nothing and may be None.
     """
-    if contender.tree.vocab_size is None:
-        return drafter_words(contender.drafter, contender.draft_model, None)
-    assert vocab is not None
-    return drafter_words(contender.drafter, contender.draft_model, vocab)
+    cut_to = None if contender.tree.vocab_size is None else vocab
+    assert cut_to is not None or contender.tree.vocab_size is None
+    return drafter_words(contender.drafter, contender.draft_model, cut_to, target)
 
 
 def vocab_of(contender: Contender, target: TargetSection) -> DraftVocab:
@@ -357,7 +356,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], yet_to_com
         if there and contender.proposer != "prompt_lookup":
             told_of = (contender, config.vocab_size, fingerprint, stops)
             if holds("eval.token_counts", _check_vocab, *told_of) and known:
-                holds("eval.tree.c2t.classifier", check_classifier, contender, _vocab_of(*told_of))
+                holds("eval.tree.c2t.classifier", check_classifier, contender, _vocab_of(*told_of), section)
     if places:
         raise UserError([_placed(problem, where) for problem, where in places.items()])
 
@@ -388,15 +387,22 @@ def check_size(tree: TreeSection, positions: int) -> None:
 
 
 def _vocab_of(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> DraftVocab:
-    vocab, tree = DraftVocab.full(vocab_size), contender.tree
+    vocab = DraftVocab.full(vocab_size)
     if contender.drafter is not None:
         vocab = read_vocab(contender.drafter, read_config(contender.drafter)[0])
-    if tree.vocab_size is None:
-        return vocab
+    return _cut_of(contender, vocab, fingerprint, stops) or vocab
+
+
+def _cut_of(contender: Contender, vocab: DraftVocab, fingerprint: str, stops: Iterable[int]) -> DraftVocab | None:
+    if contender.tree.vocab_size is None:
+        return None
     assert contender.token_counts is not None
     counts, metadata = load_token_counts(contender.token_counts)
     check_counts(contender.token_counts, metadata, fingerprint)
-    return cut(vocab, counts, tree.vocab_size, always_inside(metadata).union(stops))
+    wanted = vocab, counts, contender.tree.vocab_size, always_inside(metadata).union(stops)
+    kept = cut(*wanted)
+    check_counted(*wanted)
+    return kept
 
 
 def _check_vocab(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> None:
@@ -448,7 +454,7 @@ class Lineup:
         if contender.proposer == "prompt_lookup":
             return PromptLookup(contender.tree.most - 1, self.target.device)
         drafting = self.drafting(contender)
-        check_classifier(contender, drafting.vocab)
+        check_classifier(contender, drafting.vocab, self.section)
         return PolicyProposer(drafting, policy_of(contender.tree, sampling))
 
     def drafting(self, contender: Contender) -> Drafting:
@@ -474,9 +480,4 @@ class Lineup:
         return self.draft_models[key]
 
     def _cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:
-        if contender.tree.vocab_size is None:
-            return None
-        assert contender.token_counts is not None
-        counts, metadata = load_token_counts(contender.token_counts)
-        check_counts(contender.token_counts, metadata, self.fingerprint)
-        return cut(vocab, counts, contender.tree.vocab_size, self.stop_ids | always_inside(metadata))
+        return _cut_of(contender, vocab, self.fingerprint, self.stop_ids)

@@ -26,6 +26,7 @@ from draftsmith.eval.recorded_answers import (
     Recording,
     check_answers,
     check_recorded_from,
+    drawn_unlike,
     read_answers,
     tokens_of,
 )
@@ -275,11 +276,9 @@ def _named(key: str) -> Iterator[None]:
 
 def drawn_otherwise(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:
     """What is to be said where the answers were drawn otherwise than the evaluation draws: their tau is another one."""
-    here = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
-    there = {answer.sampling for answer in answers} - {here, None}
-    if not there or (here.greedy and all(each is not None and each.greedy for each in there)):
+    said = drawn_unlike(answers, Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k))
+    if said is None:
         return None
-    said = ", ".join(sorted("greedy" if each.greedy else f"temperature {each.temperature:g}" for each in there if each))
     return (
         f"eval.planner.answers were drawn otherwise ({said}) than eval.temperature, top_p and top_k say; tau is "
         "predicted for answers like those"

@@ -10,7 +10,7 @@ error, for a number over answers that nobody chose would be nobody's.
 """
 
 import heapq
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -251,6 +251,14 @@ def _answers_of(
         for turn_number, turn in enumerate(record["turns"], start=1)
     ]
     return EVERYONE, answers, {key: generator[key] for key in IDENTITY if generator.get(key)}
+
+
+def drawn_unlike(answers: Iterable[RecordedAnswer], here: Sampling) -> str | None:
+    """How answers were drawn, in words, where some were drawn otherwise than `here`; None: alike, or nobody knows."""
+    there = {answer.sampling for answer in answers} - {here, None}
+    if not there or (here.greedy and all(each is not None and each.greedy for each in there)):
+        return None
+    return ", ".join(sorted("greedy" if each.greedy else f"temperature {each.temperature:g}" for each in there if each))
 
 
 def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any]]:

@@ -15,7 +15,17 @@ import numpy as np
 
 from draftsmith.eval.metrics import bootstrap
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.study_cells import ALL, CHAIN, LONGEST_ANSWER, SEEDS, STEPS, TREE, Lines, drafter_name
+from draftsmith.recipes.study_cells import (
+    ALL,
+    CHAIN,
+    LONGEST_ANSWER,
+    SEEDS,
+    STEPS,
+    TREE,
+    Lines,
+    drafter_name,
+    unrolled_name,
+)
 
 SAMPLES, SEED = 2000, 0
 STUDENT_T = 4.303  # 97.5 %, two degrees of freedom: of three seeds
@@ -197,6 +207,27 @@ class Found:
             low, high = (sum(end[side] for end in ends) / len(ends) for side in (0, 1))
             found.append(Estimate(sum(rates.values()) / len(rates), (low, high), rates))
         return found
+
+    def by_step(self, arm: str) -> dict[int, list[float]]:
+        """{seed: how often each step of the unroll agrees with the target on the validation answers}."""
+        lines = self.of(arm) | {
+            seed: self.lines[name] for seed in SEEDS if (name := unrolled_name(arm, seed)) in self.lines
+        }
+        return {seed: line["validation"]["validation_accuracy"] for seed, line in lines.items() if "validation" in line}
+
+    def level(self, arm: str, base: str, step: int) -> Estimate | None:
+        """What `arm` keeps until `step` of its first step's accuracy, over what `base` keeps; without an interval over
+        answers. None: nobody unrolled as far."""
+        own, other = self.by_step(arm), self.by_step(base)
+        kept = {
+            seed: (own[seed][step - 1] / own[seed][0]) / (other[seed][step - 1] / other[seed][0])
+            for seed in sorted(own)
+            if seed in other and min(len(own[seed]), len(other[seed])) >= step
+        }
+        if not kept:
+            return None
+        value = sum(kept.values()) / len(kept)
+        return Estimate(value, (value, value), kept)
 
     def milliseconds(self, arm: str, calls: str) -> tuple[float, float, float] | None:
         """(median, least, most) over the passes of the cell `timing`; None: not measured yet."""

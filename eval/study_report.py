@@ -39,6 +39,7 @@ from draftsmith.recipes.study_cells import (
     STEPS,
     TREE,
     UNROLL,
+    VALIDATION,
     best_rate,
     cells,
     current,
@@ -50,7 +51,8 @@ from draftsmith.recipes.study_cells import (
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
 OPEN = "open"
 OF_SIZES = (0,)  # seeds that all sizes of the data, and both numbers of steps, have
-LEVEL = 5  # the draft position that acceptance at the first one is compared with
+LEVEL = 5  # the step that the first one is compared with
+FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
 # (arm, what it is compared with)
 COMPARED = (
     *(("eagle3", "eagle2"), ("hass", "eagle2"), ("hass3", "eagle2"), ("eagle3", "hass")),
@@ -69,8 +71,8 @@ CLAIMS = (
     ("PosS-3 beats HASS", "as above", "poss3", "hass"),
     ("PosS-2 beats HASS without the top-10 loss, which PosS lacks", "not shown", "poss2", "hass-no-top10"),
     ("PosS-2 beats one layer of as many parameters", "asked for, not shown", "poss2", "matched"),
-    ("PosS-3 over EAGLE-3 beats EAGLE-3", "about +10 %, features not cut off", "poss3-eagle3", "eagle3"),
-    ("PosS-2 over EAGLE-3, features not cut off, beats EAGLE-3", "as above", "poss2-eagle3-whole", "eagle3"),
+    ("PosS-3 over EAGLE-3 beats EAGLE-3, gradients cut off", "about +10 %, not cut off", "poss3-eagle3", "eagle3"),
+    ("PosS-2 over EAGLE-3 beats EAGLE-3, not cut off", "as above", "poss2-eagle3-whole", "eagle3"),
     ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not shown", "poss2-eagle3", "matched-eagle3"),
 )
 # (file, title, arms): few lines each, for intervals lie over one another.
@@ -82,10 +84,11 @@ DRAWN_POSITIONS = (
 CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names of what eval/plan.py times
 # (name in legends, colour), by the name in c2t_sweep.json; the shares of a table in this order
 C2T_CURVES = ("c2t, beam 15", "c2t, beam all")
+C2T_WORDS = ("15 a level", "all that pass")
 C2T_LABELS = {
     "eagle2": ("EAGLE-2 over N", "plain"),
-    C2T_CURVES[0]: ("C2T over beta, 15 a level", "s1"),
-    C2T_CURVES[1]: ("C2T over beta, all that pass", "s2"),
+    C2T_CURVES[0]: (f"C2T over beta, {C2T_WORDS[0]}", "s1"),
+    C2T_CURVES[1]: (f"C2T over beta, {C2T_WORDS[1]}", "s2"),
 }
 CORPORA = {"answers": "the target's answers", "library": "the library's text"}
 
@@ -98,6 +101,8 @@ def main() -> None:
     parser.add_argument("--doc", type=Path, default=DOC, help=f"default: {DOC}")
     parser.add_argument("--plots", type=Path, default=PLOTS, help=f"folder; default: {PLOTS}")
     options = parser.parse_args()
+    if not options.results.exists():
+        raise UserError(f"--results: {options.results} does not exist; recipes/study.py writes it")
     found = Found(current(read_lines(options.results.absolute())))
     try:
         text = options.doc.read_text(encoding="utf-8")
@@ -203,7 +208,7 @@ def costs(found: Found) -> list[str]:
     for arm, about in ARMS.items():
         if arm in OTHERWISE:
             continue  # the same drafters once more
-        lines = [line for line in found.of(arm).values() if "train_seconds" in line and not line.get("resumed")]
+        lines = [line for line in found.of(arm).values() if "train_seconds" in line and _timed_alike(line)]
         minutes = f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else OPEN
         shown = next(iter(found.of(arm).values()), None)
         of_round = [OPEN, OPEN]
@@ -216,6 +221,11 @@ def costs(found: Found) -> list[str]:
         rows.append([about.name, *of_round, *cells_, minutes])
     head = ["", "nodes a round, tree", "chain", "ms a call, chain", "ms a round, chain", "ms a call, tree"]
     return table([*head, "ms a round, tree", "minutes of training"], rows)
+
+
+def _timed_alike(line: Mapping[str, Any]) -> bool:
+    """Trained in one go, and along the validation answers at the end."""
+    return not line.get("resumed") and f"train.eval_replay={VALIDATION}" in line["commands"][0]
 
 
 def _spread(time: tuple[float, float, float], calls: int) -> str:
@@ -286,28 +296,35 @@ def claims(found: Found) -> list[str]:
     growth = found.growth("eagle3", "eagle2", (1, ALL))
     seen = OPEN if growth is None else f"{_side(growth.interval, 'of the one seed')}"
     rows.append(["EAGLE-3 gains more from eight times the data", "it rises, EAGLE-2 hardly (a graphic)", both, seen])
-    level = [found.positions(arm, TREE) for arm in ("eagle3", "eagle2")]
-    of_both, seen = OPEN, OPEN
-    if all(len(own) >= LEVEL for own in level):
+    level, of_both = found.level("eagle3", "eagle2", LEVEL), OPEN
+    if level is not None:
         of_both = "; ".join(
-            f"{ARMS[arm].name} {100 * own[0].value:.0f} to {100 * own[LEVEL - 1].value:.0f} %"
-            for arm, own in zip(("eagle3", "eagle2"), level, strict=True)
+            f"{ARMS[arm].name} {own[0]:.0f} to {own[LEVEL - 1]:.0f} %"
+            for arm, own in ((arm, _mean_by_step(found, arm)) for arm in ("eagle3", "eagle2"))
         )
-        eagle3, eagle2 = (own[LEVEL - 1].value / own[0].value for own in level)
-        seen = "shows" if eagle3 > eagle2 else "the other way round"
-    about = f"EAGLE-3's acceptance falls less from position 1 to {LEVEL}, tree"
-    rows.append([about, "nearly level, EAGLE's falls (a graphic, chain)", of_both, seen])
+    about = f"EAGLE-3's accuracy falls less from step 1 to {LEVEL}"
+    rows.append([about, "acceptance stays nearly level, EAGLE's falls (a graphic)", of_both, verdict(level)])
     kept = found.share_of("fr-spec/answers", "512", TREE)
-    here = OPEN if kept is None else f"keeps {_kept(kept)}"
-    rows.append(["FR-Spec: half the vocabulary", "keeps 98 % (64 k of 128 k, Llama-3-8B)", here, "-"])
+    here, seen = OPEN, OPEN
+    if kept is not None:
+        here, seen = f"keeps {_kept(kept)}", "as much"
+        if kept.interval[1] < FR_SPEC_KEPT or kept.interval[0] > FR_SPEC_KEPT:
+            seen = f"{'less' if kept.value < FR_SPEC_KEPT else 'more'}, of the one seed"
+    rows.append(["FR-Spec: half the vocabulary", "keeps 98 % (64 k of 128 k, Llama-3-8B)", here, seen])
     line = found.lines.get("c2t/eagle2")
-    share, seen = OPEN, OPEN
-    for row in line["at_equal_tau"] if line else ():
-        if (row["eagle2_nodes"], row["curve"]) == (100, C2T_CURVES[0]):
-            ends, share = row["share_interval"], _share_of(row)
-            seen = "not clear" if ends is None else _side([1 / end for end in reversed(ends)], "of the one seed")
-    rows.append(["C2T needs fewer candidates than EAGLE-2's tree", "0.78 (N = 100, Llama-2-7B)", share, seen])
-    return table(["claim", "paper", "here", ""], rows)
+    rows_of_size = {row["curve"]: row for row in line["at_equal_tau"] if row["eagle2_nodes"] == 100} if line else {}
+    claim, paper = "C2T needs fewer candidates than EAGLE-2's tree", "0.78 (N = 100, Llama-2-7B)"
+    for curve, words in zip(C2T_CURVES, C2T_WORDS, strict=True):
+        row, seen = rows_of_size.get(curve), OPEN
+        if row is not None:
+            ends = row["share_interval"]
+            # A curve that ends below this tau has not shown that fewer do, one that begins above it has.
+            seen = "not shown" if row.get("beyond") != "below" else "shows, of the one seed"
+            if ends is not None:
+                seen = _side([1 / end for end in reversed(ends)], "of the one seed")
+        rows.append([f"{claim}, {words}", paper, OPEN if row is None else _share_of(row), seen])
+        paper = "as above"
+    return table(["claim", "paper", "here", "verdict"], rows)
 
 
 def _side(interval: Sequence[float], words: str) -> str:
@@ -338,10 +355,15 @@ def steps(found: Found) -> list[str]:
     """How often each unroll step agrees with the target, on the text of the validation answers; means over seeds."""
     rows = []
     for arm, about in ARMS.items():
-        every = [line["validation"]["validation_accuracy"] for line in found.of(arm).values() if "validation" in line]
-        shown = [f"{100 * sum(own) / len(own):.0f}" for own in zip(*every, strict=True)] or [OPEN] * UNROLL
+        shown = [f"{rate:.0f}" for rate in _mean_by_step(found, arm)] or [OPEN] * UNROLL
         rows.append([about.name, *shown, *["-"] * (UNROLL - len(shown))])
     return table(["%", *(str(i + 1) for i in range(UNROLL))], rows)
+
+
+def _mean_by_step(found: Found, arm: str) -> list[float]:
+    """In per cent, of the steps that all seeds have."""
+    every = list(found.by_step(arm).values())
+    return [100 * sum(own) / len(own) for own in zip(*every, strict=False)]
 
 
 def data(found: Found) -> list[str]:
@@ -410,7 +432,7 @@ def c2t(found: Found) -> list[str]:
             of_both = next(iter(curves.values()))
             own = [f"{size}", f"{of_both['tau']:.2f}", f"{of_both['eagle2_candidates']:,}"]
             rows.append([ARMS[arm].name, *own, *shares])
-    return table(["drafter", "EAGLE-2's N", "tau", "its candidates", "C2T, 15 a level", "C2T, all that pass"], rows)
+    return table(["drafter", "EAGLE-2's N", "tau", "its candidates", *(f"C2T, {words}" for words in C2T_WORDS)], rows)
 
 
 def _share_of(row: Mapping[str, Any]) -> str:

@@ -208,7 +208,7 @@ def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
 
 
 def drafter_words(
-    directory: Path | None, draft_model: TargetSection | None, cut_to: DraftVocab | None
+    directory: Path | None, draft_model: TargetSection | None, cut_to: DraftVocab | None, target: TargetSection
 ) -> dict[str, Any]:
     """What a classifier knows its drafter by. One of the first two is given.
 
@@ -218,6 +218,7 @@ def drafter_words(
             the name and the revision.
         cut_to: the part of its vocabulary that eval.tree.vocab_size leaves, for a cut changes every probability; None:
             all of it.
+        target: of a causal LM, which serves many; a trained drafter has one.
 
     Raises:
         UserError: the drafter's files are not there.
@@ -226,6 +227,8 @@ def drafter_words(
         words: dict[str, Any] = {"kind": "causal_lm", "model": draft_model.model, "revision": draft_model.revision}
         if Path(draft_model.model).is_dir():  # as transformers tells a folder from a name
             words["weights_sha256"] = weights_digest(Path(draft_model.model))
+        folder = Path(target.model)
+        words["target"] = weights_digest(folder) if folder.is_dir() else f"{target.model}@{target.revision}"
     else:
         assert directory is not None
         weights = written(directory) / "model.safetensors"

@@ -220,8 +220,8 @@ def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted
 def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> DraftVocab:
     """The `size` most frequent tokens of a drafter's vocabulary, for decoding; ties go to the lower id.
 
-    Any size up to the drafter's is possible: unlike in `rank`, where a token that nobody saw would be trained for
-    nothing, tokens that were never counted fill up behind the others. FR-Spec's script appends its stop tokens to the
+    Any size up to the drafter's is possible: tokens that were never counted fill up behind the others, in no order that
+    means anything (`check_counted` refuses that). FR-Spec's script appends its stop tokens to the
     list; here they take the place of the rarest tokens, none stands twice, and `size` is exact.
 
     Args:
@@ -251,6 +251,23 @@ def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[
         )
     rows = _most_frequent(counts.cpu()[target_ids], inside, size)
     return DraftVocab(target_ids[rows].to(vocab.target_ids.device), vocab.target_vocab_size)
+
+
+def check_counted(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> None:
+    """A cut reaches no further down than tokens were counted. Arguments as of `cut`.
+
+    Raises:
+        UserError: more tokens are asked for, though not all.
+    """
+    target_ids = vocab.target_ids.cpu()
+    inside = torch.isin(target_ids, torch.tensor(list(must_have), dtype=torch.int64))
+    available = int(((counts.cpu()[target_ids] > 0) | inside).sum())
+    if available < size < vocab.size:
+        raise UserError(
+            f"eval.tree.vocab_size: {size} draft tokens asked for, but the token counts hold only {available} of the "
+            f"drafter's {vocab.size} (stop and template tokens included); set it to {available} or less, or count more "
+            "text (data.ranking)"
+        )
 
 
 def rows_of(vocab: DraftVocab, cut: DraftVocab) -> torch.Tensor:

@@ -79,6 +79,8 @@ def main() -> None:
         lines = current(read_lines(options.results))
         print_plan(chosen(cells(lines), options.only), lines, places)
         return
+    if options.jobs < 1:
+        raise UserError(f"--jobs: {options.jobs} cells at a time; give 1 or more")
     if not (ROOT / options.demo / "conversations.jsonl").exists():
         raise UserError(f"--demo: {options.demo / 'conversations.jsonl'} does not exist; `make demo` writes it")
     study = Study(places, options.results, options.only)
@@ -218,10 +220,30 @@ def print_plan(wanted: Sequence[Cell], lines: Lines, places: Places) -> None:
     print(
         f"{len(wanted) - len(left)} of {len(wanted)} cells done; {len(left)} to do: {total / 3600:.1f} hours of a core"
     )
+    if changed := made_otherwise(wanted, lines):
+        print(f"made by other commands than today's; where that matters, delete the line: {', '.join(changed)}")
     print(
         f"a training takes {STEPS} steps of 8 rows, one of a learning rate as well; {ANSWERS} held-out answers are "
         "replayed"
     )
+
+
+def made_otherwise(wanted: Sequence[Cell], lines: Lines) -> list[str]:
+    """Cells whose line names other commands than the design does now; validating along answers changes no drafter."""
+
+    def said(command: str) -> list[str]:
+        return [part for part in shlex.split(command) if not part.startswith("train.eval_replay=")]
+
+    there = [cell for cell in wanted if cell.name in lines]
+    return [
+        cell.name
+        for cell in there
+        if list(map(said, lines[cell.name]["commands"])) != list(map(said, in_words(commands(cell, USUAL, lines))))
+    ]
+
+
+def in_words(wanted: Sequence[Sequence[str]]) -> list[str]:
+    return [shlex.join(["python", *command]) for command in wanted]
 
 
 # Running.
@@ -344,7 +366,7 @@ class Study:
             **{"commit": commit(), "date": _now(), "seconds": round(sum(seconds), 1)},
             **resumed,
             **found(cell, self.places, lines, seconds),
-            "commands": [shlex.join(["python", *command]) for command in commands(cell, USUAL, lines)],
+            "commands": in_words(commands(cell, USUAL, lines)),
         }
         append_line(self.results, record)
         tidy(cell, folder)
@@ -390,7 +412,7 @@ def prepare(cell: Cell, places: Places, lines: Lines) -> None:
     """Files that no script of ours writes, and what another cell has trained."""
     if cell.kind == "data":
         write_shares(ROOT / places.demo / "conversations.jsonl", places)
-    elif cell.kind in ("rate", "drafter", "timing"):
+    elif cell.kind in ("rate", "drafter", "unrolled", "timing"):
         # A draft vocabulary of all tokens is the same for all shares of the data.
         own = places.of(cell.name)
         for folder in [places.untaught(arm) for arm in MAIN] if cell.kind == "timing" else [own]:
@@ -468,9 +490,11 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
             "validation": _validation(folder),
             "replay": replayed(folder / "eval" / "replay"),
         }
-    if cell.kind in ("sampled", "fr-spec", "c2t"):
+    if cell.kind in ("sampled", "fr-spec", "c2t", "unrolled"):
         drafter = drafter_name(cell.arm, seed=cell.seed)
         measured = {"drafter": drafter, "learning_rate": lines[drafter]["learning_rate"]}
+        if cell.kind == "unrolled":
+            return measured | {"validation": _validation(folder)}
         if cell.kind == "sampled":
             return measured | {"decoded": decoded(folder / "eval")}
         if cell.kind == "fr-spec":

@@ -31,11 +31,11 @@ RATES = (2e-3, 4e-3, 8e-3)
 RATE_BOUNDS = (5e-4, 3.2e-2)
 EQUAL_RATES = 0.01  # share of tau by which rates may differ and be equally good: hundredths are the validation's noise
 CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
-# Both of the paper's second prunings: 15 nodes a level, and all that pass.
+# Both of the paper's second prunings: 15 nodes a level, which bounds a tree at any beta, and all that pass: there trees
+# grow fast below 0.2, so that points lie close, and below 0.1 few of them end by themselves.
 C2T_SWEEP = [
-    *("--beams", "15", "all"),
-    # Below 0.1 few trees without a second pruning end by themselves; there they grow fast, so points lie close.
-    *("--betas", "0.1", "0.12", "0.15", "0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9"),
+    "--beams",
+    *("15:0.005,0.01,0.02,0.05,0.1,0.15,0.2,0.3,0.4,0.6,0.8,0.95", "all:0.1,0.12,0.15,0.2,0.3,0.4,0.6,0.8,0.95"),
     *("--nodes", "8", "16", "32", "60", "100", "180"),
 ]
 TREE, CHAIN = "tree of 60", "chain of 6"
@@ -148,6 +148,10 @@ def sampled_name(arm: str, seed: int = 0) -> str:
     return f"sampled/{arm}/seed{seed}"
 
 
+def unrolled_name(arm: str, seed: int = 0) -> str:
+    return f"unrolled/{arm}/seed{seed}"
+
+
 def rate_name(family: str, rate: float) -> str:
     return f"rate/{family}/{rate:g}"
 
@@ -238,6 +242,17 @@ def cells(lines: Lines) -> list[Cell]:
     for seed in SEEDS[1:]:
         for arm in MAIN:
             drafter(arm, ALL, seed)
+    for seed in SEEDS:
+        add(
+            Cell(
+                unrolled_name("eagle2", seed),
+                "unrolled",
+                60,
+                ("data", drafter_name("eagle2", seed=seed)),
+                "eagle2",
+                seed=seed,
+            )
+        )
     for seed in SEEDS:
         for arm in OTHERWISE:
             drafter(arm, ALL, seed)
@@ -360,6 +375,21 @@ def _drafter(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     ]
 
 
+def _unrolled(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    """A trained drafter's accuracy over as many steps as the others unroll, on the validation answers: one more step of
+    training, at a rate that moves no weight."""
+    changed = {
+        "drafter": f"{{kind: eagle, init_from: {places.of(drafter_name(cell.arm, seed=cell.seed)) / 'drafter'}}}",
+        "train.ttt_steps": UNROLL,
+        "train.max_steps": 1,
+        "train.warmup_steps": 0,
+        "train.validate_every_steps": 1,
+        "train.eval_replay": 0,
+    }
+    own = [part for part in training(cell, places, 1e-12) if part.partition("=")[0] not in changed]
+    return [[ALL_ARMS[cell.arm].script, RECIPE, *own, *(f"{key}={value}" for key, value in changed.items())]]
+
+
 def replaying(places: Places, out: Path, drafter: Path) -> list[str]:
     """eval/acceptance.py along the held-out answers, by the recipe's tree of 60."""
     along = ["eval.mode=replay", f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}", "eval.also=[]"]
@@ -447,6 +477,7 @@ _MAKERS: dict[str, Callable[[Cell, Places, Lines], list[list[str]]]] = {
     "rate": _rate,
     "drafter": _drafter,
     "sampled": _sampled,
+    "unrolled": _unrolled,
     "fr-spec": _fr_spec,
     "c2t": _c2t,
     "timing": _timing,

@@ -600,12 +600,14 @@ def test_from_answers_to_a_sweep(place: Path, script: Callable[..., str], tmp_pa
     rows, out = f"labels.out={tmp_path / 'rows'}", f"classifier.out={tmp_path / 'c2t'}"
     said = script(label_trees, rows, "--plan")
     assert "52 nodes a tree (4 calls, top 4)" in said and "done         nothing yet" in said
+    assert "drawn otherwise" not in said
+    assert "drawn otherwise (greedy)" in script(label_trees, rows, "eval.temperature=1", "--plan")
     assert not (tmp_path / "rows").exists()
     script(label_trees, rows)
     manifest = read_manifest(tmp_path / "rows")
     assert manifest is not None and manifest.complete
     assert [shard["answers"] for shard in manifest.shards] == [3, 3, 2]
-    assert manifest.made_of["drafter"] == words_of(main_contender(recipe_of(place)), None)
+    assert manifest.made_of["drafter"] == words_of(main_contender(recipe_of(place)), None, recipe_of(place).target)
     trees = read_trees(tmp_path / "rows", manifest)
     assert (trees.rows, trees.count) == (manifest.total("rows"), manifest.total("trees"))
     assert trees.rows + manifest.total("dropped_beyond") == 52 * trees.count
@@ -650,12 +652,12 @@ def test_from_answers_to_a_sweep(place: Path, script: Callable[..., str], tmp_pa
     settings = out, f"eval.out={tmp_path / 'eval'}", "--betas", "0.02", "0.5", "0.3", "--nodes", "4", "9"
     script(c2t_sweep, *settings, "--plan")
     assert not (tmp_path / "eval").exists()
-    said = script(c2t_sweep, *settings, "--beams", "2", "all")
+    said = script(c2t_sweep, *settings, "--beams", "2:0.01,0.5,0.3", "all")
     found = json.loads((tmp_path / "eval/c2t_sweep.json").read_text())
     assert (tmp_path / "eval/c2t_sweep.png").read_bytes().startswith(b"\x89PNG")
     assert len(list((tmp_path / "eval").iterdir())) == 2
     assert [(row["curve"], row["value"]) for row in found["points"]] == [
-        *(("c2t, beam 2", beta) for beta in (0.5, 0.3, 0.02)),
+        *(("c2t, beam 2", beta) for beta in (0.5, 0.3, 0.01)),
         *(("c2t, beam all", beta) for beta in (0.5, 0.3, 0.02)),
         *(("eagle2", nodes) for nodes in (4, 9)),
     ]
@@ -748,7 +750,7 @@ def test_who_can_be_labelled(place: Path) -> None:
 
 def test_a_classifier_for_another_drafter_is_refused(place: Path, tmp_path: Path) -> None:
     recipe = recipe_of(place)
-    mine = words_of(main_contender(recipe), None)
+    mine = words_of(main_contender(recipe), None, recipe.target)
     assert mine["kind"] == "eagle3" and len(mine["weights_sha256"]) == 64
 
     def check(words: dict[str, Any], *overrides: str) -> None:
@@ -943,13 +945,26 @@ def test_weights_are_sampled_from_the_first_byte_to_the_last(tmp_path: Path) -> 
 
 
 def test_a_hub_model_is_known_by_name_and_revision() -> None:
-    def words(model: str, revision: str | None) -> dict[str, Any]:
-        return drafter_words(None, TargetSection(model=model, revision=revision), None)
+    def words(model: str, revision: str | None, target: str = "org/large") -> dict[str, Any]:
+        return drafter_words(None, TargetSection(model=model, revision=revision), None, TargetSection(model=target))
 
     mine = words("org/small", "a")
     assert unequal_words(mine, words("org/small", "a")) == []
     assert unequal_words(mine, words("org/small", "b")) == ["revision"]
     assert unequal_words(words("org/other", "a"), mine) == ["model"]
+    assert unequal_words(mine, words("org/small", "a", "org/larger")) == ["target"]  # where acceptance is another one
+
+
+def test_a_local_target_is_known_by_its_weights(place: Path, tmp_path: Path) -> None:
+    def words(target: Path) -> dict[str, Any]:
+        return drafter_words(None, TargetSection(model="org/small"), None, TargetSection(model=str(target)))
+
+    own = Path(recipe_of(place).target.model)
+    shutil.copytree(own, tmp_path / "moved")
+    assert unequal_words(words(own), words(tmp_path / "moved")) == []
+    weights = tmp_path / "moved/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\x01\x02\x03\x04")
+    assert unequal_words(words(own), words(tmp_path / "moved")) == ["target"]
 
 
 def test_a_drafter_of_nan_is_told_after_the_first_shard(
@@ -1267,7 +1282,7 @@ def test_a_sweep_s_settings_are_checked_and_the_recipe_s_own_tree_counts(place: 
     C2tClassifier(C2tConfig(entropy_over=70)).save(tmp_path)
     recipe = recipe_of(place, f"classifier.out={tmp_path}")
     with pytest.raises(UserError) as error:
-        points_of(recipe, (0.5,), (2, 4000), (0,))
+        points_of(recipe, (0.5,), (2, 4000), [(0, None)])
     assert [problem.split(":")[0] for problem in error.value.problems] == ["--betas", "--beams", "--nodes"]
     with pytest.raises(UserError, match="from 0 to 1"):
         points_of(recipe, (0.5, 1.2), (4, 9))
@@ -1280,3 +1295,6 @@ def test_a_sweep_s_settings_are_checked_and_the_recipe_s_own_tree_counts(place: 
     assert (tree.nodes, tree.calls, tree.width, tree.c2t.beam, tree.c2t.beta) == (30, 3, 15, 7, 0.5)
     assert tree.c2t.entropy_over == 70
     assert points_of(recipe, (0.2, 0.5), (4, 9))[0].contender.tree.nodes is None
+    small = recipe_of(place, f"classifier.out={tmp_path}", "eval.tree={policy: eagle2, draft_calls: 5, top_k: 4}")
+    usual = [point.value for point in points_of(small, (0.2, 0.5)) if point.curve == "eagle2"]
+    assert usual == [4, 8, 16, 24, 32, 48, 60]  # as far as the 1 + 4 + 4 * 16 nodes that are proposed

@@ -1,7 +1,7 @@
 """Every shipped recipe runs, from prompts to acceptance, on a shrunken target of its architecture.
 
 The stages are those of the recipe's head, in its order: a drafter by the script of its kind, and for C2T labelled trees
-and the classifier, before acceptance.
+and the classifier before acceptance, and its sweep at the end.
 
 The target has the recipe's model_type, its kind of attention, rotary scaling, biases and layer types, and random
 weights; its tokenizer has a template of the same kind. The overrides are sizes and paths alone, and float32: what is
@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data_gen import label_trees, rank_vocab, regenerate
-from draftsmith.eval import acceptance
+from draftsmith.eval import acceptance, c2t_sweep
 from draftsmith.models.c2t import C2tClassifier
 from draftsmith.models.chat import load_tokenizer, render_marked, render_prompt
 from draftsmith.models.checkpoint import read_config, read_tensors
@@ -34,7 +34,7 @@ from draftsmith.train import c2t, eagle, eagle3, poss
 from tests.conftest import make_target
 
 ROOT = Path(__file__).parents[1]
-DEMOS = {"demo", "demo-eagle", "demo-poss"}  # run as they are: `make demo`, and the commands in their heads
+DEMOS = {"demo", "demo-eagle", "demo-poss"}  # run as they are, by the commands in their heads
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
@@ -173,7 +173,7 @@ def write_prompts(path: Path, words: str) -> Path:
 
 
 def write_corpus(path: Path) -> Path:
-    texts = ["the cat sat on the mat", "the dog ran after the cat", "rain, rain: 0 1 2 3 4 5 6 7 8 9"] * 20
+    texts = ["the cat sat on the mat", "the dog ran after the cat", "".join(map(chr, range(32, 256)))] * 20
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 
@@ -215,7 +215,7 @@ def shrunken(name: str, recipe: Recipe, tmp_path: Path) -> list[str]:
     cuts = sorted({tree.vocab_size for tree in trees.values() if tree.vocab_size is not None})
     for place, tree in trees.items():
         if tree.vocab_size is not None:  # in the same order, among the 320 tokens of the shrunken target
-            overrides.append(f"{place}.vocab_size={120 + 40 * cuts.index(tree.vocab_size)}")
+            overrides.append(f"{place}.vocab_size={40 + 20 * cuts.index(tree.vocab_size)}")
         if tree.policy == "c2t":
             overrides += [f"{place}.c2t.classifier={tmp_path / 'run/c2t'}", f"{place}.draft_calls=3"]
         elif tree.policy == "eagle2" and place != "eval.tree" and tree.most > 60:
@@ -264,6 +264,10 @@ def test_from_prompts_to_acceptance(
         run(c2t, "c2t.py", path, overrides, monkeypatch)
         assert sum(p.numel() for p in C2tClassifier.load(tmp_path / "run/c2t").parameters()) == 241
     run(acceptance, "acceptance.py", path, overrides, monkeypatch)
+    if "labels" in recipe.model_fields_set:
+        sweep = "--betas", "0.3", "0.6", "--nodes", "4", "12"
+        run(c2t_sweep, "c2t_sweep.py", path, [*overrides, *sweep], monkeypatch)
+        assert "at equal tau" in capsys.readouterr().out
 
     conversations = [json.loads(line) for line in (tmp_path / "run/conversations.jsonl").read_text().splitlines()]
     assert len(conversations) == 12

@@ -36,6 +36,7 @@ from draftsmith.recipes.study_cells import (
     SCALED,
     SIZES,
     TREE,
+    VALIDATION,
     Cell,
     Places,
     best_rate,
@@ -45,6 +46,7 @@ from draftsmith.recipes.study_cells import (
     rate_name,
     rates_of,
     sampled_name,
+    unrolled_name,
 )
 
 HERE = Path(__file__).parents[1]
@@ -135,14 +137,16 @@ def test_every_command_is_a_script_of_ours_with_a_recipe_that_loads(monkeypatch:
             if script == "eval/c2t_sweep.py":
                 options = argparse.ArgumentParser()
                 c2t_sweep._options(options)
-                assert options.parse_args(rest[len(own) :]).beams == [15, None]
+                beams = options.parse_args(rest[len(own) :]).beams
+                (_, narrow), (_, wide) = beams
+                assert [beam for beam, _ in beams] == [15, None] and min(narrow) < min(wide)
             seen.add(cell.kind)
             if script.startswith("train/") and script != "train/c2t.py":
                 assert loaded.drafter.kind == Path(script).stem
                 assert loaded.train.seed == cell.seed
-                assert cell.kind == "timing" or loaded.train.learning_rate == (cell.rate or 4e-3)
+                assert cell.kind in ("timing", "unrolled") or loaded.train.learning_rate == (cell.rate or 4e-3)
                 assert loaded.drafter.vocab_size is None
-    assert seen == {"data", "answers", "rate", "drafter", "sampled", "fr-spec", "c2t", "timing"}
+    assert seen == {"data", "answers", "rate", "drafter", "sampled", "fr-spec", "c2t", "unrolled", "timing"}
 
 
 def test_arms_differ_in_the_drafter_and_its_publication_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +202,7 @@ if kind == "data":
 elif kind == "answers":
     lines = [json.dumps({"id": f"a{i}", "turns": [{"output_token_ids": [1] * 11}]}) for i in range(30)]
     write(out / "heldout" / "conversations.jsonl", "\\n".join(lines) + "\\n")
-elif kind in ("rate", "drafter"):
+elif kind in ("rate", "drafter", "unrolled"):
     middle = name.endswith("0.004")
     write(folder / "metrics.jsonl", json.dumps({"validation_loss": 1.0, "replay_tau": 2.0 + middle}) + "\\n")
     if not (folder / "checkpoints").exists():
@@ -512,7 +516,26 @@ def test_the_plan_counts_what_is_left(place: Path, capsys: pytest.CaptureFixture
     study.print_plan(every, read(), PLACES)
     out = capsys.readouterr().out
     assert f"4 of {len(every)} cells done; {len(every) - 4} to do" in out
-    assert "rate/eagle2" not in out and "drafter/eagle2/x8/seed0" in out
+    assert "rate/eagle2" not in out and "drafter/eagle2/x8/seed0" in out and "other commands" not in out
+
+
+def test_the_plan_names_lines_that_were_made_otherwise(place: Path, capsys: pytest.CaptureFixture) -> None:
+    """Validating along answers changes no drafter."""
+    run(["rate/eagle2/*"])
+    lines = read()
+    for name, more in ((rate_name("eagle2", 4e-3), "train.eval_replay=0"), (rate_name("eagle2", 8e-3), "train.x=1")):
+        lines[name]["commands"] = [f"{lines[name]['commands'][0]} {more}"]
+    study.print_plan(cells(lines), lines, PLACES)
+    assert (
+        f"made by other commands than today's; where that matters, delete the line: {rate_name('eagle2', 8e-3)}\n"
+        in (capsys.readouterr().out)
+    )
+
+
+def test_no_worker_is_a_mistake(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["study.py", "--jobs", "0", "--demo", str(place / "demo")])
+    with pytest.raises(UserError, match="--jobs: 0 cells at a time"):
+        study.main()
 
 
 # The report.
@@ -542,6 +565,7 @@ def lines() -> dict[str, Any]:
     def drafter(seed: int, more: int) -> dict[str, Any]:
         return {
             **{"kind": "drafter", "seed": seed, "commit": "abc", "seconds": 60.0, "train_seconds": 30.0},
+            "commands": [f"python train/eagle.py train.eval_replay={VALIDATION}"],
             **{
                 "parameters": 870_000,
                 "validation": {"validation_accuracy": [0.4 + 0.1 * seed]},
@@ -650,7 +674,14 @@ def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any])
     found = Found({**lines, "c2t/eagle2": {"at_equal_tau": equal}})
     assert study_report.c2t(found)[2] == "| EAGLE-2 | 100 | 3.50 | 1,000 | 0.80 [0.70, 0.90] | not reached |"
     assert study_report.c2t(found)[3] == "| EAGLE-2 | 8 | 2.50 | 100 | < 0.97 | 0.90 |"
-    assert study_report.claims(found)[-1].endswith("| 0.80 [0.70, 0.90] | shows, of the one seed |")
+    assert study_report.claims(found)[-2].endswith(
+        ", 15 a level | 0.78 (N = 100, Llama-2-7B) | 0.80 [0.70, 0.90] | shows, of the one seed |"
+    )
+    assert study_report.claims(found)[-1].endswith(", all that pass | as above | not reached | not shown |")
+    assert study_report.claims(found)[-3].endswith("] | as much |")  # an interval that holds the paper's
+    twice = lines["fr-spec/answers"]["replay"]["512"] | {"rounds_by_answer": [2 * n for n in rounds_of(0, 3)]}
+    lines["fr-spec/answers"]["replay"]["512"] = twice
+    assert study_report.claims(Found(lines))[-3].endswith("| keeps 50 % [50, 50] | less, of the one seed |")
     assert row("losses", "hybrid")[1:] == ["open"] * 5
     soft = row("losses", "soft CE, steps by 0.8^k (EAGLE-3)")
     assert soft[1:4] == ["open"] * 3 and soft[4:] == [
@@ -672,6 +703,23 @@ def test_a_claim_shows_only_where_prompts_and_seeds_say_so() -> None:
     assert verdict(0.99, 1.05, 1.02, 1.03, 1.04) == "not clear"
     assert verdict(0.9, 0.95, 0.9, 0.91, 0.93) == "the other way round"
     assert verdict(1.01, 1.05, 1.02, 1.03) == "open, 2 of 3 seeds"
+
+
+def test_what_a_step_keeps_of_the_first_is_compared_seed_by_seed(lines: dict[str, Any]) -> None:
+    """Of a drafter that was trained with one step, by a line of its own."""
+    assert Found(lines).level("eagle3", "eagle2", 5) is None
+    for seed in range(3):
+        trained = lines[drafter_name("eagle2", seed=seed)]
+        own = [0.5, 0.4, 0.4, 0.3, 0.2 + seed / 100, 0.2]
+        lines[unrolled_name("eagle2", seed)] = {**trained, "validation": {"validation_accuracy": own}}
+        own = [0.4, 0.4, 0.4, 0.4, 0.36, 0.3]
+        lines[drafter_name("eagle3", seed=seed)] = {**trained, "validation": {"validation_accuracy": own}}
+    found = Found(lines).level("eagle3", "eagle2", 5)
+    assert found is not None
+    assert list(found.by_seed.values()) == pytest.approx([0.9 / 0.4, 0.9 / 0.42, 0.9 / 0.44])
+    assert "| EAGLE-2 | 50 | 40 | 40 | 30 | 21 | 20 |" in study_report.steps(Found(lines))
+    claim = next(line for line in study_report.claims(Found(lines)) if "from step 1 to 5" in line)
+    assert claim.endswith("| EAGLE-3 40 to 36 %; EAGLE-2 50 to 21 % | shows |")
 
 
 def test_the_interval_over_seeds_is_student_s() -> None:
@@ -763,6 +811,11 @@ def test_the_report_command(
     parts = "".join(f"<!-- study:{name} -->\n<!-- end -->\n" for name in ("drafters", "plot-data", "plot-c2t_eagle2"))
     doc.write_text(f"# Ours\n{parts}")
     argv = ["study_report.py", "--results", str(results), "--doc", str(doc), "--plots", str(tmp_path / "plots")]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "argv", [*argv, "--results", str(tmp_path / "reslts.jsonl")])
+    with pytest.raises(UserError, match=r"--results: .*reslts\.jsonl does not exist"):
+        study_report.main()  # and the tables of another study stay as they are
+    assert doc.read_text() == f"# Ours\n{parts}"
     monkeypatch.setattr(sys, "argv", argv)
     study_report.main()
     assert "| HASS | 0.87 |" in doc.read_text() and doc.read_text().startswith("# Ours\n")

@@ -16,6 +16,7 @@ from draftsmith.data_gen import rank_vocab
 from draftsmith.models.chat import stop_ids, tokenizer_fingerprint
 from draftsmith.models.vocab import (
     DraftVocab,
+    check_counted,
     check_counts,
     covered_share,
     cut,
@@ -186,6 +187,14 @@ def test_tokens_that_nobody_saw_fill_up_a_cut_by_id() -> None:
     # All stop tokens of the target, of which EAGLE-3's own vocabulary may lack some.
     own = DraftVocab(torch.tensor([0, 2, 3, 4]), 6)
     assert cut(own, counts, 2, must_have=[4, 5]).target_ids.tolist() == [3, 4]
+
+
+def test_a_cut_that_reaches_below_what_was_counted_is_refused() -> None:
+    counts = torch.tensor([0, 4, 0, 2, 0, 0])
+    for size in (1, 2, 3, 6):  # six: nothing is cut
+        check_counted(DraftVocab.full(6), counts, size, must_have=[5])
+    with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: 4 draft tokens .* hold only 3 of the drafter's 6 "):
+        check_counted(DraftVocab.full(6), counts, 4, must_have=[5])
 
 
 def test_cut_refuses_what_cannot_be() -> None:

@@ -10,7 +10,7 @@
     python train/poss.py recipes/demo-poss.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2  # try it
     python train/poss.py recipes/demo-poss.yaml --plan                                  # what it would do
 
-With another output_dir, data_gen/rank_vocab.py wants it, and the same drafter.vocab_size.
+With another output_dir, data_gen/rank_vocab.py wants it, and the same drafter.base and drafter.vocab_size.
 
 Specialists extend EAGLE-1's drafter trained as HASS trains it, the published form, or EAGLE-3's. The baseline with as
 many parameters in one layer is train/eagle.py or train/eagle3.py with drafter.match_specialists.
