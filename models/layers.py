@@ -51,6 +51,13 @@ def grouped_attention(
     return functional.scaled_dot_product_attention(query, keys_BGLD, values_BGLD, attn_mask=mask).view(query_BACD.shape)
 
 
+def for_products(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the precision of autocast's products, where several read it: each would cast, and keep, a copy of its
+    own."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 class Attention(nn.Module):
     """Projections of grouped-query attention from inputs of width W; `bias` is of queries, keys and values."""
 
@@ -109,6 +116,7 @@ class GatedMLP(nn.Module):
         self.activation = ACT2FN[activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = for_products(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         is_silu = isinstance(self.activation, (nn.SiLU, SiLUActivation))
         return self.down_proj(_SiluProduct.apply(gate, up) if is_silu else self.activation(gate) * up)
