@@ -93,6 +93,20 @@ def test_collate_is_padded_or_packed() -> None:
     assert moved.places == packed.places and torch.equal(moved.position, packed.position)
 
 
+def test_one_row_of_any_layout_is_what_packing_gives() -> None:
+    for seed in range(20):
+        rows, layout = some_rows(6, seed), some_layout(6, seed)
+        batch = collate_as(rows, layout)
+        row, packed = batch.one_row, collate_as(rows, [list(batch.rows)])
+        assert (row.rows, row.places) == (packed.rows, packed.places)
+        for name in ("ids", "span", "position", "document", "tokens_at"):
+            assert torch.equal(getattr(row, name), getattr(packed, name)), name
+        brought = [torch.rand(counted_length(rows[i]), 3) for i in batch.rows]
+        assert torch.equal(batch.in_one_row(batch.lay_out(brought)), packed.lay_out(brought))
+    alone = collate(rows[:1])
+    assert alone.one_row is alone and alone.in_one_row(alone.ids) is alone.ids
+
+
 def test_lay_out_puts_everything_where_the_ids_are() -> None:
     rows, layout = some_rows(6, 3), [[4], [0, 5, 2], [1, 3]]
     batch = collate_as(rows, layout)
