@@ -125,6 +125,19 @@ def test_what_is_not_finite_is_not_hidden(kernel: Kernel, bad: float) -> None:
     assert torch.isfinite(merged_attention(query[:, :, :3], keys, values, [], [], runs, kernel)).all()
 
 
+def test_a_broken_key_is_told_to_those_who_see_it_alone() -> None:
+    """Two documents of four tokens, a run of two columns in each: 1 and 2, 5 and 6."""
+    query, keys, values = (torch.ones(1, 2, columns, SIZE) for columns in (4, 8, 8))
+    runs = [Run(0, 0, 2, 0, 1), Run(0, 2, 4, 4, 5)]
+    for broken, who in ((0, [0, 1]), (2, [0, 1]), (3, []), (4, [2, 3]), (5, [2, 3]), (7, [])):
+        spoilt = keys.clone()
+        spoilt[0, 1, broken, 3] = float("nan")
+        out = merged_attention(query, spoilt, values, [], [], runs, BLOCKS)
+        told = out[0, 1].isnan().any(-1).nonzero().flatten().tolist()
+        assert set(told) == set(who), broken
+        assert torch.isfinite(out[0, 0]).all()  # another head
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_fused_kernel_of_this_device_is_right(dtype: torch.dtype) -> None:
     assert is_right(FLASH_CPU, CPU, dtype, heads=4, groups=2, size=64)
