@@ -58,6 +58,36 @@ def for_products(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
+class _RmsNorm(torch.autograd.Function):
+    """x / sqrt(mean x^2 + eps) * weight. Autograd would keep x / sqrt(...) beside x; it is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+        scale = (torch.linalg.vecdot(x, x)[..., None] / x.shape[-1] + eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        of_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * weight
+        along = torch.linalg.vecdot(grad, normed)[..., None] / x.shape[-1]  # what only stretches x changes nothing
+        return grad.sub_(normed.mul_(along)).mul_(scale), of_weight, None
+
+
+class RmsNorm(nn.RMSNorm):
+    """PyTorch's, which a CPU trains by parts, each of which keeps what it read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_trained = torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        if not is_trained:
+            return super().forward(x)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return _RmsNorm.apply(x, self.weight, eps)  # type: ignore[return-value]
+
+
 class Attention(nn.Module):
     """Projections of grouped-query attention from inputs of width W; `bias` is of queries, keys and values."""
 

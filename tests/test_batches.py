@@ -160,7 +160,7 @@ def test_efficiency_is_what_the_batches_hold() -> None:
         assert told.columns == sum(int(columns_of(batch.span, 1).depth.sum()) for batch in laid)
     assert found[True].tokens == found[True].computed > 0.5 * found[False].computed
     assert found[False].in_words() == (
-        f"{found[False].tokens / found[False].computed:.1%} of the tokens computed are no padding, "
+        f"{found[False].tokens / found[False].computed:.1%} of the tokens that the target reads are no padding, "
         f"{found[False].columns / found[False].computed:.1%} count"
     )
     shuffled = [order.rows(order.batches_per_epoch + number) for number in range(order.batches_per_epoch)]
@@ -325,14 +325,16 @@ def test_a_packed_run_follows_the_padded_one_and_either_goes_on_with_the_other(
     noise = "train.feature_noise=0.2"
     padded = train(recipe_path, noise)
     said = capsys.readouterr().out
-    assert re.search(r"\b[5-9]\d\.\d% of the tokens computed are no padding, [2-8]\d\.\d% count \(padded micro-", said)
+    assert re.search(
+        r"\b[5-9]\d\.\d% of the tokens that the target reads are no padding, [2-8]\d\.\d% count \(padded micro-", said
+    )
     outputs = {name: tmp_path / name for name in ("packed", "resumed")}
     for output in outputs.values():
         output.mkdir()
         for name in ("conversations.jsonl", "draft_vocab.safetensors"):
             shutil.copy(padded / name, output / name)
     train(recipe_path, noise, "train.packing=true", f"output_dir={outputs['packed']}")
-    assert "100.0% of the tokens computed are no padding, " in capsys.readouterr().out
+    assert "100.0% of the tokens that the target reads are no padding, " in capsys.readouterr().out
     shutil.copytree(padded / "checkpoints/step-00000003", outputs["resumed"] / "checkpoints/step-00000003")
     shutil.copy(padded / "metrics.jsonl", outputs["resumed"] / "metrics.jsonl")
     train(recipe_path, noise, "train.packing=true", f"output_dir={outputs['resumed']}")

@@ -8,7 +8,7 @@ import torch
 from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.layers import rotary
+from draftsmith.models.layers import RmsNorm, rotary
 from draftsmith.train.batches import Batch, collate, collate_as
 from draftsmith.train.head_loss import Teacher
 from draftsmith.train.noise import add_noise
@@ -456,3 +456,22 @@ def test_columns_gather_reads_at_offsets() -> None:
 def test_simulated_tau() -> None:
     assert simulated_tau([0.5, 0.5]) == pytest.approx(1 + 0.5 + 0.25)
     assert simulated_tau([0.0, 1.0]) == 1.0
+
+
+@pytest.mark.parametrize("rows", [(3, 5), (7,)])
+def test_the_norm_is_pytorch_s_in_value_and_gradient_and_keeps_its_input_alone(rows: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    mine, its = RmsNorm(6, eps=1e-5).double(), torch.nn.RMSNorm(6, eps=1e-5).double()
+    with torch.no_grad():
+        mine.weight += torch.randn(6)
+        its.weight.copy_(mine.weight)
+    x, grad = torch.randn(*rows, 6, dtype=torch.float64, requires_grad=True), torch.randn(*rows, 6).double()
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        out = mine(x)
+    assert sum(tensor.shape == x.shape for tensor in kept) == 1
+    found, expected = ((y, *torch.autograd.grad(y, (x, norm.weight), grad)) for y, norm in ((out, mine), (its(x), its)))
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        assert torch.equal(mine(x), its(x))

@@ -134,8 +134,8 @@ def counted_length(row: TrainingRow) -> int:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What the micro-batches of an epoch lay out: of all tokens that are computed those that are no padding, and the
-    columns that count, where the drafter learns something."""
+    """What the micro-batches of an epoch lay out for the target: of all tokens that are computed those that are no
+    padding, and the columns that count, where the drafter learns something."""
 
     tokens: int
     columns: int
@@ -143,7 +143,7 @@ class Efficiency:
 
     def in_words(self) -> str:
         return (
-            f"{self.tokens / self.computed:.1%} of the tokens computed are no padding, "
+            f"{self.tokens / self.computed:.1%} of the tokens that the target reads are no padding, "
             f"{self.columns / self.computed:.1%} count"
         )
 
