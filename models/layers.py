@@ -120,19 +120,32 @@ class Attention(nn.Module):
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [B, heads, C, D]
 
 
-class _SiluProduct(torch.autograd.Function):
-    """silu(gate) * up. Autograd would keep silu(gate) beside the two; it is made again."""
+class _GatedProduct(torch.autograd.Function):
+    """(silu(gate) * up) weight^T. Autograd would keep silu(gate) and its product with up; they are made again."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(gate, up)
-        return functional.silu(gate).mul_(up)
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate, up, weight)
+        return functional.linear(functional.silu(gate).mul_(up), weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        gate, up = ctx.saved_tensors
-        of_up = functional.silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(grad * up, gate), of_up
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        gate, up, weight = ctx.saved_tensors
+        activated, of_weight = functional.silu(gate), None
+        if ctx.needs_input_grad[2]:
+            of_weight = (grad.flatten(0, -2).T @ (activated * up).flatten(0, -2)).to(weight.dtype)
+        of_product = grad @ weight.to(grad.dtype)
+        of_up = activated.mul_(of_product)
+        return torch.ops.aten.silu_backward(of_product.mul_(up), gate), of_up, of_weight
+
+
+class _Down(nn.Linear):
+    """In a call of this module, so that wrappers which hold its weight in pieces have put them together."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor, activation: nn.Module) -> torch.Tensor:  # type: ignore[override]
+        if isinstance(activation, (nn.SiLU, SiLUActivation)):
+            return _GatedProduct.apply(gate, up, self.weight)  # type: ignore[return-value]
+        return super().forward(activation(gate) * up)
 
 
 class GatedMLP(nn.Module):
@@ -142,11 +155,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.down_proj = _Down(intermediate_size, hidden_size, bias=False)
         self.activation = ACT2FN[activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = for_products(x)
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        is_silu = isinstance(self.activation, (nn.SiLU, SiLUActivation))
-        return self.down_proj(_SiluProduct.apply(gate, up) if is_silu else self.activation(gate) * up)
+        return self.down_proj(self.gate_proj(x), self.up_proj(x), self.activation)

@@ -8,7 +8,7 @@ import torch
 from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.layers import RmsNorm, rotary
+from draftsmith.models.layers import GatedMLP, RmsNorm, rotary
 from draftsmith.train.batches import Batch, collate, collate_as
 from draftsmith.train.head_loss import Teacher
 from draftsmith.train.noise import add_noise
@@ -475,3 +475,21 @@ def test_the_norm_is_pytorch_s_in_value_and_gradient_and_keeps_its_input_alone(r
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         assert torch.equal(mine(x), its(x))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_the_mlp_is_its_formula_in_value_and_gradient(activation: str) -> None:
+    torch.manual_seed(0)
+    mlp = GatedMLP(6, 10, activation).double()
+    x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    weights = [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+    gate, up, down = weights
+    act = torch.nn.functional.silu if activation == "silu" else torch.nn.functional.gelu
+    expected = (act(x @ gate.T) * (x @ up.T)) @ down.T
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(mlp(x), expected)
+    found, wanted = (torch.autograd.grad(y, [x, *weights], grad) for y in (mlp(x), expected))
+    for own, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    down.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(mlp(x), x, grad)[0], found[0])
