@@ -98,6 +98,9 @@ class Columns:
     depth: torch.Tensor
     known_runs: tuple[Run, ...] | None = None
 
+    def to(self, device: torch.device) -> "Columns":
+        return Columns(self.index.to(device), self.depth.to(device), self.known_runs)
+
     def counted(self, step: int) -> torch.Tensor:
         """[B, C] bool: the columns that count at unroll step `step`."""
         return self.depth > step

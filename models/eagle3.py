@@ -32,6 +32,7 @@ from draftsmith.models.feature_drafter import (
     FrozenHead,
     layers_above,
 )
+from draftsmith.models.layers import RmsNorm
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -49,8 +50,8 @@ class Eagle3Layer(DraftLayer):
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config, 2 * config.hidden_size)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The normed embedding first, the normed feature second; the residual starts from the un-normed feature."""
@@ -78,9 +79,9 @@ class Eagle3Drafter(FeatureDrafter):
         size, captured = config.hidden_size, len(config.capture_layers)
         self.fc = nn.Linear(size * captured, size, bias=False)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps=config.rms_norm_eps) for _ in range(captured))
+            self.fc_norm = nn.ModuleList(RmsNorm(size, eps=config.rms_norm_eps) for _ in range(captured))
         self.stacks = self.make_layers()
-        self.norm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.norm = RmsNorm(size, eps=config.rms_norm_eps)
         self.lm_head = Head(size, config.draft_vocab_size, bias=False)
 
     def make_layers(self) -> Sequence[Sequence[DraftLayer]]:

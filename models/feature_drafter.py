@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from draftsmith.models.families import layer_configs
 from draftsmith.models.key_values import KeyValues, Kind, SlotTree
-from draftsmith.models.layers import Attention, GatedMLP, grouped_attention, rotary
+from draftsmith.models.layers import Attention, GatedMLP, RmsNorm, grouped_attention, rotary
 from draftsmith.models.vocab import DraftVocab, rows_of
 from draftsmith.recipes.errors import UserError
 
@@ -140,7 +140,7 @@ class DraftLayer(nn.Module):
             config.head_dim,
             config.attention_bias,
         )
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(size, config.intermediate_size, config.hidden_act)
 
     def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +158,7 @@ class UpperLayer(DraftLayer):
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config, config.hidden_size)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.input_layernorm(entry), entry

@@ -51,6 +51,43 @@ def grouped_attention(
     return functional.scaled_dot_product_attention(query, keys_BGLD, values_BGLD, attn_mask=mask).view(query_BACD.shape)
 
 
+def for_products(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the precision of autocast's products, where several read it: each would cast, and keep, a copy of its
+    own."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+class _RmsNorm(torch.autograd.Function):
+    """x / sqrt(mean x^2 + eps) * weight. Autograd would keep x / sqrt(...) beside x; it is made again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
+        scale = (torch.linalg.vecdot(x, x)[..., None] / x.shape[-1] + eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        of_weight = (grad * normed).flatten(0, -2).sum(0)
+        grad = grad * weight
+        along = torch.linalg.vecdot(grad, normed)[..., None] / x.shape[-1]  # what only stretches x changes nothing
+        return grad.sub_(normed.mul_(along)).mul_(scale), of_weight, None
+
+
+class RmsNorm(nn.RMSNorm):
+    """PyTorch's, which a CPU trains by parts, each of which keeps what it read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_trained = torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        if not is_trained:
+            return super().forward(x)
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        return _RmsNorm.apply(x, self.weight, eps)  # type: ignore[return-value]
+
+
 class Attention(nn.Module):
     """Projections of grouped-query attention from inputs of width W; `bias` is of queries, keys and values."""
 
@@ -83,19 +120,32 @@ class Attention(nn.Module):
         return x.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)  # [B, heads, C, D]
 
 
-class _SiluProduct(torch.autograd.Function):
-    """silu(gate) * up. Autograd would keep silu(gate) beside the two; it is made again."""
+class _GatedProduct(torch.autograd.Function):
+    """(silu(gate) * up) weight^T. Autograd would keep silu(gate) and its product with up; they are made again."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(gate, up)
-        return functional.silu(gate).mul_(up)
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(gate, up, weight)
+        return functional.linear(functional.silu(gate).mul_(up), weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        gate, up = ctx.saved_tensors
-        of_up = functional.silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(grad * up, gate), of_up
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        gate, up, weight = ctx.saved_tensors
+        activated, of_weight = functional.silu(gate), None
+        if ctx.needs_input_grad[2]:
+            of_weight = (grad.flatten(0, -2).T @ (activated * up).flatten(0, -2)).to(weight.dtype)
+        of_product = grad @ weight.to(grad.dtype)
+        of_up = activated.mul_(of_product)
+        return torch.ops.aten.silu_backward(of_product.mul_(up), gate), of_up, of_weight
+
+
+class _Down(nn.Linear):
+    """In a call of this module, so that wrappers which hold its weight in pieces have put them together."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor, activation: nn.Module) -> torch.Tensor:  # type: ignore[override]
+        if isinstance(activation, (nn.SiLU, SiLUActivation)):
+            return _GatedProduct.apply(gate, up, self.weight)  # type: ignore[return-value]
+        return super().forward(activation(gate) * up)
 
 
 class GatedMLP(nn.Module):
@@ -105,10 +155,9 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+        self.down_proj = _Down(intermediate_size, hidden_size, bias=False)
         self.activation = ACT2FN[activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        is_silu = isinstance(self.activation, (nn.SiLU, SiLUActivation))
-        return self.down_proj(_SiluProduct.apply(gate, up) if is_silu else self.activation(gate) * up)
+        x = for_products(x)
+        return self.down_proj(self.gate_proj(x), self.up_proj(x), self.activation)

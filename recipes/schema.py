@@ -257,8 +257,9 @@ class TrainSection(Section):
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches per optimiser step. Splitting a batch over them changes nothing but memory."""
     packing: bool = False
-    """A micro-batch's conversations one behind the other in one row without padding, each attending to itself alone,
-    instead of one a row padded to the longest: the same losses and gradients, another use of time and memory."""
+    """The target reads a micro-batch's conversations one behind the other in one row without padding, each attending to
+    itself alone, instead of one a row padded to the longest; the drafter reads them so in any case. The same losses and
+    gradients, another use of time and memory."""
     learning_rate: float = Field(default=1e-4, gt=0)
     """Of AdamW, behind the warm-up. Small drafters want more."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -93,6 +93,20 @@ def test_collate_is_padded_or_packed() -> None:
     assert moved.places == packed.places and torch.equal(moved.position, packed.position)
 
 
+def test_one_row_of_any_layout_is_what_packing_gives() -> None:
+    for seed in range(20):
+        rows, layout = some_rows(6, seed), some_layout(6, seed)
+        batch = collate_as(rows, layout)
+        row, packed = batch.one_row, collate_as(rows, [list(batch.rows)])
+        assert (row.rows, row.places) == (packed.rows, packed.places)
+        for name in ("ids", "span", "position", "document", "tokens_at"):
+            assert torch.equal(getattr(row, name), getattr(packed, name)), name
+        brought = [torch.rand(counted_length(rows[i]), 3) for i in batch.rows]
+        assert torch.equal(batch.in_one_row(batch.lay_out(brought)), packed.lay_out(brought))
+    alone = collate(rows[:1])
+    assert alone.one_row is alone and alone.in_one_row(alone.ids) is alone.ids
+
+
 def test_lay_out_puts_everything_where_the_ids_are() -> None:
     rows, layout = some_rows(6, 3), [[4], [0, 5, 2], [1, 3]]
     batch = collate_as(rows, layout)
@@ -146,7 +160,7 @@ def test_efficiency_is_what_the_batches_hold() -> None:
         assert told.columns == sum(int(columns_of(batch.span, 1).depth.sum()) for batch in laid)
     assert found[True].tokens == found[True].computed > 0.5 * found[False].computed
     assert found[False].in_words() == (
-        f"{found[False].tokens / found[False].computed:.1%} of the tokens computed are no padding, "
+        f"{found[False].tokens / found[False].computed:.1%} of the tokens that the target reads are no padding, "
         f"{found[False].columns / found[False].computed:.1%} count"
     )
     shuffled = [order.rows(order.batches_per_epoch + number) for number in range(order.batches_per_epoch)]
@@ -311,14 +325,16 @@ def test_a_packed_run_follows_the_padded_one_and_either_goes_on_with_the_other(
     noise = "train.feature_noise=0.2"
     padded = train(recipe_path, noise)
     said = capsys.readouterr().out
-    assert re.search(r"\b[5-9]\d\.\d% of the tokens computed are no padding, [2-8]\d\.\d% count \(padded micro-", said)
+    assert re.search(
+        r"\b[5-9]\d\.\d% of the tokens that the target reads are no padding, [2-8]\d\.\d% count \(padded micro-", said
+    )
     outputs = {name: tmp_path / name for name in ("packed", "resumed")}
     for output in outputs.values():
         output.mkdir()
         for name in ("conversations.jsonl", "draft_vocab.safetensors"):
             shutil.copy(padded / name, output / name)
     train(recipe_path, noise, "train.packing=true", f"output_dir={outputs['packed']}")
-    assert "100.0% of the tokens computed are no padding, " in capsys.readouterr().out
+    assert "100.0% of the tokens that the target reads are no padding, " in capsys.readouterr().out
     shutil.copytree(padded / "checkpoints/step-00000003", outputs["resumed"] / "checkpoints/step-00000003")
     shutil.copy(padded / "metrics.jsonl", outputs["resumed"] / "metrics.jsonl")
     train(recipe_path, noise, "train.packing=true", f"output_dir={outputs['resumed']}")

@@ -1,6 +1,8 @@
 """The unroll's attention against its definition, by every kernel; and which kernel is taken."""
 
+import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 import pytest
 import torch
@@ -125,6 +127,19 @@ def test_what_is_not_finite_is_not_hidden(kernel: Kernel, bad: float) -> None:
     assert torch.isfinite(merged_attention(query[:, :, :3], keys, values, [], [], runs, kernel)).all()
 
 
+def test_a_broken_key_is_told_to_those_who_see_it_alone() -> None:
+    """Two documents of four tokens, a run of two columns in each: 1 and 2, 5 and 6."""
+    query, keys, values = (torch.ones(1, 2, columns, SIZE) for columns in (4, 8, 8))
+    runs = [Run(0, 0, 2, 0, 1), Run(0, 2, 4, 4, 5)]
+    for broken, who in ((0, [0, 1]), (2, [0, 1]), (3, []), (4, [2, 3]), (5, [2, 3]), (7, [])):
+        spoilt = keys.clone()
+        spoilt[0, 1, broken, 3] = float("nan")
+        out = merged_attention(query, spoilt, values, [], [], runs, BLOCKS)
+        told = out[0, 1].isnan().any(-1).nonzero().flatten().tolist()
+        assert set(told) == set(who), broken
+        assert torch.isfinite(out[0, 0]).all()  # another head
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_fused_kernel_of_this_device_is_right(dtype: torch.dtype) -> None:
     assert is_right(FLASH_CPU, CPU, dtype, heads=4, groups=2, size=64)
@@ -159,9 +174,55 @@ def test_a_kernel_that_is_missing_or_wrong_is_not_taken(monkeypatch: pytest.Monk
     )
 
 
+def test_the_next_kernel_is_taken_where_the_preferred_one_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Kernel("wrong", lambda q, k, v, causal: BLOCKS.forward(q, k.roll(1, 2), v, causal), BLOCKS.backward)
+    monkeypatch.setattr(attention_kernels, "candidates", lambda _: [wrong, FLASH_CPU])
+    kernel_for.cache_clear()
+    assert kernel_for(CPU, torch.float32, 4, 2, 16) is FLASH_CPU
+    monkeypatch.setattr(attention_kernels, "candidates", lambda _: [wrong, wrong])
+    kernel_for.cache_clear()
+    words = "plain blocks (wrong and wrong failed their trial with float32, 4 heads over 2, each of 16)"
+    assert kernel_for(CPU, torch.float32, 4, 2, 16).name == words
+    kernel_for.cache_clear()
+
+
+def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads its second dimension but one, gradients in tensors that the caller brings; arguments of version 2.6 on."""
+
+    def forward(q, k, v, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
+        assert (dropout_p, left, right, softcap, alibi_slopes, return_softmax) == (0.0, -1, -1, 0.0, None, False)
+        assert softmax_scale == q.shape[3] ** -0.5 and q.shape[:3] == (1, 37, 4) and k.shape[2] == v.shape[2] == 2
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out, lse = BLOCKS.forward(q, k, v, causal)
+        return out.transpose(1, 2), lse, None, None
+
+    def backward(
+        dout, q, k, v, out, lse, dq, dk, dv, dropout_p, scale, causal, left, right, softcap, slopes, deterministic
+    ):
+        assert (dropout_p, left, right, softcap, slopes, deterministic) == (0.0, -1, -1, 0.0, None, False)
+        dout, q, k, v, out = (each.transpose(1, 2) for each in (dout, q, k, v, out))
+        for mine, its in zip((dq, dk, dv), BLOCKS.backward(dout, q, k, v, out, lse, causal), strict=True):
+            mine.copy_(its.transpose(1, 2))
+
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    vars(interface).update(_flash_attn_forward=forward, _flash_attn_backward=backward)
+    assert is_right(attention_kernels.FLASH_PACKAGE, CPU, torch.float32, 4, 2, 16)
+    vars(interface).pop("_flash_attn_backward")
+    assert not is_right(attention_kernels.FLASH_PACKAGE, CPU, torch.float32, 4, 2, 16)
+
+
+def test_keys_that_are_copied_for_each_head_are_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "_cuda_forward", BLOCKS.forward)
+    monkeypatch.setattr(attention_kernels, "_cuda_backward", BLOCKS.backward)
+    assert is_right(attention_kernels.FLASH_CUDA_COPYING, CPU, torch.float32, 6, 2, 16)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_the_fused_kernel_of_a_gpu_is_right(dtype: torch.dtype) -> None:
+def test_a_fused_kernel_of_a_gpu_is_right(dtype: torch.dtype) -> None:
     device = torch.device("cuda")
-    assert is_right(attention_kernels.FLASH_CUDA, device, dtype, heads=32, groups=8, size=128)
+    assert is_right(attention_kernels.FLASH_CUDA_COPYING, device, dtype, heads=32, groups=8, size=128)
+    assert kernel_for(device, dtype, 32, 8, 128) is not attention_kernels.FLASH_CUDA_COPYING

@@ -7,6 +7,8 @@ so that a resumed run and a run on other ranks read exactly the same batches.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
@@ -31,6 +33,7 @@ class Batch:
         position: [B, T] of each token in its document; 0 in padding.
         rows: which training rows stand here, in the order of the layout: row by row, along each row.
         places: (row, first column, tokens) of each of them, in that order.
+        tokens_at: [N] where the tokens stand in B * T, padding left out, in that order.
     """
 
     ids: torch.Tensor
@@ -39,6 +42,7 @@ class Batch:
     position: torch.Tensor
     rows: tuple[int, ...]
     places: tuple[tuple[int, int, int], ...]
+    tokens_at: torch.Tensor
 
     @property
     def lengths(self) -> list[int]:
@@ -68,9 +72,25 @@ class Batch:
             laid_out[row, start : start + tokens] = values[:tokens]
         return laid_out
 
+    @cached_property
+    def one_row(self) -> "Batch":
+        """The same training rows one behind the other in a single row, as `collate` packs them: so the unroll reads
+        them, which has no use for padding, however the target read them."""
+        if len(self.ids) == 1:
+            return self
+        starts = list(accumulate(self.lengths, initial=0))
+        places = tuple((0, start, tokens) for start, tokens in zip(starts, self.lengths, strict=False))
+        ids, span, position = (self.in_one_row(each) for each in (self.ids, self.span, self.position))
+        every = torch.arange(self.tokens, device=ids.device)
+        return Batch(ids, span, (position == 0).cumsum(1), position, self.rows, places, every)
+
+    def in_one_row(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """What is laid out as the ids are, [B, T, ...], as those of `one_row` are: [1, N, ...]."""
+        return values_BT if len(self.ids) == 1 else values_BT.flatten(0, 1)[self.tokens_at][None]
+
     def to(self, device: torch.device) -> "Batch":
-        tensors = {name: getattr(self, name).to(device) for name in ("ids", "span", "document", "position")}
-        return replace(self, **tensors)
+        names = "ids", "span", "document", "position", "tokens_at"
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def collate(rows: Sequence[TrainingRow], packed: bool = False, indices: Sequence[int] | None = None) -> Batch:
@@ -103,7 +123,8 @@ def collate_as(
             places.append((b, start, length))
             start += length
     order = [i if indices is None else indices[i] for line in layout for i in line]
-    return Batch(ids, span, document, position, tuple(order), tuple(places))
+    tokens_at = torch.cat([torch.arange(shape[1] * b + start, shape[1] * b + start + n) for b, start, n in places])
+    return Batch(ids, span, document, position, tuple(order), tuple(places), tokens_at)
 
 
 def counted_length(row: TrainingRow) -> int:
@@ -113,8 +134,8 @@ def counted_length(row: TrainingRow) -> int:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What the micro-batches of an epoch lay out: of all tokens that are computed those that are no padding, and the
-    columns that count, where the drafter learns something."""
+    """What the micro-batches of an epoch lay out for the target: of all tokens that are computed those that are no
+    padding, and the columns that count, where the drafter learns something."""
 
     tokens: int
     columns: int
@@ -122,7 +143,7 @@ class Efficiency:
 
     def in_words(self) -> str:
         return (
-            f"{self.tokens / self.computed:.1%} of the tokens computed are no padding, "
+            f"{self.tokens / self.computed:.1%} of the tokens that the target reads are no padding, "
             f"{self.columns / self.computed:.1%} count"
         )
 

@@ -24,6 +24,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.attention_kernels import FLASH_CPU
+from draftsmith.train.head_loss import elements_of
 from draftsmith.train.noise import add_noise
 from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 
@@ -50,11 +51,13 @@ def unroll_cost(
     rows: int,
     tokens: int,
     columns: int,
+    device: str = "cpu",
 ) -> UnrollCost:
-    """Runs teacher, unroll, loss and backward on fake tensors of these sizes. Takes a second or two, whatever the size.
+    """Runs teacher, unroll, loss and backward on fake tensors of these sizes: seconds, more for more chunks of logits.
 
     Args:
         bf16: mixed precision, as the run would use it.
+        device: type of the one that it is for, which decides how many logits are alive.
     """
     columns = max(1, min(columns, tokens))
     vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
@@ -65,6 +68,7 @@ def unroll_cost(
         head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=target_dtype)
         frozen = FrozenHead(head.weight, None, partial(scaled_logits, target_config))
         trainee = TrainingTimeTest.of(build_drafter(shape, vocab, embedding, frozen), settings)
+        trainee.logits_at_once = elements_of(device)
         target: Any = SimpleNamespace(head=head, config=target_config)
         target.logits = partial(Target.logits, target)
         trainee.kernel = trainee.kernel or FLASH_CPU  # fake tensors have no numbers to try a kernel on

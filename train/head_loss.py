@@ -34,6 +34,11 @@ ELEMENTS_ELSEWHERE = 1 << 27  # 512 MiB: other devices have more memory, and wan
 LEAST_STUDENTS = 512
 
 
+def elements_of(device: str) -> int:
+    """Logits of a chunk on devices of this type."""
+    return ELEMENTS if device == "cpu" else ELEMENTS_ELSEWHERE
+
+
 @dataclass(frozen=True)
 class Teacher:
     """The target's view of every column at step 0; step k of column c is column c + k here (`models.alignment`).
@@ -70,6 +75,7 @@ class HeadLoss:
     Attributes:
         reached: [K, B, C] the columns that a chain can reach at each step.
         step_weights: [K, B, C], or what broadcasts to it: of each column's loss at each step.
+        elements: logits of a chunk; None: what suits the device.
     """
 
     teacher: Teacher
@@ -77,6 +83,7 @@ class HeadLoss:
     reached: torch.Tensor
     weights: LossWeights
     step_weights: torch.Tensor
+    elements: int | None = None
 
     def __call__(
         self,
@@ -163,7 +170,7 @@ def _chunks(
     outputs = [each.flatten(0, 1) for each in read]  # [N, H] each
     states = job.teacher.states.flatten(0, 1)
     columns = len(states)
-    elements = ELEMENTS if device.type == "cpu" else ELEMENTS_ELSEWHERE
+    elements = job.elements or elements_of(device.type)
     size = max(1, min(max(elements // len(head), LEAST_STUDENTS) // steps, columns))
     for begin in range(0, columns, size):
         end = min(begin + size, columns)
@@ -226,8 +233,10 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        if ctx.gradients is None:
+            raise RuntimeError("the head's loss was differentiated before, and its gradients are used up")
         of_weight, of_read = ctx.gradients
-        ctx.gradients = None  # they are used up
+        ctx.gradients = None
         for each in (of_weight, *of_read):
             if each is not None:
                 each *= grad

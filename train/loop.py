@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -236,8 +237,7 @@ class Loop:
             numbers = [min(number, self.micro_batches - 1) for number in numbers]
         chosen = [self.order.rows(number) for number in numbers]
         with self.clock.waiting(), record_function("rows"):
-            batches = [self._batch(self.rows, rows) for rows in chosen]
-        columns = [columns_of(batch.span, self.unroll_steps) for batch in batches]
+            batches, columns = zip(*(self._batch(self.rows, rows) for rows in chosen), strict=True)
         counts = [number == begin + i for i, number in enumerate(numbers)]
         counted = torch.zeros((), device=accelerator.device)
         for batch_columns in compress(columns, counts):
@@ -251,7 +251,8 @@ class Loop:
                 with record_function("backward"):
                     engine.backward(sums.loss * (counts[i] / summed.clamp(min=1)))
             if counts[i]:
-                tally.add(sums, batch.tokens, 0.0 if self.flops is None else self.flops.of_batch(batch, batch_columns))
+                flops = 0.0 if self.flops is None else self.flops.of_batch(batch.one_row, batch_columns)
+                tally.add(sums, batch.tokens, flops)
         lr = learning_rate(step, self.total_steps, self.settings)
         with record_function("optimizer"):
             done = engine.step(lr)
@@ -300,8 +301,7 @@ class Loop:
 
     def _problem_of(self, trainee: TrainingTimeTest, row: int, draws: Sequence[str]) -> str | None:
         """What of one row is not finite."""
-        batch = self._batch(self.rows, [row])
-        columns = columns_of(batch.span, self.unroll_steps)
+        batch, columns = self._batch(self.rows, [row])
         with torch.no_grad(), self.engine.autocast():
             captured, _ = self.states.of(batch)
         if not bool(torch.isfinite(captured).all()):
@@ -316,19 +316,21 @@ class Loop:
         """The target's pass, the teacher and the drafter's unroll on one micro-batch.
 
         Args:
+            columns: of its `one_row`.
             draws: names the random numbers of each row's feature noise; None: there is none.
         """
         # Reading states is waiting; computing them is not.
         reading = nullcontext() if isinstance(self.states, OnlineStates) else self.clock.waiting()
         # The head stays in the target's own precision: it is the teacher.
         with self.engine.autocast(), reading, record_function("target"):
-            captured, last = self.states.of(batch)
+            captured, last = (batch.in_one_row(each) for each in self.states.of(batch))
+        row = batch.one_row
         with record_function("teacher"):
-            teacher = teacher_of(self.target, last, batch.ids, columns, self.vocab)
+            teacher = teacher_of(self.target, last, row.ids, columns, self.vocab)
         if draws is not None and self.settings.feature_noise:
-            captured = add_noise(captured, self.settings.feature_noise, batch.lengths, draws, batch.documents)
+            captured = add_noise(captured, self.settings.feature_noise, row.lengths, draws, row.documents)
         with record_function("unroll and loss"):
-            return trainee(captured, batch.ids, columns, teacher, batch.documents)
+            return trainee(captured, row.ids, columns, teacher, row.documents)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:
@@ -360,8 +362,7 @@ class Loop:
         return found
 
     def _validated(self, trainee: TrainingTimeTest, rows: Sequence[int]) -> UnrollSums:
-        batch = self._batch(self.validation_rows, rows)
-        return self._forward(trainee, batch, columns_of(batch.span, self.unroll_steps))
+        return self._forward(trainee, *self._batch(self.validation_rows, rows))
 
     def replayed(self) -> dict[str, Any]:
         """Acceptance along the answers of `replay`, shared among the ranks."""
@@ -371,10 +372,15 @@ class Loop:
             rounds = self.replay.share(self.target, trainee.drafter, rank, ranks, self.states)
         return in_numbers(gather_object(rounds))
 
-    def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> Batch:
+    def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> tuple[Batch, Columns]:
+        """And the columns of its `one_row`. Their numbers are looked at before they are on the device, which would have
+        to be waited for."""
         first = 0 if rows is self.rows else len(self.rows)  # validation rows are numbered behind those of training
         numbers = [first + i for i in indices]
-        return collate([rows[i] for i in indices], self.settings.packing, numbers).to(self.accelerator.device)
+        batch = collate([rows[i] for i in indices], self.settings.packing, numbers)
+        columns = columns_of(batch.one_row.span, self.unroll_steps)
+        columns = replace(columns, known_runs=tuple(columns.runs(batch.one_row.documents)))
+        return batch.to(self.accelerator.device), columns.to(self.accelerator.device)
 
     def _log(self, line: dict[str, Any]) -> None:
         if self.accelerator.is_main_process:

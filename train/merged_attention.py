@@ -65,6 +65,8 @@ class _Merged(torch.autograd.Function):
         # Heads lie side by side, as projections make and read them.
         out = query.new_zeros(rows, columns, heads, size).transpose(1, 2)
         total = query.new_full((rows, heads, columns), float("-inf"), dtype=_precise(query))
+        # Fused kernels may answer NaN with finite numbers; a step that is not finite has to be seen as one.
+        of_queries, broken_keys = _nothing(query), _nothing(keys).isnan().cumsum(-1)  # [B, G, T] up to and with each
         for run in runs:
             mine = _queries(run)
             (square, _), *earlier = _calls(run)
@@ -74,8 +76,11 @@ class _Merged(torch.autograd.Function):
                 both = torch.logaddexp(lse, its_lse)
                 attended = attended * (lse - both).exp()[..., None] + others * (its_lse - both).exp()[..., None]
                 lse = both
-            # Fused kernels may answer NaN with finite numbers; a step that is not finite has to be seen as one.
-            told = _nothing(query[mine], keys[mine[0], :, run.start : run.before + run.end - run.first])
+            seen = broken_keys[mine[0], :, run.before + run.end - run.first - 1]  # [1, G]
+            if run.start:
+                seen = seen - broken_keys[mine[0], :, run.start - 1]
+            of_keys = torch.zeros_like(seen, dtype=total.dtype).masked_fill_(seen > 0, float("nan"))
+            told = of_queries[mine] + of_keys.repeat_interleave(heads // groups, dim=1)[..., None]
             out[mine], total[mine] = attended + told[..., None].to(attended.dtype), lse + told.to(lse.dtype)
         own_keys, own_values = own[: len(own) // 2], own[len(own) // 2 :]
         if own:
@@ -140,10 +145,9 @@ def _calls(run: Run) -> Iterator[tuple[Place, bool]]:
         yield (*row, slice(run.start, run.before)), False
 
 
-def _nothing(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Zeros [1, A, n]; NaN for queries that are not finite, and for all where a key is not."""
-    of_keys = 0 * keys.sum((2, 3), dtype=_precise(keys)).repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
-    return 0 * query.sum(-1, dtype=_precise(query)) + of_keys[..., None]
+def _nothing(states: torch.Tensor) -> torch.Tensor:
+    """Zeros without the last dimension; NaN where a number is not finite."""
+    return 0 * states.sum(-1, dtype=_precise(states))
 
 
 def _precise(states: torch.Tensor) -> torch.dtype:

@@ -401,7 +401,8 @@ def _memory(
 ) -> tuple[Memory, UnrollCost]:
     rows = min(recipe.train.batch_size, data.rows or recipe.train.batch_size)
     unroll = unroll_cost(
-        shape, target_config, size.dtype, recipe.train, bf16, rows, data.longest_tokens, data.longest_columns
+        *(shape, target_config, size.dtype, recipe.train, bf16, rows, data.longest_tokens, data.longest_columns),
+        device="cpu" if device.is_cpu else "cuda",
     )
     target_pass = target_forward_bytes(target_config, size, rows, data.longest_tokens, len(shape.capture_layers))
     if recipe.data.states is not None:  # read, and never computed

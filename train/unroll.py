@@ -41,6 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.alignment import Columns, Documents, Run
 from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter
+from draftsmith.models.layers import for_products
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Detach, StepWeight, TrainSection
@@ -82,7 +83,7 @@ class _Chains:
         self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer: [B, G, T, D] keys and values
         h = entry_BTW
         for layer in layers:
-            x, residual = layer.enter(h)
+            x, residual = _enter(layer, h)
             keys, values = layer.self_attn.keys_values(x, *rotary)
             self.prefix.append((keys, values))
             if layer is not layers[-1]:  # the layer above needs a key of every column
@@ -96,14 +97,14 @@ class _Chains:
     def first_step(self) -> torch.Tensor:
         """Outputs [B, C, H] of step 0."""
         layer, (x, residual) = self.layers[-1], self.first_input
-        query = layer.self_attn.queries(x, *self.drafter.rotary(x, self.position))
+        query = layer.self_attn.queries(x, *self.drafter.rotary(residual, self.position))
         return layer.finish(residual, merged_attention(query, *self.prefix[-1], [], [], self.runs, self.kernel))
 
     def read(self, entry_BCW: torch.Tensor, step: int) -> None:
         """Keys and values of a drafted step that another stack made."""
         [layer], [(keys, values)] = self.layers, self.own
-        x = layer.enter(entry_BCW)[0]
-        key, value = layer.self_attn.keys_values(x, *self.drafter.rotary(x, self.position + step))
+        x = _enter(layer, entry_BCW)[0]
+        key, value = layer.self_attn.keys_values(x, *self.drafter.rotary(entry_BCW, self.position + step))
         self.own = [([*keys, key], [*values, value])]
 
     def later_step(self, entry_BCW: torch.Tensor, step: int, own: OwnColumns) -> tuple[torch.Tensor, OwnColumns]:
@@ -115,13 +116,19 @@ class _Chains:
         h = entry_BCW
         cos, sin = self.drafter.rotary(h, self.position + step)
         for layer, prefix, (own_keys, own_values) in zip(self.layers, self.prefix, own, strict=True):
-            x, residual = layer.enter(h)
+            x, residual = _enter(layer, h)
             key, value = layer.self_attn.keys_values(x, cos, sin)
             query = layer.self_attn.queries(x, cos, sin)
             keys, values = [*own_keys, key], [*own_values, value]
             h = layer.finish(residual, merged_attention(query, *prefix, keys, values, self.runs, self.kernel))
             grown.append((keys, values))
         return h, grown
+
+
+def _enter(layer: DraftLayer, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What attention reads, in its products' precision, and the residual stream in its own."""
+    x, residual = layer.enter(entry)
+    return for_products(x), residual
 
 
 def kernel_of(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -237,6 +244,7 @@ class TrainingTimeTest(nn.Module):
         self.weights = weights or LossWeights()
         self.detach: Detach = detach
         self.kernel: Kernel | None = None  # of attention; None: what suits the device
+        self.logits_at_once: int | None = None  # of a chunk in the head's pass; None: what suits the device
         self.bf16 = False  # products in bfloat16
         self.caches_casts = True  # of weights; not where weights are freed after use
 
@@ -285,7 +293,7 @@ class TrainingTimeTest(nn.Module):
         weights_KBC = torch.tensor(fixed or [1.0] * self.steps, device=captured_BTF.device)[:, None, None]
         outputs = list(unroll(self.drafter, captured_BTF, ids_BT, columns, self.steps, *how))
         reached_KBC = self._reached(columns, teacher)
-        head_loss = HeadLoss(teacher, self.drafter.vocab, reached_KBC, self.weights, weights_KBC)
+        head_loss = HeadLoss(teacher, self.drafter.vocab, reached_KBC, self.weights, weights_KBC, self.logits_at_once)
         if fixed is None:
             weights_KBC = acceptance_weights(*self.drafter.head_loss(outputs, head_loss.acceptance))
             head_loss = replace(head_loss, step_weights=weights_KBC)

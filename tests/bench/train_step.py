@@ -137,7 +137,7 @@ def flops_that_ran(step: Any) -> float:
 
 def optimiser_of(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
     """With its moments."""
-    optimiser = torch.optim.AdamW(parameters, lr=0.0)
+    optimiser = torch.optim.AdamW(parameters, lr=0.0, fused=True)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimiser.step()
@@ -151,6 +151,7 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.models.alignment import Documents, columns_of
     from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
     from draftsmith.models.vocab import DraftVocab
+    from draftsmith.train.clock import peak_flops_per_second
     from draftsmith.train.step_flops import StepFlops
     from draftsmith.train.unroll import TrainingTimeTest, teacher_of
 
@@ -213,7 +214,10 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     )
     if wanted.freeze_head:
         needed -= 2 * wanted.hidden * wanted.draft_vocab * sum(int(c.sum()) for c in counted)
-    return found | {"flops": flops_that_ran(step), "needed_flops": float(needed)}
+    found |= {"flops": flops_that_ran(step), "needed_flops": float(needed)}
+    if device == "cuda" and dtype == torch.bfloat16 and (peak := peak_flops_per_second(torch.device(device))):
+        found["peak_flops"] = peak
+    return found
 
 
 def completed(wanted: argparse.Namespace) -> argparse.Namespace:
@@ -270,9 +274,13 @@ def compared(given: list[str]) -> dict[str, Any]:
         if "flops" in runs[0]:
             ran, needed = runs[0]["flops"], runs[0]["needed_flops"]
             results[side] |= {"flops_per_step": ran, "needed_flops_per_step": needed}
+            utilisation = ""
+            if "peak_flops" in runs[0]:
+                results[side]["mfu"] = needed / seconds / runs[0]["peak_flops"]
+                utilisation = f"; MFU {results[side]['mfu']:.1%}"
             print(
                 f"       {ran / 1e9:,.1f} GFLOP ran in a step, {ran / needed:.2f} times what counts; "
-                f"{ran / seconds / 1e9:,.0f} GFLOP/s"
+                f"{needed / seconds / 1e9:,.0f} GFLOP/s that count{utilisation}"
             )
     if "peer" in results:
         mine, other = results["ours"], results["peer"]
@@ -281,7 +289,7 @@ def compared(given: list[str]) -> dict[str, Any]:
             f"memory {mine['peak_over_mib'] / other['peak_over_mib']:.2f}",
             flush=True,
         )
-    return results
+    return results["ours"] | results
 
 
 def by_length(given: list[str], lengths: list[int], plot: Path | None) -> dict[int, Any]:
