@@ -143,7 +143,7 @@ class _Down(nn.Linear):
     """In a call of this module, so that wrappers which hold its weight in pieces have put them together."""
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor, activation: nn.Module) -> torch.Tensor:  # type: ignore[override]
-        if isinstance(activation, (nn.SiLU, SiLUActivation)):
+        if torch.is_grad_enabled() and isinstance(activation, (nn.SiLU, SiLUActivation)):
             return _GatedProduct.apply(gate, up, self.weight)  # type: ignore[return-value]
         return super().forward(activation(gate) * up)
 

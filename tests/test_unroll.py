@@ -491,5 +491,7 @@ def test_the_mlp_is_its_formula_in_value_and_gradient(activation: str) -> None:
     found, wanted = (torch.autograd.grad(y, [x, *weights], grad) for y in (mlp(x), expected))
     for own, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(mlp(x), expected)
     down.requires_grad_(False)
     assert torch.equal(torch.autograd.grad(mlp(x), x, grad)[0], found[0])
