@@ -56,6 +56,7 @@ def taught(
     return drafter
 
 
+@torch.enable_grad()  # whoever asks first may be a test of decoding
 def _teach(trainee: TrainingTimeTest, target: Target, prompts: tuple[list[int], ...], length: int, steps: int) -> None:
     """The target's greedy answers, all of them in every step; the drafter's weights are frozen at the end."""
     drafter = trainee.drafter

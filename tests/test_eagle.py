@@ -2,7 +2,8 @@
 with as many parameters as specialists have.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,24 @@ def rows_of(lengths: list[int]) -> list[TrainingRow]:
     return rows
 
 
+@dataclass
+class Seen:
+    """One call of the unroll."""
+
+    captured: torch.Tensor
+    ids: torch.Tensor
+    columns: Columns
+    teacher: Teacher
+    documents: Documents | None
+
+    def split(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(captured [T, F], ids [T]) of each document."""
+        places = [(0, 0, self.ids.shape[1])] if self.documents is None else self.documents.places
+        for row, start, tokens in places:
+            here = slice(start, start + tokens)
+            yield self.captured[row, here], self.ids[row, here]
+
+
 class Recorder(TrainingTimeTest):
     """Keeps what it is called with."""
 
@@ -49,10 +68,10 @@ class Recorder(TrainingTimeTest):
         teacher: Teacher,
         documents: Documents | None = None,
     ) -> UnrollSums:
-        self.seen.append((captured_BTF, ids_BT, columns, teacher))
+        self.seen.append(Seen(captured_BTF, ids_BT, columns, teacher, documents))
         return super().forward(captured_BTF, ids_BT, columns, teacher, documents)
 
-    seen: list[tuple[torch.Tensor, torch.Tensor, Columns, Teacher]]
+    seen: list[Seen]
 
 
 def loop_of(tmp_path: Path, **settings: Any) -> tuple[Loop, Recorder]:
@@ -74,24 +93,28 @@ def test_noise_is_on_what_is_read_never_on_what_is_taught(tmp_path: Path) -> Non
     """Of EAGLE-1, the feature that is read and the one that is taught are one tensor of the target."""
     loop, trainee = loop_of(tmp_path, feature_noise=0.2)
     loop._step(0)
-    ((captured, ids, columns, teacher),) = trainee.seen
-    clean, last = states_of(trainee.drafter, ids)
-    torch.testing.assert_close(clean, last)
-    lengths = [len(loop.rows[b].input_ids) for b in loop.order.rows(0)]
-    for b, length in enumerate(lengths):
-        noise = captured[b, :length] - clean[b, :length]
-        bound = 0.2 * 512 / length / 2
-        assert 0.9 * bound < noise.abs().max() <= bound * (1 + 1e-5)
-    torch.testing.assert_close(teacher.states, columns.gather(last, 1))
-    taught, _ = teacher.of(teacher.states.flatten(0, 1), trainee.drafter.vocab)
-    torch.testing.assert_close(taught, torch.softmax(small_target().logits(columns.gather(last, 1)).flatten(0, 1), -1))
+    (seen,) = trainee.seen
+    lasts = []
+    for captured, ids in seen.split():
+        clean, last = states_of(trainee.drafter, ids[None])
+        torch.testing.assert_close(clean, last)
+        bound = 0.2 * 512 / len(ids) / 2
+        assert 0.9 * bound < (captured - clean[0]).abs().max() <= bound * (1 + 1e-5)
+        lasts.append(last[0])
+    assert sorted(map(len, lasts)) == sorted(len(loop.rows[b].input_ids) for b in loop.order.rows(0))
+    read = seen.columns.gather(torch.cat(lasts)[None], 1)
+    torch.testing.assert_close(seen.teacher.states, read)
+    taught, _ = seen.teacher.of(seen.teacher.states.flatten(0, 1), trainee.drafter.vocab)
+    torch.testing.assert_close(taught, torch.softmax(small_target().logits(read).flatten(0, 1), -1))
 
 
 def test_validation_has_no_noise(tmp_path: Path) -> None:
     noisy, recorder = loop_of(tmp_path, feature_noise=0.2)
     found = noisy.validate()
-    for captured, ids, *_ in recorder.seen:
-        torch.testing.assert_close(captured, states_of(recorder.drafter, ids)[0])
+    read = [each for seen in recorder.seen for each in seen.split()]
+    assert sorted(len(ids) for _, ids in read) == sorted(LENGTHS)
+    for captured, ids in read:
+        torch.testing.assert_close(captured, states_of(recorder.drafter, ids[None])[0][0])
     assert found == noisy.validate() == loop_of(tmp_path, feature_noise=0.0)[0].validate()
 
 
@@ -104,12 +127,10 @@ def test_noise_hangs_on_seed_epoch_and_row_alone(tmp_path: Path) -> None:
         loop._step(0)
         loop._step(1)
         found: list[dict[int, torch.Tensor]] = [{}]
-        for captured, ids, *_ in trainee.seen:
-            for b in range(len(ids)):
-                (length,) = [len(row.input_ids) for row in loop.rows if ids[b].tolist()[:8] == row.input_ids[:8]]
-                if length in found[-1]:
-                    found.append({})
-                found[-1][length] = captured[b, :length]
+        for captured, ids in (each for seen in trainee.seen for each in seen.split()):
+            if len(ids) in found[-1]:
+                found.append({})
+            found[-1][len(ids)] = captured
         return found
 
     one = by_row(batch_size=1, gradient_accumulation_steps=4)

@@ -266,7 +266,8 @@ def test_what_cannot_be_queued_is_told() -> None:
 @pytest.mark.parametrize("policy", ["chain", "eagle2", "svip", "drawn chain"])
 def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None:
     """Every row keeps its own random numbers when others drop out."""
-    target, prompts, stops = lengths_and_prompts("llama")
+    target, prompts, _ = lengths_and_prompts("llama")
+    stops = set(range(0, target.vocab_size, 16))  # the one of greedy answers is seldom drawn
     sampling = Sampling(1.0, top_p=0.8)
     if policy == "drawn chain":
         _, drafter = pair_of("llama", None)
