@@ -463,7 +463,7 @@ def test_the_norm_is_pytorch_s_in_value_and_gradient_and_keeps_its_input_alone(r
     torch.manual_seed(0)
     mine, its = RmsNorm(6, eps=1e-5).double(), torch.nn.RMSNorm(6, eps=1e-5).double()
     with torch.no_grad():
-        mine.weight += torch.randn(6)
+        mine.weight.add_(torch.randn(6))
         its.weight.copy_(mine.weight)
     x, grad = torch.randn(*rows, 6, dtype=torch.float64, requires_grad=True), torch.randn(*rows, 6).double()
     kept: list[torch.Tensor] = []
