@@ -31,13 +31,15 @@ RATES = (2e-3, 4e-3, 8e-3)
 RATE_BOUNDS = (5e-4, 3.2e-2)
 EQUAL_RATES = 0.01  # share of tau by which rates may differ and be equally good: hundredths are the validation's noise
 CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
-# Both of the paper's second prunings: 15 nodes a level, which bounds a tree at any beta, and all that pass: there trees
-# grow fast below 0.2, so that points lie close, and below 0.1 few of them end by themselves.
-C2T_SWEEP = [
-    "--beams",
-    *("15:0.005,0.01,0.02,0.05,0.1,0.15,0.2,0.3,0.4,0.6,0.8,0.95", "all:0.1,0.12,0.15,0.2,0.3,0.4,0.6,0.8,0.95"),
-    *("--nodes", "8", "16", "32", "60", "100", "180"),
-]
+# C2T's betas, for both of the paper's second prunings: 15 nodes a level, which bounds a tree at any beta, and all that
+# pass. There trees have no end below some beta, which lies higher where a drafter is less sure: EAGLE-3's have 176 nodes
+# at 0.2 and run into the limit at 0.15.
+C2T_NARROW = "15:0.005,0.01,0.02,0.05,0.1,0.15,0.2,0.3,0.4,0.6,0.8,0.95"
+C2T_WIDE = {
+    "eagle2": "all:0.1,0.12,0.15,0.2,0.3,0.4,0.6,0.8,0.95",
+    "eagle3": "all:0.2,0.25,0.3,0.4,0.6,0.8,0.95",
+}
+C2T_NODES = ("8", "16", "32", "60", "100", "180")  # of EAGLE-2's trees
 TREE, CHAIN = "tree of 60", "chain of 6"
 CHAIN_TREE = "{policy: chain, nodes: 7}"  # the root and six drafted tokens
 TIMED = 3  # passes over all arms
@@ -433,7 +435,7 @@ def _c2t(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
         ["data_gen/label_trees.py", RECIPE, *own],
         # Until nothing more is gained, which the paper's ten epochs of so few rows are far from (docs/log.md).
         ["train/c2t.py", RECIPE, *own, "classifier.epochs=300", "classifier.learning_rate=0.01"],
-        ["eval/c2t_sweep.py", RECIPE, *own, *answers, *C2T_SWEEP],
+        ["eval/c2t_sweep.py", RECIPE, *own, *answers, "--beams", C2T_NARROW, C2T_WIDE[cell.arm], "--nodes", *C2T_NODES],
     ]
 
 
