@@ -8,8 +8,9 @@
     python eval/study_report.py                          # tables and plots of what is there
 
 A cell runs the project's own scripts (`recipes.study_cells` says which) and appends one line when all of them are done.
-Cells with a line are not run again, unless another cell needs files of theirs that are gone; their line then stays.
-Where a search finds another learning rate, lines of the old one are outdated: reports leave them out, and their cells
+Cells with a line are not run again, unless another cell needs files of theirs that are gone or were made by other
+commands; their line then stays, where their weights are the same. Where a search finds another learning rate, or a
+drafter was trained anew with other weights, lines of the old one are outdated: reports leave them out, and their cells
 run again. Stopped at any moment and started again, the study goes on: a training from its last checkpoint. A cell that
 fails is told, and the others go on.
 
@@ -135,12 +136,13 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Whole or not at all, also beside other workers; in place of an outdated one, never of another that is there."""
+    """Whole or not at all, also beside other workers. In place of a line that is outdated or of other weights, never of
+    another that is there."""
     path = ROOT / path
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent):
         lines, name = read_lines(path), record["cell"]
-        if name in current(lines):
+        if name in current(lines) and lines[name].get("weights") == record.get("weights"):
             return
         if name in lines:
             others = "".join(json.dumps(line) + "\n" for cell, line in lines.items() if cell != name)
@@ -185,7 +187,7 @@ def to_do(wanted: Sequence[Cell], lines: Lines, places: Places) -> list[Cell]:
         missing.add(cell.name)
         for name in cell.needs:
             needed = by_name[name]
-            if name not in lines or not is_made(needed, places):
+            if name not in lines or not is_made(needed, places, lines):
                 look(needed)
 
     for cell in wanted:
@@ -194,8 +196,20 @@ def to_do(wanted: Sequence[Cell], lines: Lines, places: Places) -> list[Cell]:
     return [cell for cell in wanted if cell.name in missing]
 
 
-def is_made(cell: Cell, places: Places) -> bool:
-    return all((ROOT / path).exists() for path in places.made_by(cell))
+def is_made(cell: Cell, places: Places, lines: Lines) -> bool:
+    """Its files are there, of a drafter also those that its commands make now."""
+    if not all((ROOT / path).exists() for path in places.made_by(cell)):
+        return False
+    if cell.kind != "drafter":
+        return True
+    note = ROOT / places.of(cell.name) / "commands.json"
+    wanted = commands(cell, places, lines)
+    return note.exists() and without_validation(json.loads(note.read_text())) == without_validation(wanted)
+
+
+def without_validation(wanted: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Validating along answers changes no drafter."""
+    return [[part for part in command if not part.startswith("train.eval_replay=")] for command in wanted]
 
 
 def likely_seconds(cell: Cell, lines: Lines) -> float:
@@ -229,16 +243,16 @@ def print_plan(wanted: Sequence[Cell], lines: Lines, places: Places) -> None:
 
 
 def made_otherwise(wanted: Sequence[Cell], lines: Lines) -> list[str]:
-    """Cells whose line names other commands than the design does now; validating along answers changes no drafter."""
+    """Cells whose line names other commands than the design does now."""
 
-    def said(command: str) -> list[str]:
-        return [part for part in shlex.split(command) if not part.startswith("train.eval_replay=")]
+    def said(words: Sequence[str]) -> list[list[str]]:
+        return without_validation([shlex.split(command) for command in words])
 
     there = [cell for cell in wanted if cell.name in lines]
     return [
         cell.name
         for cell in there
-        if list(map(said, lines[cell.name]["commands"])) != list(map(said, in_words(commands(cell, USUAL, lines))))
+        if said(lines[cell.name]["commands"]) != said(in_words(commands(cell, USUAL, lines)))
     ]
 
 
@@ -318,7 +332,8 @@ class Study:
                 with self.claimed(cell) as lock:
                     if lock is None:
                         continue
-                    if cell.name in current(read_lines(self.results)) and is_made(cell, self.places):
+                    latest = current(read_lines(self.results))
+                    if cell.name in latest and is_made(cell, self.places, latest):
                         break  # another worker was faster
                     try:
                         self.make(cell, lines, lock)
@@ -486,6 +501,7 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
             "learning_rate": best_rate(ALL_ARMS[cell.arm].family, lines),
             "steps": cell.steps,
             "parameters": parameters(folder / "drafter" / "model.safetensors"),
+            "weights": weights_of(folder),
             "train_seconds": round(seconds[0], 1),
             "validation": _validation(folder),
             "replay": replayed(folder / "eval" / "replay"),
@@ -493,6 +509,7 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
     if cell.kind in ("sampled", "fr-spec", "c2t", "unrolled"):
         drafter = drafter_name(cell.arm, seed=cell.seed)
         measured = {"drafter": drafter, "learning_rate": lines[drafter]["learning_rate"]}
+        measured["drafter_weights"] = weights_of(ROOT / places.of(drafter))
         if cell.kind == "unrolled":
             return measured | {"validation": _validation(folder)}
         if cell.kind == "sampled":
@@ -514,6 +531,11 @@ def _validation(folder: Path) -> dict[str, Any]:
     for line in (folder / "metrics.jsonl").read_bytes().splitlines():
         latest |= {k: v for k, v in json.loads(line).items() if k.startswith(("validation_", "replay_"))}
     return latest
+
+
+def weights_of(folder: Path) -> str:
+    """By which lines know one drafter from another of the same name."""
+    return hashlib.sha256((folder / "drafter" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def parameters(path: Path) -> int:

@@ -193,9 +193,13 @@ def _tau_of_rate(family: str, rate: float, lines: Lines) -> float:
 
 
 def outdated(lines: Lines) -> set[str]:
-    """Cells that trained or measured a drafter with a rate that is not its family's best any more."""
+    """Cells that trained or measured a drafter with a rate that is not its family's best any more, or measured one
+    that has been trained anew since and has other weights."""
     found: set[str] = set()
     for name, line in lines.items():
+        trained = lines.get(line.get("drafter", ""), {}).get("weights")
+        if "drafter_weights" in line and trained not in (None, line["drafter_weights"]):
+            found.add(name)
         if line.get("kind") != "rate" and "learning_rate" in line:
             with suppress(KeyError):  # the search is not over
                 if line["learning_rate"] != best_rate(ALL_ARMS[line["arm"]].family, lines):

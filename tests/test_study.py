@@ -212,7 +212,8 @@ if kind == "drafter":
               "d2t": {"dtype": "I64", "shape": [7], "data_offsets": [48, 104]}, "__metadata__": {"a": "b"}}
     text = json.dumps(header).encode()
     (folder / "drafter").mkdir(parents=True, exist_ok=True)
-    (folder / "drafter" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(104))
+    weights = (out / "weights").read_bytes() if (out / "weights").exists() else bytes(104)
+    (folder / "drafter" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + weights)
 if kind == "sampled":
     contenders = {"plain": {}} | {own: {"tau": 2.5, "tau_interval": [2, 3], "rounds": 9, "new_tokens": 20}
                                   for own in ("long name", "chain of 6")}
@@ -352,6 +353,27 @@ def test_files_that_are_gone_are_made_again_and_their_line_stays(place: Path) ->
     assert ran(place).count("answers") == 1
     after = (place / "results.jsonl").read_text()
     assert after.startswith(before) and after.count("\n") == before.count("\n") + 1
+
+
+def test_a_drafter_of_other_commands_is_made_again_and_what_was_measured_with_other_weights_too(place: Path) -> None:
+    run(["fr-spec/answers"])
+    drafter, before = drafter_name("eagle2"), read()
+    note = place / "out" / drafter / "commands.json"
+    (command,) = json.loads(note.read_text())
+    note.write_text(json.dumps([[*command, "train.learning_rate=1.0"]]))  # by a search that has been thrown away
+    run(["fr-spec/library"])
+    assert ran(place).count(drafter) == 2
+    assert json.loads(note.read_text()) == [command]
+    assert {name: read()[name] for name in before} == before
+    note.unlink()
+    (place / "out" / "weights").write_bytes(bytes([1] * 104))
+    run(["fr-spec/*"])  # whose lines are there: nobody needs the drafter
+    assert read().keys() == before.keys() | {"fr-spec/library"} and ran(place).count(drafter) == 2
+    run(["c2t/eagle2"])
+    assert ran(place).count(drafter) == 3 and read()[drafter]["weights"] != before[drafter]["weights"]
+    assert study_cells.outdated(read()) == {"fr-spec/answers", "fr-spec/library"}
+    run(["fr-spec/*"])
+    assert ran(place).count(drafter) == 3 and study_cells.outdated(read()) == set()
 
 
 def test_a_drafter_that_the_search_for_its_rate_has_trained_is_not_trained_again(
