@@ -77,7 +77,7 @@ ARMS = {
     "poss2-eagle3": Arm(
         "PosS-2 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(2, "eagle3", _HEAD), (_STEPS,), 0.8
     ),
-    # PosS was published without HASS's top-10 loss, so its baselines go without, and search for a rate without.
+    # PosS was published without HASS's top-10 loss, so its baselines go without, and each searches for its own rate.
     "matched": Arm(
         "one layer, PosS-2's parameters",
         *("no-top10", "train/eagle.py", f"{{kind: eagle, match_specialists: {_MATCHED}}}", (_STEPS,), 0.7),
@@ -95,7 +95,9 @@ ARMS = {
     "poss3-eagle3": Arm(
         "PosS-3 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(3, "eagle3", _HEAD), (_STEPS,), 0.75
     ),
-    "hass-no-top10": Arm("HASS without its top-10 loss", "no-top10", "train/eagle.py", "{kind: eagle}", (_STEPS,), 0.5),
+    "hass-no-top10": Arm(
+        "HASS without its top-10 loss", "hass-no-top10", "train/eagle.py", "{kind: eagle}", (_STEPS,), 0.5
+    ),
     "hass3": Arm(
         *("HASS, three steps", "hass", "train/eagle.py", "{kind: eagle}"),
         ("train.ttt_steps=3", "train.top_k_loss=1"),
