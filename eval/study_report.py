@@ -85,6 +85,8 @@ CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # nam
 # (name in legends, colour), by the name in c2t_sweep.json; the shares of a table in this order
 C2T_CURVES = ("c2t, beam 15", "c2t, beam all")
 C2T_WORDS = ("15 a level", "all that pass")
+# (the paper's share, EAGLE-2's N at which ours is judged)
+C2T_CLAIMED = {C2T_CURVES[0]: ("0.78 (N = 100, Llama-2-7B)", 100), C2T_CURVES[1]: ("0.77 (N = 290, the same)", 180)}
 C2T_LABELS = {
     "eagle2": ("EAGLE-2 over N", "plain"),
     C2T_CURVES[0]: (f"C2T over beta, {C2T_WORDS[0]}", "s1"),
@@ -312,19 +314,32 @@ def claims(found: Found) -> list[str]:
             seen = f"{'less' if kept.value < FR_SPEC_KEPT else 'more'}, of the one seed"
     rows.append(["FR-Spec: half the vocabulary", "keeps 98 % (64 k of 128 k, Llama-3-8B)", here, seen])
     line = found.lines.get("c2t/eagle2")
-    rows_of_size = {row["curve"]: row for row in line["at_equal_tau"] if row["eagle2_nodes"] == 100} if line else {}
-    claim, paper = "C2T needs fewer candidates than EAGLE-2's tree", "0.78 (N = 100, Llama-2-7B)"
     for curve, words in zip(C2T_CURVES, C2T_WORDS, strict=True):
-        row, seen = rows_of_size.get(curve), OPEN
-        if row is not None:
-            ends = row["share_interval"]
-            # A curve that ends below this tau has not shown that fewer do, one that begins above it has.
-            seen = "not shown" if row.get("beyond") != "below" else "shows, of the one seed"
-            if ends is not None:
-                seen = _side([1 / end for end in reversed(ends)], "of the one seed")
-        rows.append([f"{claim}, {words}", paper, OPEN if row is None else _share_of(row), seen])
-        paper = "as above"
+        paper, nodes = C2T_CLAIMED[curve]
+        here, seen = (OPEN, OPEN) if line is None else _c2t_judged(line, curve, nodes)
+        rows.append([f"C2T needs fewer candidates than EAGLE-2's tree, {words}", paper, here, seen])
     return table(["claim", "paper", "here", "verdict"], rows)
+
+
+def _c2t_judged(line: Mapping[str, Any], curve: str, nodes: int) -> tuple[str, str]:
+    """(share, verdict) beside EAGLE-2's tree of that many nodes, or beside the largest smaller one whose tau the curve
+    reaches."""
+    reached = [
+        row
+        for row in line["at_equal_tau"]
+        if row["curve"] == curve
+        and row["eagle2_nodes"] <= nodes
+        and (row["share"] is not None or row.get("beyond") == "below")
+    ]
+    if not reached:
+        return "not reached", "not shown"
+    row = max(reached, key=lambda row: row["eagle2_nodes"])
+    here = f"{_share_of(row)} (N = {row['eagle2_nodes']})"
+    ends = row["share_interval"]
+    if ends is not None:
+        return here, _side([1 / end for end in reversed(ends)], "of the one seed")
+    # A curve that begins above this tau has shown it; one without an interval has not.
+    return here, "shows, of the one seed" if row.get("beyond") == "below" else "not shown"
 
 
 def _side(interval: Sequence[float], words: str) -> str:
@@ -418,11 +433,13 @@ def fr_spec(found: Found) -> list[str]:
 
 
 def c2t(found: Found) -> list[str]:
+    head = ["drafter", "EAGLE-2's N", "tau", "its candidates", *(f"C2T, {words}" for words in C2T_WORDS)]
+    head += [f"calls a round, {words}" for words in C2T_WORDS]
     rows = []
     for arm in ("eagle2", "eagle3"):
         line = found.lines.get(f"c2t/{arm}")
         if line is None:
-            rows.append([ARMS[arm].name, *[OPEN] * 5])
+            rows.append([ARMS[arm].name, *[OPEN] * (len(head) - 1)])
             continue
         by_size: dict[int, dict[str, Mapping[str, Any]]] = {}
         for row in line["at_equal_tau"]:
@@ -430,9 +447,19 @@ def c2t(found: Found) -> list[str]:
         for size, curves in by_size.items():
             shares = [_share_of(curves[name]) if name in curves else OPEN for name in C2T_CURVES]
             of_both = next(iter(curves.values()))
+            calls = [_calls_at(line["points"], name, of_both["tau"]) for name in C2T_CURVES]
             own = [f"{size}", f"{of_both['tau']:.2f}", f"{of_both['eagle2_candidates']:,}"]
-            rows.append([ARMS[arm].name, *own, *shares])
-    return table(["drafter", "EAGLE-2's N", "tau", "its candidates", *(f"C2T, {words}" for words in C2T_WORDS)], rows)
+            rows.append([ARMS[arm].name, *own, *shares, *calls])
+    return table(head, rows)
+
+
+def _calls_at(points: Sequence[Mapping[str, Any]], curve: str, tau: float) -> str:
+    """Of a curve, between two of its points linearly."""
+    own = sorted((point["tau"], point["calls_per_round"]) for point in points if point["curve"] == curve)
+    if not own or not own[0][0] <= tau <= own[-1][0]:
+        return "-"
+    calls = np.interp(tau, [at for at, _ in own], [calls for _, calls in own])
+    return f"{calls:.1f}"
 
 
 def _share_of(row: Mapping[str, Any]) -> str:

@@ -683,7 +683,7 @@ def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any])
     assert row("data", "EAGLE-3, tree of 60")[1:] == ["open"] * 4
     assert "open" not in row("fr-spec", "the target's answers", "128")
     assert row("fr-spec", "the library's text", "128")[2:] == ["open"] * 2
-    assert row("c2t", "EAGLE-2")[1:] == ["open"] * 5
+    assert row("c2t", "EAGLE-2")[1:] == ["open"] * 7
     at_100 = {"eagle2_nodes": 100, "tau": 3.5, "eagle2_candidates": 1000}
     at_8 = {"eagle2_nodes": 8, "tau": 2.5, "eagle2_candidates": 100}
     beyond = {"share": None, "share_interval": None}
@@ -693,13 +693,21 @@ def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any])
         at_8 | beyond | {"curve": "c2t, beam 15", "beyond": "below", "share_at_end": 0.97},
         at_8 | {"curve": "c2t, beam all", "share": 0.9, "share_interval": None},
     ]
-    found = Found({**lines, "c2t/eagle2": {"at_equal_tau": equal}})
-    assert study_report.c2t(found)[2] == "| EAGLE-2 | 100 | 3.50 | 1,000 | 0.80 [0.70, 0.90] | not reached |"
-    assert study_report.c2t(found)[3] == "| EAGLE-2 | 8 | 2.50 | 100 | < 0.97 | 0.90 |"
-    assert study_report.claims(found)[-2].endswith(
-        ", 15 a level | 0.78 (N = 100, Llama-2-7B) | 0.80 [0.70, 0.90] | shows, of the one seed |"
-    )
-    assert study_report.claims(found)[-1].endswith(", all that pass | as above | not reached | not shown |")
+    points = [
+        {"curve": "c2t, beam 15", "tau": tau, "calls_per_round": calls} for tau, calls in ((4.0, 6.0), (3.0, 5.0))
+    ]
+    found = Found({**lines, "c2t/eagle2": {"at_equal_tau": equal, "points": points}})
+    assert study_report.c2t(found)[2] == "| EAGLE-2 | 100 | 3.50 | 1,000 | 0.80 [0.70, 0.90] | not reached | 5.5 | - |"
+    assert study_report.c2t(found)[3] == "| EAGLE-2 | 8 | 2.50 | 100 | < 0.97 | 0.90 | - | - |"
+
+    def claimed(line: dict[str, Any]) -> list[str]:
+        rows = study_report.claims(Found({**lines, "c2t/eagle2": line}))
+        return [row.split(" | ", 2)[2] for row in rows[-2:]]
+
+    judged = {"at_equal_tau": equal, "points": points}
+    assert claimed(judged) == ["0.80 [0.70, 0.90] (N = 100) | shows, of the one seed |", "0.90 (N = 8) | not shown |"]
+    judged = {"at_equal_tau": equal[1:3], "points": points}
+    assert claimed(judged) == ["< 0.97 (N = 8) | shows, of the one seed |", "not reached | not shown |"]
     assert study_report.claims(found)[-3].endswith("] | as much |")  # an interval that holds the paper's
     twice = lines["fr-spec/answers"]["replay"]["512"] | {"rounds_by_answer": [2 * n for n in rounds_of(0, 3)]}
     lines["fr-spec/answers"]["replay"]["512"] = twice
