@@ -103,8 +103,11 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 def _beam(text: str) -> Beam:
     beam, _, betas = text.partition(":")
-    own = tuple(float(beta) for beta in betas.split(",")) if betas else None
-    return None if beam == "all" else int(beam), own
+    try:
+        own = tuple(float(beta) for beta in betas.split(",")) if betas else None
+        return None if beam == "all" else int(beam), own
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: give K2 or all, or with betas of its own 15:0.05,0.1,0.3") from None
 
 
 def points_of(

@@ -190,7 +190,7 @@ def progress(found: Found) -> list[str]:
     left = [cell.name for cell in every if cell.name not in found.lines]
     commits = list(dict.fromkeys(line["commit"].rstrip("+") for line in found.lines.values()))
     hours = sum(line["seconds"] for line in found.lines.values()) / 3600
-    done = f"{len(every) - len(left)} of {len(every)} cells done in {hours:.1f} hours of a processor"
+    done = f"{len(every) - len(left)} of {len(every)} cells done in {hours:.1f} hours of a processor or more"
     return [f"{done}, at commit{'s' * (len(commits) > 1)} {', '.join(commits)}." if commits else f"{done}."]
 
 

@@ -211,8 +211,8 @@ def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted
             (counted, "count more text") if counted else ("supervised positions", "regenerate more conversations")
         )
         raise UserError(
-            f"drafter.vocab_size: {size} draft tokens asked for, but {what} hold only {available} "
-            f"distinct tokens (stop and template tokens included); set it to {available} or less, or {more}"
+            f"drafter.vocab_size: {size} draft tokens asked for, but there are only {available} distinct ones in "
+            f"{what} (stop and template tokens included); set it to {available} or less, or {more}"
         )
     return DraftVocab(_most_frequent(counts, inside, size), vocab_size)
 

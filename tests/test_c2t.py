@@ -1,5 +1,6 @@
 """C2T: rows of uncut trees against a slow twin, the classifier's training, its growth, and the sweep of beta."""
 
+import argparse
 import json
 import math
 import os
@@ -816,6 +817,15 @@ def test_nothing_that_lies_in_a_classifier_s_folder_is_replaced_with_it(
     script(c2t, *settings, f"classifier.rows={tmp_path / 'rows'}")  # its own files are no strangers
 
 
+def test_a_classifier_that_lets_nothing_pass_says_so(script: Callable[..., str], tmp_path: Path) -> None:
+    write_trees(tmp_path / "rows", [made_trees(30, 40)])
+    here = f"classifier.rows={tmp_path / 'rows'}", f"classifier.out={tmp_path / 'c2t'}"
+    said = script(c2t, *here, "classifier.epochs=1", "classifier.batch_size=16", "classifier.negative_ratio=null")
+    assert "recall 0.0000" in said and "note: no accepted node" in said
+    said = script(c2t, *here, "classifier.epochs=100", "classifier.learning_rate=0.01")
+    assert "recall 0.0000" not in said and "note: no accepted node" not in said
+
+
 def test_a_classifier_s_mistakes_are_told_at_once_and_before_training(
     place: Path, script: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -1284,6 +1294,9 @@ def test_a_sweep_s_settings_are_checked_and_the_recipe_s_own_tree_counts(place: 
     with pytest.raises(UserError) as error:
         points_of(recipe, (0.5,), (2, 4000), [(0, None)])
     assert [problem.split(":")[0] for problem in error.value.problems] == ["--betas", "--beams", "--nodes"]
+    for text in ("wide", "15:0.1,", "all:x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="give K2 or all"):
+            c2t_sweep._beam(text)
     with pytest.raises(UserError, match="from 0 to 1"):
         points_of(recipe, (0.5, 1.2), (4, 9))
     with pytest.raises(UserError, match="no C2T classifier here"):

@@ -75,6 +75,11 @@ def main() -> None:
     trained.classifier.save(out, beside)
     best = trained.best
     print(f"{out}: epoch {trained.epoch}, recall {best['recall']:.4f}, positive rate {best['positive_rate']:.4f}")
+    if best["recall"] == 0:
+        print(
+            f"note: no accepted node of the validation trees has a confidence of {THRESHOLD}, so at such a beta trees "
+            "are their roots alone; train for more classifier.epochs, or label more answers"
+        )
     if still_falls(trained.metrics):
         print("note: the validation loss still falls; more classifier.epochs may be worth their seconds")
 
