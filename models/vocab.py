@@ -208,10 +208,10 @@ def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted
     available = int(((counts > 0) | inside).sum())
     if available < size:
         what, more = (
-            (counted, "count more text") if counted else ("supervised positions", "regenerate more conversations")
+            (counted, "count more text") if counted else ("the supervised positions", "regenerate more conversations")
         )
         raise UserError(
-            f"drafter.vocab_size: {size} draft tokens asked for, but there are only {available} distinct ones in "
+            f"drafter.vocab_size: {size} draft tokens asked for, but there are only {available} distinct tokens in "
             f"{what} (stop and template tokens included); set it to {available} or less, or {more}"
         )
     return DraftVocab(_most_frequent(counts, inside, size), vocab_size)
