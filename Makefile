@@ -58,7 +58,7 @@ demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptan
 demo-target: install  ## train the demo's target model again: 80 minutes
 	$(BIN)/python recipes/make_demo_target.py --out runs/demo_target
 
-study: install  ## all drafters on the demo pair, after make demo: 120 cells, 14 hours of a core; docs/results.md
+study: install  ## all drafters on the demo pair, after make demo: 121 cells, 14 hours of a core; docs/results.md
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/study.py
 	$(BIN)/python eval/study_report.py
 
