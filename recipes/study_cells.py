@@ -32,7 +32,7 @@ RATE_BOUNDS = (5e-4, 3.2e-2)
 EQUAL_RATES = 0.01  # share of tau by which rates may differ and be equally good: hundredths are the validation's noise
 CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
 # C2T's betas, for both of the paper's second prunings: 15 nodes a level, which bounds a tree at any beta, and all that
-# pass. There trees have no end below some beta, which lies higher where a drafter is less sure: EAGLE-3's have 176
+# pass. There trees have no end below some beta, which lies higher where a drafter is less sure: EAGLE-3's have 142
 # nodes at 0.2 and run into the limit at 0.15.
 C2T_NARROW = "15:0.005,0.01,0.02,0.05,0.1,0.15,0.2,0.3,0.4,0.6,0.8,0.95"
 C2T_WIDE = {
