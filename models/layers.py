@@ -6,7 +6,7 @@ in what lies between: which keys a query sees. The arithmetic of the parameters 
 Shapes: B rows, C columns, A query heads, G key/value heads, D head dimension, W input width, H hidden size.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,10 +30,33 @@ def rotary(rope_parameters: dict[str, Any], head_dim: int, max_position_embeddin
 
 
 def rotate(states_BACD: torch.Tensor, cos_BCD: torch.Tensor, sin_BCD: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of queries or keys, half-split layout (Llama's), in their precision."""
-    first, second = states_BACD.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (states_BACD * cos_BCD[:, None] + turned * sin_BCD[:, None]).to(states_BACD.dtype)
+    """Rotary embedding of queries or keys, half-split layout (Llama's), in their precision. Both halves of cos and sin
+    are the same."""
+    return _Rotate.apply(states_BACD, cos_BCD[:, None], sin_BCD[:, None])  # type: ignore[return-value]
+
+
+class _Rotate(torch.autograd.Function):
+    """first cos - second sin, second cos + first sin; the gradient is turned back. Autograd's takes twice the time."""
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos, sin)
+        return _turned(states, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1), None, None
+
+
+def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, way: Literal[1, -1]) -> torch.Tensor:
+    first, second = states.chunk(2, dim=-1)
+    turned = states * cos
+    sin_first, sin_second = sin.chunk(2, dim=-1)
+    turned_first, turned_second = turned.chunk(2, dim=-1)
+    turned_first.addcmul_(second, sin_first, value=-way)
+    turned_second.addcmul_(first, sin_second, value=way)
+    return turned.to(states.dtype)
 
 
 def grouped_attention(

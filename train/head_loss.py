@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from draftsmith.models.sampling import likeliest
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.losses import Lesson, LossWeights
 
@@ -60,7 +61,7 @@ class Teacher:
         # The head stays in the target's own precision: it is the teacher.
         with torch.autocast(states_NH.device.type, enabled=False):
             logits_NV = self.logits(states_NH)
-        best = vocab.to_draft(logits_NV.argmax(-1))
+        best = vocab.to_draft(likeliest(logits_NV))
         if not vocab.is_full:
             logits_NV = logits_NV[:, vocab.target_ids.to(logits_NV.device)]
         p_NV = functional.softmax(logits_NV, dim=-1)
@@ -208,15 +209,15 @@ class _HeadLoss(torch.autograd.Function):
                 for step, place, teachers, mine in chunk.students():
                     best = chunk.best[teachers]
                     trained[step, place] = reached[step, place] & (best >= 0)
-                    correct[step] += ((logits[mine].argmax(-1) == best) & reached[step, place]).sum()
+                    correct[step] += ((likeliest(logits[mine]) == best) & reached[step, place]).sum()
                     its_weight[mine] = step_weights[step, place] * trained[step, place]
                     value = lesson.learn(logits[mine], teachers.start)
                     loss += torch.where(trained[step, place], value * its_weight[mine], 0.0).sum()
                 if not differentiable:
                     continue
-                idle = (its_weight == 0)[:, None]  # whatever is there, 0 of it
-                gradient = chunk.unscaled(logits).to(head.dtype).masked_fill_(idle, 0)
-                students = chunk.read.masked_fill(idle, 0)
+                idle = its_weight == 0
+                gradient, students = chunk.unscaled(logits).to(head.dtype), chunk.read
+                _clear(idle, gradient, students)
                 of_students = (gradient @ head) * its_weight[:, None]
                 for step, place, _, mine in chunk.students():
                     of_read[step][place] = of_students[mine]
@@ -241,6 +242,17 @@ class _HeadLoss(torch.autograd.Function):
             if each is not None:
                 each *= grad
         return None, None, None, of_weight, None, *of_read
+
+
+def _clear(rows: torch.Tensor, *matrices: torch.Tensor) -> None:
+    """Zeros in these rows, whatever is there."""
+    if rows.device.type == "cpu":  # a mask over all elements takes as long as their exponentials
+        rows = rows.nonzero().squeeze(-1)
+        for matrix in matrices:
+            matrix.index_fill_(0, rows, 0)
+    else:  # where to know the rows would be to wait for them
+        for matrix in matrices:
+            matrix.masked_fill_(rows[:, None], 0)
 
 
 def _logits(

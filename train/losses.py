@@ -85,8 +85,8 @@ class Lesson:
         if weights.top_k:
             p_Nk, tokens_Nk = p_NV.topk(min(weights.top_k_tokens, p_NV.shape[-1]), dim=-1)
             self._teach(torch.zeros_like(p_NV).scatter_(-1, tokens_Nk, weights.top_k * p_Nk))
-        # [N] sum of t; None: it is 1, as p's is.
-        self.mass = None if self.t is None or self.t is p_NV else self.t.sum(-1, keepdim=True)
+        # Sum of t, [N] or a number: p's is 1.
+        self.mass = 1.0 if self.t is None or self.t is p_NV else self.t.sum(-1)
         self.ranked: torch.Tensor | None = None
         if weights.rank:
             self.ranked = p_NV.topk(min(weights.rank_tokens, p_NV.shape[-1]), dim=-1).indices  # [N, k]
@@ -101,32 +101,41 @@ class Lesson:
         """
         columns = slice(first, first + len(logits_MV))
         z = logits_MV
-        z -= z.logsumexp(-1, keepdim=True) + self.unsound[columns, None]  # log q
-        value, beside = self.constant[columns], None
+        value = self.constant[columns]
+        of_acceptance = of_rank = None
+        if self.is_on_acceptance or self.ranked is not None:
+            z -= z.logsumexp(-1, keepdim=True) + self.unsound[columns, None]  # log q
         if self.ranked is not None:
-            of_rank, beside = rank_loss(z.gather(-1, self.ranked[columns]))
-            value = value + self.weights.rank * of_rank
-        if self.t is not None:
-            value = value - torch.linalg.vecdot(self.t[columns], z)
+            its_value, of_rank = rank_loss(z.gather(-1, self.ranked[columns]))
+            value = value + self.weights.rank * its_value
         if self.is_on_acceptance:
-            of_objective, gradient = _on_both(self.weights.objective, z, self.p[columns])
-            value = value + self.weights.token * of_objective
-            z.zero_() if self.t is None else self._cross_entropies(z, columns)
-            z.add_(gradient, alpha=self.weights.token)
-        elif self.t is not None:
-            self._cross_entropies(z, columns)
-        else:
+            its_value, of_acceptance = _on_both(self.weights.objective, z, self.p[columns])
+            value = value + self.weights.token * its_value
+        if self.t is None:
             z.zero_()
-        if self.ranked is not None and beside is not None:
-            z.scatter_add_(-1, self.ranked[columns], self.weights.rank * beside)
+        else:
+            value = value + self._cross_entropies(z, columns)
+        if of_acceptance is not None:
+            z.add_(of_acceptance, alpha=self.weights.token)
+        if self.ranked is not None and of_rank is not None:
+            z.scatter_add_(-1, self.ranked[columns], self.weights.rank * of_rank)
         return value
 
-    def _cross_entropies(self, log_q: torch.Tensor, columns: slice) -> None:
-        """Their gradient in the place of log q."""
-        log_q.exp_()
-        if self.mass is not None:
-            log_q *= self.mass[columns]
-        log_q -= self.t[columns]  # type: ignore[index]
+    def _cross_entropies(self, z: torch.Tensor, columns: slice) -> torch.Tensor:
+        """Their value; their gradient takes the place of z, logits but for a constant of each row.
+
+        Everything in place, for these passes over all logits are what a small drafter's step has beside its products:
+
+            z - max        t . z        exp(z)        its sum s        exp(z) (sum t) / s        - t
+        """
+        t = self.t[columns]  # type: ignore[index]
+        mass = self.mass[columns] if isinstance(self.mass, torch.Tensor) else self.mass
+        z -= z.amax(-1, keepdim=True)
+        taught = torch.linalg.vecdot(t, z)
+        total = z.exp_().sum(-1)
+        z *= (mass / total + self.unsound[columns])[:, None]
+        z -= t
+        return mass * total.log() - taught
 
 
 def _on_both(objective: TokenObjective, log_q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

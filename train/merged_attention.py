@@ -120,15 +120,15 @@ class _Merged(torch.autograd.Function):
             grouped, grad_grouped = (x.unflatten(1, (groups, -1)) for x in (query, grad))  # [B, G, R, C, D]
             total = total.unflatten(1, (groups, -1))  # [B, G, R, C]
             mean = _dot(grad_grouped, out.unflatten(1, (groups, -1)))
-            of_query = grad_query.unflatten(1, (groups, -1))
+            of_query = grad_query.unflatten(1, (groups, -1))  # a view
             of_keys, of_values = [], []
             for key, value in zip(own_keys, own_values, strict=True):
                 weight = (_dot(grouped, key[:, :, None]) * scale - total).exp()
                 of_score = weight * (_dot(grad_grouped, value[:, :, None]) - mean) * scale
-                of_query = of_query + of_score[..., None].to(query.dtype) * key[:, :, None]
-                of_keys.append((of_score[..., None].to(query.dtype) * grouped).sum(2))
-                of_values.append((weight[..., None].to(query.dtype) * grad_grouped).sum(2))
-            grad_query = of_query.flatten(1, 2)
+                weight, of_score = weight[..., None].to(query.dtype), of_score[..., None].to(query.dtype)
+                of_query.addcmul_(of_score, key[:, :, None])
+                of_keys.append(_over_heads(of_score * grouped))
+                of_values.append(_over_heads(weight * grad_grouped))
             own_grads = [*of_keys, *of_values]
         return grad_query, grad_keys, grad_values, None, None, *own_grads
 
@@ -153,6 +153,12 @@ def _nothing(states: torch.Tensor) -> torch.Tensor:
 def _precise(states: torch.Tensor) -> torch.dtype:
     """What sums over scores are taken in."""
     return torch.promote_types(states.dtype, torch.float32)
+
+
+def _over_heads(parts_BGRCD: torch.Tensor) -> torch.Tensor:
+    """Their sum, [B, G, C, D]."""
+    # A sum of one takes longer than the products in it.
+    return parts_BGRCD.squeeze(2) if parts_BGRCD.shape[2] == 1 else parts_BGRCD.sum(2)
 
 
 def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
