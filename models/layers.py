@@ -32,6 +32,8 @@ def rotary(rope_parameters: dict[str, Any], head_dim: int, max_position_embeddin
 def rotate(states_BACD: torch.Tensor, cos_BCD: torch.Tensor, sin_BCD: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of queries or keys, half-split layout (Llama's), in their precision. Both halves of cos and sin
     are the same."""
+    if not torch.is_grad_enabled():
+        return _turned(states_BACD, cos_BCD[:, None], sin_BCD[:, None], 1)
     return _Rotate.apply(states_BACD, cos_BCD[:, None], sin_BCD[:, None])  # type: ignore[return-value]
 
 
@@ -50,12 +52,11 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, way: Literal[1, -1]) -> torch.Tensor:
-    first, second = states.chunk(2, dim=-1)
+    """Forward, or (-1) back."""
+    half = states.shape[-1] // 2
     turned = states * cos
-    sin_first, sin_second = sin.chunk(2, dim=-1)
-    turned_first, turned_second = turned.chunk(2, dim=-1)
-    turned_first.addcmul_(second, sin_first, value=-way)
-    turned_second.addcmul_(first, sin_second, value=way)
+    turned[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-way)
+    turned[..., half:].addcmul_(states[..., :half], sin[..., half:], value=way)
     return turned.to(states.dtype)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from draftsmith.models.sampling import likeliest
+from draftsmith.models.sampling import at_hand, likeliest
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.losses import Lesson, LossWeights
 
@@ -246,11 +246,11 @@ class _HeadLoss(torch.autograd.Function):
 
 def _clear(rows: torch.Tensor, *matrices: torch.Tensor) -> None:
     """Zeros in these rows, whatever is there."""
-    if rows.device.type == "cpu":  # a mask over all elements takes as long as their exponentials
+    if at_hand(rows):  # a mask over all elements takes longer than their exponentials
         rows = rows.nonzero().squeeze(-1)
         for matrix in matrices:
             matrix.index_fill_(0, rows, 0)
-    else:  # where to know the rows would be to wait for them
+    else:
         for matrix in matrices:
             matrix.masked_fill_(rows[:, None], 0)
 

@@ -120,7 +120,7 @@ class _Merged(torch.autograd.Function):
             grouped, grad_grouped = (x.unflatten(1, (groups, -1)) for x in (query, grad))  # [B, G, R, C, D]
             total = total.unflatten(1, (groups, -1))  # [B, G, R, C]
             mean = _dot(grad_grouped, out.unflatten(1, (groups, -1)))
-            of_query = grad_query.unflatten(1, (groups, -1))  # a view
+            of_query = grad_query.unflatten(1, (groups, -1))  # a view, for the keys' parts
             of_keys, of_values = [], []
             for key, value in zip(own_keys, own_values, strict=True):
                 weight = (_dot(grouped, key[:, :, None]) * scale - total).exp()
