@@ -37,6 +37,8 @@ class Case:
 EAGLE = LossWeights(token=0.1, feature=1.0)
 HASS = LossWeights(token=0.1, feature=1.0, top_k=1.0, top_k_tokens=5)
 EAGLE3 = LossWeights()
+HYBRID = LossWeights(token=0.5, objective="hybrid", rank=0.2, rank_tokens=4)
+ACCEPTANCE = LossWeights(objective="log_acceptance", feature=0.5, top_k=0.1, top_k_tokens=3)
 
 
 def _eagle(
@@ -45,8 +47,14 @@ def _eagle(
     return Case("eagle", None, own, steps, detach, weights, step_weight)
 
 
-def _eagle3(steps: int, draft_tokens: int | None = None, step_weight: StepWeight = 0.8, **own: Any) -> Case:
-    return Case("eagle3", None, own, steps, False, EAGLE3, step_weight, draft_tokens)
+def _eagle3(
+    steps: int,
+    draft_tokens: int | None = None,
+    step_weight: StepWeight = 0.8,
+    weights: LossWeights = EAGLE3,
+    **own: Any,
+) -> Case:
+    return Case("eagle3", None, own, steps, False, weights, step_weight, draft_tokens)
 
 
 def _poss(steps: int, n: int, m: int, **own: Any) -> Case:
@@ -64,11 +72,13 @@ CASES: dict[str, Case] = {
     "hass": _eagle(4, HASS),
     "hass, not detached": _eagle(3, HASS, detach=False, step_weight="acceptance", embedding_scale=3.0),
     "eagle, two layers": _eagle(3, step_weight=[0.5, 0.0, 2.0], num_layers=2),
+    "eagle, log acceptance": _eagle(3, ACCEPTANCE),
     "eagle, other biases": _eagle(3, attention_bias=True, fc_bias=False),
     "eagle3": _eagle3(5, draft_tokens=36),
     "eagle3, fc_norm": _eagle3(2, fc_norm=True, num_attention_heads=6),
     "eagle3, norm_output": _eagle3(8, norm_output=True),
     "eagle3.1": _eagle3(3, draft_tokens=36, step_weight="acceptance", fc_norm=True, norm_output=True),
+    "eagle3, hybrid and rank": _eagle3(3, draft_tokens=36, weights=HYBRID),
     "eagle3, two layers": _eagle3(4, num_layers=2, attention_bias=True),
     "poss-1": _poss(5, 1, 3),
     "poss-2": _poss(6, 2, 2),

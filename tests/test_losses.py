@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TokenObjective
+from draftsmith.recipes.schema import TokenObjective, TrainSection
 from draftsmith.train import head_loss
 from draftsmith.train.head_loss import HeadLoss, Teacher
 from draftsmith.train.losses import Lesson, LossWeights, feature_regression
@@ -61,6 +61,15 @@ def test_losses_equal_their_twins(name: str) -> None:
     torch.testing.assert_close(given, gradient[2:], rtol=1e-10, atol=1e-12)
 
 
+def test_a_recipe_s_losses_are_those_that_are_summed() -> None:
+    settings: dict[str, Any] = {"token_loss": 0.5, "feature_loss": 0.25, "top_k_loss": 0.125, "top_k_tokens": 3}
+    settings |= {"token_objective": "hybrid", "rank_loss": 0.75, "rank_tokens": 4}
+    expected = LossWeights(
+        token=0.5, feature=0.25, top_k=0.125, top_k_tokens=3, objective="hybrid", rank=0.75, rank_tokens=4
+    )
+    assert LossWeights.of(TrainSection(**settings)) == expected
+
+
 def test_losses_from_a_cold_start() -> None:
     """A student far from everything: the logarithm of its acceptance has a gradient where total variation has none; and
     where the target is certain, it is the cross-entropy."""
@@ -78,6 +87,13 @@ def test_losses_from_a_cold_start() -> None:
     assert found["total_variation"].abs().max() < 1e-20
     torch.testing.assert_close(found["log_acceptance"], found["hard_ce"])
     torch.testing.assert_close(found["hard_ce"], torch.softmax(logits, -1) - certain)
+    # Farther off than the smallest number's logarithm, among many tokens.
+    far, among_many = torch.zeros(1, 32_000), torch.zeros(1, 32_000)
+    far[0, 0], among_many[0, 3] = 120.0, 1.0
+    of_acceptance, of_hard = far.clone(), far.clone()
+    Lesson(LossWeights(objective="log_acceptance"), among_many).learn(of_acceptance)
+    Lesson(LossWeights(objective="hard_ce"), among_many).learn(of_hard)
+    torch.testing.assert_close(of_acceptance, of_hard)
     mild = torch.tensor([[3.0, 0.0, 1.0, -1.0, 0.0]])
     value = {name: Lesson(LossWeights(objective=name), certain).learn(mild.clone()) for name in OBJECTIVES}
     torch.testing.assert_close(value["log_acceptance"], value["hard_ce"])

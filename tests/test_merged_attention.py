@@ -6,10 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models.alignment import Columns, Documents, Run, columns_of
 from draftsmith.train import attention_kernels
-from draftsmith.train.attention_kernels import BLOCKS, FLASH_CPU, Kernel, is_right, kernel_for
+from draftsmith.train.attention_kernels import BLOCKS, FLASH_CPU, Kernel, flop_formulas, is_right, kernel_for
 from draftsmith.train.merged_attention import merged_attention, runs_of_documents
 
 CPU = torch.device("cpu")
@@ -187,7 +189,7 @@ def test_the_next_kernel_is_taken_where_the_preferred_one_is_wrong(monkeypatch: 
 
 
 def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads its second dimension but one, gradients in tensors that the caller brings; arguments of version 2.6 on."""
+    """Heads its second dimension but one, gradients in tensors that the caller brings; arguments of version 2.7 on."""
 
     def forward(q, k, v, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
         assert (dropout_p, left, right, softcap, alibi_slopes, return_softmax) == (0.0, -1, -1, 0.0, None, False)
@@ -211,6 +213,47 @@ def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.Monkey
     assert is_right(attention_kernels.FLASH_PACKAGE, CPU, torch.float32, 4, 2, 16)
     vars(interface).pop("_flash_attn_backward")
     assert not is_right(attention_kernels.FLASH_PACKAGE, CPU, torch.float32, 4, 2, 16)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_autocast_does_not_round_scores(kernel: Kernel) -> None:
+    """Inside autocast as without it, to the bit: large scores rounded to bfloat16 are units apart."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, columns: int) -> torch.Tensor:
+        return (4 * torch.randn(1, heads, columns, SIZE, generator=generator)).bfloat16().requires_grad_()
+
+    leaves = [draw(4, 9), *(draw(2, width) for width in (12, 12, 9, 9))]
+    query, keys, values, own_key, own_value = leaves
+    runs = [Run(0, 0, 9, 0, 3)]
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = merged_attention(query, keys, values, [own_key], [own_value], runs, kernel)
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
+    for without, within in zip(*found, strict=True):
+        torch.testing.assert_close(within, without, rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):  # and the trial compares with what is not rounded
+        rounded = Kernel(
+            "rounded", lambda q, k, v, causal: BLOCKS.forward(q, k.bfloat16().float(), v, causal), kernel.backward
+        )
+        assert is_right(kernel, CPU, torch.float32, 4, 2, 16) and not is_right(rounded, CPU, torch.float32, 4, 2, 16)
+
+
+def test_operations_of_a_gpu_s_kernels_are_counted_causally() -> None:
+    """By tensors without numbers. Causal: half of a square's."""
+    kernel, options = attention_kernels.FLASH_CUDA, {"device": "cuda", "dtype": torch.bfloat16}
+    with FakeTensorMode():
+        query, keys = torch.empty(1, 8, 64, 32, **options), torch.empty(1, 2, 64, 32, **options)
+        lse = torch.empty(1, 8, 64, device="cuda")
+        for causal, products in ((True, 1), (False, 2)):
+            for times, call in (
+                (2, lambda c=causal: kernel.forward(query, keys, keys, c)),
+                (5, lambda c=causal: kernel.backward(query, query, keys, keys, query, lse, c)),
+            ):
+                with FlopCounterMode(display=False, custom_mapping=dict(flop_formulas())) as counter:
+                    call()
+                assert counter.get_total_flops() == times * products * 8 * 64 * 64 * 32
 
 
 def test_keys_that_are_copied_for_each_head_are_summed_again(monkeypatch: pytest.MonkeyPatch) -> None:

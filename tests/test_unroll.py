@@ -2,6 +2,9 @@
 checkpointing change nothing; every parameter is trained.
 """
 
+from dataclasses import replace
+from typing import Literal
+
 import pytest
 import torch
 
@@ -9,10 +12,12 @@ from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.layers import GatedMLP, RmsNorm, rotary
+from draftsmith.recipes.schema import TrainSection
+from draftsmith.train.attention_kernels import BLOCKS, FLASH_CPU, Kernel
 from draftsmith.train.batches import Batch, collate, collate_as
 from draftsmith.train.head_loss import Teacher
 from draftsmith.train.noise import add_noise
-from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, simulated_tau, teacher_of, unroll
+from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, kernel_of, simulated_tau, teacher_of, unroll
 from tests.drafter_cases import (
     CASES,
     SPECIALISTS,
@@ -393,7 +398,8 @@ def test_outputs_see_neither_what_comes_later_nor_padding_nor_other_rows(name: s
 @pytest.mark.parametrize(
     "name", [name if name in ("hass", "eagle3") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_products_in_bfloat16_teach_the_same(name: str) -> None:
+@pytest.mark.parametrize("kernel", [BLOCKS, FLASH_CPU], ids=lambda kernel: kernel.name)
+def test_products_in_bfloat16_teach_the_same(name: str, kernel: Kernel) -> None:
     """As on GPUs: gradients are in float32 and near those of float32, checkpointed or not the very same.
 
     A product's rounding is 2^-9; through a layer and up to eight steps of it gradients differ by two hundredths.
@@ -404,7 +410,7 @@ def test_products_in_bfloat16_teach_the_same(name: str) -> None:
     for bf16, checkpointing in ((False, False), (True, False), (True, True)):
         drafter.zero_grad()
         trainee = trainee_of(case, drafter, checkpointing=checkpointing)
-        trainee.bf16 = bf16
+        trainee.bf16, trainee.kernel = bf16, kernel
         sums_of(trainee, ids, span).loss.backward()
         found[bf16, checkpointing] = gradients(drafter)
     for key, expected in found[False, False].items():
@@ -415,26 +421,36 @@ def test_products_in_bfloat16_teach_the_same(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_the_unroll_on_a_gpu_is_the_cpu_s() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    for name in ("hass", "eagle3", "poss3-2"):
-        case, drafter = CASES[name], drafter_of(CASES[name])
-        ids, span = make_rows([20, 16])
-        sums_of(trainee_of(case, drafter), ids, span).loss.backward()
-        expected = gradients(drafter)
-        drafter.zero_grad()
-        columns = columns_of(span, case.steps)
-        columns = Columns(columns.index.cuda(), columns.depth.cuda())
-        captured, last = states_of(drafter, ids)
-        teacher = teacher_of(small_target(), last, ids, columns_of(span, case.steps), drafter.vocab)
-        head = small_target().head_weight.detach().cuda()
-        teacher = Teacher(
-            teacher.states.cuda(), lambda states, head=head: states @ head.T, teacher.label_drafted.cuda()
-        )
-        trainee_of(case, drafter.cuda())(captured.cuda(), ids.cuda(), columns, teacher).loss.backward()
-        for key, own in gradients(drafter).items():
-            assert (own.cpu() - expected[key]).norm() <= 1e-3 * expected[key].norm(), (name, key)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", ["hass", "eagle3", "poss3-2"])
+def test_the_unroll_on_a_gpu_is_the_cpu_s(name: str, bf16: bool, packed: bool) -> None:
+    """By plain blocks in float32, by a fused kernel in bfloat16, whose products round to 2^-9."""
+    case, drafter, device = CASES[name], drafter_of(CASES[name]), torch.device("cuda")
+    batch = collate(training_rows(), packed)
+    sums_of_batch(trainee_of(case, drafter), batch).loss.backward()
+    expected = gradients(drafter)
+    states = small_target().states(batch.ids, drafter.config.capture_layers, batch.documents)
+    columns = columns_of(batch.span, case.steps)
+    columns = replace(columns, known_runs=tuple(columns.runs(batch.documents)))
+    teacher = teacher_of(small_target(), states.last, batch.ids, columns, drafter.vocab)
+    head = small_target().head_weight.detach().to(device)
+    teacher = Teacher(teacher.states.to(device), lambda given: given @ head.T, teacher.label_drafted.to(device))
+    trainee = trainee_of(case, drafter.to(device))
+    trainee.bf16 = bf16
+    fused = kernel_of(drafter.config, device, torch.bfloat16 if bf16 else torch.float32).forward is not BLOCKS.forward
+    assert fused == bf16
+    there = batch.to(device)
+    trainee(states.captured.to(device), there.ids, columns.to(device), teacher, there.documents).loss.backward()
+    for key, own in gradients(drafter).items():
+        assert (own.cpu() - expected[key]).norm() <= (0.05 if bf16 else 1e-3) * expected[key].norm(), key
+
+
+@pytest.mark.parametrize("attention", ["auto", "blocks"])
+def test_a_recipe_chooses_who_computes_attention(attention: Literal["auto", "blocks"]) -> None:
+    trainee = TrainingTimeTest.of(drafter_of(CASES["eagle3"]), TrainSection(attention=attention))
+    assert trainee.kernel is (BLOCKS if attention == "blocks" else None)
 
 
 def test_a_batch_in_which_nothing_counts_gives_zero() -> None:

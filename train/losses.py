@@ -9,7 +9,7 @@ the probability that speculative sampling accepts a token drawn from q (arXiv 22
     soft_ce          -sum p log q                         q - p                          EAGLE-3
     forward_kl       sum p log(p / q)                     q - p
     hard_ce          -log q[argmax p]                     q - onehot
-    reverse_kl       sum q log(q / p)                     q (log(q / p) - reverse_kl)
+    reverse_kl       sum q log(q / p)                     q (log(q / p) - reverse_kl); p at least the smallest number
     total_variation  1 - alpha                            q (g - sum q g),  g = -1 where q < p, else 0
     log_acceptance   -log alpha                           that of total_variation / alpha    arXiv 2602.23881
     hybrid           lambda forward_kl                    the same mixture, lambda held fixed: exp(-3 alpha)
@@ -51,13 +51,13 @@ class LossWeights:
     @classmethod
     def of(cls, settings: TrainSection) -> "LossWeights":
         return cls(
-            settings.token_loss,
-            settings.feature_loss,
-            settings.top_k_loss,
-            settings.top_k_tokens,
-            settings.token_objective,
-            settings.rank_loss,
-            settings.rank_tokens,
+            token=settings.token_loss,
+            feature=settings.feature_loss,
+            top_k=settings.top_k_loss,
+            top_k_tokens=settings.top_k_tokens,
+            objective=settings.token_objective,
+            rank=settings.rank_loss,
+            rank_tokens=settings.rank_tokens,
         )
 
 
@@ -141,14 +141,14 @@ class Lesson:
 def _on_both(objective: TokenObjective, log_q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Value [N] and gradient [N, V] of an objective that is no cross-entropy."""
     q = log_q.exp()
-    log_p = p.clamp(min=torch.finfo(p.dtype).tiny).log() if objective in ("reverse_kl", "log_acceptance") else p
     if objective == "log_acceptance":
         # By logarithms: a student that is far off has an alpha near 0, and is to learn all the same.
+        log_p = p.log()  # -inf where p is 0, which adds nothing
         log_alpha = torch.minimum(log_p, log_q).logsumexp(-1, keepdim=True)
         part = (log_q - log_alpha).exp().masked_fill(log_q >= log_p, 0.0)  # of alpha, where q < p
         return -log_alpha.squeeze(-1), q * part.sum(-1, keepdim=True) - part
     if objective == "reverse_kl":
-        ratio = log_q - log_p
+        ratio = log_q - p.clamp(min=torch.finfo(p.dtype).tiny).log()
         value = torch.linalg.vecdot(q, ratio)
         return value, q * (ratio - value[:, None])
     alpha = torch.minimum(p, q).sum(-1)

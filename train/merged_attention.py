@@ -54,7 +54,9 @@ def merged_attention(
     Args:
         own_keys, own_values: one [B, G, C, D] for each of the steps 1..k.
     """
-    return _Merged.apply(query_BACD, prefix_keys_BGTD, prefix_values_BGTD, runs, kernel, *own_keys, *own_values)  # type: ignore[return-value]
+    # Autocast would round the scores that kernels and sums here ask for in float32.
+    with torch.autocast(query_BACD.device.type, enabled=False):
+        return _Merged.apply(query_BACD, prefix_keys_BGTD, prefix_values_BGTD, runs, kernel, *own_keys, *own_values)  # type: ignore[return-value]
 
 
 class _Merged(torch.autograd.Function):

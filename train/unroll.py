@@ -133,7 +133,8 @@ def _enter(layer: DraftLayer, entry: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def kernel_of(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
     """That of a drafter's attention, whose products are in this precision."""
-    return kernel_for(device, dtype, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    kind = torch.device(device.type)  # `cuda` and `cuda:0` are the same here: one trial for both
+    return kernel_for(kind, dtype, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 
 
 def unroll(
