@@ -3,12 +3,13 @@
     python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048
     python tests/bench/train_step.py --hidden 512 --vocab 16384 --seq 2048 --peer .venv-peer/bin/python
     python tests/bench/train_step.py --lengths 1024 2048 4096 8192 16384 --plot lengths.png   # by --seq
-    make bench    # the shapes of SHAPES, beside speculators in .venv-peer
+    make bench    # the shapes of SHAPES for this device, beside speculators in .venv-peer
 
 A step is the teacher's head, forward, K unroll steps, backward, clipping and AdamW. Each side runs in processes of its
 own, in turn; medians over all steps of `--rounds` rounds. Memory is the most that a process held during its steps, less
-what it held when model, optimiser (its moments included) and inputs were there. Supervised tokens lie in `--spans`
-spans spread over each document.
+what it held when model, optimiser (its moments included) and inputs were there; on a GPU, where what a compiler or a
+kernel's trial takes would count, that of the steps behind the warm-up. Supervised tokens lie in `--spans` spans spread
+over each document. speculators' compiled attention and fused losses are taken on a GPU, its sdpa on a CPU.
 
 Operations of a step are counted twice: those of the products that it ran, as they ran, and those that the method asks
 for, every column and key that counts once (`train.step_flops`, which the training's MFU goes by).
@@ -16,11 +17,15 @@ for, every column and key that counts once (`train.step_flops`, which the traini
 
 import argparse
 import json
+import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,12 +36,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 HERE = Path(__file__).parent
 LARGE = "--hidden 512 --vocab 16384 --seq 2048"
-SHAPES = {  # of --shapes
-    "hidden 256, vocab 4096, T 512, all supervised": "--hidden 256 --vocab 4096 --seq 512",
-    "hidden 512, vocab 16384, T 2048, all supervised": LARGE,
-    "the same, 4 spans, 50 %": f"{LARGE} --spans 4 --supervised 0.5",
-    "the same, 4 spans, 20 %": f"{LARGE} --spans 4 --supervised 0.2",
-    "the same, 8 documents, 2 spans each, 50 %": f"{LARGE} --docs 8 --spans 2 --supervised 0.5",
+LLAMA = "--hidden 4096 --intermediate 14336 --heads 32 --kv-heads 8 --vocab 128256 --draft-vocab 32000 --dtype bfloat16"
+SHAPES = {  # of --shapes, by device
+    "cpu": {
+        "hidden 256, vocab 4096, T 512, all supervised": "--hidden 256 --vocab 4096 --seq 512",
+        "hidden 512, vocab 16384, T 2048, all supervised": LARGE,
+        "the same, 4 spans, 50 %": f"{LARGE} --spans 4 --supervised 0.5",
+        "the same, 4 spans, 20 %": f"{LARGE} --spans 4 --supervised 0.2",
+        "the same, 8 documents, 2 spans each, 50 %": f"{LARGE} --docs 8 --spans 2 --supervised 0.5",
+    },
+    "cuda": {
+        "Llama-3.1-8B's drafter, T 4,096, all supervised": f"{LLAMA} --seq 4096",
+        "the same, T 16,384": f"{LLAMA} --seq 16384",
+        "the same, T 65,536": f"{LLAMA} --seq 65536",
+        "the same, T 16,384, 8 documents, 50 %": f"{LLAMA} --seq 16384 --docs 8 --spans 2 --supervised 0.5",
+    },
 }
 
 
@@ -59,10 +73,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--freeze-head", action="store_true")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--attention", choices=["auto", "blocks"], default="auto", help="as train.attention; ours")
     parser.add_argument("--peer", help="the python of an environment with speculators")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--shapes", action="store_true", help="all of SHAPES, one after another")
+    parser.add_argument("--json", type=Path, help="where numbers are written as well")
+    parser.add_argument("--shapes", action="store_true", help="all of SHAPES for the device, one after another")
     parser.add_argument("--lengths", type=int, nargs="+", help="one after another instead of --seq")
     parser.add_argument("--plot", type=Path, help="picture of --lengths")
     parser.add_argument("--side", choices=["ours", "peer"], help=argparse.SUPPRESS)
@@ -94,11 +109,15 @@ class Memory:
     def begin(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
             self.level = torch.cuda.memory_allocated()
         else:
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
             self.level = _status("VmRSS")
+
+    def warm(self) -> None:
+        """Behind the warm-up. On a CPU, where nothing is compiled, allocators may keep what they took there."""
+        if self.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
     def over_mib(self) -> float:
         peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else _status("VmHWM")
@@ -118,6 +137,8 @@ def measured(wanted: argparse.Namespace, step: Any) -> dict[str, Any]:
     memory.begin()
     seconds, cpu = [], []
     for repeat in range(wanted.warmup + wanted.steps):
+        if repeat == wanted.warmup:
+            memory.warm()
         began, cpu_began = time.perf_counter(), time.process_time()
         loss = step()
         if wanted.device == "cuda":
@@ -130,7 +151,9 @@ def measured(wanted: argparse.Namespace, step: Any) -> dict[str, Any]:
 
 def flops_that_ran(step: Any) -> float:
     """Of all products of a step."""
-    with FlopCounterMode(display=False) as counter:
+    from draftsmith.train.attention_kernels import flop_formulas
+
+    with FlopCounterMode(display=False, custom_mapping=dict(flop_formulas())) as counter:
         step()
     return counter.get_total_flops()
 
@@ -151,9 +174,10 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.models.alignment import Documents, columns_of
     from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
     from draftsmith.models.vocab import DraftVocab
+    from draftsmith.train.attention_kernels import BLOCKS
     from draftsmith.train.clock import peak_flops_per_second
     from draftsmith.train.step_flops import StepFlops
-    from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+    from draftsmith.train.unroll import TrainingTimeTest, kernel_of, teacher_of
 
     lengths, spans = layout(wanted)
     config = Eagle3Config(
@@ -168,12 +192,13 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
         rms_norm_eps=1e-6,
         max_position_embeddings=wanted.seq,
     )
-    device, dtype = wanted.device, getattr(torch, wanted.dtype)
+    device, dtype = torch.device(wanted.device), getattr(torch, wanted.dtype)
     vocab = DraftVocab(torch.arange(wanted.draft_vocab), wanted.vocab)
     drafter = Eagle3Drafter(config, vocab, torch.randn(wanted.vocab, wanted.hidden)).to(device)
     drafter.lm_head.weight.requires_grad_(not wanted.freeze_head)
     trainee = TrainingTimeTest(drafter, wanted.ttt, 0.8)
     trainee.bf16 = dtype == torch.bfloat16
+    trainee.kernel = BLOCKS if wanted.attention == "blocks" else kernel_of(config, device, dtype)
     head = nn.Linear(wanted.hidden, wanted.vocab, bias=False).to(device, dtype)
     target: Any = SimpleNamespace(logits=lambda last: head(last.to(dtype)).float())
     captured = torch.randn(1, wanted.seq, 3 * wanted.hidden, device=device, dtype=dtype)
@@ -183,16 +208,16 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     for number, (first, end) in enumerate(spans, start=1):
         span[0, first:end] = number
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    position = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    position = torch.cat([torch.arange(length) for length in lengths])[None]
     places = tuple((0, start, length) for start, length in zip(starts, lengths, strict=True))
-    documents = Documents(position, places) if wanted.docs > 1 else None
+    laid_out = Documents(position, places) if wanted.docs > 1 else None
+    documents = laid_out and Documents(position.to(device), places)
     parameters = [p for p in trainee.parameters() if p.requires_grad]
     optimiser = optimiser_of(parameters)
 
-    def step() -> float:
-        columns = columns_of(span, wanted.ttt)
-        if device != "cpu":
-            columns = type(columns)(columns.index.to(device), columns.depth.to(device))
+    def step() -> torch.Tensor:
+        columns = columns_of(span, wanted.ttt)  # as the loop does it, which looks at numbers before they are sent
+        columns = replace(columns, known_runs=tuple(columns.runs(laid_out))).to(device)
         teacher = teacher_of(target, last, ids, columns, drafter.vocab)
         sums = trainee(captured, ids, columns, teacher, documents)
         (sums.loss / sums.columns).backward()
@@ -203,7 +228,7 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
 
     found = measured(wanted, step)
     columns = columns_of(span, wanted.ttt)
-    starts_at = columns.gather(position.cpu())
+    starts_at = columns.gather(position)
     counted = [columns.counted(k) for k in range(wanted.ttt)]
     size: Any = SimpleNamespace(head_parameters=wanted.vocab * wanted.hidden)
     needed = StepFlops.of(trainee, None, size, states_are_read=True).of_counts(
@@ -214,17 +239,47 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     )
     if wanted.freeze_head:
         needed -= 2 * wanted.hidden * wanted.draft_vocab * sum(int(c.sum()) for c in counted)
-    found |= {"flops": flops_that_ran(step), "needed_flops": float(needed)}
-    if device == "cuda" and dtype == torch.bfloat16 and (peak := peak_flops_per_second(torch.device(device))):
-        found["peak_flops"] = peak
+    found |= {"flops": flops_that_ran(step), "needed_flops": float(needed), "attention": trainee.kernel.name}
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+        if dtype == torch.bfloat16 and (peak := peak_flops_per_second(device)):
+            found["peak_flops"] = peak
     return found
 
 
-def completed(wanted: argparse.Namespace) -> argparse.Namespace:
-    wanted.heads = wanted.heads or wanted.hidden // 64
+def parsed(given: Sequence[str]) -> argparse.Namespace:
+    """With defaults that follow from other arguments; ends with a message where no step can be made of them."""
+    parser = arguments()
+    wanted = parser.parse_args(given)
+    counts = "hidden", "vocab", "seq", "docs", "spans", "ttt", "threads", "steps", "rounds"
+    for name in (*counts, "intermediate", "heads", "kv_heads", "draft_vocab"):
+        if (value := getattr(wanted, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} {value}: give 1 or more")
+    wanted.heads = wanted.heads or max(1, wanted.hidden // 64)
     wanted.kv_heads = wanted.kv_heads or wanted.heads
     wanted.intermediate = wanted.intermediate or int(wanted.hidden * 2.75)
     wanted.draft_vocab = wanted.draft_vocab or wanted.vocab
+    wrong = {
+        f"--hidden {wanted.hidden}: not a multiple of twice --heads, {wanted.heads}": wanted.hidden
+        % (2 * wanted.heads),
+        f"--heads {wanted.heads}: not a multiple of --kv-heads, {wanted.kv_heads}": wanted.heads % wanted.kv_heads,
+        f"--draft-vocab {wanted.draft_vocab}: more than --vocab, {wanted.vocab}": wanted.draft_vocab > wanted.vocab,
+        f"--supervised {wanted.supervised}: give more than 0, and 1 at most": not 0 < wanted.supervised <= 1,
+        f"--warmup {wanted.warmup}: give 0 or more": wanted.warmup < 0,
+        "--device cuda: PyTorch sees none": wanted.device == "cuda" and not torch.cuda.is_available(),
+        f"--peer {wanted.peer}: no such program": wanted.peer is not None and shutil.which(wanted.peer) is None,
+        "--plot: a picture of --lengths; give some": wanted.plot is not None and not wanted.lengths,
+    }
+    for name, path in (("--json", wanted.json), ("--plot", wanted.plot)):
+        if path is not None:
+            wrong[f"{name} {path}: {path.parent} is no folder"] = not path.parent.is_dir()
+    for seq in wanted.lengths or [wanted.seq]:
+        its = argparse.Namespace(**vars(wanted) | {"seq": seq})
+        columns = sum(max(0, end - first - 1) for first, end in layout(its)[1]) if seq > 0 else 0
+        wrong[f"--seq {seq}: nothing to train on in --docs {wanted.docs} of --spans {wanted.spans}"] = columns < 1
+    for message, is_so in wrong.items():
+        if is_so:
+            parser.error(message)
     return wanted
 
 
@@ -243,17 +298,24 @@ def run_side(side: str, python: str, given: list[str]) -> dict[str, Any]:
     """One process."""
     done = subprocess.run(
         [python, str(HERE / "train_step.py"), *given, "--side", side],
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
-        check=True,
         env=os.environ | {"TOKENIZERS_PARALLELISM": "false"},
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        if side == "ours":
+            sys.exit(f"{done.stderr}\n{side}: {last}")
+        return {"failed": last}  # out of memory, say: the other side has its numbers all the same
+    found = json.loads(done.stdout.splitlines()[-1])
+    if not math.isfinite(found["loss"]):
+        sys.exit(f"{side}: the loss is {found['loss']}: what was measured was no training step")
+    return found
 
 
 def compared(given: list[str]) -> dict[str, Any]:
     """All rounds of one shape, printed."""
-    wanted = completed(arguments().parse_args(given))
+    wanted = parsed(given)
     sides = {"ours": sys.executable} | ({"peer": wanted.peer} if wanted.peer else {})
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for _ in range(wanted.rounds):
@@ -261,6 +323,10 @@ def compared(given: list[str]) -> dict[str, Any]:
             found[side].append(run_side(side, python, given))
     results: dict[str, Any] = {"arguments": given}
     for side, runs in found.items():
+        if failed := [run["failed"] for run in runs if "failed" in run]:
+            results[side] = {"failed": failed[0]}
+            print(f"{side:5}  failed: {failed[0]}", flush=True)
+            continue
         seconds = statistics.median(s for run in runs for s in run["seconds"])
         results[side] = {
             "tokens_per_second": wanted.seq / seconds,
@@ -278,11 +344,15 @@ def compared(given: list[str]) -> dict[str, Any]:
             if "peak_flops" in runs[0]:
                 results[side]["mfu"] = needed / seconds / runs[0]["peak_flops"]
                 utilisation = f"; MFU {results[side]['mfu']:.1%}"
+            results[side] |= {key: runs[0][key] for key in ("attention", "device") if key in runs[0]}
+            print(
+                f"       attention by {runs[0]['attention']}{' on ' * ('device' in runs[0])}{runs[0].get('device', '')}"
+            )
             print(
                 f"       {ran / 1e9:,.1f} GFLOP ran in a step, {ran / needed:.2f} times what counts; "
                 f"{needed / seconds / 1e9:,.0f} GFLOP/s that count{utilisation}"
             )
-    if "peer" in results:
+    if "failed" not in results.get("peer", {"failed": "there is none"}):
         mine, other = results["ours"], results["peer"]
         print(
             f"ours : peer  throughput {mine['tokens_per_second'] / other['tokens_per_second']:.2f}, "
@@ -298,9 +368,12 @@ def by_length(given: list[str], lengths: list[int], plot: Path | None) -> dict[i
     for length in lengths:
         print(f"\n{length:,} tokens", flush=True)
         results[length] = compared([*given, "--seq", str(length)])
-    sides = [side for side in ("ours", "peer") if side in results[lengths[0]]]
-    for side in sides:
-        for length in lengths:
+    sides = {
+        side: [n for n in lengths if "failed" not in results[n].get(side, {"failed": "there is none"})]
+        for side in ("ours", "peer")
+    }
+    for side, measured_ones in sides.items():
+        for length in measured_ones:
             found = results[length][side]
             print(
                 f"{side:5}  {length:>7,} tokens  {1e6 / found['tokens_per_second']:>7,.0f} us and "
@@ -311,11 +384,13 @@ def by_length(given: list[str], lengths: list[int], plot: Path | None) -> dict[i
 
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         memory, time_axes = figure.subplots(1, 2)
-        for side in sides:
-            rows = [results[length][side] for length in lengths]
+        for side, measured_ones in sides.items():
+            if not measured_ones:
+                continue
+            rows = [results[length][side] for length in measured_ones]
             name = "Draftsmith" if side == "ours" else "speculators"
-            memory.plot(lengths, [row["peak_over_mib"] for row in rows], marker="o", label=name)
-            time_axes.plot(lengths, [1e6 / row["tokens_per_second"] for row in rows], marker="o", label=name)
+            memory.plot(measured_ones, [row["peak_over_mib"] for row in rows], marker="o", label=name)
+            time_axes.plot(measured_ones, [1e6 / row["tokens_per_second"] for row in rows], marker="o", label=name)
         for axes, title in ((memory, "memory of a step, MiB"), (time_axes, "time of a step, microseconds a token")):
             axes.set(title=title, xlabel="tokens of the row", xlim=(0, None), ylim=(0, None))
             axes.grid(alpha=0.3)
@@ -325,7 +400,7 @@ def by_length(given: list[str], lengths: list[int], plot: Path | None) -> dict[i
 
 
 def main() -> None:
-    wanted = completed(arguments().parse_args())
+    wanted = parsed(sys.argv[1:])
     if wanted.side:
         torch.set_num_threads(wanted.threads)
         torch.manual_seed(0)
@@ -340,7 +415,7 @@ def main() -> None:
     results: Any
     if wanted.shapes:
         results = {}
-        for name, shape in SHAPES.items():
+        for name, shape in SHAPES[wanted.device].items():
             print(f"\n{name}", flush=True)
             results[name] = compared([*shape.split(), *given])
     elif wanted.lengths:
