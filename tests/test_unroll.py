@@ -402,8 +402,8 @@ def test_outputs_see_neither_what_comes_later_nor_padding_nor_other_rows(name: s
 def test_products_in_bfloat16_teach_the_same(name: str, kernel: Kernel) -> None:
     """As on GPUs: gradients are in float32 and near those of float32, checkpointed or not the very same.
 
-    A product's rounding is 2^-9; through a layer and up to eight steps of it gradients differ by two hundredths. Those of
-    acceptance by six: they jump where q = p, and rounding moves tokens to the other side.
+    A product's rounding is 2^-9; through a layer and up to eight steps of it gradients differ by two hundredths.
+    Those of acceptance by six: they jump where q = p, and rounding moves tokens to the other side.
     """
     case, drafter = CASES[name], drafter_of(CASES[name])
     ids, span = make_rows([20, 16])
