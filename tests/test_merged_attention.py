@@ -194,6 +194,8 @@ def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.Monkey
     def forward(q, k, v, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
         assert (dropout_p, left, right, softcap, alibi_slopes, return_softmax) == (0.0, -1, -1, 0.0, None, False)
         assert softmax_scale == q.shape[3] ** -0.5 and q.shape[:3] == (1, 37, 4) and k.shape[2] == v.shape[2] == 2
+        counted = attention_kernels._package_forward_flops(q.shape, k.shape, v.shape, 0.0, softmax_scale, causal, -1)
+        assert counted == 2 * (1 if causal else 2) * 4 * 37 * k.shape[1] * 16
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out, lse = BLOCKS.forward(q, k, v, causal)
         return out.transpose(1, 2), lse, None, None
@@ -202,6 +204,9 @@ def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.Monkey
         dout, q, k, v, out, lse, dq, dk, dv, dropout_p, scale, causal, left, right, softcap, slopes, deterministic
     ):
         assert (dropout_p, left, right, softcap, slopes, deterministic) == (0.0, -1, -1, 0.0, None, False)
+        shapes = [each.shape for each in (dout, q, k, v, out, lse, dq, dk, dv)]
+        counted = attention_kernels._package_backward_flops(*shapes, 0.0, scale, causal, -1)
+        assert counted == 5 * (1 if causal else 2) * 4 * 37 * k.shape[1] * 16
         dout, q, k, v, out = (each.transpose(1, 2) for each in (dout, q, k, v, out))
         for mine, its in zip((dq, dk, dv), BLOCKS.backward(dout, q, k, v, out, lse, causal), strict=True):
             mine.copy_(its.transpose(1, 2))

@@ -129,31 +129,35 @@ def _cpu_backward(grad, query, keys, values, out, lse, causal):
 FLASH_CPU = Kernel("the CPU's flash kernel", _cpu_forward, _cpu_backward)
 
 
+def _flops(products: int, query: torch.Size, keys: int, causal: bool) -> int:
+    """Of products of queries with keys, the causal ones with half of them: what lies behind is left out."""
+    return 2 * products * query.numel() * keys // (2 if causal else 1)
+
+
 def _forward_flops(
     query: torch.Size, keys: torch.Size, _: Any, dropout_p: float = 0.0, is_causal: bool = False, *__: Any, **___: Any
 ) -> int:
-    """Of two products of queries with keys, the causal ones with half of them: what lies behind is left out."""
-    return 4 * query.numel() * keys[2] // (2 if is_causal else 1)
+    return _flops(2, query, keys[2], is_causal)
 
 
 def _backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, is_causal: bool = False, **__: Any) -> int:
-    """Of five: the scores are made again. `rest`: values, output, log-sum-exp, dropout, causal."""
-    return 10 * query.numel() * keys[2] // (2 if is_causal or True in rest[4:5] else 1)
+    """The scores are made again. `rest`: values, output, log-sum-exp, dropout, causal."""
+    return _flops(5, query, keys[2], is_causal or True in rest[4:5])
 
 
 def _cuda_backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
-    """`rest`: values, output, log-sum-exp, two offsets, two lengths, dropout, causal."""
-    return 10 * query.numel() * keys[2] // (2 if rest[8] else 1)
+    """`rest`: values, output, log-sum-exp, two offsets, two lengths, dropout, causal, ..."""
+    return _flops(5, query, keys[2], rest[8])
 
 
 def _package_forward_flops(query: torch.Size, keys: torch.Size, _: Any, *options: Any, **__: Any) -> int:
     """`options`: dropout, scale, causal, ..."""
-    return 4 * query.numel() * keys[1] // (2 if options[2] else 1)
+    return _flops(2, query, keys[1], options[2])
 
 
 def _package_backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
     """`rest`: values, output, log-sum-exp, three gradients, dropout, scale, causal, ..."""
-    return 10 * query.numel() * keys[1] // (2 if rest[8] else 1)
+    return _flops(5, query, keys[1], rest[8])
 
 
 if hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):

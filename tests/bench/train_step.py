@@ -313,6 +313,11 @@ def run_side(side: str, python: str, given: list[str]) -> dict[str, Any]:
     return found
 
 
+def stands(results: dict[str, Any], side: str) -> bool:
+    """Whether this side ran, to its end."""
+    return side in results and "failed" not in results[side]
+
+
 def compared(given: list[str]) -> dict[str, Any]:
     """All rounds of one shape, printed."""
     wanted = parsed(given)
@@ -352,7 +357,7 @@ def compared(given: list[str]) -> dict[str, Any]:
                 f"       {ran / 1e9:,.1f} GFLOP ran in a step, {ran / needed:.2f} times what counts; "
                 f"{needed / seconds / 1e9:,.0f} GFLOP/s that count{utilisation}"
             )
-    if "failed" not in results.get("peer", {"failed": "there is none"}):
+    if stands(results, "peer"):
         mine, other = results["ours"], results["peer"]
         print(
             f"ours : peer  throughput {mine['tokens_per_second'] / other['tokens_per_second']:.2f}, "
@@ -368,12 +373,10 @@ def by_length(given: list[str], lengths: list[int], plot: Path | None) -> dict[i
     for length in lengths:
         print(f"\n{length:,} tokens", flush=True)
         results[length] = compared([*given, "--seq", str(length)])
-    sides = {
-        side: [n for n in lengths if "failed" not in results[n].get(side, {"failed": "there is none"})]
-        for side in ("ours", "peer")
-    }
-    for side, measured_ones in sides.items():
-        for length in measured_ones:
+    # Of each side the lengths that it could do.
+    done = {side: [length for length in lengths if stands(results[length], side)] for side in ("ours", "peer")}
+    for side, its_lengths in done.items():
+        for length in its_lengths:
             found = results[length][side]
             print(
                 f"{side:5}  {length:>7,} tokens  {1e6 / found['tokens_per_second']:>7,.0f} us and "
@@ -384,13 +387,13 @@ def by_length(given: list[str], lengths: list[int], plot: Path | None) -> dict[i
 
         figure = Figure(figsize=(8, 3.2), layout="constrained")
         memory, time_axes = figure.subplots(1, 2)
-        for side, measured_ones in sides.items():
-            if not measured_ones:
+        for side, its_lengths in done.items():
+            if not its_lengths:
                 continue
-            rows = [results[length][side] for length in measured_ones]
+            rows = [results[length][side] for length in its_lengths]
             name = "Draftsmith" if side == "ours" else "speculators"
-            memory.plot(measured_ones, [row["peak_over_mib"] for row in rows], marker="o", label=name)
-            time_axes.plot(measured_ones, [1e6 / row["tokens_per_second"] for row in rows], marker="o", label=name)
+            memory.plot(its_lengths, [row["peak_over_mib"] for row in rows], marker="o", label=name)
+            time_axes.plot(its_lengths, [1e6 / row["tokens_per_second"] for row in rows], marker="o", label=name)
         for axes, title in ((memory, "memory of a step, MiB"), (time_axes, "time of a step, microseconds a token")):
             axes.set(title=title, xlabel="tokens of the row", xlim=(0, None), ylim=(0, None))
             axes.grid(alpha=0.3)
