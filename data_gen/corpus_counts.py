@@ -34,8 +34,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.conversations import is_regenerated, turns_of_messages
 from draftsmith.data_gen.corpus_reader import Batch, Corpus, Item, Position, content_of
+from draftsmith.data_gen.training_rows import is_regenerated, turns_of_messages
 from draftsmith.models.chat import RenderError, as_text, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import CorpusCounts, read_tensors, write_tensors
 from draftsmith.recipes.errors import UserError

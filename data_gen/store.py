@@ -43,8 +43,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.data_gen.shards import Kind, shard_name, write_whole
+from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.models.checkpoint import differences, file_digest
 from draftsmith.recipes.errors import UserError
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from draftsmith.data_gen.contamination import left_out_of_training
-from draftsmith.data_gen.conversations import TrainingRow, training_rows
-from draftsmith.recipes.errors import UserError
+from draftsmith.data_gen.overlap import left_out_of_training
+from draftsmith.data_gen.training_rows import TrainingRow, training_rows
+from draftsmith.recipes.inputs import conversations, need
 from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
@@ -15,8 +15,8 @@ def usable_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> list[Traini
     Raises:
         UserError: no conversations, or none that can be trained on.
     """
-    path = recipe.conversations_path
-    if not path.exists():
-        raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
-    rows = training_rows(path, tokenizer, recipe.data.max_length, rejects, left_out_of_training(recipe))
+    need(conversations(recipe))
+    rows = training_rows(
+        recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, left_out_of_training(recipe)
+    )
     return [row for row in rows if any(end - start >= 2 for start, end in row.spans)]

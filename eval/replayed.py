@@ -36,7 +36,7 @@ from draftsmith.eval.replay import (
     replay_all,
     replay_bytes,
 )
-from draftsmith.eval.report import (
+from draftsmith.eval.report_files import (
     UNDRAFTED,
     generations_path,
     print_table,

@@ -1,6 +1,6 @@
 """data_gen/rank_vocab.py with batches of a few documents, saved after each: what a kill can hit lies close together."""
 
-from draftsmith.data_gen import corpus_counts, corpus_reader, rank_vocab
+from draftsmith.data_gen import corpus_counts, corpus_reader, rank_vocab, ranking  # noqa: F401 (imported before a lab forks)
 
 
 def main() -> None:

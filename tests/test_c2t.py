@@ -23,8 +23,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen import label_trees
-from draftsmith.data_gen.label_trees import Labelled, batches_of, label
+from draftsmith.data_gen import label_trees, labelling
 from draftsmith.data_gen.labelled_trees import (
     Manifest,
     Trees,
@@ -33,8 +32,9 @@ from draftsmith.data_gen.labelled_trees import (
     read_trees,
     write_shard,
 )
+from draftsmith.data_gen.labelling import Labelled, batches_of, label
 from draftsmith.eval import c2t_sweep
-from draftsmith.eval.c2t_sweep import Point, points_of, sweep_numbers
+from draftsmith.eval.c2t_curves import Point, points_of, sweep_numbers
 from draftsmith.eval.contenders import Lineup, check_contenders, main_contender, words_of
 from draftsmith.eval.decode import Generation, run_rounds
 from draftsmith.eval.policies import C2T, Eagle2, PolicyProposer
@@ -61,8 +61,8 @@ from draftsmith.models.vocab import DraftVocab, load_token_counts, save_token_co
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import ClassifierSection, LabelSection, Recipe, TargetSection
-from draftsmith.train import c2t
-from draftsmith.train.c2t import better, epoch_batches, rate_of, rates, share_of, split, train, validate
+from draftsmith.train import c2t, classifier_training
+from draftsmith.train.classifier_training import better, epoch_batches, rate_of, rates, share_of, split, train, validate
 from tests import reference
 from tests.conftest import make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Fault
@@ -351,7 +351,7 @@ def test_rows_of_one_kind_are_refused(all_or_none: Any, word: str, tmp_path: Pat
 
 def trained(
     section: ClassifierSection, trees: Trees, start: C2tClassifier | None = None, **made_of: Any
-) -> c2t.Trained:
+) -> classifier_training.Trained:
     manifest = Manifest({**MADE_OF, **made_of}, 1)
     return train(section, manifest, trees, start, lambda line: None)
 
@@ -447,7 +447,7 @@ def test_recall_selects_the_epoch_then_the_lower_positive_rate(monkeypatch: pyte
         weights.append({name: tensor.clone() for name, tensor in classifier.state_dict().items()})
         return {"validation_loss": 1.0, "recall": recall, "positive_rate": positive_rate, "precision": 0.0}
 
-    monkeypatch.setattr(c2t, "validate", validated)
+    monkeypatch.setattr(classifier_training, "validate", validated)
     found = trained(ClassifierSection(epochs=6), made_trees(40, 50))
     assert found.epoch == 3
     for name, tensor in found.classifier.state_dict().items():
@@ -619,7 +619,7 @@ def test_from_answers_to_a_sweep(place: Path, script: Callable[..., str], tmp_pa
     # The rounds are those of decoding with the uncut tree.
     lineup = Lineup(recipe_of(place).target)
     proposer = PolicyProposer(lineup.drafting(main_contender(recipe_of(place))), Eagle2(53, 4, 4))
-    _, answers = label_trees.answers_to_label(recipe_of(place))
+    _, answers = labelling.answers_to_label(recipe_of(place))
     replayed = replay(lineup.target, proposer, answers, 3)
     in_rounds = [g.accepted_per_round for g in replayed]
     per_tree = [int(part.sum()) for part in trees.accepted.split(trees.starts.diff().tolist())]
@@ -676,13 +676,13 @@ def test_answers_come_from_validation_conversations_by_default(place: Path, tmp_
     answers = (place / "answers.jsonl").read_text().splitlines()
     (tmp_path / "conversations.jsonl").write_text("".join(line + "\n" for line in answers))
     here = recipe_of(place, "labels.answers=null", f"output_dir={tmp_path}")
-    recording, chosen = label_trees.answers_to_label(here)
+    recording, chosen = labelling.answers_to_label(here)
     assert len(chosen) == 1 and not recording.note  # a fifth of the eight at most
     none = recipe_of(place, "labels.answers=null", f"output_dir={tmp_path}", "train.validation_conversations=0")
-    recording, chosen = label_trees.answers_to_label(none)
+    recording, chosen = labelling.answers_to_label(none)
     assert len(chosen) == 8 and "is surer of these answers" in recording.note
     with pytest.raises(UserError, match=r"labels\.answers: not given, and there are no conversations"):
-        label_trees.answers_to_label(recipe_of(place, "labels.answers=null", "output_dir=/nowhere"))
+        labelling.answers_to_label(recipe_of(place, "labels.answers=null", "output_dir=/nowhere"))
 
 
 def test_max_rows_ends_with_a_whole_answer_and_more_go_on_behind_it(
@@ -736,16 +736,16 @@ def test_rows_that_were_made_otherwise_are_not_gone_on_with(
 def test_who_can_be_labelled(place: Path) -> None:
     recipe = recipe_of(place)
     with pytest.raises(UserError, match=r"nobody is called 'x'; there are .*'lookup'"):
-        label_trees.labelled_contender(recipe, "x")
+        labelling.labelled_contender(recipe, "x")
     with pytest.raises(UserError, match="prompt lookup copies"):
-        label_trees.labelled_contender(recipe, "lookup")
+        labelling.labelled_contender(recipe, "lookup")
     (place / "file").touch()
     with pytest.raises(UserError) as error:
-        label_trees.check_place(recipe_of(place, "labels.draft_calls=600", f"labels.out={place / 'file'}"))
+        labelling.check_place(recipe_of(place, "labels.draft_calls=600", f"labels.out={place / 'file'}"))
     assert "labels.out: " in error.value.problems[0] and "is a file; name a folder" in error.value.problems[0]
     assert error.value.problems[1].startswith("labels.draft_calls: 600 draft calls deep, in a target of ")
     with pytest.raises(UserError, match=r"labels.out: .*cannot be made: .*file is a file"):
-        label_trees.check_place(recipe_of(place, f"labels.out={place / 'file/x'}"))
+        labelling.check_place(recipe_of(place, f"labels.out={place / 'file/x'}"))
     assert len(batches_of([RecordedAnswer([1], [2])] * 7, 3)) == 3
 
 
@@ -1043,6 +1043,7 @@ class AlongTheAnswer:
 
 # Kills.
 
+BEHIND_SCRIPTS = (labelling.__name__, classifier_training.__name__)  # they import slowly
 LABEL, TRAIN = label_trees.__name__, c2t.__name__
 
 
@@ -1050,7 +1051,15 @@ LABEL, TRAIN = label_trees.__name__, c2t.__name__
 def lab() -> Iterator[CrashLab]:
     if not CAN_FORK:
         pytest.skip("kills forked processes")
-    with CrashLab([LABEL, TRAIN, "transformers.models.llama.modeling_llama"]) as lab:
+    with CrashLab(
+        [
+            LABEL,
+            TRAIN,
+            "draftsmith.data_gen.labelling",
+            "draftsmith.train.classifier_training",
+            "transformers.models.llama.modeling_llama",
+        ]
+    ) as lab:
         yield lab
 
 

@@ -9,10 +9,10 @@ import yaml
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data_gen import regenerate
-from draftsmith.data_gen.conversations import training_rows
+from draftsmith.data_gen import regenerate, regeneration
 from draftsmith.data_gen.generators import GenerationSettings
-from draftsmith.data_gen.rank_vocab import count_supervised
+from draftsmith.data_gen.ranking import count_supervised
+from draftsmith.data_gen.training_rows import training_rows
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
@@ -351,7 +351,7 @@ def test_two_turns_are_two_rows_and_the_second_prompt_holds_no_thoughts(
         for key, _ in prompts:
             yield key, output, "stop"
 
-    monkeypatch.setattr(regenerate, "generate", answers)
+    monkeypatch.setattr(regeneration, "generate", answers)
     monkeypatch.setattr("sys.argv", ["regenerate.py", str(tmp_path / "r.yaml")])
     regenerate.main()
     rows = list(training_rows(tmp_path / "out/conversations.jsonl", tokenizer, 1000, Rejects()))

@@ -14,7 +14,7 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
-from draftsmith.eval import acceptance, benchmarks, contenders, figures, html_report, plots, report
+from draftsmith.eval import acceptance, benchmarks, contenders, figures, html_report, plots, report_files
 from draftsmith.eval.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.compared import load_all, split_overrides
 from draftsmith.eval.comparison_plot import LABEL, comparison_plot
@@ -500,7 +500,7 @@ def test_compare_measures_everyone_on_the_same_prompts(
         assert said in planned
     assert "from 16 tokens" in planned and "draft model  " in planned and "answers      63," in planned
     run_script(monkeypatch, *arguments)
-    content = report.read_acceptance(place / "out/acceptance.json")
+    content = report_files.read_acceptance(place / "out/acceptance.json")
     rows = content["contenders"]
     assert len(rows) == 9 and list(rows)[:2] == [PLAIN, content["contender"]]
     assert all(row["matches_target"] for row in rows.values())
@@ -543,7 +543,7 @@ def test_auto_is_chosen_before_anything_is_decoded(place: Path, monkeypatch: pyt
             run_script(monkeypatch, str(place / "recipe.yaml"), out, *automatic)
     run_script(monkeypatch, str(place / "recipe.yaml"), out)
     run_script(monkeypatch, str(place / "recipe.yaml"), f"eval.out={place / 'chosen'}", *automatic)
-    content = report.read_acceptance(place / "chosen/acceptance.json")
+    content = report_files.read_acceptance(place / "chosen/acceptance.json")
     main = content["contenders"][content["contender"]]
     assert content["contender"] in ("eagle3, auto: chain of 2", "eagle3, auto: tree of 6")
     assert main["tree"]["nodes"] == (3 if main["tree"]["policy"] == "chain" else 6)

@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.data_gen import contamination, rank_vocab
-from draftsmith.data_gen.contamination import GRAM, EvaluationIndex, screen
+from draftsmith.data_gen import contamination, overlap, rank_vocab
+from draftsmith.data_gen.overlap import GRAM, EvaluationIndex, screen
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompt_records import Conversation
@@ -254,7 +254,7 @@ def test_processes_with_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: Path) -> None:
     write_training(tmp_path / "run" / "conversations.jsonl")
     recipe = recipe_of(tmp_path, target_dir, "list", prompts=write_training(tmp_path / "p.jsonl"))
-    assert contamination.training_check(recipe) is None
+    assert overlap.training_check(recipe) is None
     # Removal looks again: the file may be older than the wish.
     removing = recipe_of(tmp_path, target_dir, "remove", prompts=str(tmp_path / "p.jsonl"))
     rows, _ = trainer.read_rows(removing, make_tokenizer(), Rejects())
@@ -301,8 +301,8 @@ def test_evaluation_prompts_that_cannot_be_read(
 def test_large_sources_are_compared_in_part_and_that_is_said(
     tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contamination, "MOST", 2)
-    index, notes = contamination.evaluation_index(recipe_of(tmp_path, target_dir, "list"), whole=False)
+    monkeypatch.setattr(overlap, "MOST", 2)
+    index, notes = overlap.evaluation_index(recipe_of(tmp_path, target_dir, "list"), whole=False)
     assert index.conversations == 2 and "the first 2 conversations of" in notes[0]
 
 

@@ -10,8 +10,8 @@ import yaml
 from tokenizers import processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from draftsmith.data_gen import conversations
-from draftsmith.data_gen.conversations import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
+from draftsmith.data_gen import conversations, shown_rows
+from draftsmith.data_gen.training_rows import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
 from draftsmith.eval import benchmarks
 from draftsmith.eval.decode import Generation
 from draftsmith.models.chat import (
@@ -424,4 +424,4 @@ def test_show_marks_what_is_supervised(
     tokens, supervised = len(first.input_ids + second.input_ids), sum(first.loss_mask + second.loss_mask)
     assert f"2 rows of 2 conversations, {tokens} tokens, {supervised} supervised" in printed
     assert "1 malformed JSON" in printed
-    assert "\x1b[32m" in conversations.marked(make_tokenizer(), first, colour=True)
+    assert "\x1b[32m" in shown_rows.marked(make_tokenizer(), first, colour=True)

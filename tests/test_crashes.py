@@ -31,6 +31,7 @@ from tests.test_train import metrics, to_train
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 
+BEHIND_SCRIPTS = ("draftsmith.data_gen.regeneration", "draftsmith.train.trainer")  # they import slowly
 REGENERATE, TRAIN = "draftsmith.data_gen.regenerate", "draftsmith.train.eagle3"
 KILLS = 200
 CONVERSATIONS = 40
@@ -39,7 +40,7 @@ STEPS = 30
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[CrashLab]:
-    with CrashLab([REGENERATE, TRAIN, "transformers.models.llama.modeling_llama"]) as lab:
+    with CrashLab([*BEHIND_SCRIPTS, "transformers.models.llama.modeling_llama"]) as lab:
         yield lab
 
 

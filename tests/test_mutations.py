@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen.contamination import EvaluationIndex
 from draftsmith.data_gen.conversation_log import ConversationLog, asked_digest
-from draftsmith.data_gen.conversations import training_rows
-from draftsmith.data_gen.regenerate import _Asked
+from draftsmith.data_gen.overlap import EvaluationIndex
+from draftsmith.data_gen.regeneration import _Asked
 from draftsmith.data_gen.server_generator import Answered
+from draftsmith.data_gen.training_rows import training_rows
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompt_records import Conversation
 from draftsmith.recipes.prompts import read_conversations

@@ -34,9 +34,9 @@ from draftsmith.eval.cost_model import (
 )
 from draftsmith.eval.decode import Generation, decode
 from draftsmith.eval.metrics import summarise
-from draftsmith.eval.plan import choose_tree, lean, line_of, print_choice, print_noise
 from draftsmith.eval.plan import main as plan_main
 from draftsmith.eval.planner import DEFAULT_CANDIDATES, Plan, candidates_of, planner_answers, ranked, sweep_of
+from draftsmith.eval.planning import choose_tree, lean, line_of, print_choice, print_noise
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded_answers import RecordedAnswer, Recording, read_answers
 from draftsmith.eval.replay import plain_rounds, replay_all
@@ -842,6 +842,6 @@ def test_mistakes_end_in_a_sentence(
     arguments: list[str], words: str, recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["eval/plan.py", str(recipe_path), *arguments])
-    monkeypatch.setattr("draftsmith.eval.plan.Lineup", lambda section: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("draftsmith.eval.planning.Lineup", lambda section: pytest.fail("weights were loaded"))
     with pytest.raises(UserError, match=words):
         plan_main()

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 
 TRAIN = "draftsmith.train.eagle3"
 MODULES = [
-    TRAIN,
+    "draftsmith.train.trainer",
     "transformers.models.llama.modeling_llama",
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler, which takes seconds

@@ -16,10 +16,10 @@ import torch
 import yaml
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from draftsmith.data_gen import regenerate
+from draftsmith.data_gen import regenerate, regeneration
 from draftsmith.data_gen.conversation_log import ConversationLog
-from draftsmith.data_gen.conversations import training_rows
 from draftsmith.data_gen.generators import GenerationSettings, _Pool, generate
+from draftsmith.data_gen.training_rows import training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts import Rejects
@@ -186,7 +186,7 @@ def talk(*roles: str) -> list[dict[str, Any]]:
     ],
 )
 def test_questions(roles: list[str], expected: list[list[str]]) -> None:
-    asked = [[message["content"] for message in group] for group in regenerate.questions(talk(*roles))]
+    asked = [[message["content"] for message in group] for group in regeneration.questions(talk(*roles))]
     assert asked == expected
 
 
@@ -323,7 +323,7 @@ def test_missing_prompts(place: Workspace) -> None:
 
 def test_plan_loads_no_model_and_writes_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ask(6)
-    monkeypatch.setattr(regenerate, "load_causal_lm", None)
+    monkeypatch.setattr(regeneration, "load_causal_lm", None)
     printed = place.run("--plan")
     assert "greedy" in printed and "6 conversations, 12 answers" in printed and "at most 240" in printed
     assert not place.out.exists()
@@ -333,7 +333,7 @@ def test_finished_file_is_left_alone(place: Workspace, monkeypatch: pytest.Monke
     place.ask(5)
     place.run()
     before = place.path.read_bytes()
-    monkeypatch.setattr(regenerate, "load_causal_lm", None)  # not needed
+    monkeypatch.setattr(regeneration, "load_causal_lm", None)  # not needed
     assert "all 5 conversations are done" in place.run()
     assert "holds 3 conversations that are not among these prompts" in place.run("data.max_prompts=2")
     assert place.path.read_bytes() == before
@@ -382,7 +382,7 @@ def test_other_prompts_of_the_same_ids_are_refused(place: Workspace, monkeypatch
     place.ask(2, record)
     place.run()
     whole = place.path.read_bytes()
-    monkeypatch.setattr(regenerate, "load_causal_lm", None)  # not needed
+    monkeypatch.setattr(regeneration, "load_causal_lm", None)  # not needed
     reworded = {**record, "messages": [{"role": "user", "content": "u9"}, *record["messages"][1:]]}
     for other in (reworded, {**record, "tools": [{"name": "look_down"}]}, {"id": "a", "messages": record["messages"]}):
         place.ask(2, other)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.eval import acceptance as acceptance_script
-from draftsmith.eval import benchmarks, figures, html_report, report
+from draftsmith.eval import benchmarks, evaluation, figures, html_report, report, report_files
 from draftsmith.eval.decode import Generation
 from draftsmith.eval.generation_log import read_generations, record_of, token_texts
 from draftsmith.eval.metrics import summarise_all
@@ -53,7 +52,7 @@ def described(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """What `contenders.describe` says of each."""
     tree = {"policy": "eagle2", "nodes": 9, "draft_calls": 4, "top_k": 10, "vocab_size": None}
     drafted = {"proposer": "drafter", "drafter": "run/drafter", "tree": tree}
-    return {name: report.UNDRAFTED if name == PLAIN else drafted for name in names}
+    return {name: report_files.UNDRAFTED if name == PLAIN else drafted for name in names}
 
 
 def make_recipe(folder: Path, **settings: Any) -> Recipe:
@@ -75,7 +74,7 @@ def evaluate(
     recipe.eval_out.mkdir(parents=True, exist_ok=True)
     results: dict[str, list[Generation]] = {name: [] for name in (PLAIN, *contenders)}
     words = texts or [f" word{i}" for i in range(length)]
-    with report.generations_path(recipe).open("w") as file:
+    with report_files.generations_path(recipe).open("w") as file:
         for benchmark, category, name, turn in questions:
             for contender, generations in results.items():
                 out = generation(chance, length, contender != PLAIN, name, benchmark, turn)
@@ -85,12 +84,12 @@ def evaluate(
                 file.write(json.dumps(record_of(out, contender, "".join(words), shown)) + "\n")
     sampled = recipe.eval.temperature > 0
     numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, 0, sampled)
-    report.write_acceptance(recipe, numbers, described(results), contenders[0], PLAIN, MADE)
+    report_files.write_acceptance(recipe, numbers, described(results), contenders[0], PLAIN, MADE)
     return results
 
 
 def page_of(recipe: Recipe) -> str:
-    (path, *_) = report.write_report(recipe)
+    (path, *_) = report_files.write_report(recipe)
     return path.read_bytes().decode("utf-8")
 
 
@@ -268,7 +267,7 @@ def test_answers_are_spread_over_benchmarks_and_categories(tmp_path: Path) -> No
     recipe = make_recipe(tmp_path)
     questions = [("big", None, str(i), 1) for i in range(50)] + [("small", c, f"{c}{i}", 1) for c in "xy" for i in "01"]
     evaluate(recipe, questions)
-    path = report.generations_path(recipe)
+    path = report_files.generations_path(recipe)
     chosen, faults = html_report.choose_answers(path, MAIN, 6)
     assert faults == []
     assert [(r["benchmark"], r["category"]) for r in chosen] == [
@@ -287,7 +286,7 @@ def test_generations_are_kept_whole(tmp_path: Path) -> None:
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=(MAIN, "other"))
     for name, generations in results.items():
         faults: list[str] = []
-        records = list(read_generations(report.generations_path(recipe), name, faults))
+        records = list(read_generations(report_files.generations_path(recipe), name, faults))
         assert faults == []
         again = [Generation(**{key: r[key] for key in vars(generations[0])}) for r in records]
         assert again == generations
@@ -370,7 +369,7 @@ def test_the_table_shows_names_as_they_are(tmp_path: Path, capsys: pytest.Captur
 def test_sampled_answers_are_not_called_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path, temperature=0.7, top_p=0.9)
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
-    content = report.read_acceptance(recipe.eval_out / "acceptance.json")
+    content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")
     assert content["lossless"] is True and content["matches_target"] is None
     said = "\n".join(script_lines(recipe, capsys))
     assert "drawn at temperature 0.7" in said and "token for token" not in said
@@ -393,13 +392,13 @@ def test_different_answers_are_named(
     results = evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
     results[MAIN][1].token_ids[3] = 999
     numbers = summarise_all(results, PLAIN, 100, 0)
-    report.write_acceptance(recipe, numbers, described(results), MAIN, PLAIN, MADE | {"dtype": dtype})
+    report_files.write_acceptance(recipe, numbers, described(results), MAIN, PLAIN, MADE | {"dtype": dtype})
     said = re.sub(r"\s+", " ", " ".join(script_lines(recipe, capsys)))
     assert f"not those of plain decoding: {MAIN}. {caption}" in said
     page = re.sub(r"\s+", " ", Page(page_of(recipe)).text)
     assert f"not plain decoding's token for token: {MAIN}. " in page and note in page
     assert ("defect" in page) == (dtype == "float32") and "keeps the target's law, in exact arithmetic" in page
-    content = report.read_acceptance(recipe.eval_out / "acceptance.json")
+    content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")
     assert content["lossless"] is True and content["matches_target"] is False
 
 
@@ -412,8 +411,8 @@ def test_training_curves_and_png_files(tmp_path: Path) -> None:
         | ({"validation_loss": 3.0, "validation_simulated_tau": 1.5} if s % 500 == 0 else {})
         for s in range(1, 3001)
     ]
-    report.metrics_path(recipe).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 30')
-    written = report.write_report(recipe)  # the last line is being written: it does not count
+    report_files.metrics_path(recipe).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 30')
+    written = report_files.write_report(recipe)  # the last line is being written: it does not count
     names = [path.name for path in written]
     expected = ["acceptance_by_position", "accepted_histogram", "time_per_token"]
     expected += ["loss", "accuracy", "simulated_tau", "learning_rate"]
@@ -446,9 +445,9 @@ def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: bytes, said: s
     recipe = make_recipe(tmp_path)
     evaluate(recipe, [("a", None, "0", 1)])
     good = json.dumps(GOOD_METRICS).encode()
-    report.metrics_path(recipe).write_bytes(b"\n".join((good, line, good, b"")))
+    report_files.metrics_path(recipe).write_bytes(b"\n".join((good, line, good, b"")))
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*; delete the line") as raised:
-        report.write_report(recipe)
+        report_files.write_report(recipe)
     assert said in str(raised.value)
 
 
@@ -477,7 +476,7 @@ def test_a_damaged_answer_costs_no_other(
 ) -> None:
     recipe = make_recipe(tmp_path)
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(MAIN, "other"))
-    path = report.generations_path(recipe)
+    path = report_files.generations_path(recipe)
     lines = path.read_bytes().splitlines()
     assert len(lines) == 9 and MAIN.encode() in lines[7]
     path.write_bytes(b"\n".join([*lines[:7], damage(lines[7]), lines[8]]))
@@ -490,7 +489,7 @@ def test_a_damaged_answer_costs_no_other(
     with pytest.raises(
         UserError, match=r"generations\.jsonl:1: .*; it holds no answer of .* run eval/acceptance\.py again"
     ):
-        report.write_report(recipe)
+        report_files.write_report(recipe)
 
 
 def test_answers_are_found_whatever_the_name_and_the_order_of_keys(tmp_path: Path) -> None:
@@ -498,13 +497,13 @@ def test_answers_are_found_whatever_the_name_and_the_order_of_keys(tmp_path: Pat
     name = 'a "quoted" \\ \x07 na\u202eme\\'
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(name, "other"))
     assert len(Page(page_of(recipe)).answers) == 3
-    path = report.generations_path(recipe)
+    path = report_files.generations_path(recipe)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(record, sort_keys=True) + "\n" for record in records))
     assert len(Page(page_of(recipe)).answers) == 3
     path.write_text("".join(json.dumps(r) + "\n" for r in records if r["contender"] != name))
     with pytest.raises(UserError, match=r"holds no answer of .*, or of another run"):
-        report.write_report(recipe)
+        report_files.write_report(recipe)
 
 
 def damaged_numbers() -> Iterator[tuple[str, Any, str]]:
@@ -539,11 +538,11 @@ def test_damaged_numbers_are_named(tmp_path: Path, damage: Any, said: str) -> No
     with pytest.raises(
         UserError, match=r"acceptance\.json: .*not written by this version of eval/acceptance\.py"
     ) as raised:
-        report.read_acceptance(path)
+        report_files.read_acceptance(path)
     assert said in str(raised.value)
     path.write_text('{"a": ' * 100_000)
     with pytest.raises(UserError, match="nested too deeply"):
-        report.read_acceptance(path)
+        report_files.read_acceptance(path)
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -555,7 +554,7 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     with pytest.raises(UserError, match="not written by this version"):
         script_lines(recipe, capsys)
     evaluate(recipe, [("a", None, "0", 1)])
-    report.generations_path(recipe).unlink()
+    report_files.generations_path(recipe).unlink()
     before = sorted(tmp_path.rglob("*"))
     planned = "\n".join(script_lines(recipe, capsys, "--plan"))
     assert "generations.jsonl: not there, the report does without" in planned and "report.html" in planned
@@ -607,10 +606,10 @@ def test_the_verdict_says_what_the_interval_allows(value: float | None, bounds: 
 
 def test_the_plan_bounds_the_time_by_the_last_run(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path, max_new_tokens=600)
-    assert acceptance_script.likely_time(recipe, [PLAIN, MAIN], 10).startswith("unknown until")
+    assert evaluation.likely_time(recipe, [PLAIN, MAIN], 10).startswith("unknown until")
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
-    content = report.read_acceptance(recipe.eval_out / "acceptance.json")["contenders"]
+    content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")["contenders"]
     seconds = sum(10_000 * 600 / content[name]["tokens_per_second"] for name in (PLAIN, MAIN))
-    said = acceptance_script.likely_time(recipe, [PLAIN, MAIN], 10_000)
+    said = evaluation.likely_time(recipe, [PLAIN, MAIN], 10_000)
     assert said.startswith(f"at most about {round(seconds / 60)} min,") and "last run" in said
-    assert acceptance_script.likely_time(recipe, [PLAIN, "new"], 10).startswith("unknown until")
+    assert evaluation.likely_time(recipe, [PLAIN, "new"], 10).startswith("unknown until")

@@ -191,7 +191,7 @@ def test_replies_that_are_none(body: Any) -> None:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[CrashLab]:
-    with CrashLab(["draftsmith.data_gen.regenerate", "transformers.models.llama"]) as lab:
+    with CrashLab(["draftsmith.data_gen.regeneration", "transformers.models.llama"]) as lab:
         yield lab
 
 

@@ -29,13 +29,14 @@ from safetensors import safe_open
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from draftsmith.data_gen import capture as script
-from draftsmith.data_gen.capture import Job, estimated_bytes, layers_of
-from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.data_gen import capturing
+from draftsmith.data_gen.capturing import Job, estimated_bytes, layers_of
 from draftsmith.data_gen.processes import Team, alone_in
 from draftsmith.data_gen.shards import write_whole
 from draftsmith.data_gen.store import ENCODINGS, Manifest, ShardBuffer, Store, key_of, teacher_positions
 from draftsmith.data_gen.stored_target import StoredTarget, check_head
 from draftsmith.data_gen.training_data import usable_rows
+from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.eval.policies import policy_of
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
@@ -652,7 +653,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(capturing.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(UserError, match=r"MB are still to be written to .* and 0\.1 MB are free there: make room"):
         capture(recipe_path, f"data.states={tmp_path / 'states'}")
     assert not (tmp_path / "states").exists()
@@ -697,11 +698,11 @@ def test_processes_share_the_shards_and_write_what_one_writes(
 
     def process(team: Team) -> None:
         by_thread[threading.get_ident()] = team
-        script.capture_with(team)
+        capturing.capture_with(team, script.read_command)
 
-    really_fill, really_write = script.fill, ShardBuffer.write
-    monkeypatch.setattr(script, "load_causal_lm", load)
-    monkeypatch.setattr(script, "fill", fill)
+    really_fill, really_write = capturing.fill, ShardBuffer.write
+    monkeypatch.setattr(capturing, "load_causal_lm", load)
+    monkeypatch.setattr(capturing, "fill", fill)
     monkeypatch.setattr(ShardBuffer, "write", write)
     monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={tmp_path / 'states'}"])
     with ThreadPoolExecutor(2) as pool:
@@ -718,26 +719,26 @@ def test_processes_share_the_shards_and_write_what_one_writes(
 def test_a_process_begins_when_rank_0_has_found_everything_in_order(
     recipe_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(script, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(capturing, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
     monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={store}"])
     words = HashStore()
-    script.capture_with(Team(0, 2, 0, words))
-    script.capture_with(Team(1, 2, 1, words))  # nothing is missing
+    capturing.capture_with(Team(0, 2, 0, words), script.read_command)
+    capturing.capture_with(Team(1, 2, 1, words), script.read_command)  # nothing is missing
     monkeypatch.setattr(sys, "argv", [*sys.argv, "data.capture.dtype=int8"])
     words = HashStore()
     with pytest.raises(SystemExit) as ended:
-        script.capture_with(Team(0, 2, 0, words))
+        capturing.capture_with(Team(0, 2, 0, words), script.read_command)
     assert ended.value.code == 2 and "captured otherwise" in capsys.readouterr().err
     words.delete_key("missing")
     with pytest.raises(SystemExit) as ended:  # silent: rank 0 has said why
-        script.capture_with(Team(1, 2, 1, words))
+        capturing.capture_with(Team(1, 2, 1, words), script.read_command)
     assert ended.value.code == 2 and not capsys.readouterr().err
     words = HashStore()
     with pytest.raises(SystemExit) as ended:
         monkeypatch.setattr(sys, "argv", ["capture.py", "--help"])
-        script.capture_with(Team(0, 2, 0, words))
+        capturing.capture_with(Team(0, 2, 0, words), script.read_command)
     assert ended.value.code == 0
-    script.capture_with(Team(1, 2, 1, words))
+    capturing.capture_with(Team(1, 2, 1, words), script.read_command)
 
 
 def test_processes_that_capture_something_else_than_rank_0_say_so(recipe_path: Path, tmp_path: Path) -> None:
@@ -746,7 +747,7 @@ def test_processes_that_capture_something_else_than_rank_0_say_so(recipe_path: P
     words = HashStore()
     Team(0, 2, 0, words).tell("made_of", Job.of(recipe, rows_of(recipe), "this tokenizer").made_of)
     with pytest.raises(UserError) as raised:
-        script.check_same(Team(1, 2, 1, words), job.made_of)
+        capturing.check_same(Team(1, 2, 1, words), job.made_of)
     said = str(raised.value)
     assert "rows: rank 0 has '40 rows, sha256 " in said and "rank 1 has '39 rows, sha256 " in said
     assert "target.tokenizer_fingerprint: rank 0 has 'this tokenizer', rank 1 has 'another tokenizer'" in said
@@ -864,7 +865,7 @@ needs_fork = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[CrashLab]:
-    with CrashLab([CAPTURE, "transformers.models.llama.modeling_llama"]) as lab:
+    with CrashLab(["draftsmith.data_gen.capturing", "transformers.models.llama.modeling_llama"]) as lab:
         yield lab
 
 
@@ -884,7 +885,7 @@ def check_what_a_kill_left(directory: Path) -> None:
     if manifest is not None:
         for said in manifest.shards.values():
             path = directory / said["file"]
-            assert script.file_problem(path, said) is None and script.file_digest(path) == said["sha256"]
+            assert capturing.file_problem(path, said) is None and capturing.file_digest(path) == said["sha256"]
 
 
 @needs_fork

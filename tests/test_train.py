@@ -18,7 +18,7 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
-from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded_answers import RecordedAnswer
 from draftsmith.eval.replay import replay

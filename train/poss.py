@@ -21,11 +21,11 @@ the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at o
 """
 
 from draftsmith.recipes.cli import run
-from draftsmith.train import trainer
+from draftsmith.train.command import train
 
 
 def main() -> None:
-    trainer.main(__doc__, "poss")
+    train(__doc__, "poss")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ recipe's. The method is in `models` (the drafter) and `train.unroll` (steps and 
 import hashlib
 import json
 import os
-from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 
-from draftsmith.data_gen.conversations import TrainingRow
 from draftsmith.data_gen.stored_target import StoredTarget, stored_bytes
 from draftsmith.data_gen.training_data import usable_rows
+from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.models.chat import (
     FINGERPRINT_COVERS,
     load_config,
@@ -47,8 +46,9 @@ from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import specialists_of
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, load_metadata
-from draftsmith.recipes.cli import parse_command
+from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.inputs import draft_vocab, need
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
@@ -70,17 +70,9 @@ from draftsmith.train.unroll import TrainingTimeTest, kernel_of
 from draftsmith.train.validation_replay import ValidationReplay, check_replay
 
 
-def main(doc: str | None, kind: str) -> None:
-    """Trains the drafter of the recipe on the command line.
-
-    Args:
-        doc: the script's docstring, its `--help`.
-        kind: of the drafters that the script trains.
-    """
-    command = parse_command(doc, extra=_options)
+def main(command: Command) -> None:
+    """Trains the drafter of the recipe on the command line (`train.command`)."""
     recipe = command.recipe
-    if recipe.drafter.kind != kind:
-        raise UserError(f"drafter.kind: {recipe.drafter.kind}, which train/{recipe.drafter.kind}.py trains")
     tokenizer = load_tokenizer(recipe.target)
     check_replay(recipe)
     check_sharding(recipe)
@@ -237,9 +229,8 @@ def read_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> Draf
     Raises:
         UserError: none there, or one for another target, tokenizer or drafter.vocab_size.
     """
+    need(draft_vocab(recipe))
     path = recipe.draft_vocab_path
-    if not path.exists():
-        raise UserError(f"draft vocabulary: {path} does not exist; data_gen/rank_vocab.py writes it")
     vocab = DraftVocab.load(path)
     made_with = load_metadata(path).get("tokenizer_fingerprint", fingerprint)
     wanted = recipe.drafter.vocab_size or target_vocab_size
@@ -454,18 +445,3 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     )
     for text in lines:
         print(text)
-
-
-def _options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--flops", type=float, metavar="TFLOPS", help="what one device reaches, in TFLOP/s, for the time in --plan"
-    )
-    parser.add_argument(
-        "--profile", type=_count, metavar="N", help="trace N steps after a warm-up, into <output_dir>/profile"
-    )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number of steps")
-    return int(text)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data_gen.conversations import TrainingRow
+from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.eval.contenders import check_size
 from draftsmith.eval.decode import Generation
 from draftsmith.eval.metrics import summarise

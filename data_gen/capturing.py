@@ -1,0 +1,453 @@
+"""Writes the target's hidden states to disk, behind data_gen/capture.py."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tqdm import tqdm
+from transformers.utils import logging
+
+from draftsmith.data_gen.processes import Team, alone_in
+from draftsmith.data_gen.store import (
+    ENCODINGS,
+    Manifest,
+    Shape,
+    ShardBuffer,
+    file_problem,
+    key_of,
+    length_of,
+    unlike,
+    words_of_rows,
+)
+from draftsmith.data_gen.stored_target import (
+    head_bytes,
+    save_target,
+    target_is_whole,
+    words_bytes,
+    words_of_config,
+)
+from draftsmith.data_gen.training_data import usable_rows
+from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.checkpoint import config_identity, differences, file_digest, target_identity
+from draftsmith.models.costs import gigabytes, target_forward_flops, target_size, torch_dtype
+from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
+from draftsmith.recipes.cli import Command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import output_problem
+from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.schema import Recipe
+
+MANIFEST_BYTES_A_SHARD = 450
+# What the processes tell and count: shards that are missing, what they are made of; shards that were taken, shards that
+# were written (and under written/1, written/2, ... which), tokens that the target has read.
+MISSING, MADE_OF, TAKEN, WRITTEN, TOKENS = "missing", "made_of", "taken", "written", "tokens"
+
+
+def capture_with(team: Team, read_command: Callable[[], Command]) -> None:
+    """Does this process's part.
+
+    Args:
+        read_command: parses the command line. Rank 0 does so first, so that a mistake is reported once.
+    """
+    with team.speaking_once():
+        if not team.leads:
+            follow(team, read_command)
+            return
+        try:
+            lead(team, read_command())
+        finally:
+            if not team.is_told(MISSING):
+                team.tell(MISSING, [])
+
+
+def lead(team: Team, command: Command) -> None:
+    """Rank 0: looks at what is there, says what is to be done, and has a part in it."""
+    recipe = command.recipe
+    directory = recipe.states_dir
+    if (problem := output_problem(directory, folder=True)) is not None:
+        raise UserError(f"data.states: {problem}")
+    rejects = Rejects(None if command.plan else recipe.training_rejects_path)
+    job = job_of(recipe, rejects)
+    if rejects.total:
+        print(rejects.summary())
+    with ExitStack() as held:
+        if directory.exists() and not command.plan:
+            held.enter_context(alone_in(directory))
+        manifest = begun(directory, job, command.verify)
+        for text in plan_lines(job, manifest, directory):
+            print(text)
+        if command.plan:
+            return
+        check_room(job, manifest, directory)
+        if not directory.exists():
+            _make(directory)
+            held.enter_context(alone_in(directory))
+        clear_leftovers(directory, manifest)
+        if manifest.complete and manifest.files:
+            print(f"all is captured: {in_words(manifest)}")
+            return
+        missing = todo(job, manifest)
+        team.tell(MISSING, missing)
+        capture(job, missing, directory, team, manifest)
+    print(f"{directory}: {in_words(manifest)}")
+
+
+def follow(team: Team, read_command: Callable[[], Command]) -> None:
+    """Any other rank: begins when rank 0 has found everything in order."""
+    missing: list[int] = team.told(MISSING)
+    if team.rank >= len(missing):
+        return  # the others can take one each
+    logging.disable_progress_bar()  # transformers': rank 0 shows its own
+    recipe = read_command().recipe
+    capture(job_of(recipe, Rejects()), missing, recipe.states_dir, team)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"data.states: {directory} cannot be made: {error.strerror}; name another folder") from None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the recipe asks for.
+
+    Args:
+        shards: the rows of each.
+        made_of: as far as it is known before the target is loaded.
+    """
+
+    recipe: Recipe
+    fingerprint: str
+    layers: tuple[int, ...]
+    shape: Shape
+    shards: list[list[TrainingRow]]
+    made_of: dict[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe, rows: Sequence[TrainingRow], fingerprint: str) -> "Job":
+        section, settings = recipe.target, recipe.data.capture
+        config = load_config(section).get_text_config(decoder=True)
+        layers = layers_of(recipe, config)
+        shape = shape_of(config, layers, settings.dtype)
+        target = config_identity(config, section.model, section.revision, fingerprint)
+        made_of = wanted(target, config, layers, settings.dtype) | {
+            "rows": words_of_rows({key_of(row) for row in rows}),
+            # What decides the last bits, and where each row lies.
+            "computed_in": str(torch_dtype(config, section.dtype)).removeprefix("torch."),
+            "shard_megabytes": settings.shard_megabytes,
+            "batch_tokens": settings.batch_tokens,
+        }
+        shards = shape.shards(rows, settings.shard_megabytes * 1e6)
+        return cls(recipe, fingerprint, layers, shape, shards, made_of)
+
+    @property
+    def bytes_of_target(self) -> int:
+        """Of its head, embeddings, config and tokenizer."""
+        section = self.recipe.target
+        config = load_config(section)
+        itemsize = torch_dtype(config, section.dtype).itemsize
+        with tempfile.TemporaryDirectory() as folder:
+            return head_bytes(config.get_text_config(decoder=True), itemsize) + words_bytes(section, Path(folder))
+
+
+def job_of(recipe: Recipe, rejects: Rejects) -> Job:
+    tokenizer = load_tokenizer(recipe.target)
+    return Job.of(recipe, usable_rows(recipe, tokenizer, rejects), tokenizer_fingerprint(tokenizer))
+
+
+def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
+    """States that the recipe's drafter reads: EAGLE-1's is the last, behind the final norm."""
+    if recipe.drafter.extends == "eagle":
+        return (config.num_hidden_layers,)
+    return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
+
+
+def shape_of(config: Any, layers: Sequence[int], dtype: str) -> Shape:
+    has_last = layers[-1] != config.num_hidden_layers
+    return Shape(len(layers), config.hidden_size, ENCODINGS[dtype], has_last)
+
+
+def wanted(target: dict[str, Any], config: Any, layers: Sequence[int], dtype: str) -> dict[str, Any]:
+    """What a store must be to be read with this target, drafter and recipe; its rows apart.
+
+    Args:
+        target: its identity, as far as it is known.
+    """
+    return {"target": target | words_of_config(config), "capture_layers": list(layers), "dtype": dtype}
+
+
+def begun(directory: Path, job: Job, verify: bool) -> Manifest:
+    """What was captured there so far, as far as it is intact; an empty manifest where nothing was.
+
+    Raises:
+        UserError: what lies there was made otherwise.
+    """
+    manifest = Manifest.read(directory)
+    if manifest is None:
+        return Manifest(job.made_of, len(job.shards))
+    known = {**manifest.made_of, "target": {**manifest.made_of["target"], **job.made_of["target"]}}
+    if different := unlike(manifest, known | {key: job.made_of[key] for key in job.made_of if key != "target"}):
+        raise UserError(
+            f"{directory}: states that were captured otherwise ({'; '.join(different)}); name another data.states, or "
+            "delete that folder"
+        )
+    for number, said in list(manifest.shards.items()):
+        path = directory / said["file"]
+        problem = file_problem(path, said)
+        if problem is None and verify and file_digest(path) != said["sha256"]:
+            problem = f"{path}: damaged: not what was written (its sha256 differs)"
+        if problem is not None:
+            print(f"note: {problem}; captured again")
+            del manifest.shards[number]
+    if not target_is_whole(directory, manifest, verify):
+        manifest.files = {}
+    return manifest
+
+
+def clear_leftovers(directory: Path, manifest: Manifest) -> None:
+    """Removes what a kill left half-written, or half-deleted."""
+    for leftover in (*directory.glob("*.tmp"), *directory.glob(".tmp*")):  # ours, and safetensors' own
+        leftover.unlink()
+    if manifest.files:  # else it is written anew, and whoever does that clears up
+        for leftover in (directory / "target.partial", directory / "target.replaced"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def todo(job: Job, manifest: Manifest) -> list[int]:
+    """Numbers of the shards that are missing."""
+    return [number for number in range(len(job.shards)) if number not in manifest.shards]
+
+
+# Sizes.
+
+
+def estimated_bytes(job: Job) -> int:
+    """The whole store: shards, target/ and manifest."""
+    shards = sum(map(job.shape.bytes_of_shard, job.shards))
+    return shards + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
+
+
+def plan_lines(job: Job, manifest: Manifest, directory: Path) -> Iterator[str]:
+    rows = [row for shard in job.shards for row in shard]
+    shape, width = job.shape, job.shape.hidden_size
+    tokens = sum(map(length_of, rows))
+    one = shape.encoding.bytes_of(width)
+    taught = sum(max(0, end - max(start, 1) - 1) for row in rows for start, end in row.spans)
+    a_token = one * (shape.states + (taught / tokens if shape.has_last else 0))
+    states = f"{list(job.layers)} of every token" + (
+        f", the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else ", which is the teacher's, too"
+    )
+    section = job.recipe.target
+    config = load_config(section)
+    size = target_size(config, section.dtype, section.trust_remote_code)
+    flops = sum(target_forward_flops(config.get_text_config(decoder=True), size, 1, length_of(row), 0) for row in rows)
+    yield f"rows           {len(rows):,}, {tokens:,} tokens, of training and validation"
+    yield f"states         {states}, in {job.recipe.data.capture.dtype}"
+    yield (
+        f"a token        {a_token:,.0f} bytes of states; three states and the last of every token in 16 bits "
+        f"(4 * H * 2) are {4 * width * 2:,}"
+    )
+    yield f"disk           {gigabytes(estimated_bytes(job))} in {shards_in_words(job)}, {free_in_words(directory)}"
+    yield f"passes         {flops:.1e} operations of the target; the progress bar tells how long they take here"
+    if manifest.shards:
+        yield f"done           {in_words(manifest)}"
+    yield f"writes         {directory}"
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder on the way to `path` that is there."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+
+
+def shards_in_words(job: Job) -> str:
+    return f"{len(job.shards):,} shard{'s' * (len(job.shards) > 1)}"
+
+
+def free_in_words(directory: Path) -> str:
+    return f"{gigabytes(shutil.disk_usage(existing_parent(directory)).free)} are free there"
+
+
+def check_room(job: Job, manifest: Manifest, directory: Path) -> None:
+    """Refuses before anything is written what cannot fit.
+
+    Raises:
+        UserError: it cannot.
+    """
+    left = sum(job.shape.bytes_of_shard(job.shards[number]) for number in todo(job, manifest))
+    left += 0 if manifest.files else job.bytes_of_target
+    free = shutil.disk_usage(existing_parent(directory)).free
+    if left > free:
+        raise UserError(
+            f"data.states: {gigabytes(left)} are still to be written to {directory}, and {gigabytes(free)} are free "
+            "there: make room, name another folder, or take data.capture.dtype=int8 or a smaller data.max_length"
+        )
+
+
+def in_words(manifest: Manifest) -> str:
+    rows, tokens, size = (manifest.total(name) for name in ("rows", "tokens", "bytes"))
+    text = (
+        f"{rows:,} rows, {tokens:,} tokens, {gigabytes(size)} in {len(manifest.shards):,} of {manifest.of_shards:,} "
+        "shards"
+    )
+    if broken := manifest.total("nonfinite_rows"):
+        text += f"; {broken:,} rows have states that are not finite numbers, and training will skip them"
+    return text
+
+
+# Capturing.
+
+
+def capture(job: Job, missing: Sequence[int], directory: Path, team: Team, manifest: Manifest | None = None) -> None:
+    """Makes missing shards until none is left that nobody has taken.
+
+    Args:
+        missing: the same for all processes.
+        manifest: rank 0's, who writes target/, too, and stays until all shards are there.
+
+    Raises:
+        UserError: the target is not the one of the shards that are there, or not rank 0's; the disk is full.
+    """
+    section = job.recipe.target
+    target = Target(load_causal_lm(section, team.take_device(section.device)), job.layers)
+    identity = target_identity(target, section.model, section.revision, job.fingerprint)
+    identity |= {"embedding_scale": target.embedding_scale}
+    made_of = job.made_of | {"target": job.made_of["target"] | identity}
+    ledger = None
+    try:
+        if manifest is None:
+            check_same(team, made_of)
+        else:
+            begin(directory, manifest, made_of)
+            team.tell(MADE_OF, made_of)
+            if not manifest.files:
+                manifest.files = save_target(section, target, directory)
+                manifest.write(directory)
+            ledger = Ledger(directory, manifest, team, tokens_of(job, missing))
+        make_shards(job, missing, target, directory, team, ledger)
+        if ledger is not None:
+            ledger.wait_for_all()
+    except (OSError, SafetensorError) as error:
+        whole = len(job.shards) - len(missing) + team.count(WRITTEN)
+        raise UserError(
+            f"{directory}: cannot be written ({str(error).splitlines()[0]}): make room, if the disk is full, and "
+            f"start again; {whole:,} of {len(job.shards):,} shards are whole, and it goes on behind them"
+        ) from error
+    finally:
+        if ledger is not None:
+            ledger.bar.close()
+    if ledger is not None and ledger.nonfinite:
+        rows = ledger.nonfinite
+        print(f"note: states that are not finite numbers in {len(rows)} rows, the first: {rows[:5]}")
+
+
+def begin(directory: Path, manifest: Manifest, made_of: dict[str, Any]) -> None:
+    """Raises UserError where shards are there that another target's states are in."""
+    if manifest.shards and (different := unlike(manifest, made_of)):
+        raise UserError(
+            f"{directory}: states of another target ({'; '.join(different)}); name another data.states, or delete that "
+            "folder"
+        )
+    manifest.made_of = made_of
+
+
+def check_same(team: Team, made_of: dict[str, Any]) -> None:
+    """Raises UserError where this process would write other states than rank 0."""
+    if different := [
+        f"{key}: rank 0 has {theirs!r}, rank {team.rank} has {mine!r}"
+        for key, theirs, mine in differences(team.told(MADE_OF), json.loads(json.dumps(made_of)))
+    ]:
+        raise UserError(
+            f"the processes do not capture the same ({'; '.join(different)}); do all of them see the same "
+            "conversations and the same target?"
+        )
+
+
+def tokens_of(job: Job, shards: Iterable[int]) -> int:
+    return sum(length_of(row) for number in shards for row in job.shards[number])
+
+
+class Ledger:
+    """What rank 0 keeps: the manifest, by what all processes tell, and the bar.
+
+    Attributes:
+        nonfinite: ids of rows with states that are not finite numbers, of the shards of this run.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, team: Team, tokens: int):
+        self.directory, self.manifest, self.team = directory, manifest, team
+        self.entered = 0  # of the shards that were written
+        self.nonfinite: list[str] = []
+        self.bar = tqdm(total=tokens, desc="capture", unit="token", unit_scale=True)
+
+    def keep(self) -> None:
+        """Enters what was written since the last time."""
+        self.bar.update(self.team.count(TOKENS) - self.bar.n)
+        before = self.entered
+        while self.team.is_told(f"{WRITTEN}/{self.entered + 1}"):
+            self.entered += 1
+            number, said, nonfinite = self.team.told(f"{WRITTEN}/{self.entered}")
+            self.manifest.shards[number] = said
+            self.nonfinite += nonfinite
+        if self.entered > before:
+            self.manifest.write(self.directory)
+
+    def all_are_there(self) -> bool:
+        self.keep()
+        return self.manifest.complete
+
+    def wait_for_all(self) -> None:
+        self.team.wait(self.all_are_there)
+
+
+def make_shards(
+    job: Job, missing: Sequence[int], target: Target, directory: Path, team: Team, ledger: Ledger | None
+) -> None:
+    """Takes, makes and tells, shard by shard."""
+    while (taken := team.count(TAKEN, 1)) <= len(missing):
+        number = missing[taken - 1]
+        shard = ShardBuffer(job.shape, job.shards[number])
+        for batch in batches_of(shard.rows, job.recipe.data.capture.batch_tokens):
+            fill(shard, batch, target)
+            team.count(TOKENS, sum(length_of(shard.rows[index]) for index in batch))
+            if ledger is not None:
+                ledger.keep()
+        said = shard.write(directory, number)
+        nonfinite = [shard.rows[index].id for index in sorted(shard.nonfinite)]
+        team.tell(f"{WRITTEN}/{team.count(WRITTEN, 1)}", (number, said, nonfinite))
+        if ledger is not None:
+            ledger.keep()
+
+
+def batches_of(rows: Sequence[TrainingRow], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices of rows that are read side by side: of like length, so many tokens with their padding."""
+    order = sorted(range(len(rows)), key=lambda index: (length_of(rows[index]), index), reverse=True)
+    batch: list[int] = []
+    for index in order:
+        longest = length_of(rows[batch[0] if batch else index])
+        if batch and longest * (len(batch) + 1) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:
+    """Runs the target over some rows of a shard and puts their states into it."""
+    rows = [shard.rows[index] for index in batch]
+    ids = torch.zeros(len(rows), max(map(length_of, rows)), dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, : length_of(row)] = torch.tensor(row.input_ids[: length_of(row)])
+    states = target.states(ids.to(target.device))
+    for i, (index, row) in enumerate(zip(batch, rows, strict=True)):
+        shard.put(index, states.captured[i, : length_of(row)], states.last[i, : length_of(row)])

@@ -1,0 +1,499 @@
+"""Labels the nodes of draft trees, behind data_gen/label_trees.py."""
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from draftsmith.data_gen.labelled_trees import (
+    ROW_BYTES,
+    Manifest,
+    Trees,
+    intact_shards,
+    read_manifest,
+    write_shard,
+)
+from draftsmith.eval.benchmarks import PLAIN
+from draftsmith.eval.contenders import (
+    Contender,
+    Lineup,
+    check_contenders,
+    contender_named,
+    vocab_of,
+    words_of,
+)
+from draftsmith.eval.decode import Round, run_rounds
+from draftsmith.eval.policies import Eagle2, PolicyProposer
+from draftsmith.eval.recorded_answers import (
+    RecordedAnswer,
+    Recording,
+    check_answers,
+    check_recorded_from,
+    drawn_unlike,
+    kept_for_validation,
+    read_answers,
+    tokens_of,
+)
+from draftsmith.eval.replay import Agreement, RecordedVerifier, read_states
+from draftsmith.models.c2t import DEPTH_CONVENTION, node_features, unequal_words
+from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.checkpoint import config_identity, differences
+from draftsmith.models.costs import gigabytes
+from draftsmith.models.draft_tree import Drafting, DraftTree
+from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.cli import Command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import output_problem
+from draftsmith.recipes.schema import LabelSection, Recipe, TreeSection
+
+NOWHERE = -2  # parent of no node
+
+
+def main(command: Command) -> None:
+    recipe = command.recipe
+    check_place(recipe)
+    contender = labelled_contender(recipe, command.contender)
+    yet_to_train = command.plan and contender.drafter == recipe.drafter_dir and not recipe.drafter_dir.exists()
+    with _named():
+        check_contenders(recipe, [contender], recipe.drafter_dir if yet_to_train else None)
+        recording, answers = answers_to_label(recipe)
+    made_of = identity_of(recipe, contender, answers, known=not yet_to_train)
+    directory = recipe.labelled_trees_dir
+    manifest = begun(directory, made_of, len(answers))
+    if recording.note:
+        print(f"note: {recording.note}")
+    if said := drawn_unlike(answers, Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)):
+        print(
+            f"note: labels.answers were drawn otherwise ({said}) than eval.temperature, top_p and top_k say. A node "
+            "counts as accepted where the answer has its token, so the classifier learns what such answers accept"
+        )
+    if command.plan:
+        print_plan(recipe, contender, recording, answers, manifest)
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"labels.out: {directory} cannot be made: {error.strerror}; name another folder") from None
+    batches = batches_of(answers, recipe.labels.batch_size)
+    if not remaining(manifest, batches, recipe.labels.max_rows):
+        if not manifest.complete:
+            manifest.complete = True
+            manifest.write(directory)
+        print(f"all is labelled: {in_words(manifest)}")
+        return
+    if manifest.shards:
+        print(f"{directory}: {manifest.total('answers'):,} of {len(answers):,} answers are done, going on")
+    lineup = Lineup(recipe.target)
+    with _named():
+        check_recorded_from(recording, lineup.identity)
+        label_all(lineup, contender, recipe.labels, batches, manifest, directory)
+    print(f"{directory}: {in_words(manifest)}")
+
+
+class _named:
+    """Messages of replay and of contenders name the keys that they stand for here."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, UserError):
+            named = {"eval.answers": "labels.answers"}
+            problems = error.problems
+            for key, ours in named.items():
+                problems = [problem.replace(key, ours) for problem in problems]
+            raise UserError(problems) from None
+
+
+# What is labelled.
+
+
+def check_place(recipe: Recipe) -> None:
+    """Refuses a labels.out that cannot be a folder, and trees that are deeper than the target's context.
+
+    Raises:
+        UserError: all problems at once.
+    """
+    problems = []
+    problem = output_problem(recipe.labelled_trees_dir, folder=True)
+    if problem is not None:
+        problems.append(f"labels.out: {problem}")
+    calls = recipe.labels.draft_calls
+    positions = load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings
+    if calls >= positions:
+        problems.append(
+            f"labels.draft_calls: {calls:,} draft calls deep, in a target of {positions:,} positions; set it to less"
+        )
+    if problems:
+        raise UserError(problems)
+
+
+def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
+    """Who drafts, with a tree of labels.draft_calls and labels.top_k; a cut of the vocabulary is eval.tree's.
+
+    Raises:
+        UserError: nobody has that name, or it has no distributions.
+    """
+    contender = contender_named(recipe, name)
+    if contender.proposer == "prompt_lookup":
+        raise UserError("--contender: prompt lookup copies and has no distribution that P and H could be taken from")
+    # Two nodes: labelling verifies no tree, so that none is too large for the target's positions.
+    tree = TreeSection(
+        policy="eagle2",
+        nodes=2,
+        draft_calls=recipe.labels.draft_calls,
+        top_k=recipe.labels.top_k,
+        vocab_size=contender.tree.vocab_size,
+    )
+    return replace(contender, tree=tree)
+
+
+def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
+    """The recorded answers of labels.answers, those without a round left out, in the order in which they are labelled.
+
+    Raises:
+        UserError: no answers, damaged ones, or another target's as far as that is written down.
+    """
+    own = recipe.conversations_path
+    path = Path(recipe.labels.answers) if recipe.labels.answers else own
+    if recipe.labels.answers is None and not path.exists():
+        raise UserError(
+            f"labels.answers: not given, and there are no conversations in {path}; data_gen/regenerate.py writes them, "
+            "or name a generations.jsonl of eval/acceptance.py"
+        )
+    only, note = None, ""
+    if path.exists() and path.resolve() == own.resolve():
+        only = kept_for_validation(path, recipe.train.validation_conversations) or None
+        if only is None:
+            note = (
+                f"{path} is what the recipe trains on, and train.validation_conversations keeps none of it out of "
+                "training: the drafter is surer of these answers than of others"
+            )
+    recording = read_answers(path, only=only)
+    recording.note = note
+    config = load_config(recipe.target).get_text_config(decoder=True)
+    fingerprint = tokenizer_fingerprint(load_tokenizer(recipe.target))
+    check_recorded_from(recording, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint))
+    check_answers(recording, config.vocab_size, config.max_position_embeddings)
+    answers = [answer for answer in recording.of(PLAIN, PLAIN) if len(answer.tokens) > 1]
+    if not answers:
+        raise UserError(f"labels.answers: {path} holds no answer of two tokens or more, and such take no round")
+    return recording, sorted(answers, key=_rank)
+
+
+def _rank(answer: RecordedAnswer) -> bytes:
+    return hashlib.sha256(json.dumps(["labels", *answer.key]).encode()).digest()
+
+
+def identity_of(
+    recipe: Recipe, contender: Contender, answers: Sequence[RecordedAnswer], known: bool = True
+) -> dict[str, Any]:
+    """`Manifest.made_of`: whatever decides which rows there are.
+
+    Args:
+        known: the drafter is there.
+    """
+    section, target = recipe.labels, recipe.target
+    config = load_config(target).get_text_config(decoder=True)
+    digest = hashlib.sha256()
+    for answer in answers:
+        digest.update(json.dumps([*answer.key, answer.prompt, answer.tokens]).encode())
+    return {
+        "depth_convention": DEPTH_CONVENTION,
+        "entropy_over": section.entropy_over,
+        "top_k": section.top_k,
+        "draft_calls": section.draft_calls,
+        "batch_size": section.batch_size,  # the last bits of a distribution hang on who stands beside
+        "drafter": words_of(contender, vocab_of(contender, target), target) if known else {},
+        "target": {
+            **config_identity(config, target.model, target.revision, tokenizer_fingerprint(load_tokenizer(target))),
+            "dtype": target.dtype,
+        },
+        "answers_sha256": digest.hexdigest(),
+    }
+
+
+def begun(directory: Path, made_of: dict[str, Any], answers: int) -> Manifest:
+    """What was labelled there so far, as far as it is intact; an empty manifest where nothing was.
+
+    Raises:
+        UserError: what lies there was made otherwise.
+    """
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return Manifest(made_of, answers)
+    different = [
+        f"{key}: {theirs!r} there, {mine!r} now"
+        for key, theirs, mine in differences(manifest.made_of, made_of)
+        # A target may be moved: what it is decides, not where it lies. Drafters below.
+        if key != "target.model" and not key.startswith("drafter.")
+    ]
+    mine = made_of["drafter"]
+    theirs = dict.fromkeys(mine) | manifest.made_of.get("drafter", {})  # unlike a classifier's, all of it must be known
+    different += [f"drafter.{key}: {theirs[key]!r} there, {mine[key]!r} now" for key in unequal_words(theirs, mine)]
+    if different and made_of["drafter"]:
+        raise UserError(
+            f"{directory}: trees that were labelled otherwise ({'; '.join(sorted(different))}); name another "
+            "labels.out, or delete that folder"
+        )
+    whole = intact_shards(directory, manifest)
+    if len(whole) < len(manifest.shards):
+        print(f"note: {directory}: shard {len(whole)} is missing or damaged; labelling goes on from there")
+        manifest.shards, manifest.complete = whole, False
+    return manifest
+
+
+def batches_of(answers: Sequence[RecordedAnswer], batch_size: int) -> list[list[RecordedAnswer]]:
+    """Answers side by side; each batch is a shard, so that a run that goes on computes the very same rows."""
+    return [list(answers[start : start + batch_size]) for start in range(0, len(answers), batch_size)]
+
+
+def remaining(manifest: Manifest, batches: Sequence[Sequence[RecordedAnswer]], max_rows: int | None) -> list[int]:
+    """Numbers of the batches that are still to be labelled; a last shard that an earlier max_rows cut is taken out of
+    the manifest where it is to be made whole."""
+    if max_rows is not None and manifest.total("rows") >= max_rows:
+        return []
+    if manifest.shards and manifest.shards[-1]["answers"] < len(batches[len(manifest.shards) - 1]):
+        manifest.shards.pop()
+    return list(range(len(manifest.shards), len(batches)))
+
+
+def print_plan(
+    recipe: Recipe, contender: Contender, recording: Recording, answers: Sequence[RecordedAnswer], manifest: Manifest
+) -> None:
+    section = recipe.labels
+    nodes, tokens = nodes_of(section), tokens_of(answers)
+    most = nodes * (tokens - len(answers))  # a tree for every token but the first
+    if section.max_rows is not None:
+        most = min(most, section.max_rows + nodes * max(len(answer.tokens) for answer in answers))
+    who = contender.draft_model.model if contender.draft_model else contender.drafter
+    print(f"drafted by   {who}, {nodes:,} nodes a tree ({section.draft_calls} calls, top {section.top_k})")
+    print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens:,} tokens")
+    print(f"done         {in_words(manifest)}" if manifest.shards else "done         nothing yet")
+    print(
+        f"rows         at most {most:,}, {gigabytes(most * ROW_BYTES)}: if no node were accepted; with tau tokens a "
+        "round a tau-th of it"
+    )
+    print("time         unknown until the first answers are labelled; the progress bar then shows what is left")
+    print(f"writes       {recipe.labelled_trees_dir}")
+
+
+def nodes_of(section: LabelSection) -> int:
+    """Below a root; fewer where the draft vocabulary has fewer than top_k tokens."""
+    return section.top_k + (section.draft_calls - 1) * section.top_k**2
+
+
+def in_words(manifest: Manifest) -> str:
+    rows, trees, accepted = manifest.total("rows"), manifest.total("trees"), manifest.total("accepted")
+    dropped = {
+        "with NaN": manifest.total("dropped_nan"),
+        "below the end of their answer": manifest.total("dropped_beyond"),
+    }
+    left_out = ", ".join(f"{count:,} {why}" for why, count in dropped.items())
+    return (
+        f"{rows:,} rows of {trees:,} trees along {manifest.total('answers'):,} of {manifest.of_answers:,} answers, "
+        f"{accepted:,} accepted ({accepted / max(1, trees):.2f} a tree); left out: {left_out}"
+    )
+
+
+# Labelling.
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """The trees of one answer, root by root."""
+
+    features: list[torch.Tensor]  # of each tree [rows, 3]
+    accepted: list[torch.Tensor]  # of each tree [rows] bool
+    dropped_nan: int = 0
+    dropped_beyond: int = 0
+
+    @property
+    def rows(self) -> int:
+        return sum(map(len, self.accepted))
+
+
+class LabellingVerifier(RecordedVerifier):
+    """Recorded answers in the target's place, that also writes down every node it is asked about.
+
+    `watch` is for `Eagle2`: it hears of all nodes while the tree grows, and `accept` labels them.
+    """
+
+    def __init__(
+        self,
+        answers: Sequence[RecordedAnswer],
+        states_PF: torch.Tensor | None,
+        positions: int,
+        device: torch.device,
+        entropy_over: int,
+    ):
+        super().__init__(answers, states_PF, positions, device)
+        self.entropy_over = entropy_over
+        self.watched: list[torch.Tensor] = []  # of this round's trees, call by call [B, b * K, 3]
+        self.live = list(range(len(answers)))
+        self.labelled = [Labelled([], []) for _ in answers]
+
+    def watch(self, values_BbK: torch.Tensor, log_probs: torch.Tensor, depth: int) -> None:
+        self.watched.append(node_features(values_BbK, log_probs, depth, self.entropy_over).flatten(1, 2))
+
+    def accept(self, tree: DraftTree) -> Round:
+        # All nodes in drafted order, which is the tree's; near the target's last position the deepest are cut off.
+        features = torch.cat(self.watched, dim=1)[:, : tree.nodes - 1]
+        self.watched = []
+        on_path, last_B = self._path(tree)
+        real = torch.ones_like(on_path) if tree.real is None else tree.real
+        counts = on_path.sum(1).tolist()
+        left = [len(answer.tokens) - done for answer, done in zip(self.answers, self.done, strict=True)]
+        beyond = torch.zeros_like(on_path)
+        if any(count == rest for count, rest in zip(counts, left, strict=True)):
+            beyond = self._below(tree, last_B) & torch.tensor(
+                [[count == rest] for count, rest in zip(counts, left, strict=True)], device=self.device
+            )
+        broken = features.isnan().any(-1)
+        known = (real & ~beyond)[:, 1:]
+        rows = [each.cpu() for each in (features.float(), on_path[:, 1:], known & ~broken)]
+        lost = torch.stack(((known & broken).sum(1), (real & beyond).sum(1)), dim=1).tolist()
+        for row, index in enumerate(self.live):
+            of_row, kept = self.labelled[index], rows[2][row]
+            if kept.any():
+                of_row.features.append(rows[0][row][kept])
+                of_row.accepted.append(rows[1][row][kept])
+            self.labelled[index] = replace(
+                of_row,
+                dropped_nan=of_row.dropped_nan + lost[row][0],
+                dropped_beyond=of_row.dropped_beyond + lost[row][1],
+            )
+        # The path alone takes the same round as its tree, whose ancestors (a square of a thousand nodes) nobody needs.
+        said = [
+            [answer.tokens[done - 1], *answer.tokens[done : done + count]]
+            for answer, done, count in zip(self.answers, self.done, counts, strict=True)
+        ]
+        sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
+        return Round(super().accept(DraftTree.chains(said, self.device)).new_tokens, sizes)
+
+    def _path(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
+        """([B, N] bool: the node is accepted, [B] the last node of the path): walked down, one token after another."""
+        end = self.tokens.shape[1] - 1  # where NO_TOKEN stands: the path ends there at the latest
+        done_B = torch.tensor(self.done, device=self.device)
+        on_path = torch.zeros_like(tree.tokens, dtype=torch.bool)
+        last_B = torch.zeros_like(done_B)
+        at_B = last_B
+        for depth in range(tree.depth):
+            said_B = self.tokens.gather(1, (done_B + depth).clamp(max=end)[:, None])
+            child = (tree.parents == at_B[:, None]) & (tree.tokens == said_B)
+            if tree.real is not None:
+                child &= tree.real
+            found_B = child.any(1)
+            at_B = torch.where(found_B, child.int().argmax(1), NOWHERE)
+            last_B = torch.where(found_B, at_B, last_B)
+            on_path |= child
+        return on_path, last_B
+
+    @staticmethod
+    def _below(tree: DraftTree, node_B: torch.Tensor) -> torch.Tensor:
+        """[B, N] bool: the nodes below one of each tree."""
+        below = torch.zeros_like(tree.tokens, dtype=torch.bool)
+        for _ in range(tree.depth):
+            below = (tree.parents == node_B[:, None]) | (
+                below.gather(1, tree.parents.clamp(min=0)) & (tree.parents >= 0)
+            )
+        return below
+
+    def keep(self, rows: Sequence[int]) -> None:
+        super().keep(rows)
+        self.live = [self.live[row] for row in rows]
+
+
+@torch.no_grad()
+def label(
+    drafting: Drafting,
+    answers: Sequence[RecordedAnswer],
+    states_PF: torch.Tensor | None,
+    positions: int,
+    section: LabelSection,
+) -> list[Labelled]:
+    """Uncut trees along each answer, side by side.
+
+    Args:
+        states_PF: as `RecordedVerifier` takes them.
+        positions: that the target has.
+    """
+    device = drafting.vocab.target_ids.device
+    verifier = LabellingVerifier(answers, states_PF, positions, device, section.entropy_over)
+    policy = Eagle2(1 + nodes_of(section), section.draft_calls, section.top_k, watch=verifier.watch)
+    prompts, budgets = [answer.prompt for answer in answers], [len(answer.tokens) for answer in answers]
+    run_rounds(verifier, PolicyProposer(drafting, policy), prompts, (), budgets)
+    drafting.reset(0)
+    return verifier.labelled
+
+
+def label_all(
+    lineup: Lineup,
+    contender: Contender,
+    section: LabelSection,
+    batches: Sequence[Sequence[RecordedAnswer]],
+    manifest: Manifest,
+    directory: Path,
+) -> None:
+    """Labels what is left, shard by shard.
+
+    Raises:
+        UserError: the answers are another target's.
+    """
+    target, agreement = lineup.target, Agreement.of(lineup.target)
+    drafting = lineup.drafting(contender)
+    positions = target.config.max_position_embeddings
+    todo = remaining(manifest, batches, section.max_rows)
+    began, done = time.perf_counter(), 0
+    with tqdm(total=sum(tokens_of(batches[number]) for number in todo), desc="labelling", unit="token") as bar:
+        for number in todo:
+            batch = batches[number]
+            states = read_states(target, batch, drafting.capture_layers, agreement)
+            agreement.check()
+            labelled = label(drafting, batch, states, positions, section)
+            first = sum(map(len, batches[:number]))
+            before, most = manifest.total("rows"), section.max_rows or math.inf
+            kept = list(_until(labelled, most - before))
+            trees = Trees.of(
+                [tree for answer in kept for tree in answer.features],
+                [tree for answer in kept for tree in answer.accepted],
+                [first + i for i, answer in enumerate(kept) for _ in answer.accepted],
+            )
+            dropped_nan = sum(answer.dropped_nan for answer in kept)
+            if not trees.rows and dropped_nan:
+                who = contender.draft_model.model if contender.draft_model else contender.drafter
+                raise UserError(
+                    f"{who}: all {dropped_nan:,} nodes drafted along {len(kept)} answers have NaN among P and H: there "
+                    "is no row to learn from. Are the drafter's weights finite? Train it again, or set "
+                    "target.dtype=float32"
+                )
+            counts = {
+                "answers": len(kept),
+                "dropped_nan": dropped_nan,
+                "dropped_beyond": sum(answer.dropped_beyond for answer in kept),
+            }
+            manifest.shards.append(write_shard(directory, number, trees, counts))
+            enough = manifest.total("rows") >= most
+            manifest.complete = enough or number == todo[-1]
+            manifest.write(directory)
+            done += sum(answer.rows for answer in labelled)
+            bar.update(tokens_of(batch))
+            bar.set_postfix_str(f"{manifest.total('rows'):,} rows, {done / (time.perf_counter() - began):,.0f} rows/s")
+            if enough:
+                break
+    print(f"answers: {agreement}")
+
+
+def _until(labelled: Sequence[Labelled], rows: float) -> Iterator[Labelled]:
+    """The first answers that have so many rows together, the one that reaches them included."""
+    for answer in labelled:
+        if rows <= 0:
+            return
+        yield answer
+        rows -= answer.rows

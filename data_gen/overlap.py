@@ -1,0 +1,413 @@
+"""Finds training conversations that ask what the evaluation asks.
+
+User turns are compared, nothing else, as words: Unicode NFKC, without case, punctuation and spacing. A conversation is
+found where one of its user turns
+    exact      has the words of an evaluation turn, all of them and no others
+    overlap    holds at least half (SHARE) of an evaluation turn's distinct runs of 13 words (GRAM, the length by which
+               Brown et al. 2020, arXiv 2005.14165, appendix C, filter); shorter evaluation turns are found exactly or
+               not at all
+A run that three evaluation turns or more share (COMMON) is a form of words, not a question: it counts for none of them.
+Turns after the first say little where they are short ("Go on."): below 8 words (LATER_TURN_WORDS) none is compared.
+"""
+
+import json
+import os
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from draftsmith.data_gen.training_rows import LeaveOut, is_regenerated
+from draftsmith.recipes.cli import Command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompt_records import Conversation, to_conversation
+from draftsmith.recipes.prompt_sources import records
+from draftsmith.recipes.prompts import read_conversations
+from draftsmith.recipes.rejects import Rejects, is_unicode
+from draftsmith.recipes.schema import Recipe
+
+GRAM = 13
+SHARE = 0.5
+COMMON = 3
+LATER_TURN_WORDS = 8
+MOST = 10_000
+# Characters of a text that a finding shows, and findings that the script shows.
+SHOWN_CHARACTERS = 120
+SHOWN_FINDINGS = 5
+
+# Scripts that write no spaces: each character is a word.
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
+_ASCII_WORD = re.compile("[a-z0-9]+")
+
+
+@dataclass(frozen=True)
+class EvaluationTurn:
+    id: str  # of its conversation
+    benchmark: str
+    source: str
+    text: str  # its beginning
+    grams: int = 0  # distinct runs of words by which it can be found
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a training conversation shares with the evaluation."""
+
+    reason: str  # "exact" or "overlap"
+    share: float  # of the evaluation turn's runs of words
+    turn: EvaluationTurn
+    text: str  # the training turn's beginning
+
+    def __str__(self) -> str:
+        share = "" if self.reason == "exact" else f" ({self.share:.0%} of its runs of {GRAM} words)"
+        return f"{self.reason}: asks what {self.turn.id} of {self.turn.benchmark} asks{share}"
+
+
+def words_of(text: str) -> list[str]:
+    """The words by which texts are compared."""
+    if text.isascii():
+        return _ASCII_WORD.findall(text.lower())
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+
+
+class EvaluationIndex:
+    """The evaluation's user turns, hashed. Training conversations pass by and are not kept.
+
+    Its size is that of the evaluation: about 200 bytes for each distinct run of words.
+    """
+
+    def __init__(self, conversations: Iterable[Conversation]):
+        self.conversations = 0
+        self._exact: dict[str, EvaluationTurn] = {}
+        self._turns: list[EvaluationTurn] = []  # those that have runs
+        self._turns_of: dict[int, list[int]] = {}  # hash of a run -> numbers in _turns
+        self._corners: set[tuple[str, str, str]] = set()  # first, middle and last word of each run
+        texts: list[list[str]] = []
+        for conversation in conversations:
+            self.conversations += 1
+            for number, text in enumerate(user_texts(conversation.messages)):
+                words = words_of(text)
+                if (number and len(words) < LATER_TURN_WORDS) or (key := _key(words, text)) in self._exact:
+                    continue
+                benchmark = str(conversation.meta.get("benchmark", ""))
+                turn = EvaluationTurn(conversation.id, benchmark, conversation.source, _beginning(text))
+                self._exact[key] = turn
+                if len(words) >= GRAM:
+                    for gram in set(_grams(words)):
+                        self._turns_of.setdefault(gram, []).append(len(self._turns))
+                    self._turns.append(turn)
+                    texts.append(words)
+        self._turns_of = {gram: turns for gram, turns in self._turns_of.items() if len(turns) < COMMON}
+        counts = Counter(turn for turns in self._turns_of.values() for turn in turns)
+        for number, words in enumerate(texts):
+            old = self._turns[number]
+            self._turns[number] = EvaluationTurn(old.id, old.benchmark, old.source, old.text, counts[number])
+            self._corners.update(_corners(words))
+
+    def find(self, messages: list[Any]) -> Finding | None:
+        """The evaluation turn that a conversation shares most with, an equal one before all others."""
+        best: Finding | None = None
+        for text in user_texts(messages):
+            words = words_of(text)
+            if (same := self._exact.get(_key(words, text))) is not None:
+                return Finding("exact", 1.0, same, _beginning(text))
+            # Most texts end here, in a loop that Python does not run itself.
+            if len(words) < GRAM or self._corners.isdisjoint(_corners(words)):
+                continue
+            shared = Counter(turn for gram in set(_grams(words)) for turn in self._turns_of.get(gram, ()))
+            for number, count in shared.items():
+                share = count / self._turns[number].grams
+                if share >= SHARE and (best is None or share > best.share):
+                    best = Finding("overlap", share, self._turns[number], _beginning(text))
+        return best
+
+
+def user_texts(messages: list[Any]) -> Iterator[str]:
+    """The user turns' texts; whatever is none of ours is passed over."""
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") != "user":
+            continue
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [part.get("text") for part in content if isinstance(part, dict)]
+            content = "".join(part for part in parts if isinstance(part, str))
+        if isinstance(content, str) and content.strip():
+            yield content
+
+
+def _key(words: list[str], text: str) -> str:
+    return " ".join(words) or "".join(text.split())  # a text of signs alone has no words
+
+
+def _grams(words: list[str]) -> Iterator[int]:
+    return (hash(tuple(words[i : i + GRAM])) for i in range(len(words) - GRAM + 1))
+
+
+def _corners(words: list[str]) -> Iterator[tuple[str, str, str]]:
+    return zip(words, words[GRAM // 2 :], words[GRAM - 1 :], strict=False)
+
+
+def _beginning(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+# A recipe's check.
+
+
+def evaluation_index(recipe: Recipe, whole: bool) -> tuple[EvaluationIndex, list[str]]:
+    """The index of eval.prompts, and what was not compared, in sentences.
+
+    Args:
+        whole: is every source needed?
+
+    Raises:
+        UserError: one that is needed cannot be read.
+    """
+    notes: list[str] = []
+    unread: list[str] = []
+
+    def conversations() -> Iterator[Conversation]:
+        for source in _listed(recipe.eval.prompts):
+            limit = max(MOST, recipe.eval.max_prompts or 0)
+            count = 0
+            try:
+                for conversation in read_conversations(source, Rejects(), limit):
+                    count += 1
+                    yield conversation
+            except UserError as error:
+                unread.append(f"no contamination check against eval.prompts {source}: {error.problems[0]}")
+                notes.append(f"note: {unread[-1]}")
+            if count == limit:
+                notes.append(f"note: contamination was checked against the first {limit:,} conversations of {source}")
+
+    index = EvaluationIndex(conversations())
+    if unread and whole:
+        advice = "data.contamination is `remove`: fetch it once, name a file, or say data.contamination=list"
+        raise UserError([*unread, advice])
+    return index, notes
+
+
+class Check:
+    """One pass over the training conversations of one source after another.
+
+    Args:
+        index: of the evaluation.
+        remove: are found conversations to be left out?
+    """
+
+    def __init__(self, index: EvaluationIndex, remove: bool):
+        self.index, self.remove = index, remove
+        self.checked: Counter[str] = Counter()  # conversations by source
+        self.findings: list[dict[str, Any]] = []
+
+    def look(self, source: str, line: int | None, conversation_id: str, messages: list[Any]) -> Finding | None:
+        self.checked[source] += 1
+        finding = self.index.find(messages)
+        if finding is not None:
+            self.findings.append(
+                {
+                    "id": conversation_id,
+                    "source": source,
+                    "line": line,
+                    "evaluation_id": finding.turn.id,
+                    "benchmark": finding.turn.benchmark,
+                    "evaluation_source": finding.turn.source,
+                    "reason": finding.reason,
+                    "share": round(finding.share, 3),
+                    "text": finding.text,
+                    "evaluation_text": finding.turn.text,
+                }
+            )
+        return finding
+
+    def leave_out(self, source: str) -> LeaveOut:
+        """For `training_rows` over the file `source`."""
+
+        def reason(conversation_id: str, messages: list[Any], line: int) -> str | None:
+            finding = self.look(source, line, conversation_id, messages)
+            return f"contaminated: {finding}" if finding is not None and self.remove else None
+
+        return reason
+
+    def summary(self, path: Path | None) -> str:
+        """One line; `path` is where the findings are listed."""
+        checked, found = self.checked.total(), len(self.findings)
+        if not self.index.conversations:
+            return "contamination: nothing was compared: no conversation of eval.prompts could be read"
+        asked = f"{self.index.conversations:,} evaluation conversations"
+        if not found:
+            return f"contamination: none of {checked:,} training conversations asks what {asked} ask"
+        reasons = Counter(finding["reason"] for finding in self.findings)
+        benchmarks = Counter(finding["benchmark"] for finding in self.findings)
+        kinds = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+        places = ", ".join(f"{name} {count:,}" for name, count in benchmarks.most_common())
+        done = "left out" if self.remove else "kept (data.contamination: remove leaves them out)"
+        listed = f"; listed in {path}" if path is not None else ""
+        return (
+            f"contamination: {found:,} of {checked:,} training conversations ask what {asked} ask "
+            f"({kinds}; {places}): {done}{listed}"
+        )
+
+    def write(self, path: Path) -> None:
+        """Lists the findings; lines about sources that this check did not see stay.
+
+        Raises:
+            UserError: `path` holds something else.
+        """
+        lines = []
+        try:
+            held = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+            lines += [line for line in held if line and json.loads(line)["source"] not in self.checked]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: not a list of contaminated conversations; move it away") from None
+        for finding in self.findings:
+            text = json.dumps(finding, ensure_ascii=False)
+            lines.append(text if is_unicode(text) else json.dumps(finding))
+        if lines or path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8", newline="\n")
+            os.replace(partial, path)
+
+
+def screen(
+    recipe: Recipe, conversations: list[Conversation], rejects: Rejects, write: bool = True
+) -> list[Conversation]:
+    """Before anything is asked: prints one line, lists what was found, and returns what is to be asked.
+
+    Args:
+        rejects: receives what is left out where data.contamination is `remove`.
+        write: list the findings in the recipe's contamination_path.
+
+    Raises:
+        UserError: nothing is left; or conversations are to be left out, and a source of eval.prompts cannot be read.
+    """
+    if recipe.data.contamination == "off" or recipe.eval.prompts is None:
+        return conversations
+    remove = recipe.data.contamination == "remove"
+    index, notes = evaluation_index(recipe, whole=remove)
+    check = Check(index, remove)
+    clean = []
+    for conversation in tqdm(conversations, desc="contamination", unit="conversation", disable=None, leave=False):
+        finding = check.look(conversation.source, conversation.line, conversation.id, conversation.messages)
+        if finding is None or not check.remove:
+            clean.append(conversation)
+            continue
+        record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
+        rejects.add(conversation.source, conversation.line, f"contaminated: {finding}", record)
+    _report(recipe, check, notes, write)
+    if conversations and not clean:
+        raise UserError(
+            f"data.prompts: all {len(conversations):,} conversations ask what eval.prompts ask; nothing is left to ask"
+        )
+    return clean
+
+
+def training_check(recipe: Recipe) -> "TrainingCheck | None":
+    """The check of the conversations that training reads; None where there is nothing to do.
+
+    What regenerate writes it has checked itself, so `list` looks only at conversations that come from elsewhere.
+    `remove` looks at all: they may have been written before it was asked for.
+    """
+    action = recipe.data.contamination
+    if action == "off" or recipe.eval.prompts is None or (action == "list" and not _from_elsewhere(recipe)):
+        return None
+    return TrainingCheck(recipe)
+
+
+class TrainingCheck:
+    """`leave_out` goes to `training_rows`; `report`, after its last row, prints one line and lists the findings."""
+
+    def __init__(self, recipe: Recipe):
+        remove = recipe.data.contamination == "remove"
+        index, self.notes = evaluation_index(recipe, whole=remove)
+        self._recipe, self._check = recipe, Check(index, remove)
+        self.leave_out: LeaveOut = self._check.leave_out(str(recipe.conversations_path))
+
+    def report(self, write: bool = True) -> None:
+        _report(self._recipe, self._check, self.notes, write)
+
+
+def left_out_of_training(recipe: Recipe) -> LeaveOut | None:
+    """What training passes to `training_rows`: the rows that rank_vocab left out. It has told and listed them."""
+    if recipe.data.contamination != "remove" or (check := training_check(recipe)) is None:
+        return None
+    if check.notes and os.environ.get("RANK", "0") == "0":
+        print("\n".join(check.notes))
+    return check.leave_out
+
+
+def _report(recipe: Recipe, check: Check, notes: list[str], write: bool) -> None:
+    if write:
+        check.write(recipe.contamination_path)
+    print("\n".join([*notes, check.summary(recipe.contamination_path if write else None)]))
+
+
+def _from_elsewhere(recipe: Recipe) -> bool:
+    return recipe.data.prompts is None or recipe.data.conversations is not None
+
+
+def _listed(sources: str | list[str] | None) -> list[str]:
+    return [sources] if isinstance(sources, str) else sources or []
+
+
+# The script.
+
+
+def main(command: Command) -> None:
+    recipe = command.recipe
+    prompts = _listed(recipe.data.prompts)
+    file = recipe.conversations_path if _from_elsewhere(recipe) else None
+    if file is not None and not file.exists():
+        raise UserError(f"data.conversations: {file} does not exist, and there is nothing else to compare")
+    compared = [*prompts, *([str(file)] if file else [])]
+    if command.plan:
+        print(f"compares  {', '.join(compared)}\nwith      {', '.join(_listed(recipe.eval.prompts))}")
+        print(f"writes    {recipe.contamination_path}")
+        return
+    index, notes = evaluation_index(recipe, whole=False)
+    check, rejects = Check(index, remove=False), Rejects()
+    with tqdm(desc="contamination", unit="conversation", disable=None, leave=False) as progress:
+        if prompts:
+            for conversation in read_conversations(prompts, rejects, recipe.data.max_prompts):
+                check.look(conversation.source, conversation.line, conversation.id, conversation.messages)
+                progress.update()
+        for line, conversation_id, messages in _conversations_of(file, rejects) if file else ():
+            check.look(str(file), line, conversation_id, messages)
+            progress.update()
+    check.write(recipe.contamination_path)
+    for note in notes:
+        print(note)
+    print(
+        f"compared      {', '.join(f'{count:,} conversations of {source}' for source, count in check.checked.items())}"
+    )
+    print(f"with          {index.conversations:,} conversations of {', '.join(_listed(recipe.eval.prompts))}")
+    print(f"found         {len(check.findings):,}; data.contamination is `{recipe.data.contamination}`")
+    for (benchmark, reason), count in Counter((f["benchmark"], f["reason"]) for f in check.findings).most_common():
+        print(f"  {count:>11,} {reason:<8} {benchmark}")
+    for finding in check.findings[:SHOWN_FINDINGS]:
+        print(f"for example   {finding['id']} ({finding['reason']}, {finding['share']:.0%}) {finding['text']}")
+        print(f"              {finding['evaluation_id']}: {finding['evaluation_text']}")
+    print(f"rejected      {rejects.summary()}")
+    print(f"written       {recipe.contamination_path}" if check.findings else "nothing to list")
+
+
+def _conversations_of(path: Path, rejects: Rejects) -> Iterator[tuple[int, str, list[Any]]]:
+    """(line, id, messages) of a conversations file."""
+    for line, record in records(str(path), rejects):
+        if is_regenerated(record):
+            yield line, str(record.get("id")), record.get("messages") or []
+            continue
+        try:
+            conversation = to_conversation(record, f"{path.name}:{line}", str(path), line)
+        except ValueError as error:
+            rejects.add(str(path), line, str(error), record)
+        else:
+            yield line, conversation.id, conversation.messages

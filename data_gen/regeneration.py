@@ -1,0 +1,449 @@
+"""The writing of training answers behind data_gen/regenerate.py: conversations in, answered conversations out."""
+
+import contextlib
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, asked_digest, not_done, read_log
+from draftsmith.data_gen.drafted_answers import DraftedAnswers, check_generator_drafter
+from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
+from draftsmith.data_gen.overlap import screen
+from draftsmith.data_gen.prompt_sizes import HUB_SAMPLE, planned, sampled
+from draftsmith.data_gen.server_answers import Vocabulary
+from draftsmith.data_gen.server_generator import Answered, Servers, Unanswered, generate_from_servers
+from draftsmith.models.chat import (
+    RenderError,
+    answer_message,
+    as_text,
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    render_prompt,
+    stop_ids,
+    template_variables,
+    tokenizer_fingerprint,
+)
+from draftsmith.models.checkpoint import tensor_digest, weight_bytes
+from draftsmith.models.costs import decoding_lines, decoding_time
+from draftsmith.models.target import load_causal_lm
+from draftsmith.recipes.cli import Command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import Conversation, Rejects, questions, read_conversations
+from draftsmith.recipes.schema import Recipe
+
+RATE_SECONDS = 30.0  # over which the tokens per second of the progress bar are taken
+NAMED_AT_MOST = 5  # conversations without an answer; there may be thousands
+PLAN_SECONDS = 5.0  # --plan waits no longer for a server
+# Prompts in, answers out as they arrive; None where there is nothing new but progress.
+Writer = Callable[[Iterator[Prompt | None]], Iterator[Answer | Answered | Unanswered | None]]
+# What generation configs may ask for beyond temperature, top_p and top_k; speculative decoding does not know it either.
+_OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
+
+
+def main(command: Command) -> None:
+    recipe, section = command.recipe, command.recipe.target
+    assert recipe.data.prompts is not None
+    tokenizer = load_tokenizer(section)
+    generation_config = load_generation_config(section)
+    settings = generation_settings(recipe, tokenizer, generation_config)
+    generator = generator_identity(recipe, settings, tokenizer)
+    if recipe.data.generator.drafter is not None:
+        check_generator_drafter(recipe)
+    path = recipe.conversations_path
+    rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
+    limit, of_sample = recipe.data.max_prompts, command.plan and planned_from_a_sample(recipe)
+    if of_sample:
+        limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
+    conversations = list(read_conversations(recipe.data.prompts, rejects, limit))
+    if not of_sample:
+        conversations = screen(recipe, conversations, rejects, write=not command.plan)
+    if command.plan:
+        print_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
+        if recipe.data.generator.kind == "openai":
+            with open_servers(recipe, settings, tokenizer) as servers:
+                print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
+        return
+    _name_ignored_sampling(generation_config)
+    with ConversationLog(path, generator) as log, _sigterm_exits():
+        todo = not_done(conversations, log.content)
+        done, strangers = len(conversations) - len(todo), len(log.content.done) - (len(conversations) - len(todo))
+        if strangers:
+            print(f"{path}: holds {strangers:,} conversations that are not among these prompts; they stay")
+        if not todo:
+            print(f"all {done:,} conversations are done; {rejects.summary()}")
+            return
+        if done:
+            print(f"{path}: {done:,} of {len(conversations):,} conversations are done, going on")
+        if recipe.data.generator.kind == "openai":
+            with open_servers(recipe, settings, tokenizer) as servers:
+                log.identify("served_model", servers.connect())
+                write: Writer = partial(generate_from_servers, servers)
+                regenerate(write, tokenizer, todo, settings, log, rejects, servers)
+            return
+        drafted = None if recipe.data.generator.drafter is None else DraftedAnswers(recipe, settings)
+        model = load_causal_lm(section) if drafted is None else drafted.lineup.target.model
+        log.identify("embedding_digest", tensor_digest(model.get_input_embeddings().weight))
+        if drafted is not None:
+            log.note("drafted_by", drafted.words)
+        write = drafted or partial(generate, model, settings=settings)
+        regenerate(write, tokenizer, todo, settings, log, rejects, summary=drafted.summary if drafted else list)
+
+
+def regenerate(
+    write: Writer,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[Conversation],
+    settings: GenerationSettings,
+    log: ConversationLog,
+    rejects: Rejects,
+    servers: Servers | None = None,
+    summary: Callable[[], Sequence[str]] = list,
+) -> None:
+    """Answers all `conversations` and appends each to `log` when its last turn is written.
+
+    Args:
+        servers: those behind `write`, for progress and summary.
+        summary: further lines for the end.
+
+    Raises:
+        UserError: nothing could be asked or answered at all.
+    """
+    asked = _Asked(conversations, tokenizer, settings.max_length, rejects)
+    tally = _Tally()
+    try:
+        with tqdm(total=len(conversations), desc="regenerating", unit="conversation", disable=None) as bar:
+            for answer in write(asked.prompts()):
+                finished = None
+                if isinstance(answer, Unanswered):
+                    finished = asked.give_up(answer)
+                elif answer is not None:
+                    answered = answer if isinstance(answer, Answered) else Answered(*answer)
+                    tally.add(answered)
+                    finished = asked.take(answered)
+                if finished is not None:
+                    log.append(finished)
+                    tally.unasked += finished.get("unasked_turns", 0)
+                bar.set_postfix_str(tally.progress(servers), refresh=False)
+                bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
+                if answer is None:
+                    bar.refresh()
+            bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
+    finally:  # also what was written until an interrupt
+        print(f"{log.appended:,} conversations written, {tally.summary()}; {rejects.summary()}")
+        for line in servers.summary() if servers is not None else summary():
+            print(line)
+        if asked.failed:
+            first, reason = next(iter(asked.failed.items()))
+            named = ", ".join(list(asked.failed)[:NAMED_AT_MOST]) + ", ..." * (len(asked.failed) > NAMED_AT_MOST)
+            print(
+                f"{len(asked.failed):,} conversations got no answer in this run ({named}); {first}: {reason}. The same "
+                "command asks them again"
+            )
+    if asked.failed and not log.appended:
+        raise UserError("data.generator: not one conversation was answered; see above")
+    if not log.appended and not log.content.done:
+        raise UserError(f"data.prompts: not one of {len(conversations):,} conversations could be asked; see above")
+
+
+@dataclass
+class _Tally:
+    """What a run has done."""
+
+    unasked: int = 0  # user turns
+    turns: int = 0
+    tokens: int = 0
+    cut: int = 0  # answers
+    retokenised: int = 0  # answers
+    started: float = field(default_factory=time.monotonic)
+    _lately: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.monotonic(), 0)]))
+
+    def add(self, answer: Answered) -> None:
+        self.turns += 1
+        self.tokens += len(answer.token_ids)
+        self.cut += answer.finish_reason == "length"
+        self.retokenised += answer.retokenised
+
+    def progress(self, servers: Servers | None) -> str:
+        """Tokens per second of the last half minute, and what the servers are doing."""
+        now, tokens = time.monotonic(), self.tokens if servers is None else servers.tokens_received
+        self._lately.append((now, tokens))
+        while now - self._lately[0][0] > RATE_SECONDS and len(self._lately) > 2:
+            self._lately.popleft()
+        then, before = self._lately[0]
+        text = f"{(tokens - before) / max(now - then, 1e-3):,.0f} tokens/s"
+        return text if servers is None else f"{text}, {servers.in_flight} in flight, {servers.retries} retries"
+
+    def summary(self) -> str:
+        rate = self.tokens / max(time.monotonic() - self.started, 1e-3)
+        text = (
+            f"{self.turns:,} answers, {self.tokens:,} tokens, {rate:,.0f} "
+            f"tokens/s, {self.cut / max(self.turns, 1):.1%} of the answers cut by length, {self.unasked:,} user turns "
+            "not asked"
+        )
+        return text + f", {self.retokenised:,} answers tokenised again from text" * (self.retokenised > 0)
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does, with 143: what has been answered is written, and the summary printed."""
+
+    def leave(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    default = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, default)
+
+
+@dataclass
+class _Progress:
+    """One conversation under way."""
+
+    conversation: Conversation
+    pending: deque[list[dict[str, Any]]]  # what stands before each answer that is still to be asked for
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)  # of the answer that is being written
+
+
+class _Asked:
+    """Turns conversations into prompts, one turn at a time, and answers into finished records."""
+
+    def __init__(
+        self, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int, rejects: Rejects
+    ):
+        self.rejected = 0  # conversations of which nothing could be asked
+        self.failed: dict[str, str] = {}  # why there is no answer in this run, by conversation
+        self._fresh = iter(conversations)
+        self._continued: deque[_Progress] = deque()  # their next prompt is ready
+        self._open: dict[str, _Progress] = {}  # an answer is being written
+        self._tokenizer, self._max_length, self._rejects = tokenizer, max_length, rejects
+
+    def prompts(self) -> Iterator[Prompt | None]:
+        """Next turns of open conversations first, so that few are open at a time; None while all depend on answers."""
+        while True:
+            progress = self._continued.popleft() if self._continued else self._next_fresh()
+            if progress is not None:
+                self._open[progress.conversation.id] = progress
+                yield (progress.conversation.id, len(progress.turns)), progress.prompt_ids
+            elif self._open:
+                yield None
+            else:
+                return
+
+    def take(self, answer: Answered) -> dict[str, Any] | None:
+        """Adds an answer to its conversation: the conversation's record if that was its last turn, else None."""
+        (conversation_id, _), output_ids, finish_reason, retokenised = answer
+        progress = self._open.pop(conversation_id)
+        progress.messages.append(answer_message(self._tokenizer, output_ids))
+        turn = {
+            "prompt_token_ids": progress.prompt_ids,
+            "output_token_ids": output_ids,
+            "finish_reason": finish_reason,
+        }
+        progress.turns.append(turn | {"retokenised": True} if retokenised else turn)
+        unasked, reason = len(progress.pending), "the answer before was cut"
+        if unasked and finish_reason == "stop":
+            reason = self._prepare(progress)
+            if reason is None:
+                self._continued.append(progress)
+                return None
+        return _record(progress, unasked, reason)
+
+    def give_up(self, unanswered: Unanswered) -> dict[str, Any] | None:
+        """Ends a conversation whose next answer does not come: its record if it goes without that answer, else None."""
+        conversation_id, turn = unanswered.key
+        progress = self._open.pop(conversation_id)
+        if not unanswered.refused:
+            self.failed[conversation_id] = unanswered.reason
+            return None
+        if turn == 0:
+            self._reject(progress.conversation, unanswered.reason)
+            return None
+        while progress.messages[-1]["role"] != "assistant":  # the question
+            progress.messages.pop()
+        return _record(progress, len(progress.pending) + 1, unanswered.reason)
+
+    def _next_fresh(self) -> _Progress | None:
+        """The next conversation whose first turn can be asked; those before it are rejected."""
+        for conversation in self._fresh:
+            progress = _Progress(conversation, deque(questions(conversation.messages)))
+            try:
+                as_text(conversation.messages, conversation.images)  # also what comes in later turns
+                problem = self._prepare(progress) if progress.pending else "no user turn"
+            except RenderError as error:
+                problem = str(error)
+            if problem is None:
+                return progress
+            self._reject(conversation, problem)
+        return None
+
+    def _reject(self, conversation: Conversation, problem: str) -> None:
+        record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
+        self._rejects.add(conversation.source, conversation.line, problem, record | {"meta": conversation.meta})
+        self.rejected += 1
+
+    def _prepare(self, progress: _Progress) -> str | None:
+        """Renders the prompt of the next answer; what is wrong with it, or None. Then nothing has changed."""
+        messages = [*progress.messages, *progress.pending[0]]
+        try:
+            ids = render_prompt(self._tokenizer, messages, progress.conversation.meta.get("tools"))
+        except RenderError as error:
+            return str(error)
+        if len(ids) >= self._max_length:
+            return f"longer than data.max_length: a prompt of {len(ids)} tokens, the limit is {self._max_length}"
+        progress.messages, progress.prompt_ids = messages, ids
+        progress.pending.popleft()
+        return None
+
+
+def _record(progress: _Progress, unasked: int, reason: str | None) -> dict[str, Any]:
+    conversation = progress.conversation
+    record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
+    record["asked_digest"] = asked_digest(conversation)
+    if unasked:
+        record |= {"unasked_turns": unasked, "unasked_reason": reason}
+    return record | {"meta": conversation.meta}
+
+
+def open_servers(recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase) -> Servers:
+    """The recipe's servers, not yet connected."""
+    embedded = getattr(load_config(recipe.target).get_text_config(), "vocab_size", 0)
+    vocabulary = Vocabulary(tokenizer, max(embedded, len(tokenizer)), settings.stop_ids)
+    return Servers(recipe.data.generator, settings, vocabulary)
+
+
+def generation_settings(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig
+) -> GenerationSettings:
+    """The recipe's wishes, completed by the target's generation config and limited by its context."""
+    section, asked = recipe.target, recipe.data.generator
+    config = load_config(section).get_text_config()
+    temperature, top_p, top_k = resolve_sampling(asked.temperature, asked.top_p, asked.top_k, generation_config)
+    return GenerationSettings(
+        max_new_tokens=asked.max_new_tokens,
+        max_length=min(recipe.data.max_length, getattr(config, "max_position_embeddings", recipe.data.max_length)),
+        stop_ids=stop_ids(tokenizer, generation_config),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=asked.seed,
+        batch_size=asked.batch_size,
+    )
+
+
+def generator_identity(
+    recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What made a file's answers: every line carries it, and a run goes on only with the same. Who drafted them is not
+    of it: greedy answers are the same, others have the same law."""
+    section, kind = recipe.target, recipe.data.generator.kind
+    dtype = section.dtype
+    if dtype == "auto":
+        config = load_config(section)
+        dtype = str(config.dtype or "float32").removeprefix("torch.")
+    return {
+        "kind": kind,
+        "target": section.model,
+        "revision": section.revision,
+        "dtype": dtype if kind == "transformers" else None,  # servers have their own; the log learns `served_model`
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        **({"template_args": template_variables(section)} if template_variables(section) else {}),
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "seed": settings.seed,
+        "max_new_tokens": settings.max_new_tokens,
+        "max_length": settings.max_length,
+        "stop_ids": list(settings.stop_ids),
+    }
+
+
+def print_plan(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: GenerationSettings,
+    conversations: list[Conversation],
+    log: LogContent,
+    rejects: Rejects,
+) -> None:
+    """What a run would do, from the tokenizer, a sample of the prompts and what is written already."""
+    todo = not_done(conversations, log)
+    sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
+    sampling += f", top_p {settings.top_p:g}" * (settings.top_p < 1) + f", top_k {settings.top_k}" * (
+        settings.top_k > 0
+    )
+    asked = sum(len(list(questions(conversation.messages))) for conversation in todo)
+    answer_mean = log.answer_tokens / log.answers if log.answers else settings.max_new_tokens
+    sample = sampled(todo)
+    sizes = [s for c in sample if (s := planned(tokenizer, c, answer_mean, settings.max_length)) is not None]
+    scale = len(todo) / max(1, len(sample))
+    turns = sum(size.rows for size in sizes)
+    prompt_mean = sum(sum(size.prompts) for size in sizes) / max(1, turns)
+    of_hub = planned_from_a_sample(recipe)
+    # Answers so far, a part of the conversations: what they lead to is an estimate.
+    bound = "about" if log.answers or scale > 1 or of_hub else "at most"
+    generator = recipe.data.generator
+    how = f"{settings.batch_size} conversations side by side"
+    if generator.kind == "openai":
+        how = f"{generator.concurrency} requests at a time over {len(generator.base_urls)} servers"
+    print(f"target         {recipe.target.model}, {sampling}, {how}")
+    if generator.drafter is not None:
+        print(f"drafter        {generator.drafter}, {generator.draft_tokens} tokens for each pass of the target")
+    print(f"conversations  {len(conversations):,} of {recipe.data.prompts}; {len(log.done):,} done in {log.path}")
+    if of_hub:
+        print("               a sample: hub datasets are not read for a plan, and not compared with eval.prompts")
+        if (count := recipe.data.max_prompts) is None:
+            print("to do          not known how much: set data.max_prompts. Of the sample it were")
+        else:
+            left = max(0, count - len(log.done))
+            scale, asked = left / max(1, len(sample)), int(asked * left / max(1, len(todo)))
+    print(
+        f"to do          {round(scale * len(sample)):,} conversations, {asked:,} answers; prompts of {prompt_mean:.0f} "
+        "tokens on average, with their history"
+    )
+    if log.answers:
+        print(f"tokens         about {asked * answer_mean:,.0f} (answers have had {answer_mean:.0f} on average)")
+    else:
+        print(f"tokens         {bound} {asked * answer_mean:,} (max_new_tokens {answer_mean} each)")
+    size = scale * sum(size.file_bytes for size in sizes)
+    print(f"disk           {bound} {size / 1e6:,.1f} MB more in {log.path}")
+    if generator.kind == "openai":
+        print("memory, time   the servers'; the progress bar tells the time after the first answers")
+    else:
+        config, rows = load_config(recipe.target), min(settings.batch_size, max(1, len(todo)))
+        beside = 0 if generator.drafter is None else weight_bytes(Path(generator.drafter))
+        for line in decoding_lines(config, recipe.target, rows, settings.max_length, beside):
+            print(line)
+        print(f"time           {decoding_time(config, recipe.target, rows, asked * answer_mean)}")
+    print(f"rejected       {rejects.summary()}")
+    if sizes and not turns:
+        print(
+            f"CANNOT WORK: no room for an answer: every prompt that was looked at takes all of {settings.max_length} "
+            "tokens (data.max_length, or the target's positions where they are fewer)"
+        )
+
+
+def planned_from_a_sample(recipe: Recipe) -> bool:
+    """Are prompts on the hub? Of them a plan reads a sample alone."""
+    prompts = recipe.data.prompts
+    names = [prompts] if isinstance(prompts, str) else prompts or []
+    return any(name.startswith("hf:") for name in names)
+
+
+def _name_ignored_sampling(generation_config: GenerationConfig) -> None:
+    for key, neutral in _OTHER_SAMPLING.items():
+        value = getattr(generation_config, key, None)
+        if value is not None and value != neutral:
+            print(f"note: the target's generation_config asks for {key} {value}; it is not applied")

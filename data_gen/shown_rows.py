@@ -1,0 +1,45 @@
+"""Prints training rows with their supervised tokens marked, behind data_gen/conversations.py."""
+
+import sys
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.data_gen.training_rows import TrainingRow, training_rows
+from draftsmith.models.chat import load_tokenizer
+from draftsmith.recipes.cli import Command
+from draftsmith.recipes.rejects import Rejects
+
+
+def main(command: Command) -> None:
+    """Prints rows and a summary of the recipe's conversations."""
+    recipe, path = command.recipe, command.recipe.conversations_path
+    if command.plan:
+        print(f"reads {path}, prints {command.show} rows and a summary, writes nothing")
+        return
+    tokenizer = load_tokenizer(recipe.target)
+    rejects = Rejects()
+    ids, rows, tokens, supervised = set(), 0, 0, 0
+    for row in tqdm(
+        training_rows(path, tokenizer, recipe.data.max_length, rejects), unit="row", disable=None, leave=False
+    ):
+        if rows < command.show:
+            tqdm.write(f"--- {row.id}: {len(row.input_ids)} tokens, spans {row.spans}\n{marked(tokenizer, row)}\n")
+        rows += 1
+        ids.add(row.id)
+        tokens += len(row.input_ids)
+        supervised += sum(row.loss_mask)
+    print(
+        f"{path}: {rows:,} rows of {len(ids):,} conversations, {tokens:,} tokens, "
+        f"{supervised:,} supervised ({supervised / tokens:.1%}); {rejects.summary()}"
+    )
+
+
+def marked(tokenizer: PreTrainedTokenizerBase, row: TrainingRow, colour: bool | None = None) -> str:
+    """The row's text, supervised tokens green on a terminal, in [[double brackets]] elsewhere."""
+    before, after = ("\x1b[32m", "\x1b[0m") if (sys.stdout.isatty() if colour is None else colour) else ("[[", "]]")
+    pieces, at = [], 0
+    for start, end in row.spans:
+        pieces += [tokenizer.decode(row.input_ids[at:start]), before, tokenizer.decode(row.input_ids[start:end]), after]
+        at = end
+    return "".join(map(str, [*pieces, tokenizer.decode(row.input_ids[at:])]))

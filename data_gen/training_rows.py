@@ -1,0 +1,305 @@
+"""Conversations as training rows: token ids and which of them the target wrote.
+
+Every answer is a pair (prompt tokens, output tokens), and one rule joins pairs to rows: while the next prompt begins
+with the row so far, the row goes on; otherwise a new one starts. So a conversation is one row where the template keeps
+its history as it was written, and one row per turn where it does not (templates that strip earlier thoughts, text that
+is tokenised otherwise than it was generated).
+
+    turn 1   prompt  U U H            output  a a a E             U user, H header of the assistant's turn,
+    turn 2   prompt  U U H a a a E U U H      output  b b E       a b answers, E the stop token
+    row              U U H a a a E U U H b b E
+    loss_mask        . . . 1 1 1 1 . . . 1 1 1                    spans (3, 7) and (10, 13)
+
+Where the pairs come from:
+    regenerated files     the token ids themselves, nothing is tokenised again
+    generation tags       what the template's `{% generation %}` encloses
+    any other template    the conversation rendered up to the answer, with the header of the next turn, must be a
+                          prefix, token by token, of the conversation rendered with the answer
+    prompts that end      (R1) with `<think>`, where the template writes no thoughts back: what the answer holds behind
+                          its own `<think>`, or its reasoning_content and content; without a thought it is rejected
+The stop token belongs to its turn. What a template writes behind it (a line break) does not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.models.chat import (
+    FINGERPRINT_COVERS,
+    RenderError,
+    as_text,
+    has_generation_tags,
+    render,
+    render_marked,
+    render_prompt,
+    tokenizer_fingerprint,
+)
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompt_records import Conversation, to_conversation
+from draftsmith.recipes.prompt_sources import check_source, records
+from draftsmith.recipes.rejects import Rejects
+
+Turn = tuple[list[int], list[int]]  # prompt tokens, output tokens
+Span = tuple[int, int]  # half-open
+MAX_TOKEN = 1 << 31  # no token id reaches it
+
+
+@dataclass(frozen=True)
+class TrainingRow:
+    """One sequence of tokens. Several rows of one conversation share its id."""
+
+    id: str
+    input_ids: list[int]
+    loss_mask: list[bool]  # True where the target wrote the token
+    spans: list[Span]  # one per assistant turn, its stop token included
+
+
+# Why a conversation is to be left out, or None; called with its id, its messages and its line.
+LeaveOut = Callable[[str, list[Any], int], str | None]
+
+
+def training_rows(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    rejects: Rejects,
+    leave_out: LeaveOut | None = None,
+) -> Iterator[TrainingRow]:
+    """The rows of a conversations file, in its order.
+
+    Args:
+        path: what regenerate wrote, or conversations with their own answers, in any file format that `recipes.prompts`
+            reads; lines of both kinds may stand in one file.
+        max_length: longer rows are left out.
+        rejects: receives what is left out, with the reason.
+        leave_out: for example `data_gen.contamination`'s check; sees every conversation that can be read.
+
+    Raises:
+        UserError: no such file; regenerated with another tokenizer; not one usable row.
+    """
+    usable = 0
+    for line, conversation_id, turns, record in _conversations(Path(path), tokenizer, rejects, leave_out):
+        for row in rows_of(conversation_id, turns):
+            if len(row.input_ids) > max_length:
+                reason = f"longer than data.max_length: {len(row.input_ids)} tokens, the limit is {max_length}"
+                rejects.add(str(path), line, reason, record)
+                continue
+            usable += 1
+            yield row
+    if not usable:
+        raise UserError(f"data.conversations: {path} gives no training row; {rejects.summary()}")
+
+
+def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow]:
+    """Joins turns to rows: a turn whose prompt begins with the row so far goes on with it."""
+    ids: list[int] = []
+    spans: list[Span] = []
+    for prompt, output in turns:
+        if spans and prompt[: len(ids)] != ids:
+            yield _row(conversation_id, ids, spans)
+            spans = []
+        ids = [*prompt, *output]
+        spans = [*spans, (len(prompt), len(ids))]
+    if spans:
+        yield _row(conversation_id, ids, spans)
+
+
+def _row(conversation_id: str, ids: list[int], spans: list[Span]) -> TrainingRow:
+    mask = [False] * len(ids)
+    for start, end in spans:
+        mask[start:end] = [True] * (end - start)
+    return TrainingRow(conversation_id, ids, mask, spans)
+
+
+def spans_of(mask: Sequence[bool]) -> list[Span]:
+    """The runs of True, half-open."""
+    spans, start = [], None
+    for i, marked in enumerate([*mask, False]):
+        if marked and start is None:
+            start = i
+        elif not marked and start is not None:
+            spans.append((start, i))
+            start = None
+    return spans
+
+
+def _conversations(
+    path: Path, tokenizer: PreTrainedTokenizerBase, rejects: Rejects, leave_out: LeaveOut | None
+) -> Iterator[tuple[int, str, list[Turn], Any]]:
+    """(line, id, turns, record) of every usable conversation."""
+    if not path.exists():
+        raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
+    if problem := check_source(str(path)):
+        raise UserError(f"data.conversations: {problem}")
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    for line, record in records(str(path), rejects):
+        try:
+            if is_regenerated(record):
+                _check_fingerprint(record, fingerprint, path, line)
+                conversation_id, messages = _id_and_messages(record)
+                turns = _turns_of_tokens(record["turns"])
+            else:
+                conversation = to_conversation(record, f"{path.name}:{line}", str(path), line)
+                conversation_id, messages = conversation.id, conversation.messages
+                turns = _turns_of_conversation(tokenizer, conversation)
+            if leave_out and (reason := leave_out(conversation_id, messages, line)):
+                raise ValueError(reason)
+        except (RenderError, ValueError) as error:
+            rejects.add(str(path), line, str(error), record)
+            continue
+        yield line, conversation_id, turns, record
+
+
+def is_regenerated(record: Any) -> bool:
+    """Does the record hold the token ids of its answers?"""
+    turns = record.get("turns") if isinstance(record, dict) else None
+    return bool(turns) and isinstance(turns, list) and isinstance(turns[0], dict) and "output_token_ids" in turns[0]
+
+
+def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, line: int) -> None:
+    generator = record.get("generator", {})
+    written = generator.get("tokenizer_fingerprint", fingerprint) if isinstance(generator, dict) else None
+    if not isinstance(written, str):
+        raise ValueError("wrong type: `generator` must be an object with a tokenizer_fingerprint")
+    if written != fingerprint:
+        raise UserError(
+            f"{path}:{line}: its tokens were made by another tokenizer (fingerprint {written[:16]}, target "
+            f"{generator.get('target')}) than the recipe's target has ({fingerprint[:16]}): a fingerprint covers "
+            f"{FINGERPRINT_COVERS}. Regenerate for this target, or say of it what was said when they were made"
+        )
+
+
+def _id_and_messages(record: dict[str, Any]) -> tuple[str, list[Any]]:
+    conversation_id, messages = record.get("id"), record.get("messages")
+    if not isinstance(conversation_id, str) or not isinstance(messages, list):
+        raise ValueError("wrong type: a regenerated conversation has an `id`, text, and `messages`, a list")
+    return conversation_id, messages
+
+
+def _turns_of_tokens(turns: list[Any]) -> list[Turn]:
+    pairs = []
+    for number, turn in enumerate(turns):
+        pair = [turn.get(key) if isinstance(turn, dict) else None for key in ("prompt_token_ids", "output_token_ids")]
+        for tokens in pair:
+            if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+                raise ValueError(f"wrong type: turn {number} must have non-empty lists of prompt and output token ids")
+            if min(tokens) < 0 or max(tokens) >= MAX_TOKEN:
+                raise ValueError(f"wrong type: turn {number} has token ids below 0 or beyond every vocabulary")
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def _turns_of_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[Turn]:
+    messages = as_text(conversation.messages, conversation.images)
+    return turns_of_messages(tokenizer, messages, conversation.meta.get("tools"))
+
+
+def turns_of_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None
+) -> list[Turn]:
+    """(prompt tokens, output tokens) of every assistant message, by the tokenizer's chat template.
+
+    Raises:
+        RenderError: the template refuses the messages.
+        ValueError: "kind: detail" where the template does not tell which tokens the assistant writes.
+    """
+    turn_of = _turn_by_tags if has_generation_tags(tokenizer) else _turn_by_prefix
+    may_open_thought = "<think>" in tokenizer.get_chat_template()
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise ValueError("no assistant turn: nothing to train on")
+    turns = []
+    for number, i in enumerate(answers, start=1):
+        thought = _turn_with_thought(tokenizer, messages[: i + 1], tools, number) if may_open_thought else None
+        ids, start, end = thought or turn_of(tokenizer, messages[: i + 1], tools, number)
+        end = _end_of_turn(tokenizer, ids, start, end)
+        if start == end:
+            raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
+        if tokenizer.eos_token_id in ids[start : end - 1]:
+            raise ValueError(f"stop token inside: assistant turn {number} goes on after {tokenizer.eos_token!r}")
+        turns.append((ids[:start], ids[start:end]))
+    return turns
+
+
+def _turn_by_tags(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
+) -> tuple[list[int], int, int]:
+    """(all tokens, start, end) of the last message, assistant turn `number`, by the template's generation tags."""
+    ids, mask = render_marked(tokenizer, messages, tools)
+    spans = spans_of(mask)
+    if not spans:
+        raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
+    # Also what a tokenizer that cannot map characters to tokens would lead to: a mark that runs into the next turn.
+    if len(spans) != number:
+        raise ValueError(
+            f"mask and turns differ: the template marks {len(spans)} stretches in {number} assistant turns"
+        )
+    start, end = spans[-1]
+    before = render(tokenizer, messages[:-1], tools) if len(messages) > 1 else []
+    if start < _common(before, ids):
+        raise ValueError(f"mask and turns differ: the template marks what stands before assistant turn {number}, too")
+    return ids, start, end
+
+
+def _turn_by_prefix(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
+) -> tuple[list[int], int, int]:
+    """(all tokens, start, end) of the last message, assistant turn `number`: what follows its prompt."""
+    prompt, ids = render_prompt(tokenizer, messages[:-1], tools), render(tokenizer, messages, tools)
+    at = _common(prompt, ids)
+    if at < len(prompt):
+        raise ValueError(
+            f"prompt is no prefix: assistant turn {number} rendered with its answer differs from its prompt at token "
+            f"{at}: {tokenizer.decode(ids[at : at + 4])!r} instead of {tokenizer.decode(prompt[at : at + 4])!r}"
+        )
+    return ids, len(prompt), len(ids)
+
+
+def _turn_with_thought(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
+) -> tuple[list[int], int, int] | None:
+    """(all tokens, start, end) of the last message where its prompt opens a thought and the template writes none back.
+
+    The target is asked with `<think>` at the end of the prompt and writes on from there. None for other templates.
+    """
+    prompt = render_prompt(tokenizer, messages[:-1], tools)
+    if not str(tokenizer.decode(prompt[-8:])).rstrip().endswith("<think>"):
+        return None
+    ids = render(tokenizer, messages, tools)
+    if ids[: len(prompt)] == prompt:
+        return None
+    content, reasoning = messages[-1].get("content") or "", messages[-1].get("reasoning_content")
+    if reasoning:
+        content = f"{reasoning.strip()}\n</think>\n\n{content}"
+    elif "</think>" not in content:
+        raise ValueError(
+            f"no thought: the prompt of assistant turn {number} opens one with <think>, its answer has none"
+        )
+    written = tokenizer(content.removeprefix("<think>").lstrip(), add_special_tokens=False)["input_ids"]
+    # The turn's end as the template writes it behind an answer.
+    special = _special_tokens(tokenizer)
+    last = next((token for token in reversed(ids) if str(tokenizer.decode([token])).strip()), None)
+    ending = [last] if last in special else []
+    return [*prompt, *written, *ending], len(prompt), len(prompt) + len(written) + len(ending)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> int:
+    """Moves `end` behind the turn's end token: over one that follows, back over blanks that stand behind it."""
+    special = _special_tokens(tokenizer)
+    last = next((i for i in reversed(range(start, end)) if ids[i] in special), None)
+    if last is not None and (last + 1 == end or not str(tokenizer.decode(ids[last + 1 : end])).strip()):
+        return last + 1
+    return end + 1 if start < end < len(ids) and ids[end] in special else end
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> set[Any]:
+    stop: Any = tokenizer.eos_token_id
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {stop}

@@ -1,0 +1,323 @@
+"""tau against candidates of C2T's and EAGLE-2's trees, behind eval/c2t_sweep.py."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+
+from draftsmith.eval.benchmarks import PLAIN
+from draftsmith.eval.contenders import Contender, Lineup, check_contenders, contender_named, describe
+from draftsmith.eval.decode import Generation
+from draftsmith.eval.figures import Colours, Plot, label, name_lines, new_figure, write_png
+from draftsmith.eval.metrics import bootstrap
+from draftsmith.eval.recorded_answers import Recording, tokens_of
+from draftsmith.eval.replay import Agreement
+from draftsmith.eval.replayed import recording_of, replay_contenders
+from draftsmith.models.c2t import read_config
+from draftsmith.recipes.cli import Command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import C2tSection, Recipe, TreeSection
+
+BETAS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+NODES = (4, 8, 16, 24, 32, 48, 60, 100, 180, 300)
+EAGLE2 = "eagle2"
+COLUMNS = 3  # tokens, rounds, nodes of each point
+Beam = tuple[int | None, tuple[float, ...] | None]  # K2 (None: all), and betas of its own
+UNDEFINED = 0.025  # share of resamples beyond the curve: with more, an interval would lack one of its ends
+
+
+@dataclass(frozen=True)
+class Point:
+    """One setting of one curve."""
+
+    curve: str
+    value: float  # beta, or nodes
+    contender: Contender
+
+
+def main(command: Command) -> None:
+    recipe = command.recipe
+    points = points_of(recipe, command.betas or BETAS, command.nodes, command.beams, command.contender)
+    contenders = [point.contender for point in points]
+    check_contenders(recipe, contenders)
+    recording = recording_of(recipe, contenders)
+    answers = recording.of(contenders[0].name, PLAIN)
+    if recording.note:
+        print(f"note: {recording.note}")
+    if command.plan:
+        print(f"replays      {len(answers):,} answers, {tokens_of(answers):,} tokens, of {recording.path}")
+        for curve in dict.fromkeys(point.curve for point in points):
+            print(f"{curve:<12} {', '.join(repr(point.value) for point in points if point.curve == curve)}")
+        print(f"writes       {recipe.eval_out / 'c2t_sweep.json'}, c2t_sweep.png")
+        return
+    lineup = Lineup(recipe.target)
+    agreement = Agreement.of(lineup.target)
+    found = replay_contenders(lineup, contenders, recording, recipe.eval.replay_batch_size, agreement)
+    print(f"answers of {recording.path}: {agreement}")
+    numbers = sweep_numbers(points, found, recipe.eval.bootstrap_samples, recipe.eval.seed)
+    print_numbers(numbers)
+    print("\n".join(["", *written(recipe, contenders[0], recording, numbers, str(agreement))]))
+
+
+def points_of(
+    recipe: Recipe,
+    betas: Sequence[float],
+    nodes: Sequence[int] | None = None,
+    beams: Sequence[Beam] | None = None,
+    contender: str | None = None,
+) -> list[Point]:
+    """C2T's curves over beta, one for each beam, then EAGLE-2's over nodes.
+
+    Args:
+        betas: of beams that have none of their own.
+        nodes: NODES, where they are possible, by default.
+        contender: name of one under eval.also, whose drafter and tree count in the place of the recipe's own.
+
+    Raises:
+        UserError: a beta, beam or number of nodes that means nothing; fewer than two points of a curve.
+    """
+    main = contender_named(recipe, contender)
+    if main.proposer == "prompt_lookup":
+        raise UserError("--contender: prompt lookup copies and has no probabilities that a tree could grow by")
+    base = main.tree
+    section = base.c2t if base.policy == "c2t" else C2tSection()
+    if section.classifier is None:
+        section = section.model_copy(update={"classifier": str(recipe.classifier_dir)})
+    assert section.classifier is not None
+    section = section.model_copy(update={"entropy_over": read_config(section.classifier)[0].entropy_over})
+    own = base if base.policy == "c2t" else TreeSection(policy="c2t", c2t=section)
+    # Of a tree of another policy the recipe's own sizes count where it names them.
+    calls, width = base.draft_calls or own.calls, base.top_k or own.width
+    possible = 1 + width + (calls - 1) * width**2
+    nodes = sorted(set([count for count in NODES if count <= possible] if nodes is None else nodes))
+    curves = {beam: sorted(set(own or betas), reverse=True) for beam, own in beams or [(section.beam, None)]}
+    problems = []
+    if any(len(own) < 2 or not all(0 <= beta <= 1 for beta in own) for own in curves.values()):
+        problems.append("--betas: give two or more numbers from 0 to 1")
+    if any(beam is not None and beam < 1 for beam in curves):
+        problems.append("--beams: give numbers above 0, or all")
+    if len(nodes) < 2 or not all(2 <= count <= possible for count in nodes):
+        problems.append(
+            f"--nodes: give two or more numbers from 2 to {possible:,}, which is all that {calls} draft calls with "
+            f"top_k {width} propose"
+        )
+    if problems:
+        raise UserError(problems)
+
+    def point(curve: str, value: float, tree: TreeSection) -> Point:
+        return Point(curve, value, replace(main, name=f"{curve} {value!r}", tree=tree))
+
+    cut = {"vocab_size": base.vocab_size, "draft_calls": calls, "top_k": width}
+    limit = base.nodes if base.policy == "c2t" else None
+    c2t = [
+        point(
+            "c2t" if len(curves) == 1 else f"c2t, beam {beam or 'all'}",
+            beta,
+            TreeSection(policy="c2t", nodes=limit, c2t=section.model_copy(update={"beta": beta, "beam": beam}), **cut),
+        )
+        for beam, own_betas in curves.items()
+        for beta in own_betas
+    ]
+    return [*c2t, *(point(EAGLE2, count, TreeSection(policy="eagle2", nodes=count, **cut)) for count in nodes)]
+
+
+# Numbers.
+
+
+def sweep_numbers(
+    points: Sequence[Point], found: dict[str, list[Generation]], bootstrap_samples: int, seed: int
+) -> dict[str, Any]:
+    """{points: [...], at_equal_tau: [...]}, as c2t_sweep.json holds them.
+
+    Where EAGLE-2's tau lies beyond a curve's end, `share` is None. `beyond` is the end, "below" or "above" the curve's
+    taus, and `share_at_end` what its last point there takes: below, a share that reaches more than EAGLE-2's tau.
+
+    Args:
+        found: of every point's contender, one generation per answer, in the same order.
+    """
+    sums, prompts = _sums([found[point.contender.name] for point in points])
+    interval = bootstrap(sums, bootstrap_samples, seed)
+    total = sums.sum(0)[None]
+    answers = found[points[0].contender.name]
+    rows = [
+        {
+            "curve": point.curve,
+            "value": point.value,
+            "tau": round(float(_tau(total, i)[0]), 4),
+            "tau_interval": interval(lambda s, i=i: _tau(s, i)),
+            "candidates": int(_candidates(total, i)[0]),
+            "nodes_per_round": round(float(_nodes(total, i)[0]), 4),
+            "nodes_per_round_interval": interval(lambda s, i=i: _nodes(s, i)),
+            "calls_per_round": round(_calls(found[point.contender.name]), 4),
+        }
+        for i, point in enumerate(points)
+    ]
+    curves: dict[str, list[int]] = {}
+    for i, point in enumerate(points):
+        curves.setdefault(point.curve, []).append(i)
+    equal = []
+    for name, members in curves.items():
+        if name == EAGLE2:
+            continue
+        by_tau = sorted(members, key=lambda member: rows[member]["tau"])
+        for i in curves[EAGLE2]:
+            share = float(_share(total, members, i)[0])
+            reached = not np.isnan(share)
+            end = None if reached else by_tau[0] if rows[i]["tau"] < rows[by_tau[0]]["tau"] else by_tau[-1]
+            equal.append(
+                {
+                    "curve": name,
+                    "eagle2_nodes": int(points[i].value),
+                    "tau": rows[i]["tau"],
+                    "eagle2_candidates": rows[i]["candidates"],
+                    "candidates": round(share * rows[i]["candidates"]) if reached else None,
+                    "share": round(share, 4) if reached else None,
+                    "share_interval": interval(lambda s, m=members, i=i: _mostly(_share(s, m, i))) if reached else None,
+                    "beyond": None if end is None else "below" if end == by_tau[0] else "above",
+                    "share_at_end": None if end is None else round(rows[end]["candidates"] / rows[i]["candidates"], 4),
+                }
+            )
+    return {"conversations": prompts, "answers": len(answers), "points": rows, "at_equal_tau": equal}
+
+
+def _sums(of_points: Sequence[Sequence[Generation]]) -> tuple[np.ndarray, int]:
+    """([conversations, points * COLUMNS], conversations): what is resampled together."""
+    numbers: dict[tuple[str, str], int] = {}
+    row_of = [
+        numbers.setdefault((g.benchmark, g.conversation_id or f"#{i}"), len(numbers))
+        for i, g in enumerate(of_points[0])
+    ]
+    sums = np.zeros((len(numbers), len(of_points) * COLUMNS))
+    for point, generations in enumerate(of_points):
+        for row, g in zip(row_of, generations, strict=True):
+            at = slice(point * COLUMNS, (point + 1) * COLUMNS)
+            sums[row, at] += (len(g.token_ids) - 1, g.rounds, sum(g.tree_nodes))
+    return sums, len(numbers)
+
+
+def _tau(sums: np.ndarray, point: int) -> np.ndarray:
+    return sums[:, point * COLUMNS] / sums[:, point * COLUMNS + 1]
+
+
+def _candidates(sums: np.ndarray, point: int) -> np.ndarray:
+    return sums[:, point * COLUMNS + 2]
+
+
+def _nodes(sums: np.ndarray, point: int) -> np.ndarray:
+    return sums[:, point * COLUMNS + 2] / sums[:, point * COLUMNS + 1]
+
+
+def _calls(generations: Sequence[Generation]) -> float:
+    return sum(sum(g.draft_calls) for g in generations) / max(1, sum(g.rounds for g in generations))
+
+
+def _share(sums: np.ndarray, curve: Sequence[int], point: int) -> np.ndarray:
+    """[samples] candidates of `curve` at `point`'s tau over those of `point`; NaN beyond the ends of the curve."""
+    taus = np.stack([_tau(sums, i) for i in curve], axis=1)  # [samples, points of the curve]
+    logs = np.log(np.stack([_candidates(sums, i) for i in curve], axis=1))
+    order = taus.argsort(axis=1, kind="stable")
+    taus, logs = np.take_along_axis(taus, order, axis=1), np.take_along_axis(logs, order, axis=1)
+    wanted, of_point = _tau(sums, point), _candidates(sums, point)
+    needed = [
+        np.interp(tau, its_taus, its_logs, left=np.nan, right=np.nan)
+        for tau, its_taus, its_logs in zip(wanted, taus, logs, strict=True)
+    ]
+    return np.exp(np.array(needed)) / of_point
+
+
+def _mostly(shares: np.ndarray) -> np.ndarray:
+    """Undefined, all of them, where more than a few resamples are: the others would make too narrow an interval."""
+    return np.full_like(shares, np.nan) if np.isnan(shares).mean() > UNDEFINED else shares
+
+
+# What is told.
+
+
+def print_numbers(numbers: dict[str, Any]) -> None:
+    print(f"\n{numbers['answers']:,} answers of {numbers['conversations']:,} conversations")
+    print(f"{'curve':<16}{'value':>7}{'tau':>8}  {'95 %':<14}{'nodes':>8}  {'95 %':<16}{'candidates':>11}{'calls':>7}")
+    for row in numbers["points"]:
+        print(
+            f"{row['curve']:<16}{row['value']!r:>7}{row['tau']:>8.3f}  {_bounds(row['tau_interval']):<14}"
+            f"{row['nodes_per_round']:>8.1f}  {_bounds(row['nodes_per_round_interval'], 1):<16}"
+            f"{row['candidates']:>11,}{row['calls_per_round']:>7.1f}"
+        )
+    print("\nat equal tau")
+    print(f"{'curve':<16}{'eagle2 nodes':>13}{'tau':>8}{'its candidates':>16}{'c2t':>11}{'share':>8}  95 %")
+    for row in numbers["at_equal_tau"]:
+        reached = f"{row['candidates']:>11,}{row['share']:>8.2f}" if row["share"] is not None else f"{_beyond(row):>19}"
+        print(
+            f"{row['curve']:<16}{row['eagle2_nodes']:>13}{row['tau']:>8.3f}{row['eagle2_candidates']:>16,}{reached}"
+            f"  {_bounds(row['share_interval'])}"
+        )
+
+
+def _beyond(row: dict[str, Any]) -> str:
+    """The share that has been shown where the tau itself was not met."""
+    return f"< {row['share_at_end']:.2f}" if row["beyond"] == "below" else "not reached"
+
+
+def _bounds(interval: Sequence[float] | None, digits: int = 2) -> str:
+    return "-" if interval is None else f"{interval[0]:.{digits}f}-{interval[1]:.{digits}f}"
+
+
+def written(
+    recipe: Recipe, contender: Contender, recording: Recording, numbers: dict[str, Any], agreement: str
+) -> list[str]:
+    """Writes both files; their places. Of the contender its drafter is told."""
+    folder = recipe.eval_out
+    folder.mkdir(parents=True, exist_ok=True)
+    words = {
+        "drafter": describe(contender)["drafter"],
+        "recorded_answers": {"file": str(recording.path), "agreement": agreement, "note": recording.note or None},
+        **numbers,
+        "recipe": recipe.model_dump(mode="json"),
+    }
+    places = folder / "c2t_sweep.json", folder / "c2t_sweep.png"
+    partial = [_partial(place) for place in places]
+    partial[0].write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+    write_png(sweep_plot(numbers), partial[1])
+    for path, place in zip(partial, places, strict=True):
+        os.replace(path, place)
+    return list(map(str, places))
+
+
+def _partial(place: Path) -> Path:
+    """matplotlib goes by the ending."""
+    return place.with_name(f"{place.stem}.partial{place.suffix}")
+
+
+def sweep_plot(numbers: dict[str, Any]) -> Plot:
+    """Every curve with its intervals of tau."""
+    words = "; ".join(
+        f"{row['curve']} {row['value']!r}: tau {row['tau']:.2f}, {row['candidates']:,} candidates"
+        for row in numbers["points"]
+    )
+    return Plot("c2t_sweep", "tau against candidates", f"{words}.", lambda colours: _draw(colours, numbers["points"]))
+
+
+def _draw(colours: Colours, rows: Sequence[dict[str, Any]]) -> Figure:
+    figure, (ax,) = new_figure(colours, 300)
+    ends = []
+    for i, name in enumerate(dict.fromkeys(row["curve"] for row in rows)):
+        curve = sorted((row for row in rows if row["curve"] == name), key=lambda row: row["candidates"])
+        role = "plain" if name == EAGLE2 else f"s{i + 1}"
+        x, y = [row["candidates"] for row in curve], [row["tau"] for row in curve]
+        bounds = [row["tau_interval"] or (row["tau"], row["tau"]) for row in curve]
+        ax.fill_between(x, *zip(*bounds, strict=True), color=colours(role), alpha=0.12, linewidth=0)  # type: ignore[arg-type]
+        ax.plot(x, y, color=colours(role), linewidth=1.6, marker="s" if name == EAGLE2 else "o", markersize=3.5)
+        ends.append((x[-1], y[-1], name, role))
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(LogLocator(2, numticks=7))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    ax.minorticks_off()
+    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    name_lines(ax, colours, ends, gap=0.12)
+    label(ax, colours, "candidates verified in all, roots included", "tau: tokens per verification")
+    return figure

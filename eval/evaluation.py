@@ -1,0 +1,243 @@
+"""Decodes every prompt plainly and by each contender, behind eval/acceptance.py."""
+
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from draftsmith.eval.benchmarks import PLAIN, Bench, Question, load_questions
+from draftsmith.eval.compared import load_all
+from draftsmith.eval.contenders import Contender, Lineup, check_contenders, describe, tree_in_words
+from draftsmith.eval.decode import Generation
+from draftsmith.eval.metrics import summarise_all
+from draftsmith.eval.planner import candidates_of, contenders_from, planner_answers
+from draftsmith.eval.replayed import main_replay
+from draftsmith.eval.report_files import (
+    UNDRAFTED,
+    generations_path,
+    print_table,
+    print_written,
+    read_acceptance,
+    write_acceptance,
+    write_report,
+)
+from draftsmith.models.chat import load_config
+from draftsmith.models.checkpoint import provenance, weight_bytes
+from draftsmith.models.costs import decoding_lines, threads
+from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.cli import Command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.schema import Recipe
+
+
+def main(command: Command) -> None:
+    recipe, contenders, notes = load_all(command.recipe_path, command.overrides, command.compare)
+    for note in notes:
+        print(f"note: {note}")
+    if recipe.eval.mode == "replay":
+        if not command.plan:
+            make_out(recipe)
+        main_replay(recipe, contenders, command.plan, lambda lineup: how_made(recipe, lineup, contenders))
+        return
+    if recipe.eval.prompts is None:
+        raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
+    # A plan may come before the training; a drafter that the recipe names must be there.
+    yet_to_train = command.plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
+    check_contenders(recipe, contenders, recipe.drafter_dir if yet_to_train else None)
+    full = no_room(recipe)
+    if full and not command.plan:
+        raise UserError(full)
+    if not command.plan:
+        check_automatic(recipe, contenders)
+        make_out(recipe)
+    rejects = Rejects(None if command.plan else recipe.eval_out / "prompts.rejects.jsonl")
+    asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
+    if command.plan:
+        print_plan(recipe, asked, contenders)
+        if full:
+            print(f"CANNOT WORK: {full}")
+        return
+
+    lineup = Lineup(recipe.target)
+    contenders = [chosen(lineup, recipe, contender) for contender in contenders]
+    shown = contenders[0].name
+    log = generations_path(recipe)
+    partial = log.with_name(log.name + ".partial")  # an older run's numbers and answers stay together until this one's
+    with keeping_answers(partial):
+        with partial.open("w", encoding="utf-8") as file:
+            results = decode_all(lineup, recipe, contenders, asked, file, rejects)
+        settings = recipe.eval.bootstrap_samples, recipe.eval.seed
+        numbers = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0, main=shown)
+        described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
+        made = how_made(recipe, lineup, contenders)  # reads whole drafters: before either file takes its place
+        os.replace(partial, log)
+    path = write_acceptance(recipe, numbers, described, shown, PLAIN, made)
+    if rejects.total:
+        print(rejects.summary())
+    print_table(read_acceptance(path))
+    print_written([path, log, *write_report(recipe)])
+
+
+def make_out(recipe: Recipe) -> None:
+    """The folder that everything is written to.
+
+    Raises:
+        UserError: it cannot be made, or nothing can be written there.
+    """
+    out, key = recipe.eval_out, "eval.out" if recipe.eval.out is not None else "output_dir"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{key}: {out} cannot be made: {error.strerror}; name another folder") from None
+    if not os.access(out, os.W_OK):
+        raise UserError(f"{key}: nothing can be written to {out}; name another folder, or mend the rights")
+
+
+@contextmanager
+def keeping_answers(partial: Path) -> Iterator[None]:
+    """Where the run ends early, what was decoded stays in `partial` and is told; an empty file does not stay."""
+    try:
+        yield
+    except BaseException:
+        if partial.exists() and partial.stat().st_size:
+            print(f"answers decoded so far: {partial} (the next run begins anew and replaces them)", file=sys.stderr)
+        else:
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def decode_all(
+    lineup: Lineup,
+    recipe: Recipe,
+    contenders: Sequence[Contender],
+    asked: list[Question],
+    file: IO[str],
+    rejects: Rejects,
+) -> dict[str, list[Generation]]:
+    """Everyone's answers, plain decoding's too, as `Bench.run` returns them."""
+    sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
+    proposers: dict[str, Proposer | None] = {c.name: lineup.proposer(c, sampling) for c in contenders}
+    bench = Bench(
+        lineup.target,
+        lineup.tokenizer,
+        lineup.stop_ids,
+        recipe.eval.max_new_tokens,
+        lineup.target.config.max_position_embeddings,
+        sampling,
+        recipe.eval.seed,
+        recipe.eval.batch_size,
+    )
+    return bench.run(asked, proposers, contenders[0].name, file, rejects)
+
+
+def check_automatic(recipe: Recipe, contenders: Sequence[Contender]) -> None:
+    """What choosing a tree would stumble over, before weights are loaded."""
+    for contender in contenders:
+        if contender.tree.policy == "auto":
+            check_contenders(recipe, contenders_from(recipe, contender, candidates_of(recipe, contender.tree)))
+            planner_answers(recipe)
+
+
+def chosen(lineup: Lineup, recipe: Recipe, contender: Contender) -> Contender:
+    """The same, with the tree that `auto` stands for on this machine; its name says which."""
+    if contender.tree.policy != "auto":
+        return contender
+    from draftsmith.eval.planning import choose_tree  # here, for it prints tables of its own
+
+    tree = choose_tree(lineup, recipe, contender)
+    return replace(contender, tree=tree, name=f"{contender.name}: {tree_in_words(tree)}")
+
+
+def no_room(recipe: Recipe) -> str | None:
+    """Why not one prompt fits, or None."""
+    positions = load_config(recipe.target).get_text_config().max_position_embeddings
+    if recipe.eval.max_new_tokens < positions:
+        return None
+    return (
+        f"eval.max_new_tokens {recipe.eval.max_new_tokens:,} leaves no room for a prompt in the target's "
+        f"{positions:,} positions"
+    )
+
+
+def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) -> dict[str, Any]:
+    """Where the numbers come from, for acceptance.json and the report."""
+    target = lineup.target
+    cuda = target.device.type == "cuda"
+    hardware = torch.cuda.get_device_name(target.device) if cuda else f"{platform.machine()}, {threads()}"
+    directories = dict.fromkeys(c.drafter for c in contenders if c.drafter is not None)
+    files = {
+        "drafter" if directory == recipe.eval_drafter_dir else str(directory): directory / "model.safetensors"
+        for directory in directories
+    }
+    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return {
+        "device": str(target.device),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "target_identity": lineup.identity,
+        "made": provenance(files) | {"date": now, "hardware": hardware},
+    }
+
+
+def print_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]) -> None:
+    prompts = Counter(question.benchmark for question in asked)
+    turns = Counter(turn for question in asked for turn in [question.benchmark] * len(question.turns))
+    for name in prompts:
+        print(f"prompts      {name}: {prompts[name]} ({turns[name]} turns)")
+    print(f"decoded by   {PLAIN}")
+    for contender in contenders:
+        print(f"             {contender.name}: {in_words(contender)}")
+    names = [PLAIN, *(contender.name for contender in contenders)]
+    answers = turns.total() * len(names)
+    side_by_side = f", {recipe.eval.batch_size} side by side" if recipe.eval.batch_size > 1 else ""
+    print(f"answers      {answers}, of at most {recipe.eval.max_new_tokens} new tokens each{side_by_side}")
+    print(f"time         {likely_time(recipe, names, turns.total())}")
+    weights = 0
+    for directory in dict.fromkeys(c.drafter for c in contenders if c.drafter is not None):
+        missing = (
+            f": not there; train/{recipe.drafter.kind}.py comes first, with this recipe. Its memory is not counted"
+        )
+        print(f"drafter      {directory}{'' if directory.exists() else missing}")
+        weights += weight_bytes(directory)
+    if models := {c.draft_model.model for c in contenders if c.draft_model is not None}:
+        print(f"draft model  {', '.join(sorted(models))}: its memory is not counted")
+    tokens = recipe.data.max_length + recipe.eval.max_new_tokens
+    for line in decoding_lines(load_config(recipe.target), recipe.target, recipe.eval.batch_size, tokens, weights):
+        print(line)
+    print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}")
+
+
+def in_words(contender: Contender) -> str:
+    """What the plan says of a contender, behind its name."""
+    tree = describe(contender)["tree"]
+    if tree["policy"] == "auto":
+        return "the fastest tree on this machine, measured first"
+    nodes = f"at most {tree['nodes']:,} nodes"
+    calls = "" if contender.proposer == "prompt_lookup" else f", at most {tree['draft_calls']} draft calls"
+    cut_to = f", from {tree['vocab_size']:,} tokens" if tree["vocab_size"] is not None else ""
+    return f"{tree['policy']}, {nodes}{calls}{cut_to}"
+
+
+def likely_time(recipe: Recipe, names: list[str], turns: int) -> str:
+    """What can be said before anything is decoded: a bound from the speeds of the last run, if they are known."""
+    try:
+        last = read_acceptance(recipe.eval_out / "acceptance.json")
+    except UserError:
+        last = {"contenders": {}, "target": None}
+    rates = [last["contenders"].get(name, {}).get("tokens_per_second") for name in names]
+    if last["target"] != recipe.target.model or not all(rates):
+        return "unknown until the first prompts are decoded; the progress bar then shows what is left"
+    seconds = sum(turns * recipe.eval.max_new_tokens / rate for rate in rates)
+    return (
+        f"at most about {max(1, round(seconds / 60))} min, were every answer as long as allowed, at the speeds of the "
+        f"last run in {recipe.eval_out} ({last['device']}, {last['dtype']}); prefills come on top"
+    )

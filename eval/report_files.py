@@ -1,0 +1,223 @@
+"""Writes and reads the files of an evaluation: acceptance.json, generations.jsonl, report.html, and the table."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftsmith.eval.figures import write_png
+from draftsmith.eval.html_report import build_html, choose_answers, rounds_coarsely
+from draftsmith.eval.plots import acceptance_plots, parts_of, training_plots
+from draftsmith.eval.shapes import Acceptance, MetricsLine, check, load
+from draftsmith.recipes.cli import Command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import dump_recipe
+from draftsmith.recipes.schema import Recipe
+
+
+def main(command: Command) -> None:
+    recipe = command.recipe
+    acceptance = read_acceptance(recipe.eval_out / "acceptance.json")
+    if command.plan:
+        for path in (recipe.eval_out / "acceptance.json", generations_path(recipe), metrics_path(recipe)):
+            print(f"reads    {path}{'' if path.exists() else ': not there, the report does without'}")
+        print(f"writes   {recipe.eval_out / 'report.html'}{' and plots as PNG files' if recipe.eval.png else ''}")
+        return
+    written = write_report(recipe)
+    print_table(acceptance)
+    print_written(written)
+
+
+def generations_path(recipe: Recipe) -> Path:
+    return recipe.eval_out / "generations.jsonl"
+
+
+def metrics_path(recipe: Recipe) -> Path:
+    """The metrics of the training that left the measured drafter: they lie beside its directory."""
+    return recipe.eval_drafter_dir.parent / recipe.metrics_path.name
+
+
+# Files.
+
+UNDRAFTED = {"proposer": None, "drafter": None, "tree": None}
+
+
+def write_acceptance(
+    recipe: Recipe,
+    numbers: dict[str, dict[str, Any]],
+    described: dict[str, dict[str, Any]],
+    main: str,
+    baseline: str,
+    made: dict[str, Any],
+) -> Path:
+    """acceptance.json: the main contender's numbers on top, everyone's under their names. Whole or not there.
+
+    Args:
+        numbers: what `metrics.summarise_all` returns.
+        described: what each contender is, `UNDRAFTED` for plain decoding: `contenders.describe`.
+        baseline: the contender that decodes plainly.
+        made: how the numbers came about: `device`, `dtype` and `made`.
+    """
+    shared = {
+        "lossless": True,  # of the rules, in exact arithmetic; what was measured is matches_target: see `metrics`
+        "temperature": recipe.eval.temperature,
+        "top_p": recipe.eval.top_p,
+        "top_k": recipe.eval.top_k,
+        "max_new_tokens": recipe.eval.max_new_tokens,
+        "batch_size": recipe.eval.replay_batch_size if recipe.eval.mode == "replay" else recipe.eval.batch_size,
+        "mode": recipe.eval.mode,
+        "bootstrap_samples": recipe.eval.bootstrap_samples,
+        "target": recipe.target.model,
+        "drafter": str(recipe.eval_drafter_dir),
+    }
+    contenders = {name: described[name] | row for name, row in numbers["contenders"].items()}
+    numbers = numbers | {"contenders": contenders}
+    content = {"contender": main, "baseline": baseline} | contenders[main] | shared | made | numbers
+    path = recipe.eval_out / "acceptance.json"
+    _write(path, json.dumps(content | {"recipe": dump_recipe(recipe)}, indent=2) + "\n")
+    return path
+
+
+def read_acceptance(path: Path) -> dict[str, Any]:
+    """acceptance.json, its texts fit for a page. Raises UserError where there is none, or a damaged or older one."""
+    try:
+        content = load(path.read_bytes(), tidy=True)
+        check(content, Acceptance)
+        return content
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; eval/acceptance.py writes it") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(
+            f"{path}: {error}: damaged, or not written by this version of eval/acceptance.py; run that again"
+        ) from None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, none where there is no such file. The last line may be half written.
+
+    Raises:
+        UserError: another line is not what training writes.
+    """
+    try:
+        *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    metrics: list[dict[str, Any]] = []
+    for number, line in enumerate([*lines, rest] if rest.endswith(b"}") else lines, start=1):
+        try:
+            metrics.append(load(line))
+            check(metrics[-1], MetricsLine)
+            if (steps := len(metrics[-1]["accuracy"])) != (before := len(metrics[0]["accuracy"])):
+                raise ValueError(f"accuracy: {steps} unroll steps, the first line has {before}")
+        except ValueError as error:
+            raise UserError(
+                f"{path}:{number}: {error}: not what training writes; delete the line, or move the file away for a "
+                "report without the curves of training"
+            ) from None
+    return metrics
+
+
+def write_report(recipe: Recipe) -> list[Path]:
+    """report.html, and the plots where eval.png says so, from the files in eval.out; returns what was written."""
+    out = recipe.eval_out
+    acceptance, metrics = read_acceptance(out / "acceptance.json"), read_metrics(metrics_path(recipe))
+    answers: list[dict[str, Any]] = []
+    faults: list[str] = []
+    if (generations := generations_path(recipe)).exists():
+        answers, faults = choose_answers(generations, acceptance["contender"], recipe.eval.report_answers)
+    page = build_html(acceptance, metrics, answers, faults)
+    if faults:
+        print(f"unreadable lines of generations.jsonl, left out: {len(faults)}, the first: {faults[0]}")
+    written = [out / "report.html"]
+    _write(written[0], page)
+    for plot in [*acceptance_plots(acceptance), *training_plots(metrics)] if recipe.eval.png else []:
+        written.append(out / f"{plot.name}.png")
+        write_png(plot, written[-1])
+    return written
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+# The terminal.
+
+
+def print_table(acceptance: dict[str, Any]) -> None:
+    """Every contender, and below it the main one by benchmark and turn where there are several. Fits 80 columns."""
+    main, contenders = acceptance["contender"], acceptance["contenders"]
+    parts = [(name, row[main]) for kind, _, name, row in parts_of(acceptance) if kind != "category"]
+    # Names are Text, never markup: that would read brackets and colons in them, and double a backslash.
+    caption = Text(
+        f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
+        f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}\n{_equality(acceptance)}",
+        style="table.caption",
+    )
+    table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+    table.add_column("", overflow="fold")
+    for heading in ("tau", "95 %", "nodes", "tok/s", "speed-up", "95 %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in contenders.items():
+        table.add_row(Text(name, style="bold" if name == main else ""), *_cells(row))
+    if parts:
+        table.add_section()
+    for name, row in parts:
+        table.add_row(Text(name), *_cells(row))
+    Console().print(table)
+
+
+def print_written(paths: list[Path]) -> None:
+    print(f"written in {paths[0].parent}: {', '.join(path.name for path in paths)}")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        _number(row["tau"], 2),
+        _interval(row["tau_interval"]),
+        _number(row["tree_nodes_per_round"], 1),
+        _number(row["tokens_per_second"], 0),
+        _number(row["speedup"], 2),
+        _interval(row["speedup_interval"]),
+    )
+
+
+def _side_by_side(acceptance: dict[str, Any]) -> str:
+    """Speeds of a batch are not those of one answer alone."""
+    if acceptance["mode"] == "replay" or acceptance["batch_size"] == 1:
+        return ""
+    return f"\nSpeeds: {acceptance['batch_size']} answers decoded side by side, by plain decoding, too."
+
+
+def _equality(acceptance: dict[str, Any]) -> str:
+    if acceptance["mode"] == "replay":
+        return "Replayed: the rounds that decoding these recorded answers would have had. Nothing was timed."
+    if acceptance["temperature"] > 0:
+        return f"Answers were drawn at temperature {acceptance['temperature']}, by the target's own law (lossless)."
+    different = [name for name, row in acceptance["contenders"].items() if row["matches_target"] is False]
+    if not different:
+        return "Answers, token for token: all those of plain decoding."
+    return f"Answers, token for token: not those of plain decoding: {', '.join(different)}. {_cause(acceptance)}"
+
+
+def _cause(acceptance: dict[str, Any]) -> str:
+    """Of greedy answers that differ; the page says it at more length."""
+    if rounds_coarsely(acceptance):
+        return f"{acceptance['dtype']} rounds: longer forwards, other last bits."
+    return f"In {acceptance['dtype']} that is a defect: please report it."
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _interval(bounds: list[float] | None) -> str:
+    return "-" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"

@@ -1,0 +1,42 @@
+"""Looks for the files that one command reads and another one writes. Imports nothing heavy: scripts look first."""
+
+from pathlib import Path
+
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+
+
+def need(*inputs: tuple[str, Path, str]) -> None:
+    """Checks that every input exists.
+
+    Args:
+        inputs: (what it is, where it should be, the script that writes it).
+
+    Raises:
+        UserError: some are missing; all are named.
+    """
+    missing = [
+        f"{what}: {path} does not exist; {writer} writes it" for what, path, writer in inputs if not _is_there(path)
+    ]
+    if missing:
+        raise UserError(missing)
+
+
+def conversations(recipe: Recipe) -> tuple[str, Path, str]:
+    """The regenerated conversations, as `need` takes them."""
+    return "data.conversations", recipe.conversations_path, "data_gen/regenerate.py"
+
+
+def draft_vocab(recipe: Recipe) -> tuple[str, Path, str]:
+    """The draft vocabulary, as `need` takes it."""
+    return "draft vocabulary", recipe.draft_vocab_path, "data_gen/rank_vocab.py"
+
+
+def drafter(recipe: Recipe) -> tuple[str, Path, str]:
+    """The drafter to measure, as `need` takes it."""
+    return "eval.drafter", recipe.eval_drafter_dir, f"train/{recipe.drafter.kind}.py"
+
+
+def _is_there(path: Path) -> bool:
+    # A kill between two renames leaves a checkpoint under another name (`models.checkpoint.replaced`).
+    return path.exists() or path.with_name(f"{path.name}.replaced").exists()
