@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from tqdm import tqdm
 from transformers.utils import logging
 
 from draftsmith.data_gen.processes import Team, alone_in
@@ -42,6 +41,7 @@ from draftsmith.models.target import Target, checked_capture_layers, load_causal
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import output_problem
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
@@ -387,7 +387,7 @@ class Ledger:
         self.directory, self.manifest, self.team = directory, manifest, team
         self.entered = 0  # of the shards that were written
         self.nonfinite: list[str] = []
-        self.bar = tqdm(total=tokens, desc="capture", unit="token", unit_scale=True)
+        self.bar = Bar(total=tokens, desc="capture", unit="token", unit_scale=True)
 
     def keep(self) -> None:
         """Enters what was written since the last time."""

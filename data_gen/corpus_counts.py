@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.corpus_reader import Batch, Corpus, Item, Position, content_of
@@ -39,6 +38,7 @@ from draftsmith.data_gen.training_rows import is_regenerated, turns_of_messages
 from draftsmith.models.chat import RenderError, as_text, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import CorpusCounts, read_tensors, write_tensors
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.prompt_records import to_conversation
 from draftsmith.recipes.prompt_sources import parse_json
 from draftsmith.recipes.rejects import Rejects, is_unicode
@@ -350,13 +350,12 @@ def count_corpus(corpus: Corpus, progress: Progress, processes: Processes) -> Co
 def _count_the_rest(corpus: Corpus, progress: Progress, processes: Processes, rejects: Rejects) -> None:
     batches = corpus.batches(progress.position, progress.documents)
     documents = corpus.section.max_documents if corpus.total is None else None
-    bar = tqdm(
+    bar = Bar(
         total=corpus.total or documents,
         initial=progress.done,
         desc=f"counting {corpus.name[-40:]}",
         unit=corpus.unit,
         unit_scale=True,
-        disable=None,
     )
     saved = started = time.monotonic()
     tokens = 0

@@ -23,6 +23,7 @@ whole shard; with a greater max_rows it goes on, too. Other settings, another dr
 from argparse import ArgumentParser
 
 from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.stages import print_next
 
 
 def main() -> None:
@@ -30,6 +31,7 @@ def main() -> None:
     from draftsmith.data_gen import labelling
 
     labelling.main(command)
+    print_next(command, "label-trees")
 
 
 def _options(parser: ArgumentParser) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from draftsmith.data_gen.labelled_trees import (
     ROW_BYTES,
@@ -51,6 +50,7 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import output_problem
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import LabelSection, Recipe, TreeSection
 
 NOWHERE = -2  # parent of no node
@@ -451,7 +451,7 @@ def label_all(
     positions = target.config.max_position_embeddings
     todo = remaining(manifest, batches, section.max_rows)
     began, done = time.perf_counter(), 0
-    with tqdm(total=sum(tokens_of(batches[number]) for number in todo), desc="labelling", unit="token") as bar:
+    with Bar(total=sum(tokens_of(batches[number]) for number in todo), desc="labelling", unit="token") as bar:
         for number in todo:
             batch = batches[number]
             states = read_states(target, batch, drafting.capture_layers, agreement)

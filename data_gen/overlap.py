@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from draftsmith.data_gen.training_rows import LeaveOut, is_regenerated
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.prompt_records import Conversation, to_conversation
 from draftsmith.recipes.prompt_sources import records
 from draftsmith.recipes.prompts import read_conversations
@@ -295,7 +294,7 @@ def screen(
     index, notes = evaluation_index(recipe, whole=remove)
     check = Check(index, remove)
     clean = []
-    for conversation in tqdm(conversations, desc="contamination", unit="conversation", disable=None, leave=False):
+    for conversation in Bar(conversations, desc="contamination", unit="conversation", leave=False):
         finding = check.look(conversation.source, conversation.line, conversation.id, conversation.messages)
         if finding is None or not check.remove:
             clean.append(conversation)
@@ -374,7 +373,7 @@ def main(command: Command) -> None:
         return
     index, notes = evaluation_index(recipe, whole=False)
     check, rejects = Check(index, remove=False), Rejects()
-    with tqdm(desc="contamination", unit="conversation", disable=None, leave=False) as progress:
+    with Bar(desc="contamination", unit="conversation", leave=False) as progress:
         if prompts:
             for conversation in read_conversations(prompts, rejects, recipe.data.max_prompts):
                 check.look(conversation.source, conversation.line, conversation.id, conversation.messages)

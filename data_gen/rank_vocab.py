@@ -24,6 +24,7 @@ vocabulary of each size covers.
 
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.inputs import conversations, need
+from draftsmith.recipes.stages import print_next
 
 
 def main() -> None:
@@ -33,6 +34,7 @@ def main() -> None:
     from draftsmith.data_gen import ranking
 
     ranking.main(command)
+    print_next(command, "rank-vocab")
 
 
 if __name__ == "__main__":

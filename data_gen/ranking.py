@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.corpus_counts import Processes, TextCounter, cores, count_corpus, progress_of, progress_path
@@ -24,6 +23,7 @@ from draftsmith.models.chat import (
 from draftsmith.models.vocab import CorpusCounts, DraftVocab, blend, covered_share, cut, rank, save_token_counts
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import Recipe
 
@@ -226,7 +226,7 @@ def count_answers(
     check = training_check(recipe)
     leave_out = check.leave_out if check else None
     rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
-    counts = count_supervised(noted(tqdm(rows, desc="counting", unit="row", disable=None)), vocab_size)
+    counts = count_supervised(noted(Bar(rows, desc="counting", unit="row")), vocab_size)
     if check:
         check.report()
     return counts

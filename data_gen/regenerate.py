@@ -23,6 +23,7 @@ asked go to conversations.rejects.jsonl beside it, with the reason.
 
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.stages import print_next
 
 
 def main() -> None:
@@ -32,6 +33,7 @@ def main() -> None:
     from draftsmith.data_gen import regeneration
 
     regeneration.main(command)
+    print_next(command, "regenerate")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, asked_digest, not_done, read_log
@@ -37,6 +36,7 @@ from draftsmith.models.costs import decoding_lines, decoding_time
 from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.prompts import Conversation, Rejects, questions, read_conversations
 from draftsmith.recipes.schema import Recipe
 
@@ -120,7 +120,7 @@ def regenerate(
     asked = _Asked(conversations, tokenizer, settings.max_length, rejects)
     tally = _Tally()
     try:
-        with tqdm(total=len(conversations), desc="regenerating", unit="conversation", disable=None) as bar:
+        with Bar(total=len(conversations), desc="regenerating", unit="conversation") as bar:
             for answer in write(asked.prompts()):
                 finished = None
                 if isinstance(answer, Unanswered):

@@ -2,12 +2,12 @@
 
 import sys
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.training_rows import TrainingRow, training_rows
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.recipes.cli import Command
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.rejects import Rejects
 
 
@@ -20,11 +20,9 @@ def main(command: Command) -> None:
     tokenizer = load_tokenizer(recipe.target)
     rejects = Rejects()
     ids, rows, tokens, supervised = set(), 0, 0, 0
-    for row in tqdm(
-        training_rows(path, tokenizer, recipe.data.max_length, rejects), unit="row", disable=None, leave=False
-    ):
+    for row in Bar(training_rows(path, tokenizer, recipe.data.max_length, rejects), unit="row", leave=False):
         if rows < command.show:
-            tqdm.write(f"--- {row.id}: {len(row.input_ids)} tokens, spans {row.spans}\n{marked(tokenizer, row)}\n")
+            Bar.write(f"--- {row.id}: {len(row.input_ids)} tokens, spans {row.spans}\n{marked(tokenizer, row)}\n")
         rows += 1
         ids.add(row.id)
         tokens += len(row.input_ids)

@@ -27,7 +27,7 @@ def main() -> None:
     command = parse_arguments(__doc__, extra=_compare_option)
     if not command.compare:  # otherwise all recipes are loaded together, to report all their problems at once
         recipe = load_recipe(command.recipe_path, command.overrides)
-        if not command.plan:
+        if not command.plan and recipe.eval.drafter is None:
             need(drafter(recipe))
     from draftsmith.eval import evaluation
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decode import Generation, decode_batch
@@ -20,6 +19,7 @@ from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.prompt_sources import short_names
 from draftsmith.recipes.prompts import Conversation, Rejects, questions, read_conversations
 
@@ -141,7 +141,7 @@ class Bench:
         results: dict[str, list[Generation]] = {name: [] for name in names}
         tokens = rounds = 0  # of `shown`
         decoded = 0  # batches of turns
-        with tqdm(total=len(asked), desc="decode", unit="prompt") as progress:
+        with Bar(total=len(asked), desc="decode", unit="prompt") as progress:
             for start in range(0, len(asked), self.batch_size):
                 talks = [_Talk(question) for question in asked[start : start + self.batch_size]]
                 while turn := self._next_turn(talks, rejects):

@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from draftsmith.eval.decode import Clock, Generation, Mark, Round, TargetVerifier, run_rounds
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import CHAINS, TreeSection
 
 CALLS = (1, 2, 4, 8, 16, 32, 64)  # draft calls that are probed, up to the most of a family
@@ -239,7 +239,7 @@ def measure_costs(
     turns = -(-len(names) // TURNS)  # each behind plain rounds; after the last there are more
     raw: list[_Repeat] = []
     began = time.monotonic()
-    progress = tqdm(total=len(names) + turns + 1, desc="costs, warm-up", unit="probe", leave=False)
+    progress = Bar(total=len(names) + turns + 1, desc="costs, warm-up", unit="probe", leave=False)
 
     def timed(name: str, asked: Sequence[Sequence[int]]) -> list[TimedRound]:
         found = list(timed_rounds(target, probes[name][1] if name in probes else None, asked, sampling))
@@ -263,7 +263,7 @@ def measure_costs(
         if passed > TOLD:
             print(f"costs: {len(names) + turns + 1} probes in {passed:.0f} s; {repeats} times more, all in all")
             print(f"       about {repeats * passed:.0f} s", flush=True)
-        progress = tqdm(total=repeats * (len(names) + turns + 1), desc="costs", unit="probe", leave=False)
+        progress = Bar(total=repeats * (len(names) + turns + 1), desc="costs", unit="probe", leave=False)
     progress.close()
     plainly = [_seconds(r) for one in raw for timed in one.plain for r in _settled(timed)]
     measured = [one.evened(median(plainly)) for one in raw]

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from draftsmith.eval.benchmarks import PLAIN, Bench, Question
 from draftsmith.eval.contenders import Contender, Lineup, named
 from draftsmith.eval.cost_model import Costs, measure_costs, predicted, room_for
@@ -37,6 +35,7 @@ from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.rejects import Rejects
 from draftsmith.recipes.schema import Policy, Recipe, TreeSection
 from draftsmith.recipes.validation import validation_rank
@@ -316,7 +315,7 @@ def make_plan(
     agreement = Agreement.of(target)
     with (
         _named("eval.planner.answers"),
-        tqdm(total=tokens_of(answers) * len(contenders), desc="replay", unit="token", leave=False) as progress,
+        Bar(total=tokens_of(answers) * len(contenders), desc="replay", unit="token", leave=False) as progress,
     ):
         check_recorded_from(recording, lineup.identity)
         rounds = replay_all(target, proposers, answers, recipe.eval.replay_batch_size, agreement, progress.update)

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from draftsmith.eval.benchmarks import PLAIN
 from draftsmith.eval.contenders import Contender, Lineup, check_contenders, describe
 from draftsmith.eval.decode import Generation
@@ -50,6 +48,7 @@ from draftsmith.models.checkpoint import config_identity, read_config
 from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_size
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import Recipe
 
 
@@ -189,7 +188,7 @@ def replay_contenders(
         tokens = tuple((*answer.prompt, -1, *answer.tokens) for answer in along[contender.name])
         groups.setdefault(tokens, []).append(contender)
     found: dict[str, list[Generation]] = {}
-    with tqdm(total=sum(map(tokens_of, along.values())), desc="replay", unit="token") as progress:
+    with Bar(total=sum(map(tokens_of, along.values())), desc="replay", unit="token") as progress:
         for members in groups.values():
             proposers = {contender.name: lineup.proposer(contender) for contender in members}
             answers = along[members[0].name]

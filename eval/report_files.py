@@ -19,6 +19,8 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
 
+WORTHLESS_TAU = 1.05
+
 
 def main(command: Command) -> None:
     recipe = command.recipe
@@ -173,6 +175,20 @@ def print_table(acceptance: dict[str, Any]) -> None:
     for name, row in parts:
         table.add_row(Text(name), *_cells(row))
     Console().print(table)
+    for line in advice(acceptance):
+        print(line)
+
+
+def advice(acceptance: dict[str, Any]) -> list[str]:
+    """What to do about a drafter that hardly drafts anything."""
+    main = acceptance["contender"]
+    tau = acceptance["contenders"][main]["tau"]
+    if tau is None or tau >= WORTHLESS_TAU:
+        return []
+    return [
+        f"note: tau {tau:.2f}: the target accepted next to nothing that {main} drafted. Train longer, while the loss in "
+        "metrics.jsonl still falls, or on more answers; its validation_simulated_tau should be well above 1"
+    ]
 
 
 def print_written(paths: list[Path]) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging
 
 from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import first_line, load_config
@@ -35,6 +36,7 @@ from draftsmith.models.families import _shortened_window as shortened_window
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.key_values import KeyValues, Kind
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import TargetSection
 
 
@@ -55,14 +57,15 @@ def read_causal_lm(section: TargetSection) -> Any:
     """`load_causal_lm` without a device of its own: on the CPU, or where transformers is told to put it."""
     load_config(section)  # refuses what its config alone rules out, before any weight is read
     try:
-        result: Any = AutoModelForCausalLM.from_pretrained(
-            section.model,
-            revision=section.revision,
-            dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
-            trust_remote_code=section.trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with _our_bars():
+            result: Any = AutoModelForCausalLM.from_pretrained(
+                section.model,
+                revision=section.revision,
+                dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
+                trust_remote_code=section.trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise UserError(_why_not_loaded(section, error)) from error
     loaded, report = result
@@ -73,6 +76,24 @@ def read_causal_lm(section: TargetSection) -> Any:
             "checkpoint, whole and with its head?"
         )
     return loaded.eval().requires_grad_(False)
+
+
+@contextmanager
+def _our_bars() -> Iterator[None]:
+    """transformers' own bars, but as `recipes.progress` shows them."""
+
+    def bar(factory: Any, args: Any, settings: Any) -> Any:
+        if not logging.is_progress_bar_enabled():
+            return factory(*args, **settings)
+        return Bar(*args, **{"unit": "tensor", "leave": False, **settings})
+
+    # Older releases have no such hook: their bars stay as they are.
+    set_hook = getattr(logging, "set_tqdm_hook", lambda hook: None)
+    before = set_hook(bar)
+    try:
+        yield
+    finally:
+        set_hook(before)
 
 
 def _why_not_loaded(section: TargetSection, error: Exception) -> str:

@@ -70,10 +70,19 @@ def parse_arguments(
     parser.add_argument(
         "recipe_path", metavar="recipe.yaml", help="the recipe; paths in it are relative to where you are"
     )
-    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="values that replace the recipe's")
+    values = parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", help="values that replace the recipe's"
+    )
     parser.add_argument("--plan", action="store_true", help="check everything, say what would be done, and stop")
     if extra is not None:
         extra(parser)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        import argcomplete
+
+        from draftsmith.recipes.completion import keys
+
+        values.completer = keys  # type: ignore[attr-defined]
+        argcomplete.autocomplete(parser)
     # Intermixed: overrides may stand before and after options.
     return parser.parse_intermixed_args(argv, Command())
 

@@ -33,8 +33,8 @@ def draft_vocab(recipe: Recipe) -> tuple[str, Path, str]:
 
 
 def drafter(recipe: Recipe) -> tuple[str, Path, str]:
-    """The drafter to measure, as `need` takes it."""
-    return "eval.drafter", recipe.eval_drafter_dir, f"train/{recipe.drafter.kind}.py"
+    """The drafter that the recipe trains, as `need` takes it."""
+    return "drafter", recipe.drafter_dir, f"train/{recipe.drafter.kind}.py"
 
 
 def _is_there(path: Path) -> bool:

@@ -8,6 +8,7 @@ number is wanted, `no` (false for YAML 1.1) where "no" is one of the choices, an
 import difflib
 import os
 import re
+import tempfile
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -326,12 +327,12 @@ def _meaning(path: KeyPath) -> str:
     return f": {info.description}" if info and info.description else ""
 
 
-def _all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
     for name in section.model_fields:
         yield prefix + name
         inner = _section_at((*prefix.rstrip(".").split("."), name) if prefix else (name,))
         if inner is not None:
-            yield from _all_keys(inner, f"{prefix}{name}.")
+            yield from all_keys(inner, f"{prefix}{name}.")
 
 
 def _suggestion(path: KeyPath) -> str:
@@ -339,7 +340,7 @@ def _suggestion(path: KeyPath) -> str:
     section, key = _section_at(path[:-1]), str(path[-1])
     names = list(section.model_fields) if section else []
     close = difflib.get_close_matches(key, names, n=1)
-    elsewhere = [dotted for dotted in _all_keys() if dotted.split(".")[-1] == key]
+    elsewhere = [dotted for dotted in all_keys() if dotted.split(".")[-1] == key]
     if close or elsewhere:
         return f": did you mean `{_dotted((*path[:-1], close[0])) if close else '` or `'.join(elsewhere)}`?"
     return f": known here are {', '.join(names)}"
@@ -394,16 +395,25 @@ def _identified(name: str) -> str:
 
 
 def output_problem(path: Path, folder: bool) -> str | None:
-    """What stands in the way of writing to `path`, or None."""
-    if folder and path.is_file():
-        return f"{path} is a file; name a folder"
-    if not folder and path.is_dir():
-        return f"{path} is a folder; name a file"
-    above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    """What stands in the way of making `path`, or None."""
+    if "\0" in str(path):
+        return f"{str(path)!r} is no path"
+    try:
+        if folder and path.is_file():
+            return f"{path} is a file; name a folder"
+        if not folder and path.is_dir():
+            return f"{path} is a folder; name a file"
+        above = next((parent for parent in path.absolute().parents if parent.exists()), None)
+    except OSError as error:
+        return f"{path} is no possible path: {error.strerror}"
     if above is not None and not above.is_dir():
         return f"{path} cannot be made: {above} is a file"
-    if above is not None and not path.exists() and not os.access(above, os.W_OK):
-        return f"{path} cannot be made: {above} cannot be written"
+    if path.exists() or above is None:
+        return None
+    try:  # rights do not say it all: nothing can be made in /proc, whoever asks
+        os.rmdir(tempfile.mkdtemp(prefix=".draftsmith-", dir=above))
+    except OSError as error:
+        return f"{path} cannot be made: nothing can be written to {above} ({error.strerror})"
     return None
 
 

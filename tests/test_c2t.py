@@ -1106,7 +1106,7 @@ def test_a_kill_leaves_the_old_classifier_or_the_new_one(place: Path, lab: Crash
         assert run(tmp_path / f"seed {seed}", seed).status == 0
     old, new = (weights(tmp_path / f"seed {seed}") for seed in (0, 1))
     assert not torch.equal(old, new)
-    whole = run(tmp_path / "seed 0 again", 0, count_events=True)
+    whole = run(tmp_path / "seed 0", 0, count_events=True)  # a folder that is there, as below
     shutil.copytree(tmp_path / "seed 0", tmp_path / "before")
     events = {kind: count for kind, count in whole.events.items() if kind in ("rename", "fsync", "write", "mkdir")}
     assert events["rename"] >= 1 and events["fsync"] >= 5

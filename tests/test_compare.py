@@ -14,7 +14,7 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
-from draftsmith.eval import acceptance, benchmarks, contenders, figures, html_report, plots, report_files
+from draftsmith.eval import acceptance, benchmarks, contenders, evaluation, figures, html_report, plots, report_files
 from draftsmith.eval.benchmarks import PLAIN, Bench, load_questions
 from draftsmith.eval.compared import load_all, split_overrides
 from draftsmith.eval.comparison_plot import LABEL, comparison_plot
@@ -417,7 +417,7 @@ def test_an_interrupted_run_leaves_the_older_one_whole(
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    for owner, name, kept in ((acceptance, "how_made", True), (Lineup, "proposer", False)):
+    for owner, name, kept in ((evaluation, "how_made", True), (Lineup, "proposer", False)):
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)

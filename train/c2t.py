@@ -24,15 +24,15 @@ Everything that is drawn hangs on classifier.seed. Shapes: R rows, T trees.
 """
 
 from draftsmith.recipes.cli import parse_command, run
-from draftsmith.recipes.inputs import need
+from draftsmith.recipes.stages import print_next
 
 
 def main() -> None:
     command = parse_command(__doc__)
-    need(("classifier.rows", command.recipe.classifier_rows_dir, "data_gen/label_trees.py"))
     from draftsmith.train import classifier_training
 
     classifier_training.main(command)
+    print_next(command, "train-c2t")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,88 @@
-"""The command line of the scripts that train drafters: `train/eagle.py`, `train/eagle3.py`, `train/poss.py`."""
+"""Train the drafter of a recipe, whatever its kind.
 
+    draftsmith train recipes/demo.yaml
+    draftsmith train recipes/demo.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2    # try it
+    draftsmith train my.yaml --processes 8                # as torchrun --nproc_per_node 8 would start it
+    draftsmith train recipes/demo.yaml --plan             # what it would do
+
+Where there are several GPUs, each has a process of this run; --processes 1 takes one. The scripts `train/eagle3.py`,
+`train/eagle.py` and `train/poss.py` do the same for any launcher (accelerate launch, torchrun), and say in --help what
+each kind of drafter can be.
+
+Reads <output_dir>/conversations.jsonl (draftsmith regenerate) and <output_dir>/draft_vocab.safetensors (draftsmith
+rank-vocab). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it goes on from the last whole
+checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once, with 130; a kill harms nothing.
+"""
+
+import os
+import sys
 from argparse import ArgumentParser, ArgumentTypeError
 
-from draftsmith.recipes.cli import parse_command
+from draftsmith.recipes.cli import Command, parse_command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.inputs import conversations, draft_vocab, need
+from draftsmith.recipes.stages import print_next
 
 
-def train(doc: str | None, kind: str) -> None:
-    """Trains the drafter of the recipe on the command line.
+def main() -> None:
+    """Trains what the recipe says, by as many processes as there are GPUs or --processes says."""
+
+    def options(parser: ArgumentParser) -> None:
+        _options(parser)
+        parser.add_argument(
+            "--processes", type=_count, metavar="N", help="processes on this machine; default: one for each GPU, or one"
+        )
+
+    command = parse_command(__doc__, extra=options)
+    if not command.plan:
+        _check_inputs(command)
+        wanted = command.processes or _devices()
+        if wanted > 1 and "WORLD_SIZE" not in os.environ:
+            launch(command, wanted)
+    train(command)
+
+
+def launch(command: Command, processes: int) -> None:
+    """Replaces this process by PyTorch's launcher."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    words = ["-m", f"draftsmith.train.{command.recipe.drafter.kind}", command.recipe_path, *command.overrides]
+    words += ["--profile", str(command.profile)] if command.profile else []
+    print(f"{processes} processes: torchrun {' '.join([*launcher[2:], *words])}", flush=True)
+    os.execv(sys.executable, [sys.executable, *launcher, *words])
+
+
+def train_kind(doc: str | None, kind: str) -> None:
+    """Trains the drafter of the recipe on the command line of a script.
 
     Args:
         doc: the script's docstring, its `--help`.
         kind: of the drafters that the script trains.
     """
     command = parse_command(doc, extra=_options)
-    recipe = command.recipe
-    if recipe.drafter.kind != kind:
-        raise UserError(f"drafter.kind: {recipe.drafter.kind}, which train/{recipe.drafter.kind}.py trains")
+    if command.recipe.drafter.kind != kind:
+        other = command.recipe.drafter.kind
+        raise UserError(f"drafter.kind: {other}, which train/{other}.py trains")
     if not command.plan:
-        need(conversations(recipe), draft_vocab(recipe))
+        _check_inputs(command)
+    train(command)
+
+
+def train(command: Command) -> None:
     from draftsmith.train import trainer
 
-    trainer.main(command)
+    finished = trainer.main(command)
+    if finished and os.environ.get("RANK", "0") == "0":
+        print_next(command, "train")
+
+
+def _check_inputs(command: Command) -> None:
+    need(conversations(command.recipe), draft_vocab(command.recipe))
+
+
+def _devices() -> int:
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 1
 
 
 def _options(parser: ArgumentParser) -> None:

@@ -18,11 +18,11 @@ the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at o
 """
 
 from draftsmith.recipes.cli import run
-from draftsmith.train.command import train
+from draftsmith.train.command import train_kind
 
 
 def main() -> None:
-    train(__doc__, "eagle")
+    train_kind(__doc__, "eagle")
 
 
 if __name__ == "__main__":

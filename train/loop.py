@@ -21,13 +21,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.profiler import record_function
-from tqdm import tqdm
 
 from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.checkpoint import differences
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import TrainSection, is_default
 from draftsmith.train.batches import Batch, BatchOrder, collate
 from draftsmith.train.checkpoints import (
@@ -181,7 +181,7 @@ class Loop:
         if self.profile is not None and first < self.total_steps:
             self.profile.start(first, self.total_steps)
         main = self.accelerator.is_main_process
-        progress = tqdm(
+        progress = Bar(
             total=self.total_steps, initial=first, unit="step", desc="train", disable=not main, smoothing=0.1
         )
         for step in range(first, self.total_steps):

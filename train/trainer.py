@@ -70,8 +70,8 @@ from draftsmith.train.unroll import TrainingTimeTest, kernel_of
 from draftsmith.train.validation_replay import ValidationReplay, check_replay
 
 
-def main(command: Command) -> None:
-    """Trains the drafter of the recipe on the command line (`train.command`)."""
+def main(command: Command) -> bool:
+    """Trains the drafter of the recipe on the command line (`train.command`); False where it is not finished."""
     recipe = command.recipe
     tokenizer = load_tokenizer(recipe.target)
     check_replay(recipe)
@@ -82,7 +82,7 @@ def main(command: Command) -> None:
         print(f"note: {note}")
     if command.plan:
         print_plan(recipe, tokenizer, command.flops)
-        return
+        return False
     rejects = Rejects(recipe.training_rejects_path if speaks else None)
     rows, validation_rows = read_rows(recipe, tokenizer, rejects)
     if rejects.total and speaks:
@@ -168,7 +168,8 @@ def main(command: Command) -> None:
         accelerator.print(store.in_words())
     if isinstance(target, ShardedTarget):
         accelerator.print(target.in_words())
-    if loop.run():
+    finished = loop.run()
+    if finished:
         with loop.engine.whole() as trained:
             if accelerator.is_main_process:
                 best = loop.best()
@@ -176,6 +177,7 @@ def main(command: Command) -> None:
                     loop.engine.load_weights(best[0], trained)
                 save(recipe, trained.drafter, identity, best)
     accelerator.end_training()
+    return finished
 
 
 def save(

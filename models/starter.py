@@ -1,0 +1,152 @@
+"""Write a commented recipe for a target, with numbers that fit its size.
+
+    draftsmith init Qwen/Qwen3-0.6B                        # writes qwen3-0.6b.yaml
+    draftsmith init ./my-model --out my.yaml --prompts my_prompts.jsonl
+    draftsmith run my.yaml --plan                          # then: what the recipe would take
+
+Reads the target's config and tokenizer, no weights, and asks nothing. The numbers are a start: docs/recipes.md says
+what each is for and which other values were published.
+"""
+
+import argparse
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith.models.chat import THINKING_SWITCHES, load_config, load_tokenizer
+from draftsmith.models.costs import target_size
+from draftsmith.models.target import default_capture_layers
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe, output_problem
+from draftsmith.recipes.schema import TargetSection
+
+PROMPTS = "hf:HuggingFaceH4/ultrachat_200k:train_sft"
+DRAFT_VOCAB = 32_000  # EAGLE-3's
+# (hidden size, learning rate) that work: the demo's, found by search (docs/results.md), and EAGLE-3's for 8B models.
+SMALL, LARGE = (256, 4e-3), (4096, 1e-4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog=sys.argv[0], description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("target", metavar="TARGET", help="a Hub id (org/name) or a folder with a model")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: the target's name with .yaml")
+    parser.add_argument("--prompts", metavar="SOURCE", default=PROMPTS, help=f"data.prompts; default: {PROMPTS}")
+    options = parser.parse_args()
+    name = re.sub(r"[^\w.-]+", "-", Path(options.target).name.lower()).strip("-.") or "target"
+    path = options.out or Path(f"{name}.yaml")
+    if path.exists():
+        raise UserError(f"--out: {path} exists; name another file, or delete it")
+    if problem := output_problem(path, folder=False):
+        raise UserError(f"--out: {problem}")
+    text = starter_recipe(options.target, options.prompts, name, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    try:
+        load_recipe(path)
+    except UserError as error:  # of what was asked for, for example prompts that are not there
+        raise UserError([f"{path} is written, but not yet usable: {problem}" for problem in error.problems]) from None
+    print(f"written: {path}\nnext: draftsmith run {path} --plan")
+
+
+def starter_recipe(model: str, prompts: str, name: str, path: Path) -> str:
+    """The text of a recipe that trains an EAGLE-3 drafter for `model`.
+
+    Args:
+        prompts: its data.prompts.
+        name: of the folder under runs/ that it writes to.
+        path: where the text will stand, for its comments.
+
+    Raises:
+        UserError: no such model, or one that cannot be drafted for.
+    """
+    section = TargetSection(model=model)
+    config, tokenizer = load_config(section), load_tokenizer(section)
+    text = config.get_text_config()
+    size = target_size(config)
+    vocabulary, positions, hidden = text.vocab_size, text.max_position_embeddings, text.hidden_size
+    layers = default_capture_layers(text.num_hidden_layers)
+    cut = vocabulary > DRAFT_VOCAB
+    length = min(2048, positions)
+    answer = min(1024 if hidden >= 1024 else 512, length // 2)
+    small = hidden < 1024
+    template = str(tokenizer.chat_template)
+    switch = next((switch for switch in THINKING_SWITCHES if re.search(rf"\b{switch}\b", template)), None)
+    own = prompts != PROMPTS
+    lines = f"""\
+# EAGLE-3 for {model}: {_count(size.parameters)} parameters, {text.num_hidden_layers} layers of width {hidden:,},
+# {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`: the numbers are a start, not a result.
+# docs/recipes.md explains them, recipes/schema.py lists every key.
+#
+#   draftsmith run {path} --plan     # what it would take: tokens, steps, memory, disk, time
+#   draftsmith run {path}            # answers, draft vocabulary, drafter, acceptance; resumable
+#   Try it small first, with output_dir=runs/try data.max_prompts=200 train.max_steps=50 train.warmup_steps=5
+
+output_dir: runs/{name}
+
+target:
+  model: {_scalar(model)}
+  dtype: auto | as its config says; in float32 answers equal plain decoding's token for token
+{f"  thinking: false | the template's {switch}; thoughts are long, and another kind of text" if switch else ""}
+
+data:
+  prompts: {_scalar(prompts)}{"" if own else " | or your own: my_prompts.jsonl"}
+{"" if own else f"  max_prompts: {5_000 if small else 50_000} | more raise acceptance: README, How much data"}
+  max_length: {length} | tokens of a training row
+  contamination: remove | leaves out what eval.prompts ask
+  generator: | a server is faster for large targets: docs/regeneration.md
+    batch_size: {32 if small else 8} | answers side by side
+    max_new_tokens: {answer}
+
+drafter:
+  kind: eagle3 | reads states {", ".join(map(str, layers))} of {text.num_hidden_layers}, the default
+  vocab_size: {f"{DRAFT_VOCAB} | of {vocabulary:,}: the most frequent ones" if cut else f"null | all {vocabulary:,}"}
+
+train:
+  epochs: 2
+  batch_size: {8 if small else 2}
+  gradient_accumulation_steps: {1 if small else 4}
+  learning_rate: {_rate(hidden)} | between the demo's 4e-3 (width 256) and 1e-4 (width 4,096)
+  warmup_steps: 100
+  ttt_steps: 7
+  validation_conversations: 64
+  eval_replay: 16 | of these, the acceptance that decoding would have, at every checkpoint
+
+eval:
+  prompts: [mt_bench, humaneval]
+  max_prompts: 40 | of each
+  max_new_tokens: {min(512, answer)}
+  tree: {{policy: eagle2, nodes: 60, top_k: 10}}
+  also:
+    - {{name: "eagle3, chain of 4", tree: {{policy: chain, nodes: 5}}}}
+    - {{name: "prompt lookup", proposer: prompt_lookup, tree: {{policy: chain, nodes: 11}}}}
+"""
+    # Comments line up; sections keep their empty lines, keys that were left out leave none.
+    aligned = [f"{key:<29} # {comment}" for key, _, comment in (line.partition(" | ") for line in lines.split("\n"))]
+    aligned = [line.removesuffix(" # ").rstrip() for line in aligned]
+    return re.sub(r"\n\n+(?=  )", "\n", "\n".join(aligned)).replace("\n\n\n", "\n\n")
+
+
+def _rate(hidden: int) -> str:
+    """A power law through SMALL and LARGE, to one digit."""
+    (width, rate), (other, its) = SMALL, LARGE
+    slope = math.log(its / rate) / math.log(other / width)
+    found = min(rate, max(its, rate * (hidden / width) ** slope))
+    return f"{found:.0e}".replace("e-0", "e-")
+
+
+def _count(number: int) -> str:
+    for unit, factor in (("B", 1e9), ("M", 1e6)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number:,}"
+
+
+def _scalar(value: Any) -> str:
+    """`value` as YAML, quoted where it must be."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")

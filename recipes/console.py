@@ -1,0 +1,81 @@
+"""The `draftsmith` command: every script of the project under one name, and `run`, which goes through a whole recipe.
+
+    draftsmith init Qwen/Qwen3-0.6B       # write a recipe for a target
+    draftsmith run qwen3-0.6b.yaml        # answers, draft vocabulary, drafter, acceptance; resumable
+    draftsmith train qwen3-0.6b.yaml      # one stage; draftsmith train --help shows its options
+
+Nothing heavy is imported before the command line is understood: `--help` answers at once.
+"""
+
+import difflib
+import importlib
+import os
+import sys
+from importlib.metadata import version
+
+from draftsmith.recipes.stages import SCRIPTS
+
+OWN = {
+    "init": ("draftsmith.models.starter", "write a commented recipe for a target"),
+    "run": ("draftsmith.recipes.pipeline", "do what is still missing of a recipe, stage by stage"),
+    "completion": ("draftsmith.recipes.completion", "print shell completion for bash, zsh, fish or tcsh"),
+}
+MODULES = {name: module for name, (module, _) in OWN.items()} | {name: s.module for name, s in SCRIPTS.items()}
+
+
+def main() -> None:
+    """Runs the command that `sys.argv` names."""
+    # argcomplete calls the program itself to ask for completions, with the line in the environment.
+    completing = os.environ.get("_ARGCOMPLETE") is not None
+    words = os.environ.get("COMP_LINE", "").split()[1:] if completing else sys.argv[1:]
+    name = words[0] if words else "--help"
+    if completing and (name not in MODULES or (len(words) == 1 and not os.environ["COMP_LINE"].endswith(" "))):
+        from draftsmith.recipes.completion import complete_command
+
+        complete_command(MODULES)
+    elif name in ("-h", "--help", "help"):
+        print(help_text())
+    elif name == "--version":
+        print(f"draftsmith {version('draftsmith')}")
+    elif name not in MODULES:
+        close = difflib.get_close_matches(name, MODULES, n=1)
+        meant = f"; did you mean `{close[0]}`?" if close else ""
+        print(f"error: {name!r} is no command of draftsmith{meant} (draftsmith --help lists them)", file=sys.stderr)
+        sys.exit(2)
+    else:
+        sys.argv = [f"draftsmith {name}", *sys.argv[2:]]
+        if completing:
+            os.environ["_ARGCOMPLETE"] = "2"  # the words of the line that are the program's name
+        from draftsmith.recipes.cli import run
+
+        run(importlib.import_module(MODULES[name]).main)
+
+
+def help_text() -> str:
+    stages, others = ("regenerate", "rank-vocab", "train", "evaluate"), [*SCRIPTS]
+    texts = {name: text for name, (_, text) in OWN.items()} | {name: script.help for name, script in SCRIPTS.items()}
+    rest = [name for name in others if name not in stages]
+
+    def lines(names: list[str] | tuple[str, ...]) -> str:
+        return "\n".join(f"  {name:<14} {texts[name]}" for name in names)
+
+    return f"""\
+usage: draftsmith COMMAND my.yaml [key.path=value ...] [--plan]
+
+Train draft models for speculative decoding, and measure what they are worth.
+
+{lines(("init", "run"))}
+
+the stages of a recipe, which `run` goes through:
+{lines(stages)}
+
+also:
+{lines([*rest, "completion"])}
+
+  draftsmith init Qwen/Qwen3-0.6B && draftsmith run qwen3-0.6b.yaml
+
+draftsmith COMMAND --help says what a command reads and writes; --plan what it would do and take."""
+
+
+if __name__ == "__main__":
+    main()
