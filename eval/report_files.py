@@ -186,8 +186,8 @@ def advice(acceptance: dict[str, Any]) -> list[str]:
     if tau is None or tau >= WORTHLESS_TAU:
         return []
     return [
-        f"note: tau {tau:.2f}: the target accepted next to nothing that {main} drafted. Train longer, while the loss in "
-        "metrics.jsonl still falls, or on more answers; its validation_simulated_tau should be well above 1"
+        f"note: tau {tau:.2f}: the target accepted next to nothing that {main} drafted. Train longer, while the loss "
+        "in metrics.jsonl still falls, or on more answers; its validation_simulated_tau should be well above 1"
     ]
 
 
