@@ -18,16 +18,17 @@ By several processes (`data_gen.processes`) each makes the shards that it takes.
 alone, so that they write what one process writes.
 """
 
-import os
 from argparse import ArgumentParser
 
 from draftsmith.recipes.cli import Command, parse_command, run
 from draftsmith.recipes.inputs import conversations, need
+from draftsmith.recipes.launch import check_all_started, world_size
 
 
 def main() -> None:
+    check_all_started()
     # Several processes read the command line only once they have met, so that one of them reports a mistake.
-    command = read_command() if os.environ.get("WORLD_SIZE", "1") == "1" else None
+    command = read_command() if world_size() == 1 else None
     from draftsmith.data_gen.capturing import capture_with
     from draftsmith.data_gen.processes import Team
 
@@ -47,4 +48,4 @@ def _options(parser: ArgumentParser) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, many_processes=True)

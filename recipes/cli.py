@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.launch import check_alone, rank, world_size
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe
 
@@ -87,14 +88,19 @@ def parse_arguments(
     return parser.parse_intermixed_args(argv, Command())
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], many_processes: bool = False) -> None:
     """Call `main`. A UserError prints its problems on stderr and exits with 2, as does a place where the system lets us
     write nothing; Ctrl-C exits with 130, and a reader of our output who goes away (`| head`) with 141.
 
     Any other exception is a defect of ours and keeps its traceback.
+
+    Args:
+        many_processes: whether a launcher may start several, which share the work.
     """
     _quiet_third_parties()
     try:
+        if not many_processes:
+            check_alone()
         main()
         sys.stdout.flush()
     except (UserError, OSError) as error:
@@ -105,20 +111,33 @@ def run(main: Callable[[], None]) -> None:
             raise
         tell(problems)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as interrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C needs no traceback either
+        _tell_interrupted(str(interrupt))
         sys.exit(130)
 
 
 def tell(problems: Sequence[str]) -> None:
     """On stderr; under a launcher with the rank, for a problem of one rank alone must not be lost."""
-    rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    who = f"[rank {rank()}] " if world_size() > 1 else ""
     if len(problems) == 1:
-        text = f"{rank}error: {problems[0]}"
+        text = f"{who}error: {problems[0]}"
     else:
-        text = "\n".join([f"{rank}error: {len(problems)} problems", *(f"  - {p}" for p in problems)])
+        text = "\n".join([f"{who}error: {len(problems)} problems", *(f"  - {p}" for p in problems)])
     sys.stdout.flush()
     print(text, file=sys.stderr, flush=True)
+
+
+def _tell_interrupted(words: str) -> None:
+    """Once, however many processes were interrupted.
+
+    Args:
+        words: of the code that was interrupted, if it had any; it has then ended the line of its progress bar.
+    """
+    if rank() > 0:
+        return
+    begin = "\n" if sys.stderr.isatty() and not words else ""  # a bar's line, or the terminal's ^C, may be open
+    print(f"{begin}{words or 'interrupted'}", file=sys.stderr, flush=True)
 
 
 def _nobody_reads() -> bool:

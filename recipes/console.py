@@ -48,7 +48,7 @@ def main() -> None:
             os.environ["_ARGCOMPLETE"] = "2"  # the words of the line that are the program's name
         from draftsmith.recipes.cli import run
 
-        run(importlib.import_module(MODULES[name]).main)
+        run(importlib.import_module(MODULES[name]).main, many_processes=name in ("train", "capture"))
 
 
 def help_text() -> str:

@@ -321,7 +321,7 @@ def _be_the_child(request: dict[str, Any], rank: int, group: int, events_pipe: i
         events = _watch(fault) if fault or request["count_events"] else Counter()
         from draftsmith.recipes import cli
 
-        cli.run(main)
+        cli.run(main, many_processes=True)
         os.write(events_pipe, json.dumps(events).encode())
         status = 0
     except SystemExit as end:

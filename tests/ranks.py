@@ -18,7 +18,7 @@ import psutil
 
 ROOT = Path(__file__).parent.parent
 LAST_WORDS_SECONDS = 5.0
-ON_CPUS = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"}
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"}
 # Below those that Linux, macOS and Windows give to clients: none of them takes the port before rank 0 listens there.
 FREE_PORTS = range(20_000, 32_000)
 

@@ -1,17 +1,24 @@
-"""DeepSpeed asked for by the launcher's own config, as `accelerate config` writes it: followed where it trains what the
-recipe says, refused where it would not."""
+"""What launchers are told and what they start: DeepSpeed asked for by accelerate's options or config, followed where it
+trains what the recipe says and refused where it would not; and processes that would each train by themselves."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.engine import _agreed as agreed
+from draftsmith.train.engine import _plugin_of_launcher as plugin_of_launcher
+from draftsmith.train.engine import accelerator_of
 from tests.test_processes import Place, check_same
 
 # What accelerate's questions lead to; what answers they take is `deepspeed_config`.
@@ -69,6 +76,13 @@ def test_the_launchers_stage_is_followed(place: Place, of_one: Path, tmp_path: P
 
 
 @pytest.mark.slow
+def test_the_recipes_stage_is_taken_where_the_launcher_was_given_none(place: Place, of_one: Path) -> None:
+    """accelerate's own default is 2, which would be refused beside the recipe's 3."""
+    launcher = ["-m", "accelerate.commands.launch", "--use_deepspeed", "--num_processes", "2"]
+    check_same(place.run("eagle3", "stage-of-recipe", 2, "train.zero_stage=3", launcher=launcher), of_one)
+
+
+@pytest.mark.slow
 def test_a_deepspeed_config_of_ones_own_is_followed(place: Place, of_one: Path, tmp_path: Path) -> None:
     """Stage 3 with the target shared out beside it; what the recipe decides is auto, or left out."""
     config = {
@@ -99,7 +113,63 @@ def test_a_config_that_trains_otherwise_is_refused_at_once(place: Place, tmp_pat
     assert not (place.folder / "eagle3-refused/metrics.jsonl").exists()
 
 
-# Without a launch: what is said of one config.
+STARTS = """
+from draftsmith.recipes.cli import run
+from draftsmith.recipes.launch import check_all_started
+run(lambda: [check_all_started(), print("it starts")] and None, many_processes=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "environment", "starts"),
+    [
+        (["--cpu", "--num_processes", "2"], {}, 0),
+        (["--num_processes", "2"], {}, 0),
+        (["--num_processes", "1"], {}, 1),
+        (["--num_processes", "1"], {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, 1),  # a cluster's, not its own
+        (["--multi_gpu", "--num_processes", "2"], {}, 2),
+    ],
+)
+def test_a_launcher_that_starts_fewer_than_asked_is_noticed(
+    options: list[str], environment: dict[str, str], starts: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STARTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *options, str(script)],
+        env=os.environ | environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.count("it starts") == starts
+    assert ("error: accelerate launch was asked for several processes" in done.stderr) == (starts == 0), done.stderr
+
+
+# Without a launch.
+
+
+def test_processes_that_would_each_train_by_themselves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on a device for which accelerate makes no process group: a Mac's GPU."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"^2 processes were started \(WORLD_SIZE\), and this run would have 1: "):
+        accelerator_of(TrainSection())
+
+
+def test_a_stage_or_offload_that_the_launcher_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+    settings = TrainSection(zero_stage=3, offload_optimizer=True)
+    with pytest.raises(UserError) as refused:
+        agreed(plugin_of_launcher(settings), settings)
+    assert [problem.partition(", ")[0] for problem in refused.value.problems] == [
+        "train.zero_stage is 3",
+        "train.offload_optimizer is true",
+    ]
 
 
 def problems_of(config: dict[str, Any], **recipe: Any) -> list[str]:
@@ -137,9 +207,9 @@ def test_configs_that_train_as_the_recipe_says_are_taken() -> None:
         ),
         ({"train_batch_size": 64}, {}, "DeepSpeed's train_batch_size is 64, the recipe's is 8"),
         ({"scheduler": {"type": "WarmupLR"}}, {}, "DeepSpeed's scheduler: the recipe's train section says it"),
-        ({}, {"zero_stage": 3}, "train.zero_stage is 3, accelerate's config has 2: leave one out"),
+        ({}, {"zero_stage": 3}, "train.zero_stage is 3, accelerate was given 2"),
         ({"zero_optimization": {"stage": 0}}, {}, "accelerate's config asks for DeepSpeed without ZeRO (stage 0)"),
-        ({}, {"offload_optimizer": True}, "train.offload_optimizer: accelerate's config decides"),
+        ({}, {"offload_optimizer": True}, "train.offload_optimizer is true, accelerate was given none"),
     ],
 )
 def test_a_config_that_trains_otherwise_is_refused(config: dict[str, Any], recipe: dict[str, Any], said: str) -> None:

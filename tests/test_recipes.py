@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draftsmith.recipes import cli
+from draftsmith.recipes import cli, launch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe, load_recipe
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
@@ -359,10 +360,16 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
         cli.run(fail(UserError("wrong.")))
     assert caught.value.code == 2
     assert capsys.readouterr().err == "error: wrong.\n"
-    with pytest.raises(SystemExit) as caught:
-        cli.run(fail(KeyboardInterrupt()))
-    assert caught.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Ctrl-C stays pytest's
+    for terminal, words, said in (
+        (False, (), "interrupted\n"),
+        (True, (), "\ninterrupted\n"),  # not glued to a bar
+        (True, ("interrupted after step 3",), "interrupted after step 3\n"),
+    ):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with pytest.raises(SystemExit) as caught:
+            cli.run(fail(KeyboardInterrupt(*words)))
+        assert (caught.value.code, capsys.readouterr().err) == (130, said)
     with pytest.raises(SystemExit) as caught:
         cli.run(fail(PermissionError(errno.EACCES, "Permission denied", "runs/x")))
     assert caught.value.code == 2
@@ -374,9 +381,28 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit):
-        cli.run(fail(UserError(["wrong.", "worse."])))
+        cli.run(fail(UserError(["wrong.", "worse."])), many_processes=True)
     assert capsys.readouterr().err == "[rank 1] error: 2 problems\n  - wrong.\n  - worse.\n"
-    cli.run(lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        cli.run(fail(KeyboardInterrupt()), many_processes=True)
+    assert (caught.value.code, capsys.readouterr().err) == (130, "")  # rank 0 says it
+    cli.run(lambda: None, many_processes=True)
+
+
+@pytest.mark.parametrize("launcher", [("WORLD_SIZE", "LOCAL_RANK"), ("PMI_SIZE", "MPI_LOCALRANKID")])
+def test_several_processes_of_a_script_that_needs_one_are_refused_once(
+    launcher: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    for local_rank, said in (("0", True), ("1", False)):
+        for name, value in zip(launcher, ("2", local_rank), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as caught:
+            cli.run(lambda: pytest.fail("it has begun"))
+        assert caught.value.code == 2
+        assert ("runs as one process, and 2 were started" in capsys.readouterr().err) is said
+    assert waited == [launch.ENDED_BY_LAUNCHER_SECONDS]  # the second one, until the launcher ends it
 
 
 @pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "meanwhile"])

@@ -21,6 +21,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from draftsmith.recipes.cli import Command, parse_command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.inputs import conversations, draft_vocab, need
+from draftsmith.recipes.launch import check_all_started, rank, world_size
 from draftsmith.recipes.stages import print_next
 
 
@@ -37,7 +38,7 @@ def main() -> None:
     if not command.plan:
         _check_inputs(command)
         wanted = command.processes or _devices()
-        if wanted > 1 and "WORLD_SIZE" not in os.environ:
+        if wanted > 1 and world_size() == 1:
             launch(command, wanted)
     train(command)
 
@@ -71,11 +72,12 @@ def train(command: Command) -> None:
     from draftsmith.train import trainer
 
     finished = trainer.main(command)
-    if finished and os.environ.get("RANK", "0") == "0":
+    if finished and rank() == 0:
         print_next(command, "train")
 
 
 def _check_inputs(command: Command) -> None:
+    check_all_started()
     need(conversations(command.recipe), draft_vocab(command.recipe))
 
 

@@ -26,4 +26,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, many_processes=True)

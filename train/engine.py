@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.launch import check_joined, world_size
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.processes import keep_group
 from draftsmith.train.unroll import TrainingTimeTest
@@ -54,16 +55,17 @@ WEIGHTS_FILE, MOMENTS_FILE = "model.safetensors", "optimizer.safetensors"
 def accelerator_of(settings: TrainSection) -> Accelerator:
     """The processes of this run: those that a launcher started, or this one.
 
-    ZeRO is the recipe's (`train.zero_stage`), or that of accelerate's own config (`accelerate config`).
+    ZeRO's stage is the recipe's (`train.zero_stage`), or the one that `accelerate launch` was given.
 
     Raises:
-        UserError: ZeRO without DeepSpeed, a config of one's own that trains otherwise than the recipe says, or another
-            way of sharing than DDP and ZeRO.
+        UserError: ZeRO without DeepSpeed, a config of one's own that trains otherwise than the recipe says, another
+            way of sharing than DDP and ZeRO, or processes that would each train by themselves.
     """
     handlers: list[Any] = [
         # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
         DistributedDataParallelKwargs(broadcast_buffers=False)
     ]
+    started = world_size()  # as the launcher says: below, the environment is changed
     by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     plugin = None
     if settings.offload_optimizer and not (settings.zero_stage or by_launcher):
@@ -80,14 +82,17 @@ def accelerator_of(settings: TrainSection) -> Accelerator:
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
         _be_one_of_one()
         if by_launcher:
-            plugin = _agreed(_plugin_of_launcher(), settings)
+            plugin = _agreed(_plugin_of_launcher(settings), settings)
         else:
             plugin = DeepSpeedPlugin(hf_ds_config=zero_config(settings))
     accelerator = Accelerator(
+        # Without an accelerator accelerate joins processes only if it is told to use the CPU.
+        cpu=plugin is None and started > 1 and not torch.accelerator.is_available(),
         kwargs_handlers=handlers,
         mixed_precision="no",  # autocast is `Engine.autocast`
         deepspeed_plugin=plugin,
     )
+    check_joined(started, accelerator.num_processes)
     kind = accelerator.distributed_type
     if plugin is None and kind.name not in ALONE_OR_COPIED:
         raise UserError(f"accelerate's config asks for {kind.value}; drafters are trained by DDP or DeepSpeed's ZeRO")
@@ -154,19 +159,25 @@ def _be_one_of_one() -> None:
     os.environ.update(alone)
 
 
-def _plugin_of_launcher() -> DeepSpeedPlugin:
-    """What accelerate's config says of DeepSpeed.
+def _plugin_of_launcher(settings: TrainSection) -> DeepSpeedPlugin:
+    """What `accelerate launch` was told about DeepSpeed, by options or by its config. The recipe says the rest.
 
     Raises:
         UserError: it names a DeepSpeed config that cannot be read, or is none.
     """
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    # accelerate sets a variable only for what it was given. Without one its plugin takes its own default, stage 2.
+    ours: dict[str, Any] = {}
+    if settings.zero_stage and "ACCELERATE_DEEPSPEED_ZERO_STAGE" not in os.environ:
+        ours["zero_stage"] = settings.zero_stage
+    if settings.offload_optimizer and "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE" not in os.environ:
+        ours["offload_optimizer_device"] = "cpu"
     try:
-        if path == "none":
-            return DeepSpeedPlugin()
-        config = HfDeepSpeedConfig(path).config
-        config.setdefault("gradient_accumulation_steps", "auto")  # where it is left out, accelerate would take 1
-        return DeepSpeedPlugin(hf_ds_config=config)
+        if path != "none":  # what such a file says itself stays
+            ours["hf_ds_config"] = HfDeepSpeedConfig(path).config
+            # Where it is left out, accelerate would take 1.
+            ours["hf_ds_config"].setdefault("gradient_accumulation_steps", "auto")
+        return DeepSpeedPlugin(**ours)
     except (ValueError, OSError) as error:
         raise UserError(f"accelerate's config, deepspeed_config_file {path}: {error}") from error
 
@@ -186,7 +197,8 @@ def _agreed(plugin: DeepSpeedPlugin, settings: TrainSection) -> DeepSpeedPlugin:
             )
     if settings.zero_stage and plugin.zero_stage != settings.zero_stage:
         problems.append(
-            f"train.zero_stage is {settings.zero_stage}, accelerate's config has {plugin.zero_stage}: leave one out"
+            f"train.zero_stage is {settings.zero_stage}, accelerate was given {plugin.zero_stage} (--zero_stage, or "
+            "its config): leave one out"
         )
     if plugin.zero_stage == 0:
         problems.append("accelerate's config asks for DeepSpeed without ZeRO (stage 0): leave DeepSpeed out of it")
@@ -196,9 +208,10 @@ def _agreed(plugin: DeepSpeedPlugin, settings: TrainSection) -> DeepSpeedPlugin:
     offloads = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
     if settings.offload_optimizer and not offloads:
         problems.append(
-            "train.offload_optimizer: accelerate's config decides, and has offload_optimizer none: change it there"
+            "train.offload_optimizer is true, accelerate was given none (--offload_optimizer_device, or its config): "
+            "leave one out"
         )
-    rows = settings.batch_size * settings.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", "1"))
+    rows = settings.batch_size * settings.gradient_accumulation_steps * world_size()
     for key, value in {"train_batch_size": rows, **zero_config(settings)}.items():
         if key in DECIDED_BY_RECIPE:
             if config.get(key, "auto") not in ("auto", value):

@@ -29,4 +29,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, many_processes=True)

@@ -49,6 +49,7 @@ from draftsmith.models.vocab import DraftVocab, load_metadata
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.inputs import draft_vocab, need
+from draftsmith.recipes.launch import rank, world_size
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts import Rejects
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
@@ -77,7 +78,7 @@ def main(command: Command) -> bool:
     check_replay(recipe)
     check_sharding(recipe)
     check_trackers(recipe.train.trackers)
-    speaks = os.environ.get("RANK", "0") == "0"  # all ranks read the same rows; one writes and prints
+    speaks = rank() == 0  # all ranks read the same rows; one writes and prints
     if speaks and (note := other_than_published(recipe.drafter, recipe.train)):
         print(f"note: {note}")
     if command.plan:
@@ -405,7 +406,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     Raises:
         UserError: what is there does not fit the recipe; or there is nothing to plan from.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if rank() > 0:
         return
     section = recipe.target
     config = load_config(section)
@@ -432,7 +433,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         print(store.in_words())
         size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")
     if recipe.train.shard_target:
-        size = shared_out(size, int(os.environ.get("WORLD_SIZE", "1")))
+        size = shared_out(size, world_size())
     lines = training_plan(
         recipe,
         shape,
@@ -442,7 +443,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         vocab_is_there,
         precision(recipe.train) == "bf16",
         device_here(section.device),
-        int(os.environ.get("WORLD_SIZE", "1")),
+        world_size(),
         tera_flops_per_second and tera_flops_per_second * 1e12,
     )
     for text in lines:

@@ -1,0 +1,98 @@
+"""How many processes a launcher started, and which of them this one is.
+
+torchrun, and `accelerate launch` where it starts several, say so in RANK, LOCAL_RANK and WORLD_SIZE; MPI's launchers
+have names of their own.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+import psutil
+
+from draftsmith.recipes.errors import UserError
+
+RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+WORLD_SIZE = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+# torchrun ends the other ranks within a second of the first failure.
+ENDED_BY_LAUNCHER_SECONDS = 10.0
+
+
+def rank() -> int:
+    """This process's number in the launch; 0 if no launcher started it."""
+    return _first_number(RANK, 0)
+
+
+def world_size() -> int:
+    """Processes of the launch, over all machines; 1 if no launcher started this one."""
+    return _first_number(WORLD_SIZE, 1)
+
+
+def _first_number(names: Sequence[str], default: int) -> int:
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), default)
+
+
+def check_alone() -> None:
+    """Raises UserError, or exits with 2, if a launcher started several processes of a script that needs one."""
+    if (started := world_size()) > 1:
+        refuse_launch(
+            f"{_script()} runs as one process, and {started} were started: they would do the same work and write the "
+            "same files. Start it with python; only the training scripts and data_gen/capture.py share their work "
+            "(if it is one process, and WORLD_SIZE is left over in the environment, unset that)"
+        )
+
+
+def check_joined(started: int, processes: int) -> None:
+    """Raises UserError, or exits with 2, if not all the processes of the launch are in this run.
+
+    Args:
+        started: `world_size`, as the launcher set it.
+        processes: of this run.
+    """
+    if started != processes:
+        refuse_launch(
+            f"{started} processes were started (WORLD_SIZE), and this run would have {processes}: each would train by "
+            f"itself into the same output_dir. Start them with torchrun --nproc_per_node {started} {_script()}; if "
+            "that is what you did, there is no process group for this kind of device: start one process, or train on "
+            "the CPU (ACCELERATE_USE_CPU=true)"
+        )
+
+
+def check_all_started() -> None:
+    """Raises UserError if `accelerate launch` was asked for several processes and started one.
+
+    With --cpu, or where it finds fewer than two GPUs, it starts one process whatever --num_processes says (accelerate
+    1.2 to 1.15; --multi_gpu, DeepSpeed and mpirun are the exceptions). It says so nowhere, but sets MASTER_ADDR and
+    MASTER_PORT only if it was asked for several.
+    """
+    by_accelerate = {"ACCELERATE_DYNAMO_MODE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if not by_accelerate or any(name in os.environ for name in (*RANK, *WORLD_SIZE)):
+        return
+    try:  # accelerate did not set what it was started with
+        inherited = (psutil.Process().parent() or psutil.Process()).environ()
+    except psutil.Error:
+        return
+    if any(inherited.get(name) != os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")):
+        raise UserError(
+            "accelerate launch was asked for several processes and started one. That is all it starts with --cpu, or "
+            f"where it finds fewer than two GPUs. Use torchrun --nproc_per_node N {_script()}, or add --multi_gpu in "
+            "place of --cpu, which works on CPUs, too; for one process ask for --num_processes 1"
+        )
+
+
+def refuse_launch(problem: str) -> NoReturn:
+    """Ends a process of a launch that all its processes refuse. The first one on each machine says why.
+
+    The others wait to be ended by the launcher: if one of them came first, the launcher would end the one that speaks.
+    """
+    if _first_number(LOCAL_RANK, 0) > 0:
+        time.sleep(ENDED_BY_LAUNCHER_SECONDS)
+        sys.exit(2)
+    raise UserError(problem)
+
+
+def _script() -> str:
+    return os.path.relpath(sys.argv[0])
