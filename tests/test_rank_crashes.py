@@ -201,6 +201,16 @@ def test_sigterm_stops_all_ranks_after_the_same_step(
     check_trained(output, expected)
 
 
+def test_ctrl_c_is_answered_once(place: Place, tmp_path: Path) -> None:
+    output = to_train(tmp_path, CONVERSATIONS)
+    late = "train.save_every_steps=9"
+    stop: dict[str, Any] = {"kill_when": logged(output, 2), "kill_with": signal.SIGINT, "more": {0: [late], 1: [late]}}
+    ending = place.run(output, 0, **stop)
+    assert ending.statuses == [130] * RANKS and "Traceback" not in ending.output, ending.output
+    [said] = re.findall(r"^interrupted.*", ending.output, re.M)  # on a line of its own
+    assert re.match(r"interrupted after step [4-8]; no checkpoint yet \(the first one comes at step 9\): ", said), said
+
+
 def test_a_later_sigterm_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, now, sent = Loop.__new__(Loop), [100.0], list[int]()
     loop.stopping = False

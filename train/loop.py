@@ -155,11 +155,25 @@ class Loop:
 
         False: SIGTERM ended it before, with the step under way finished and saved. Another one, not of the same moment,
         ends it at once.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C, with a message that says where the next start goes on.
         """
         first = self._resume()
         default = signal.signal(signal.SIGTERM, self._stop_soon)
+        progress = Bar(
+            total=self.total_steps,
+            initial=first,
+            unit="step",
+            desc="train",
+            disable=not self.accelerator.is_main_process,
+            smoothing=0.1,
+        )
         try:
-            return self._run(first)
+            with progress:  # however it ends, what is printed next starts on a line of its own
+                return self._run(first, progress)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(self._interrupted_after(progress.n)) from None
         finally:
             # The launcher's SIGTERM of the same moment may be yet to come.
             signal.signal(signal.SIGTERM, signal.SIG_IGN if self.stopping else default or signal.SIG_DFL)
@@ -176,14 +190,24 @@ class Loop:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _run(self, first: int) -> bool:
+    @property
+    def _again(self) -> str:
+        """How a run that stops early goes on."""
+        return "the same command" if self.settings.resume == "auto" else "train.resume=auto"
+
+    def _interrupted_after(self, done: int) -> str:
+        """What Ctrl-C after so many steps prints: where the next start goes on."""
+        if saved := list_checkpoints(self.checkpoints):
+            goes_on = f"{self._again} goes on from step {step_of(saved[-1]):,} ({saved[-1]})"
+        else:
+            first = min(self.settings.save_every_steps, self.total_steps)
+            goes_on = f"no checkpoint yet (the first one comes at step {first:,}): the same command starts anew"
+        return f"interrupted after step {done:,}; {goes_on}"
+
+    def _run(self, first: int, progress: Bar) -> bool:
         self.clock.start(counted_by_all(self.window.of_ranks()))
         if self.profile is not None and first < self.total_steps:
             self.profile.start(first, self.total_steps)
-        main = self.accelerator.is_main_process
-        progress = Bar(
-            total=self.total_steps, initial=first, unit="step", desc="train", disable=not main, smoothing=0.1
-        )
         for step in range(first, self.total_steps):
             waiting: dict[str, Any] | None = None  # a line that is logged with what replay finds, after the checkpoint
             grad_norm, lr, stop = self._step(step)
@@ -218,7 +242,9 @@ class Loop:
                 self.clock.start(self._save(done, waiting))
             if stop:  # replay takes its time; the next start catches up on it
                 progress.close()
-                self.accelerator.print(f"SIGTERM: stopped after step {done}, which is saved; start again to go on")
+                self.accelerator.print(
+                    f"SIGTERM: stopped after step {done:,}, which is saved; {self._again} goes on from there"
+                )
                 return False
             if waiting is not None:
                 self._log(waiting | self.replayed())
