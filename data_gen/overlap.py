@@ -242,7 +242,7 @@ class Check:
             return "contamination: nothing was compared: no conversation of eval.prompts could be read"
         asked = f"{self.index.conversations:,} evaluation conversations"
         if not found:
-            return f"contamination: none of {checked:,} training conversations asks what {asked} ask"
+            return f"contamination: compared {checked:,} training conversations with {asked}: none ask the same"
         reasons = Counter(finding["reason"] for finding in self.findings)
         benchmarks = Counter(finding["benchmark"] for finding in self.findings)
         kinds = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())

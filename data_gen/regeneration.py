@@ -43,6 +43,7 @@ from draftsmith.recipes.schema import Recipe
 RATE_SECONDS = 30.0  # over which the tokens per second of the progress bar are taken
 NAMED_AT_MOST = 5  # conversations without an answer; there may be thousands
 PLAN_SECONDS = 5.0  # --plan waits no longer for a server
+CUT_SHARE = 0.5  # of the answers; beyond it the summary says what to change
 # Prompts in, answers out as they arrive; None where there is nothing new but progress.
 Writer = Callable[[Iterator[Prompt | None]], Iterator[Answer | Answered | Unanswered | None]]
 # What generation configs may ask for beyond temperature, top_p and top_k; speculative decoding does not know it either.
@@ -118,7 +119,7 @@ def regenerate(
         UserError: nothing could be asked or answered at all.
     """
     asked = _Asked(conversations, tokenizer, settings.max_length, rejects)
-    tally = _Tally()
+    tally, ended = _Tally(settings), False
     try:
         with Bar(total=len(conversations), desc="regenerating", unit="conversation") as bar:
             for answer in write(asked.prompts()):
@@ -137,31 +138,42 @@ def regenerate(
                 if answer is None:
                     bar.refresh()
             bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
-    finally:  # also what was written until an interrupt
-        print(f"{log.appended:,} conversations written, {tally.summary()}; {rejects.summary()}")
-        for line in servers.summary() if servers is not None else summary():
-            print(line)
-        if asked.failed:
+        if asked.failed and not log.appended:
             first, reason = next(iter(asked.failed.items()))
-            named = ", ".join(list(asked.failed)[:NAMED_AT_MOST]) + ", ..." * (len(asked.failed) > NAMED_AT_MOST)
-            print(
-                f"{len(asked.failed):,} conversations got no answer in this run ({named}); {first}: {reason}. The same "
-                "command asks them again"
+            raise UserError(
+                f"data.generator: none of {len(conversations):,} conversations was answered; {first}: {reason}"
             )
-    if asked.failed and not log.appended:
-        raise UserError("data.generator: not one conversation was answered; see above")
-    if not log.appended and not log.content.done:
-        raise UserError(f"data.prompts: not one of {len(conversations):,} conversations could be asked; see above")
+        if not log.appended and not log.content.done:
+            raise UserError(
+                f"data.prompts: none of {len(conversations):,} conversations could be asked; {rejects.summary()}"
+            )
+        ended = True
+    finally:
+        if ended or tally.turns:  # an interrupt leaves answers, too; an error before the first answer stands alone
+            print(
+                f"{log.appended:,} of {len(conversations):,} conversations written"
+                + f", {asked.rejected:,} rejected" * (asked.rejected > 0)
+                + f", {len(asked.failed):,} without an answer" * (len(asked.failed) > 0)
+            )
+            print("\n".join([*tally.summary(), *(servers.summary() if servers is not None else summary())]))
+            if rejects.total:
+                print("in all, " * (rejects.total > asked.rejected) + rejects.summary())
+            if asked.failed:
+                first, reason = next(iter(asked.failed.items()))
+                named = ", ".join(list(asked.failed)[:NAMED_AT_MOST]) + ", ..." * (len(asked.failed) > NAMED_AT_MOST)
+                print(f"without an answer: {named}; {first}: {reason}. The same command asks them again")
 
 
 @dataclass
 class _Tally:
     """What a run has done."""
 
+    settings: GenerationSettings
     unasked: int = 0  # user turns
     turns: int = 0
     tokens: int = 0
-    cut: int = 0  # answers
+    cut_at_tokens: int = 0  # answers of max_new_tokens
+    cut_at_length: int = 0  # answers that ended with the row, at max_length
     retokenised: int = 0  # answers
     started: float = field(default_factory=time.monotonic)
     _lately: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.monotonic(), 0)]))
@@ -169,7 +181,11 @@ class _Tally:
     def add(self, answer: Answered) -> None:
         self.turns += 1
         self.tokens += len(answer.token_ids)
-        self.cut += answer.finish_reason == "length"
+        if answer.finish_reason == "length":
+            # Tokens made again from text may be fewer than were generated, and say nothing.
+            at_length = len(answer.token_ids) < self.settings.max_new_tokens and not answer.retokenised
+            self.cut_at_length += at_length
+            self.cut_at_tokens += not at_length
         self.retokenised += answer.retokenised
 
     def progress(self, servers: Servers | None) -> str:
@@ -182,14 +198,29 @@ class _Tally:
         text = f"{(tokens - before) / max(now - then, 1e-3):,.0f} tokens/s"
         return text if servers is None else f"{text}, {servers.in_flight} in flight, {servers.retries} retries"
 
-    def summary(self) -> str:
-        rate = self.tokens / max(time.monotonic() - self.started, 1e-3)
-        text = (
-            f"{self.turns:,} answers, {self.tokens:,} tokens, {rate:,.0f} "
-            f"tokens/s, {self.cut / max(self.turns, 1):.1%} of the answers cut by length, {self.unasked:,} user turns "
-            "not asked"
-        )
-        return text + f", {self.retokenised:,} answers tokenised again from text" * (self.retokenised > 0)
+    def summary(self) -> list[str]:
+        """Lines for the end of the run."""
+        rate, cut = self.tokens / max(time.monotonic() - self.started, 1e-3), self.cut_at_tokens + self.cut_at_length
+        text = f"{self.turns:,} answers, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
+        text += f", {cut / max(self.turns, 1):.1%} of the answers cut by length" * (cut > 0)
+        text += f", {self.unasked:,} user turns not asked" * (self.unasked > 0)
+        text += f", {self.retokenised:,} answers tokenised again from text" * (self.retokenised > 0)
+        return [text, *self.advice()]
+
+    def advice(self) -> Iterator[str]:
+        """What to change where most answers were cut."""
+        limits = {
+            "data.generator.max_new_tokens": (self.cut_at_tokens, self.settings.max_new_tokens, ""),
+            "data.max_length": (self.cut_at_length, self.settings.max_length, " if the target reads that many"),
+        }
+        key, (_, limit, where) = max(limits.items(), key=lambda item: item[1][0])
+        cut = (self.cut_at_tokens + self.cut_at_length) / max(self.turns, 1)
+        if cut > CUT_SHARE:
+            yield (
+                f"note: {cut:.0%} of the answers were cut, most of them at {key} {limit:,}. A cut answer ends its "
+                "conversation, and a drafter does not learn from it how answers end: raise "
+                f"{key}{where}, with another output_dir"
+            )
 
 
 @contextlib.contextmanager

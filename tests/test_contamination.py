@@ -286,7 +286,7 @@ def test_evaluation_prompts_that_cannot_be_read(
     assert "2 of 6 training conversations" in printed
     assert len(screen(recipe("list", sources[:1]), conversations, Rejects())) == 6
     printed = capsys.readouterr().out
-    assert "nothing was compared" in printed and "none of" not in printed
+    assert "nothing was compared" in printed and "none ask" not in printed
     removing = recipe("remove", sources)
     for check in (
         lambda: screen(removing, conversations, Rejects()),

@@ -269,7 +269,12 @@ def test_records_hold_every_turn_and_who_wrote_it(place: Workspace) -> None:
     assert complete
     assert [record for record in records if "unasked_turns" in record]
     tokens = sum(len(turn["output_token_ids"]) for record in records for turn in record["turns"])
-    assert f"30 conversations written, {sum(len(r['turns']) for r in records)} answers, {tokens:,} tokens" in printed
+    answered = [turn for record in records for turn in record["turns"]]
+    assert f"30 of 30 conversations written\n{len(answered)} answers, {tokens:,} tokens" in printed
+    cut = sum(turn["finish_reason"] == "length" for turn in answered) / len(answered)
+    assert (
+        cut > 0.5 and f"{cut:.0%} of the answers were cut, most of them at data.generator.max_new_tokens 20" in printed
+    )
     spans = [s for row in training_rows(place.path, tokenizer, 200, Rejects()) for s in row.spans]
     assert sum(end - start for start, end in spans) == tokens
 
@@ -297,7 +302,8 @@ def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
     assert next(r for r in rejected if "longer" in r["reason"])["record"]["messages"] == long["messages"]
     assert {r["source"] for r in rejected} == {str(place.prompts)}
     assert sorted(r["line"] for r in rejected) == [4, 5, 6, 7, 8, 9, 10]
-    assert "7 records rejected" in printed
+    # Three that could be read were not written, and the summary says what became of them.
+    assert "3 of 6 conversations written, 3 rejected\n" in printed and "in all, 7 records rejected" in printed
     # Asked again: the same answer, and no reject twice.
     assert "3 of 6 conversations are done" in place.run()
     assert len(place.records(place.out / "conversations.rejects.jsonl")) == 7 and len(place.records()) == 3
@@ -308,7 +314,9 @@ def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
 )
 def test_nothing_to_ask_is_an_error(place: Workspace, lines: list[Any]) -> None:
     place.ask(0, *lines)
-    with pytest.raises(UserError, match=r"is empty|no usable conversation|not one of 1 conversations could be asked"):
+    with pytest.raises(
+        UserError, match=r"is empty|no usable conversation|none of 1 conversations could be asked; 1 .*longer"
+    ):
         place.run()
     assert not place.path.exists()
 

@@ -41,7 +41,7 @@ def test_given_token_ids_are_kept(place: Place, stream: bool, ids: str, strip: b
     assert not any("retokenised" in turn for record in records for turn in record["turns"])
     tokens = sum(len(turn["output_token_ids"]) for record in records for turn in record["turns"])
     turns = sum(len(record["turns"]) for record in records)
-    assert f"40 conversations written, {turns} answers, {tokens:,} tokens" in printed
+    assert f"40 of 40 conversations written\n{turns} answers, {tokens:,} tokens" in printed
     assert f"{server.url}: {turns} answers, {tokens:,} tokens, 0 failed tries" in printed
     assert "tokenised again" not in printed
     assert set(server.asked.values()) == set(server.answered.values()) == {1}
@@ -280,7 +280,7 @@ def test_an_answer_that_never_comes_is_asked_for_by_the_next_run(place: Place) -
         server.manners.lie = lambda reply: reply["usage"].update(completion_tokens=1000)
         printed = place.run()
         left = 20 - len(place.records())
-        assert 0 < left < 20 and f"{left} conversations got no answer in this run" in printed
+        assert 0 < left < 20 and f"{20 - left} of 20 conversations written, {left} without an answer" in printed
         assert "it counts 1000 tokens where at most 24 were asked for (after 3 tries" in printed
         assert not place.rejects.exists()
         place.check(count=20 - left)
