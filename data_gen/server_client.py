@@ -7,6 +7,7 @@ answered); `UserError` (no prompt will be: a key, a URL or a name is wrong). The
 import asyncio
 import contextlib
 import email.utils
+import html
 import json
 import os
 import re
@@ -26,6 +27,14 @@ ERROR_BYTES = 2**16  # read of what a server says besides
 _ENVIRONMENT = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _TRY_AGAIN = (408, 409, 425, 429)  # and 5xx
 _OF_THE_PROMPT = (400, 413, 422)
+_NO_COMPLETIONS = (404, 405)  # on a POST to /v1/completions
+# What a server must do, at the end of messages about one that does not.
+NEEDED = (
+    "regeneration sends prompts as token ids to /v1/completions, which vLLM, SGLang and llama.cpp take; "
+    "docs/regeneration.md lists what a server needs"
+)
+_PAGE = re.compile(rb"\s*(?:<!--|<!doctype html|<html|<head|<body|<title|<h1|<pre)", re.IGNORECASE)
+_TITLE = re.compile(rb"<title[^>]*>(.*?)</title", re.IGNORECASE | re.DOTALL)
 _TOO_LONG = re.compile(r"context|too long|longer than|too many tokens|max_model_len|max_tokens|exceed", re.IGNORECASE)
 
 
@@ -142,7 +151,8 @@ class Client:
         status = reply.status_code
         if status == 200:
             return
-        said = f"{status}: {_error_of(await _start(reply)) or short(reply.reason_phrase)}"
+        words = _error_of(await _start(reply)) or short(reply.reason_phrase)
+        said = f"{status}: {words}"
         if status in _TRY_AGAIN or status >= 500:
             raise Failed(said, busy=status == 429, pause=_retry_after(reply))
         asked = reply.request.method == "POST"
@@ -155,8 +165,10 @@ class Client:
             advice = "it wants a key: name the environment variable that holds it in data.generator.api_key_env"
             if self._variable:
                 advice = f"the key in the environment variable {self._variable} is not taken"
-        elif status == 404 and asked:
-            advice = "it must have /v1/completions and serve data.generator.served_model"
+        elif status in _NO_COMPLETIONS and asked and "model" in words.lower():  # the endpoint is there
+            advice = "does it still serve data.generator.served_model?"
+        elif status in _NO_COMPLETIONS and asked:
+            raise UserError(f"data.generator.base_urls: {url} has no /v1/completions ({said}): {NEEDED}")
         raise UserError(f"data.generator.base_urls: {url} says {said}; {advice}")
 
     def fit(self, text: str) -> str:
@@ -240,14 +252,24 @@ def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:
-        raise BadAnswer(f"the reply is no JSON: {short(data.decode('utf-8', 'replace'))}") from None
+        raise BadAnswer(f"the reply is no JSON: {_text_of(data) or 'an HTML page'}") from None
 
 
 def _error_of(content: bytes) -> str:
     try:
         return error_text(json.loads(content))
     except (ValueError, RecursionError):
-        return short(content.decode("utf-8", "replace"))
+        return _text_of(content)
+
+
+def _text_of(content: bytes) -> str:
+    """The start of a text; of an HTML page only its title, "" where it has none."""
+    page = _PAGE.match(content) is not None
+    if page:
+        title = _TITLE.search(content)
+        content = title[1] if title else b""
+    text = content.decode("utf-8", "replace")
+    return short(html.unescape(text) if page else text)
 
 
 def _retry_after(reply: httpx.Response) -> float:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from draftsmith.data_gen.generators import GenerationSettings, Prompt
 from draftsmith.data_gen.server_answers import BadAnswer, Completion, Refused, Unfinished, Vocabulary, read_answer
-from draftsmith.data_gen.server_client import CONNECT_SECONDS, Client, Failed, normalised_urls
+from draftsmith.data_gen.server_client import CONNECT_SECONDS, NEEDED, Client, Failed, normalised_urls
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import GeneratorSection
 
@@ -243,16 +243,19 @@ class Servers:
             done |= more
         for trial in silent:
             trial.cancel()
+        failed = []
         for trial, server in trials.items():
             error = Failed(f"no answer of one token within {TRIAL_SECONDS:g} seconds")
             if trial in done and not isinstance(error := trial.exception(), Failed | None):
                 raise error
             if error is not None:
                 server.aside, server.failed_tries, server.last_failure = True, 1, str(error)
-                print(f"note: {server.url} is set aside for now: {server.last_failure}")
+                failed.append(server)
         if all(server.aside for server in self.servers):
             lines = [f"data.generator.base_urls: {server.url}: {server.last_failure}" for server in self.servers]
-            raise UserError([*lines, "no server gives an answer of one token: see to them first"])
+            raise UserError([*lines, f"no server gives an answer of one token: {NEEDED}"])
+        for server in failed:
+            print(f"note: {server.url} is set aside for now: {server.last_failure}")
         self._last_good = time.monotonic()
         for server in self.servers:
             if server.aside:
@@ -267,12 +270,12 @@ class Servers:
                 await self._ask(server, self._body("try out", prompt, 1, server), said)
             except Refused as error:
                 raise UserError(
-                    f"data.generator.base_urls: {server.url}/completions refuses a prompt of one token id: {error}; "
-                    "docs/regeneration.md names servers that take token ids"
+                    f"data.generator.base_urls: {server.url}/completions refuses a prompt of one token id "
+                    f"({error}): {NEEDED}"
                 ) from None
             except BadAnswer as error:
-                if said.text or said.token_ids:
-                    raise Failed(str(error)) from None  # else nothing to say about a token without text
+                if said.text or said.token_ids or said.finish_reason is None:
+                    raise Failed(str(error)) from None  # else it may be a token without text
             if said.token_ids is not None:
                 return
         server.ids_by_logprobs = False

@@ -51,7 +51,8 @@ class TargetSection(Section):
 
 class GeneratorSection(Section):
     kind: Literal["transformers", "openai"] = "transformers"
-    """Who writes the answers: the target in this process, or OpenAI-compatible servers that serve it."""
+    """Who writes the answers: the target in this process, or OpenAI-compatible servers that serve it and whose
+    /v1/completions takes token ids (docs/regeneration.md)."""
     batch_size: int = Field(default=32, ge=1)
     """Conversations decoded side by side in this process."""
     drafter: str | None = None

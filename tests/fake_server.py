@@ -57,6 +57,7 @@ class Manners:
     done: bool = True  # ends streams by [DONE]
     linger: float = 0.0  # seconds for which it keeps the connection open after that
     raw: bytes | None = None  # a whole response that it gives at first to a prompt of `lie_to`
+    raw_always: bytes | None = None  # a whole response that it gives to every prompt, the first trial too
     raw_models: bytes | None = None  # the same for the list of models
     drip: bytes | None = None  # what it sends after `raw` every 0.02 seconds, for ever
     mute: threading.Event | None = None  # it answers nothing, not even the trial, until this is set
@@ -202,6 +203,9 @@ class _Handler(BaseHTTPRequestHandler):
         fake, manners = self.server.fake, self.server.fake.manners
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self._welcome():
+            return
+        if manners.raw_always is not None:
+            self._raw(manners.raw_always)
             return
         prompt = tuple(body["prompt"])
         trial = len(prompt) == 1

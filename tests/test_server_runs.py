@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from draftsmith.data_gen.server_answers import BadAnswer, Completion, Refused, V
 from draftsmith.data_gen.server_client import normalised_urls
 from draftsmith.recipes.errors import UserError
 from tests.crash import CAN_FORK, CrashLab, Ending
-from tests.fake_server import STOP, FakeServer
+from tests.fake_server import STOP, FakeServer, response
 from tests.server_place import Place
 from tests.test_crashes import kill_until_it_ends, told
 
@@ -56,7 +57,7 @@ def test_keys_are_used_and_never_shown(place: Place, monkeypatch: pytest.MonkeyP
     [
         ({"model": "other"}, {"served_model": "mine"}, r"does not serve 'mine'; it serves other"),
         ({"max_model_len": 128}, {}, r"serves at most 128 tokens .* rows have up to 200"),
-        ({"status": 404, "fail": 1.0}, {}, r"/v1 says 404: out of order; it must have /v1/completions"),
+        ({"status": 404, "fail": 1.0}, {}, r"/v1 has no /v1/completions \(404: out of order\)"),
         ({"status": 403, "fail": 1.0}, {}, r"/v1 says 403"),
     ],
 )
@@ -86,13 +87,48 @@ def test_names_of_the_model(place: Place) -> None:
             place.run()
 
 
-def test_a_server_that_takes_no_token_ids(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Oops &ndash; not here</title></head><body>Sorry!</body></html>"
+NO_IDS = b'{"error": {"message": "cannot unmarshal array into field prompt of type string"}}'
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (
+            response(PAGE, 404),
+            "{url} has no /v1/completions (404: Oops \u2013 not here): regeneration sends prompts as token",
+        ),
+        (
+            response(b"<html><body>Sorry!</body></html>", 405),
+            "{url} has no /v1/completions (405: So): regeneration sends",
+        ),
+        (
+            response(b'{"message": "The model `fake` does not exist."}', 404),
+            "does it still serve data.generator.served",
+        ),
+        (response(NO_IDS, 400), "{url}/completions refuses a prompt of one token id (refused: 400: cannot unmarshal"),
+        (response(b'{"error": "Unexpected endpoint"}'), "{url}: error in the reply: Unexpected endpoint"),
+        (response(PAGE), "{url}: the reply is no JSON: Oops \u2013 not here"),
+        (response(PAGE, 502), "{url}: 502: Oops \u2013 not here"),
+    ],
+)
+def test_servers_that_lack_what_is_needed_are_told_by_one_error(place: Place, raw: bytes, problem: str) -> None:
     place.ask(2)
-    with FakeServer(place.tokenizer) as server:
+    with FakeServer(place.tokenizer, raw_always=raw) as server:
         place.use(server)
-        monkeypatch.setattr(server, "reply", lambda body: {"error": {"message": "prompt must be text"}})
-        problems, _ = place.fails("data.generator.max_retries=1")
-        assert "not one conversation was answered" in problems[0]
+        problems, printed = place.fails()
+    assert problem.format(url=server.url) in problems[0]
+    assert "model `fake`" in problems[0] or "docs/regeneration.md lists what a server needs" in problems[-1]
+    assert "<" not in "".join(problems) and printed == ""
+
+
+def test_nothing_answered_is_an_error_alone(place: Place) -> None:
+    place.ask(2)
+    with FakeServer(place.tokenizer, fail=1.0) as server:
+        place.use(server, max_retries=1)
+        problems, printed = place.fails()
+    pattern = r"data\.generator: none of 2 conversations was answered; q\d: 500: out of order \(after 2 tries\)"
+    assert len(problems) == 1 and re.fullmatch(pattern, problems[0]) and printed == ""
 
 
 def test_urls() -> None:
