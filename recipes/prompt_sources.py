@@ -1,9 +1,11 @@
-"""Where records come from: JSON lines, JSON arrays, parquet, the standard library, the hub, benchmarks by name.
+"""Where records come from: JSON lines, JSON arrays, CSV, parquet, the standard library, the hub, benchmarks by name.
 
 `recipes.prompts` says how sources are written. Here each is checked by its name and read record by record, as
 (line or row number from 1, record); what cannot be parsed goes to the rejects with its text.
 """
 
+import codecs
+import csv
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,10 +13,13 @@ from typing import Any
 
 from draftsmith.recipes.benchmark_prompts import BENCHMARKS, benchmark_of, fetch, known_forms
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.rejects import Rejects, is_unicode
 from draftsmith.recipes.stdlib_prompts import SPLITS, stdlib_conversations
 
-FILE_TYPES = (".jsonl", ".json", ".parquet")
+TABLE_TYPES = (".csv", ".tsv")
+FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
+DELIMITERS = ",;\t"  # of .csv files: spreadsheets write ; in countries with a decimal comma
+CELL_CHARACTERS = 1 << 24  # bounds what an unclosed quote takes in; the csv module's own limit is 128 KiB
 HUB_FORMS = "hf:org/name, hf:org/name:split or hf:org/name:config:split"
 # Nobody's conversation is nested as deeply; writing and rendering values is recursive and must not run out of stack.
 MAX_DEPTH = 100
@@ -41,6 +46,9 @@ def check_source(name: str) -> str | None:
         return f"{name}: prompts are read from {', '.join(FILE_TYPES)} files"
     try:
         with path.open("rb") as file:
+            if path.suffix.lower() in TABLE_TYPES and file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                return f"{name}: this is UTF-16; save it as CSV in UTF-8"
+            file.seek(0)
             if path.suffix.lower() != ".parquet" and not any(line.strip() for line in file):
                 return f"{name}: the file is empty"
     except OSError as error:
@@ -89,6 +97,8 @@ def records(source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
 def _file_records(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
     if Path(path).suffix.lower() == ".parquet":
         yield from _parquet_rows(path, source, rejects)
+    elif Path(path).suffix.lower() in TABLE_TYPES:
+        yield from _csv_rows(path, source, rejects)
     elif _is_array(path):
         yield from json_array(path, source, rejects)
     else:
@@ -222,6 +232,61 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
             elif text[position : position + 1] != "]":
                 rejects.add(source, line, "malformed JSON: expected `,` or `]` after an element", text[position:])
                 return
+
+
+def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, dict[str, str]]]:
+    """(number of its first line, {column: text}) of each row of a CSV file; the first row names the columns.
+
+    Quoted cells may hold delimiters and line ends. Empty cells are left out, and rows of nothing else.
+
+    Raises:
+        UserError: no column of the first row is a known one, or two have the same name.
+    """
+    from draftsmith.recipes.prompt_records import COLUMNS  # not above: it imports this module
+
+    csv.field_size_limit(CELL_CHARACTERS)
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        header_line, header = next(((number, line) for number, line in enumerate(file, 1) if line.strip()), (1, ""))
+        for delimiter in "\t" if Path(path).suffix.lower() == ".tsv" else DELIMITERS:
+            columns = [column.strip() for column in next(csv.reader([header], delimiter=delimiter))]
+            if not set(COLUMNS).isdisjoint(columns):
+                break
+        else:
+            raise UserError(
+                f"{path}:{header_line}: the first row must name the columns, one of them {', '.join(COLUMNS)}; this is "
+                f"{header.strip()[:80].encode('utf-8', 'replace').decode()!r}"
+            )
+        if twice := {column for column in columns if column and columns.count(column) > 1}:
+            raise UserError(f"{path}:{header_line}: several columns are named {', '.join(sorted(twice))}")
+        text: list[str] = []  # of the row that is being read
+
+        def lines() -> Iterator[str]:
+            for line in file:
+                text.append(line)
+                yield line
+
+        rows = csv.reader(lines(), delimiter=delimiter, strict=True)
+        while True:
+            number = header_line + rows.line_num + 1
+            text.clear()
+            try:
+                cells = next(rows, None)
+                if cells is None:
+                    return
+                if not any(cell.strip() for cell in cells):
+                    continue
+                if not is_unicode("".join(cells)):
+                    raise ValueError("not UTF-8: save the file as CSV in UTF-8")
+                if len(cells) != len(columns):
+                    raise ValueError(
+                        f"malformed CSV: the first row names {len(columns)} columns, this one has {len(cells)}"
+                    )
+            except (csv.Error, ValueError) as error:
+                reason = f"malformed CSV: {error}" if isinstance(error, csv.Error) else str(error)
+                raw = "".join(text).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+                rejects.add(source, number, reason, raw.rstrip())
+            else:
+                yield number, {column: cell for column, cell in zip(columns, cells, strict=True) if column and cell}
 
 
 def _parquet_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:

@@ -2,6 +2,8 @@
 
 Sources
     path.jsonl, path.json        one JSON object per line, or one JSON array of objects (.jsonl: nothing else in it)
+    path.csv, path.tsv           one row per conversation, in UTF-8; the first row names the columns. Commas, semicolons
+                                 or tabs divide .csv; `messages`, `turns` and `tools` are JSON text
     path.parquet                 one row per conversation
     stdlib:train, :heldout       questions about the interpreter's own library (`stdlib_prompts`)
     hf:org/name[:split]          a dataset of the `datasets` library, streamed; the split is `train` unless given

@@ -132,8 +132,8 @@ class CaptureSection(Section):
 
 class DataSection(Section):
     prompts: str | list[str] | None = None
-    """Conversations whose assistant turns the target rewrites: a .jsonl, .json or .parquet file, `stdlib:train`, or a
-    dataset as `hf:org/name[:split]` or `hf:org/name:config:split`."""
+    """Conversations whose assistant turns the target rewrites: a .jsonl, .json, .csv, .tsv or .parquet file,
+    `stdlib:train`, or a dataset as `hf:org/name[:split]` or `hf:org/name:config:split`."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Read no more than this many conversations."""
     conversations: str | None = None

@@ -227,6 +227,47 @@ def test_dataset_names_that_cannot_be(name: str):
         read_conversations(name, Rejects())
 
 
+@pytest.mark.parametrize("source", ["a,b.csv", "a;b.csv", "a\tb.csv", "a\tb.tsv"])
+def test_csv(tmp_path: Path, source: str):
+    """As spreadsheets write it: byte-order mark, the country's delimiter, quotes, Windows line ends, an empty row."""
+    delimiter, path = source[1], tmp_path / ("p" + source[3:])
+    rows = [
+        ["id", " prompt", "response", "messages", ""],
+        ["a", '"One, two; or three?\r\n\tSay ""four"""', "five", "", "0"],
+        ["", "", "", "", ""],
+        ["", "caf\u00e9, s'il vous pla\u00eet".replace(delimiter, ""), "", "", "1"],
+        ["c", "", "", '"' + json.dumps([USER, ASSISTANT]).replace('"', '""') + '"', "2"],
+    ]
+    path.write_bytes("\r\n".join(delimiter.join(row) for row in rows).encode("utf-8-sig"))
+    first, second, third = read(str(path))
+    assert (first.id, first.line, second.id, third.line) == ("a", 2, f"{path.name}:5", 6)
+    assert [m["content"] for m in first.messages] == ['One, two; or three?\r\n\tSay "four"', "five"]
+    assert [len(second.messages), third.messages] == [1, [USER, ASSISTANT]]
+
+
+def test_bad_rows_of_csv_are_kept_with_their_lines(tmp_path: Path):
+    long = "x" * 200_000  # more than the csv module reads unless told to
+    rows = [
+        b"id,question", b"1,good", b"2,How, exactly?", b"3", b"4,caf\xe9", b'5,"two', b'lines" and more', b"6,",
+        b"7," + long.encode(), b'8,"never closed', b"9,gone with it",
+    ]  # fmt: skip
+    (tmp_path / "p.csv").write_bytes(b"\n".join(rows))
+    rejects = Rejects(tmp_path / "rejects.jsonl")
+    assert [(c.id, c.line) for c in read(str(tmp_path / "p.csv"), rejects)] == [("1", 2), ("7", 9)]
+    entries = kept(tmp_path / "rejects.jsonl")
+    assert [entry["line"] for entry in entries] == [3, 4, 5, 6, 8, 10]
+    kinds = ["malformed CSV", "malformed CSV", "not UTF-8", "malformed CSV", "unknown columns", "malformed CSV"]
+    assert [entry["reason"].split(":")[0] for entry in entries] == kinds
+    assert "names 2 columns, this one has 3" in entries[0]["reason"]
+    assert (entries[2]["record"], entries[3]["record"]) == ("4,caf\ufffd", '5,"two\nlines" and more')
+    (tmp_path / "twice.csv").write_text("prompt,prompt\na,b\n")
+    with pytest.raises(UserError, match=r"twice\.csv:1: several columns are named prompt"):
+        read(str(tmp_path / "twice.csv"))
+    (tmp_path / "bare.csv").write_text("\nWho, exactly?\nWhy?\n")
+    with pytest.raises(UserError, match=r"bare\.csv:2: the first row must name .* prompt, .* this is 'Who, exactly\?'"):
+        read(str(tmp_path / "bare.csv"))
+
+
 # Ids, limits, order.
 
 
@@ -426,13 +467,15 @@ def test_broken_array_keeps_what_could_be_read(tmp_path: Path, text: str, reason
 def test_sources_are_checked_before_anything_is_read(tmp_path: Path):
     good = write_lines(tmp_path / "good.jsonl", GOOD)
     (tmp_path / "empty.jsonl").write_text("\n \n")
-    (tmp_path / "p.csv").write_text("x")
-    names = [str(tmp_path / name) for name in ("empty.jsonl", "p.csv", "none.jsonl")]
+    (tmp_path / "p.txt").write_text("x")
+    (tmp_path / "p.csv").write_text("prompt\nx\n", encoding="utf-16")
+    names = [str(tmp_path / name) for name in ("empty.jsonl", "p.txt", "p.csv", "none.jsonl")]
     with pytest.raises(UserError) as caught:
         read_conversations([good, *names, "stdlib:x", "hf:"], Rejects())  # at the call, not at the first record
     reasons = [
         "the file is empty",
         "prompts are read from",
+        "save it as CSV in UTF-8",
         "no such file",
         "stdlib:train or stdlib:heldout",
         "hf:org/name",
