@@ -8,7 +8,6 @@ conversation is done.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import time
@@ -18,7 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.lines import append_line
-from draftsmith.recipes.prompts import Conversation, questions
+from draftsmith.recipes.prompts import Conversation, asked_digest
 from draftsmith.recipes.rejects import is_unicode
 
 SECONDS_BETWEEN_SYNCS = 1.0
@@ -103,12 +102,6 @@ def _may_be_torn(raw: bytes, behind_ours: bool) -> bool:
 
 def _not_ours(path: Path, line: int) -> UserError:
     return UserError(f"{path}:{line}: not a line of regenerate's; move the file away, or use another output_dir")
-
-
-def asked_digest(conversation: Conversation) -> str:
-    """sha256 of what the target is asked: the messages without their answers, and the tools."""
-    asked = [list(questions(conversation.messages)), conversation.meta.get("tools")]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def not_done(conversations: list[Conversation], content: LogContent) -> list[Conversation]:

@@ -26,7 +26,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.prompt_records import Conversation, to_conversation
 from draftsmith.recipes.prompt_sources import records
-from draftsmith.recipes.prompts import read_conversations
+from draftsmith.recipes.prompts import read_conversations, read_training_prompts
 from draftsmith.recipes.rejects import Rejects, is_unicode
 from draftsmith.recipes.schema import Recipe
 
@@ -375,7 +375,7 @@ def main(command: Command) -> None:
     check, rejects = Check(index, remove=False), Rejects()
     with Bar(desc="contamination", unit="conversation", leave=False) as progress:
         if prompts:
-            for conversation in read_conversations(prompts, rejects, recipe.data.max_prompts):
+            for conversation in read_training_prompts(recipe.data, rejects, recipe.data.max_prompts):
                 check.look(conversation.source, conversation.line, conversation.id, conversation.messages)
                 progress.update()
         for line, conversation_id, messages in _conversations_of(file, rejects) if file else ():

@@ -12,6 +12,7 @@ answer, so that nothing is tokenised again. Stopped at any moment and started ag
 itself says what is done, and what was asked, so that other prompts of the same ids are refused. Prompts that cannot be
 asked go to conversations.rejects.jsonl beside it, with the reason.
 
+- Of conversations that ask the same, only the first is asked, unless data.duplicates is `keep`.
 - Every user turn gets one answer. The answers that the source holds are dropped; an assistant turn that calls tools is
   kept, with the results that follow it, and the answer is asked for behind them.
 - An answer that is cut (finish_reason `length`) is kept and ends its conversation: the target never ended that turn, so

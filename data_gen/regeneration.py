@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, asked_digest, not_done, read_log
+from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, not_done, read_log
 from draftsmith.data_gen.drafted_answers import DraftedAnswers, check_generator_drafter
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
 from draftsmith.data_gen.overlap import screen
@@ -37,7 +37,7 @@ from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.progress import Bar
-from draftsmith.recipes.prompts import Conversation, Rejects, questions, read_conversations
+from draftsmith.recipes.prompts import DUPLICATE, Conversation, Rejects, asked_digest, questions, read_training_prompts
 from draftsmith.recipes.schema import Recipe
 
 RATE_SECONDS = 30.0  # over which the tokens per second of the progress bar are taken
@@ -52,7 +52,6 @@ _OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "n
 
 def main(command: Command) -> None:
     recipe, section = command.recipe, command.recipe.target
-    assert recipe.data.prompts is not None
     tokenizer = load_tokenizer(section)
     generation_config = load_generation_config(section)
     settings = generation_settings(recipe, tokenizer, generation_config)
@@ -64,7 +63,9 @@ def main(command: Command) -> None:
     limit, of_sample = recipe.data.max_prompts, command.plan and planned_from_a_sample(recipe)
     if of_sample:
         limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
-    conversations = list(read_conversations(recipe.data.prompts, rejects, limit))
+    conversations = list(read_training_prompts(recipe.data, rejects, limit))
+    if (dropped := rejects.counts[DUPLICATE]) > 0:
+        print(f"data.prompts: repeated questions dropped: {dropped:,} (data.duplicates=keep keeps them)")
     if not of_sample:
         conversations = screen(recipe, conversations, rejects, write=not command.plan)
     if command.plan:

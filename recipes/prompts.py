@@ -31,12 +31,17 @@ the messages begin with the same), `tools` (function schemas, also as JSON text)
 file's without folder and ending, `org/name`, `stdlib:train`.
 
 Ids are unique in one reading. Where two sources give different conversations one id, the later source's short name goes
-before it: `second/0`. The same conversation again, or an id twice in one source, is rejected.
+before it: `second/0`. An id that occurs twice in one source is rejected the second time, as is the same conversation
+with the same id in another source.
+
+Training prompts are asked once (`read_training_prompts`): of conversations that ask the same, only the first is kept,
+whatever their ids and answers; data.duplicates=keep keeps all. Evaluation prompts are never dropped for that.
 
 User turns may follow each other (`turns` always do). Whoever generates puts an assistant turn after each user turn that
 has none: [user, user] becomes [user, assistant, user, assistant].
 """
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -48,6 +53,9 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompt_records import Conversation, to_conversation
 from draftsmith.recipes.prompt_sources import check_source, records, short_names
 from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.schema import DataSection
+
+DUPLICATE = "duplicate question"  # kind of reject
 
 
 def read_conversations(
@@ -65,6 +73,36 @@ def read_conversations(
     if problems:
         raise UserError(problems)
     return islice(_read(names, rejects), limit)
+
+
+def read_training_prompts(data: DataSection, rejects: Rejects, limit: int | None) -> Iterator[Conversation]:
+    """The conversations of data.prompts, at most `limit`: what regeneration asks.
+
+    Unless data.duplicates is `keep`, a conversation that asks the same as an earlier one goes to `rejects`, whatever
+    its id, and does not count towards `limit`. Raises as `read_conversations` does.
+    """
+    conversations = read_conversations(data.prompts or [], rejects)
+    return islice(conversations if data.duplicates == "keep" else _asked_once(conversations, rejects), limit)
+
+
+def _asked_once(conversations: Iterator[Conversation], rejects: Rejects) -> Iterator[Conversation]:
+    places: dict[bytes, str] = {}  # digest of what is asked -> where it was first seen
+    for conversation in conversations:
+        digest = bytes.fromhex(asked_digest(conversation))
+        if (first := places.get(digest)) is None:
+            places[digest] = f"{conversation.source}:{conversation.line}"
+            yield conversation
+            continue
+        record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
+        reason = f"{DUPLICATE}: asks the same as {first}; data.duplicates=keep keeps both"
+        rejects.add(conversation.source, conversation.line, reason, record)
+
+
+def asked_digest(conversation: Conversation) -> str:
+    """sha256 of what the target is asked: the messages without their answers, the tools and the images."""
+    asked: list[Any] = [list(questions(conversation.messages)), conversation.meta.get("tools")]
+    asked += [conversation.images] if conversation.images else []
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

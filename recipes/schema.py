@@ -135,7 +135,10 @@ class DataSection(Section):
     """Conversations whose assistant turns the target rewrites: a .jsonl, .json, .csv, .tsv or .parquet file,
     `stdlib:train`, or a dataset as `hf:org/name[:split]` or `hf:org/name:config:split`."""
     max_prompts: int | None = Field(default=None, ge=1)
-    """Read no more than this many conversations."""
+    """Read no more than this many conversations; dropped duplicates do not count."""
+    duplicates: Literal["drop", "keep"] = "drop"
+    """Conversations that ask the same as an earlier one, whatever their ids and answers: drop and count them, or keep
+    them, for several answers to one question at a temperature above 0."""
     conversations: str | None = None
     """What regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
     max_length: int = Field(default=2048, ge=8)

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen.conversation_log import ConversationLog, asked_digest
+from draftsmith.data_gen.conversation_log import ConversationLog
 from draftsmith.data_gen.overlap import EvaluationIndex
 from draftsmith.data_gen.regeneration import _Asked
 from draftsmith.data_gen.server_generator import Answered
 from draftsmith.data_gen.training_rows import training_rows
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompt_records import Conversation
-from draftsmith.recipes.prompts import read_conversations
+from draftsmith.recipes.prompts import asked_digest, read_conversations
 from draftsmith.recipes.rejects import Rejects
 from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 from tests.test_tools_and_thoughts import EVERYTHING, FORMS, QWEN, THOUGHTFUL

@@ -9,8 +9,9 @@ import pytest
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompt_records import Conversation
 from draftsmith.recipes.prompt_sources import json_array
-from draftsmith.recipes.prompts import questions, read_conversations
+from draftsmith.recipes.prompts import DUPLICATE, questions, read_conversations, read_training_prompts
 from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.schema import DataSection
 
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "Hello"}
@@ -269,6 +270,33 @@ def test_bad_rows_of_csv_are_kept_with_their_lines(tmp_path: Path):
 
 
 # Ids, limits, order.
+
+
+def test_training_prompts_are_asked_once(tmp_path: Path):
+    """The first of those that ask the same, whatever their ids, answers and order of keys; others differ."""
+    turned = {"content": "Hi", "role": "user"}
+    first = write_lines(
+        tmp_path / "a.jsonl",
+        {"prompt": "Hi"},
+        {"id": "own", "messages": [turned, ASSISTANT]},
+        {"prompt": "Hi", "system": "S"},
+        {"prompt": "Hi", "tools": [{"name": "f"}]},
+        {"prompt": "Hi", "images": ["x.png"]},
+        {"turns": ["Hi", "Go on"]},
+    )
+    second = str(tmp_path / "b.json")  # two on one line
+    Path(second).write_text('[{"prompt": "Bye"}, {"prompt": "Bye"}]')
+    once = ["a.jsonl:1", "a.jsonl:3", "a.jsonl:4", "a.jsonl:5", "a.jsonl:6", "b.json:1"]
+    rejects = Rejects(tmp_path / "rejects.jsonl")
+    data = DataSection(prompts=[first, second])
+    assert [c.id for c in read_training_prompts(data, rejects, None)] == once
+    assert rejects.counts == {DUPLICATE: 2}
+    entry = kept(tmp_path / "rejects.jsonl")[0]
+    assert (entry["line"], entry["record"]["id"]) == (2, "own") and f"the same as {first}:1;" in entry["reason"]
+    assert [c.id for c in read_training_prompts(data, Rejects(), 2)] == once[:2]
+    keep = data.model_copy(update={"duplicates": "keep"})
+    assert [c.id for c in read_training_prompts(keep, Rejects(), 3)] == ["a.jsonl:1", "own", "a.jsonl:3"]
+    assert len(read(first)) == 6  # evaluation prompts
 
 
 def test_generated_ids_of_equal_file_names_differ(tmp_path: Path):

@@ -347,6 +347,19 @@ def test_finished_file_is_left_alone(place: Workspace, monkeypatch: pytest.Monke
     assert place.path.read_bytes() == before
 
 
+def test_equal_questions_are_asked_once_and_older_files_that_hold_them_go_on(place: Workspace) -> None:
+    place.ask(2, {"prompt": "cat"}, {"id": "again", "prompt": "cat"}, {"prompt": "dog"})
+    assert "repeated questions" not in place.run("data.duplicates=keep")
+    whole = place.path.read_bytes()
+    for arguments in (["--plan"], []):
+        printed = place.run(*arguments)
+        assert "repeated questions dropped: 1 (" in printed
+    assert "holds 1 conversations that are not among" in printed and "all 4 conversations are done; 1 record" in printed
+    assert place.path.read_bytes() == whole
+    place.path.unlink()
+    assert "4 of 4 conversations written\n" in place.run("data.max_prompts=4")
+
+
 def test_torn_last_line_is_cut_off_and_made_anew(place: Workspace) -> None:
     place.ask(8)
     place.run()
@@ -405,7 +418,7 @@ def test_other_prompts_of_the_same_ids_are_refused(place: Workspace, monkeypatch
     place.ask(1, {"tools": [lookup], "messages": [dict(reversed(m.items())) for m in answered], "id": "a", "meta": {}})
     assert "all 2 conversations are done" in place.run()
     # Each is named.
-    place.ask(0, *({"id": f"q{i}", "prompt": "x"} for i in range(2)))
+    place.ask(0, *({"id": f"q{i}", "prompt": f"x{i}"} for i in range(2)))
     with pytest.raises(UserError, match=r"'q0'(.|\n)*'q1'"):
         place.run()
     assert place.path.read_bytes() == whole

@@ -36,7 +36,7 @@ from draftsmith.models.costs import (
 )
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.feature_drafter import DrafterConfig
-from draftsmith.recipes.prompts import Rejects, read_conversations
+from draftsmith.recipes.prompts import Rejects, read_training_prompts
 from draftsmith.recipes.schema import CHAINS, Recipe, TrainSection
 from draftsmith.train.batches import BatchOrder
 from draftsmith.train.dry_run import (
@@ -159,7 +159,7 @@ def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
             counted=False,
             bounded=False,
         )
-    conversations = list(read_conversations(names, Rejects(), limit))
+    conversations = list(read_training_prompts(recipe.data, Rejects(), limit))
     sample = sampled(conversations)
     answer = recipe.data.generator.max_new_tokens
     sizes = [size for c in sample if (size := planned(tokenizer, c, answer, longest)) is not None]
