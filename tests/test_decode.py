@@ -292,7 +292,7 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
     now = [0.0]
     monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     target = Target(make_target("llama"))
-    prefill, verify = TargetSession.prefill, TargetSession.verify
+    prefill, verify, root_only = TargetSession.prefill, TargetSession.verify, DraftTree.root_only
 
     def slow_prefill(session: TargetSession, prompts: Sequence[Sequence[int]]) -> Any:
         now[0] += 5 * len(prompts)
@@ -302,15 +302,21 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
         now[0] += 2 * tree.rows
         return verify(session, tree)
 
+    def slow_root_only(tokens: Sequence[int], device: torch.device) -> DraftTree:
+        now[0] += len(tokens)
+        return root_only(tokens, device)
+
     monkeypatch.setattr(TargetSession, "prefill", slow_prefill)
     monkeypatch.setattr(TargetSession, "verify", slow_verify)
+    monkeypatch.setattr(DraftTree, "root_only", slow_root_only)
     requests = [Request(i, [11, 12 + i], 1 + 2 * i) for i in range(5)]
     for key, answer in decode_queue(target, None, iter(requests), (), rows=2):
         now[0] += 100
         assert len(answer.token_ids) == 1 + 2 * key
         assert answer.prefill_seconds == 5
-        assert answer.verify_seconds == answer.decode_seconds == 2 * answer.rounds
-        assert answer.draft_seconds == 0
+        assert answer.verify_seconds == 2 * answer.rounds
+        assert answer.decode_seconds == 3 * answer.rounds
+        assert answer.draft_seconds == 0  # a root alone is no draft: making it is the loop's own work
 
 
 def test_what_cannot_be_decoded_is_said_at_once() -> None:
