@@ -19,10 +19,10 @@ from draftsmith.eval.figures import WIDTH, Colours, Plot, label, style_axes
 from draftsmith.eval.standing import Standing
 
 # Lengths are in pixels.
-PANEL = 220
+PANEL = 190
 LEGEND_ROW = 17
 DOT = 6
-LINES_APART = 4  # of two intervals that overlap
+LINES_APART = 4  # of two intervals that overlap; three times that where there are few contenders
 LABEL = (13, 11)  # width and height of a number
 NAME = 46  # characters of a name in the legend
 
@@ -72,11 +72,12 @@ def _draw(colours: Colours, standing: Standing, shown: dict[str, Any], measured:
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
     label(axes[-1], colours, "nodes verified a round, the root included")
-    _write_legend(below, colours, standing, list(shown))
+    write_legend(below, colours, standing, list(shown))
 
     figure.draw_without_rendering()  # places the axes: from here on a point has a pixel
     marks = {key: _Mark.all_of(ax, key, shown) for ax, key in zip(axes, measured, strict=True)}
-    _spread([[marks[key][name] for key in measured] for name in _by_nodes(shown)])
+    apart = LINES_APART if standing.many else 3 * LINES_APART
+    _spread([[marks[key][name] for key in measured] for name in _by_nodes(shown)], apart)
     for ax, key in zip(axes, measured, strict=True):
         _join_families(ax, colours, standing, shown, marks[key])
         for name, mark in marks[key].items():
@@ -119,10 +120,10 @@ class _Mark:
     def moved(self, by: float) -> "_Mark":
         return _Mark(self.x + by, self.y, self.low, self.high, self.left + by, self.right + by)
 
-    def clashes(self, other: "_Mark") -> bool:
+    def clashes(self, other: "_Mark", apart: float) -> bool:
         if math.hypot(self.x - other.x, self.y - other.y) < DOT + 1:
             return True
-        return abs(self.x - other.x) < LINES_APART and self.low < other.high and other.low < self.high
+        return abs(self.x - other.x) < apart and self.low < other.high and other.low < self.high
 
     def draw(self, ax: Axes, colour: str, is_main: bool, marker: str) -> None:
         line: Any = {"color": colour, "linewidth": 1.4, "alpha": 0.6, "solid_capstyle": "butt", "zorder": 2}
@@ -138,13 +139,13 @@ def plot_pixels(ax: Axes, points: Sequence[tuple[float, float]], **style: Any) -
     ax.plot(x, y, **style)
 
 
-def _spread(contenders: list[list[_Mark]]) -> None:
+def _spread(contenders: list[list[_Mark]], apart: float) -> None:
     """Each takes the free place next to its own, the same in all panels. In place."""
     placed: list[list[_Mark]] = []
     for marks in contenders:
         for shift in _outwards():
             tried = [mark.moved(shift) for mark in marks]
-            if not any(a.clashes(b) for other in placed for a, b in zip(tried, other, strict=True)):
+            if not any(a.clashes(b, apart) for other in placed for a, b in zip(tried, other, strict=True)):
                 break
         else:
             raise AssertionError("there is always room farther out")
@@ -167,17 +168,21 @@ def _number(ax: Axes, colours: Colours, standing: Standing, marks: dict[str, _Ma
     def is_free(x: float, y: float) -> bool:
         return not any(abs(x - a) < (width + w) / 2 and abs(y - b) < (height + h) / 2 for a, b, w, h in taken)
 
-    def crosses_none(x: float, y: float) -> bool:
+    def is_clear(x: float, y: float) -> bool:
+        """Whether no interval runs through a number there."""
         return not any(
-            abs(x - m.x) < width / 2 + 1 and m.low - height / 2 < y < m.high + height / 2 for m in marks.values()
+            (abs(x - m.x) < width / 2 + 1 and m.low - height / 2 < y < m.high + height / 2)
+            or (abs(y - m.y) < height / 2 + 1 and m.left - width / 2 < x < m.right + width / 2)
+            for m in marks.values()
         )
 
     for name, mark in sorted(marks.items(), key=lambda item: item[1].x):
         above, below, aside = mark.high + height / 2 + 1, mark.low - height / 2 - 1, (width + DOT) / 2 + 2
         near = [(mark.x, above), (mark.x, below)]
-        beside = [(x, mark.y) for x in (mark.x + aside, mark.x - aside) if crosses_none(x, mark.y)]
+        beside = [(x, mark.y) for x in (mark.x + aside, mark.x - aside)]
+        clear = (place for place in near + beside if is_clear(*place))
         far = ((mark.x, y) for step in itertools.count(3, 3) for y in (above + step, below - step))
-        x, y = next(place for place in itertools.chain(near, beside, far) if is_free(*place))
+        x, y = next(place for place in itertools.chain(clear, near, far) if is_free(*place))
         taken.append((x, y, width, height))
         colour = colours(standing.roles[name])
         if y > above + height or y < below - height:
@@ -209,7 +214,8 @@ def _join_families(
                 plot_pixels(ax, ends, color=colours(standing.roles[one]), linewidth=0.9, alpha=0.4, zorder=1)
 
 
-def _write_legend(ax: Axes, colours: Colours, standing: Standing, names: list[str]) -> None:
+def write_legend(ax: Axes, colours: Colours, standing: Standing, names: list[str]) -> None:
+    """A row for each contender: mark, number, name. `ax` is LEGEND_ROW pixels high for each."""
     ax.set_axis_off()
     ax.set_xlim(0, WIDTH)
     ax.set_ylim(LEGEND_ROW * len(names), 0)

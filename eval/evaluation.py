@@ -1,7 +1,6 @@
 """Decodes every prompt plainly and by each contender, behind eval/acceptance.py."""
 
 import os
-import platform
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,8 +9,6 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
-
-import torch
 
 from draftsmith.eval.benchmarks import PLAIN, Bench, Question, load_questions
 from draftsmith.eval.compared import load_all
@@ -31,7 +28,7 @@ from draftsmith.eval.report_files import (
 )
 from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import provenance, weight_bytes
-from draftsmith.models.costs import decoding_lines, threads
+from draftsmith.models.costs import decoding_lines, hardware
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.cli import Command
@@ -172,8 +169,6 @@ def no_room(recipe: Recipe) -> str | None:
 def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) -> dict[str, Any]:
     """Where the numbers come from, for acceptance.json and the report."""
     target = lineup.target
-    cuda = target.device.type == "cuda"
-    hardware = torch.cuda.get_device_name(target.device) if cuda else f"{platform.machine()}, {threads()}"
     directories = dict.fromkeys(c.drafter for c in contenders if c.drafter is not None)
     files = {
         "drafter" if directory == recipe.eval_drafter_dir else str(directory): directory / "model.safetensors"
@@ -184,7 +179,7 @@ def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) ->
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target_identity": lineup.identity,
-        "made": provenance(files) | {"date": now, "hardware": hardware},
+        "made": provenance(files) | {"date": now, "hardware": hardware(target.device)},
     }
 
 

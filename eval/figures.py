@@ -84,6 +84,13 @@ def to_svg(plot: Plot) -> str:
     return f'<svg viewBox="{head[1]}" role="img" aria-label="{label}">' + text[head.end() :]
 
 
+def height(svg: str) -> float:
+    """Of a `to_svg` figure, in pixels where it is WIDTH wide."""
+    head = re.match(r'<svg viewBox="\S+ \S+ (\S+) ([^ "]+)"', svg)
+    assert head is not None
+    return float(head[2]) * WIDTH / float(head[1])
+
+
 def write_png(plot: Plot, path: Path) -> None:
     """The figure as a PNG file in the light theme, its title on top, twice the page's resolution."""
     with _style({"figure.facecolor": LIGHT["card"]}):
@@ -136,18 +143,24 @@ def percent(ax: Axes) -> None:
 
 
 def name_lines(
-    ax: Axes, colours: Colours, ends: Sequence[tuple[float, float, str, str]], gap: float, width: int = 15
+    ax: Axes,
+    colours: Colours,
+    ends: Sequence[tuple[float, float, str, str]],
+    gap: float,
+    width: int = 15,
+    right: float | None = None,
 ) -> None:
-    """Names of lines at the right margin, at the height of their ends but never over each other.
+    """Names of lines, at the height of their ends but never over each other.
 
     Args:
         ends: (x, y, name, colour role) of each line's last point; the axes' limits must be set.
         gap: least distance of two names, as a share of the axes' height.
         width: characters of a row of a name; a name has two rows.
+        right: x behind which the names stand. None: the right margin.
     """
     low, high = ax.get_ylim()
     heights = _apart([(y - low) / (high - low) for _, y, _, _ in ends], min(gap, 1 / max(1, len(ends))))
-    right = ax.get_xlim()[1]
+    right = ax.get_xlim()[1] if right is None else right
     for (x, y, name, role), height in zip(ends, heights, strict=True):
         at = low + height * (high - low)
         if right - x > 0.05 * (right - ax.get_xlim()[0]):

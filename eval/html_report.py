@@ -1,8 +1,13 @@
 """report.html: one file without a network, from the numbers, the recorded answers and the training's metrics.
 
 The page is `report.html.jinja`; everything that goes into it is escaped there, but for the figures of `eval.plots`.
+The numbers themselves are in the page, too, as downloads.
 """
 
+import base64
+import csv
+import io
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +25,13 @@ DASH = "\u2013"
 TINTS = 4  # background colours of successive rounds
 SHOWN_TOKENS = 20_000  # of all answers together: bounds the size of the page
 LONGEST_ANSWER = 600
+TITLE = 60  # pixels that a figure's title and the gap below it take
+TIES = 3  # contenders that the verdict names as possibly as fast
+# The columns of the table as a file. A key's interval, where there is one, follows it as <key>_low and <key>_high.
+CSV_KEYS = (
+    *("tau", "speedup", "tokens_per_second", "accepted_per_round", "tree_nodes_per_round", "draft_calls_per_round"),
+    *("tau_ratio", "speed_ratio", "matches_target"),
+)
 UNSEEN = re.compile(r"[\u200b\u200e\u200f\u2028\u2029\u2060-\u2064]")
 
 
@@ -44,7 +56,7 @@ def build_html(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "interval": interval}
+    environment.filters |= {"number": number, "interval": interval, "brackets": brackets}
     contenders = acceptance["contenders"]
     main, plain = acceptance["contender"], acceptance["baseline"]
     standing = Standing.of(acceptance)
@@ -60,12 +72,16 @@ def build_html(
         ranks=standing.numbers if len(standing.drafting) > 1 else {},
         roles=standing.roles,
         replayed=acceptance["mode"] == "replay",
-        verdict=verdict(contenders[main], acceptance["mode"]),
+        verdict=verdict(standing, acceptance["mode"]),
+        downloads=[
+            _download("acceptance.json", "application/json", json.dumps(acceptance)),
+            _download("contenders.csv", "text/csv", contenders_csv(contenders)),
+        ],
         rounds_coarsely=rounds_coarsely(acceptance),
         different=[name for name, row in contenders.items() if row["matches_target"] is False],
         parts=list(plots.parts_of(acceptance)),
-        acceptance_figures=[_figure(plot) for plot in plots.acceptance_plots(acceptance)],
-        training_figures=[_figure(plot) for plot in plots.training_plots(metrics)],
+        acceptance_figures=_columns(plots.acceptance_plots(acceptance)),
+        training_figures=_columns(plots.training_plots(metrics)),
         answers=[_answer(record, longest) for record in answers],
         faults=faults,
         light=figures.LIGHT,
@@ -76,20 +92,52 @@ def build_html(
     return clean(page)
 
 
-def verdict(numbers: dict[str, Any], mode: str = "decode") -> str:
-    """What the speed-up and its interval allow to say."""
-    value, bounds = numbers["speedup"], numbers["speedup_interval"]
+def verdict(standing: Standing, mode: str = "decode") -> list[str]:
+    """Who is fastest, as far as the intervals allow to say it: the verdict in a sentence, then what qualifies it."""
     if mode == "replay":
-        return "found by replaying recorded answers, which times nothing"
-    if value is None:
-        return "and no answer was long enough to time"
-    if bounds is None:
-        return f"and decoding ran {value:.2f} times as fast as plain decoding, on too few prompts to say more"
-    if bounds[0] <= 1 <= bounds[1]:
-        return f"but decoding is neither clearly faster nor clearly slower than without it ({value:.2f} times)"
-    if value > 1:
-        return f"and decoding is {value:.2f} times as fast as without it"
-    return f"yet decoding is slower than without it, {value:.2f} times as fast"
+        return ["No verdict on speed: a replay of recorded answers times nothing."]
+    timed = {name: row for name, row in standing.drafting.items() if row["speedup"] is not None}
+    if not timed:
+        return ["No verdict on speed: no answer was long enough to time."]
+    bounds = {name: row["speedup_interval"] or [row["speedup"]] * 2 for name, row in timed.items()}
+    gaining = [name for name in timed if bounds[name][0] > 1]
+    best = max(gaining or timed, key=lambda name: timed[name]["speedup"])
+    measured, alone = timed[best]["speedup_interval"] is not None, len(timed) == 1
+    if alone and not measured:
+        said = ""
+    elif gaining:
+        said = "Faster than plain decoding: " if alone else "Fastest here: "
+    elif bounds[best][1] < 1:
+        said = "Slower than plain decoding: " if alone else "Nothing beats plain decoding here. The fastest drafter is "
+    elif alone:
+        said = "Neither clearly faster nor clearly slower than plain decoding: "
+    else:
+        said = "Nothing is clearly faster than plain decoding here. The fastest drafter is "
+    sentences = [f"{said}{best}, {_speed(timed[best])}."]
+    ties = [name for name in timed if name != best and not _clearly_faster(standing, best, name)]
+    if gaining and measured and ties:
+        more = f" and {len(ties) - TIES} more" if len(ties) > TIES else ""
+        sentences.append(f"It is not clearly faster than {'; '.join(ties[:TIES])}{more}.")
+    if standing.main != best and standing.main in timed:
+        sentences.append(f"The main contender, {standing.main}: {_speed(timed[standing.main])}.")
+    return sentences
+
+
+def _speed(row: dict[str, Any]) -> str:
+    bounds = row["speedup_interval"]
+    spread = brackets(bounds) if bounds else "(too few prompts for an interval)"
+    return f"{row['speedup']:.2f} times plain decoding {spread}"
+
+
+def _clearly_faster(standing: Standing, one: str, other: str) -> bool:
+    """Whether the intervals tell the two apart; those of ratios to the main contender are paired, so they tell more."""
+    first, second = standing.drafting[one], standing.drafting[other]
+    if other == standing.main and first["speed_ratio_interval"] is not None:
+        return first["speed_ratio_interval"][0] > 1
+    if one == standing.main and second["speed_ratio_interval"] is not None:
+        return second["speed_ratio_interval"][1] < 1
+    bounds = first["speedup_interval"], second["speedup_interval"]
+    return bounds[0] is not None and bounds[1] is not None and bounds[0][0] > bounds[1][1]
 
 
 def rounds_coarsely(acceptance: dict[str, Any]) -> bool:
@@ -108,11 +156,49 @@ def interval(bounds: Sequence[float] | None, digits: int = 2) -> str:
     return DASH if bounds is None else f"{bounds[0]:.{digits}f}{DASH}{bounds[1]:.{digits}f}"
 
 
-# Figures and answers.
+def brackets(bounds: Sequence[float]) -> str:
+    """An interval in a sentence."""
+    return f"[{bounds[0]:.2f}, {bounds[1]:.2f}]"
 
 
-def _figure(plot: figures.Plot) -> dict[str, Any]:
-    return {"name": plot.name, "title": plot.title, "svg": figures.to_svg(plot)}
+# Downloads, figures and answers.
+
+
+def _download(name: str, kind: str, text: str) -> dict[str, str]:
+    content = text.encode()
+    size = f"{max(1, round(len(content) / 1000)):,} kB"
+    return {"name": name, "size": size, "href": f"data:{kind};base64,{base64.b64encode(content).decode()}"}
+
+
+def contenders_csv(contenders: dict[str, dict[str, Any]]) -> str:
+    """A line for each contender, the numbers as acceptance.json has them; empty where there is none."""
+    columns: dict[str, dict[str, Any]] = {}
+    for name, row in contenders.items():
+        cells = columns.setdefault(name, {"contender": name})
+        for key in CSV_KEYS:
+            cells[key] = row[key]
+            if f"{key}_interval" in row:
+                cells[f"{key}_low"], cells[f"{key}_high"] = row[f"{key}_interval"] or (None, None)
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(dict.fromkeys(key for cells in columns.values() for key in cells)))
+    writer.writeheader()
+    writer.writerows(columns.values())
+    return file.getvalue()
+
+
+def _columns(shown: Sequence[figures.Plot]) -> list[list[dict[str, Any]]]:
+    """The figures in two columns of about one height, for wide screens; each goes to the column that is shorter so far.
+
+    A narrow screen shows the first column, then the second.
+    """
+    columns: list[list[dict[str, Any]]] = [[], []]
+    heights = [0.0, 0.0]
+    for plot in shown:
+        svg = figures.to_svg(plot)
+        shorter = heights.index(min(heights))
+        columns[shorter].append({"name": plot.name, "title": plot.title, "svg": svg})
+        heights[shorter] += figures.height(svg) + TITLE
+    return [column for column in columns if column]
 
 
 def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[str, Any]], list[str]]:

@@ -2,13 +2,11 @@
 
 import json
 import os
-import platform
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from rich import box
 from rich.console import Console
@@ -34,7 +32,7 @@ from draftsmith.eval.planner import (
 )
 from draftsmith.eval.recorded_answers import RecordedAnswer, Recording, tokens_of
 from draftsmith.models.checkpoint import provenance
-from draftsmith.models.costs import threads
+from draftsmith.models.costs import hardware
 from draftsmith.models.target import Target
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
@@ -337,8 +335,6 @@ def write_plan(recipe: Recipe, plan: Plan, target: Target, path: Path) -> None:
         | ({"measured": {key: row.measured[key] for key in (*SHOWN, *MEASURED)}} if row.measured else {})
         for row in plan.rows
     ]
-    cuda = target.device.type == "cuda"
-    hardware = torch.cuda.get_device_name(target.device) if cuda else f"{platform.machine()}, {threads()}"
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     content = {
         "chosen": None if plan.best is None else {"name": plan.best.name, "tree": lean(plan.best.tree)},
@@ -346,7 +342,7 @@ def write_plan(recipe: Recipe, plan: Plan, target: Target, path: Path) -> None:
         "drafter": str(plan.rows[0].contender.drafter),
         "device": str(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "made": provenance({}) | {"date": now, "hardware": hardware},
+        "made": provenance({}) | {"date": now, "hardware": hardware(target.device)},
         "answers": {
             "file": str(plan.recording.path),
             "answers": len(plan.answers),

@@ -14,11 +14,13 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from draftsmith.eval.comparison_plot import comparison_plot
+from draftsmith.eval.comparison_plot import LEGEND_ROW, comparison_plot, write_legend
 from draftsmith.eval.figures import WIDTH, Colours, Plot, label, name_lines, new_figure, percent, style_axes
 from draftsmith.eval.standing import Standing
 
+LINES = 345  # pixels of the lines by position, without their legend
 PANEL = 118  # pixels of a family's panel where there are many
+TIMED_ROW = 54  # of a contender's name, bar and shares of time where there are few
 ROW = 18  # pixels of a contender's row where there are many
 DASH = "\u2013"
 
@@ -105,9 +107,12 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
 
 
 def _by_position(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
-    gap = 40  # pixels between the names at the lines' ends
-    height = max(290, 60 + gap * len(drafting))
-    figure, (ax,) = new_figure(colours, height)
+    """One line for each contender, with its number at the end; who that is stands in the legend below."""
+    heights = [LINES] if len(drafting) == 1 else [LINES, LEGEND_ROW * len(drafting)]
+    figure = Figure(figsize=(WIDTH / 72, sum(heights) / 72), dpi=72, layout="constrained")
+    figure.get_layout_engine().set(w_pad=4 / 72, h_pad=4 / 72, hspace=0.03)  # type: ignore[union-attr]
+    ax, *below = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    style_axes(ax, colours)
     ends = []
     for name, row in drafting.items():
         shares = row["acceptance_by_position"]
@@ -118,15 +123,19 @@ def _by_position(colours: Colours, standing: Standing, drafting: dict[str, Any])
         colour = colours(standing.roles[name])
         if name == standing.main:  # all of them over each other would hide the lines
             ax.fill_between(positions, *zip(*bounds, strict=True), color=colour, alpha=0.13, linewidth=0)  # type: ignore[arg-type]
-        ax.plot(positions, shares, color=colour, linewidth=1.8, marker=standing.markers[name], markersize=4)
-        ends.append((positions[-1], shares[-1], name, standing.roles[name]))
+        marker = standing.markers[name]
+        ax.plot(positions, shares, color=colour, linewidth=1.8, marker=marker, markersize=4, clip_on=False)
+        ends.append((positions[-1], shares[-1], str(standing.numbers[name]), standing.roles[name]))
     ax.set_ylim(0, 1)
     longest = max((x for x, *_ in ends), default=1)
     ax.set_xlim(0.7, longest + 0.3)
     ax.xaxis.set_major_locator(MaxNLocator(min(longest, 10), integer=True))
     percent(ax)
-    name_lines(ax, colours, ends, gap=gap / height)
     label(ax, colours, "position in the draft", "accepted, where all before were")
+    for legend_ax in below:
+        for x in {x for x, *_ in ends}:
+            name_lines(ax, colours, [end for end in ends if end[0] == x], gap=14 / (LINES - 60), right=x)
+        write_legend(legend_ax, colours, standing, list(drafting))
     return figure
 
 
@@ -170,7 +179,7 @@ def _by_family(colours: Colours, standing: Standing, drafting: dict[str, Any]) -
 
 
 def _histograms(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
-    figure, axes = new_figure(colours, 46 + 68 * len(drafting), len(drafting))
+    figure, axes = new_figure(colours, 46 + 88 * len(drafting), len(drafting))
     deepest = max(len(row["accepted_histogram"]) for row in drafting.values())
     tallest = max(max(row["accepted_histogram"]) / row["rounds"] for row in drafting.values())
     for ax, (name, row) in zip(axes, drafting.items(), strict=True):
@@ -230,32 +239,43 @@ def _milliseconds(row: dict[str, Any]) -> float:
     return 1000 / row["tokens_per_second"]
 
 
+def _time_shares(row: dict[str, Any]) -> dict[str, float]:
+    """Shares of the time by part. Who drafts nothing has no draft: older files charge the loop's own work to it."""
+    shares = {part: share for part, share in row["time_share"].items() if share is not None}
+    if row["proposer"] is None and "draft" in shares:
+        shares["other"] = shares.get("other", 0.0) + shares.pop("draft")
+    return shares
+
+
 def _shares_in_words(row: dict[str, Any]) -> str:
-    return " · ".join(f"{part} {100 * share:.0f} %" for part, share in row["time_share"].items() if share is not None)
+    return " · ".join(f"{part} {100 * share:.0f} %" for part, share in _time_shares(row).items())
 
 
 def _time_bar(ax: Axes, colours: Colours, place: int, row: dict[str, Any], height: float) -> None:
     left = 0.0
-    for part, share in row["time_share"].items():
-        width = (share or 0) * _milliseconds(row)
+    for part, share in _time_shares(row).items():
+        width = share * _milliseconds(row)
         ax.barh(place, width, left=left, height=height, color=colours(part), linewidth=0)
         left += width
 
 
 def _times(colours: Colours, standing: Standing, timed: dict[str, Any]) -> Figure:
-    figure, (ax,) = new_figure(colours, 44 + 46 * len(timed))
+    """A bar for each contender, its name above and its shares below."""
+    figure, (ax,) = new_figure(colours, 64 + TIMED_ROW * len(timed))
     longest = max(map(_milliseconds, timed.values()))
     for place, (name, row) in enumerate(timed.items()):
-        _time_bar(ax, colours, place, row, 0.4)
-        shown = textwrap.shorten(name, 30, placeholder="…") or "?"
-        above: Any = {"va": "bottom"}
-        ax.text(0, place - 0.27, shown, fontsize=11, color=colours("ink"), **above)
-        ax.text(longest, place - 0.27, _shares_in_words(row), ha="right", fontsize=10, color=colours("muted"), **above)
-    ax.set_ylim(len(timed) - 0.6, -0.75)
+        _time_bar(ax, colours, place, row, 0.24)
+        shown = textwrap.shorten(name, 44, placeholder="…") or "?"
+        ax.text(0, place - 0.19, shown, fontsize=11, color=colours("ink"), va="bottom")
+        whole = f"{_milliseconds(row):.3g} ms"
+        ax.text(longest, place - 0.19, whole, ha="right", fontsize=11, color=colours("ink"), va="bottom")
+        ax.text(0, place + 0.19, _shares_in_words(row), fontsize=10, color=colours("muted"), va="top")
+    ax.set_ylim(len(timed) - 0.45, -0.5)
     ax.set_yticks([])
-    ax.set_xlim(0, None)
+    ax.set_xlim(0, longest)
     ax.grid(visible=False)
     label(ax, colours, "milliseconds per token")
+    _time_legend(ax, colours)
     return figure
 
 
@@ -267,13 +287,17 @@ def _times_in_rows(colours: Colours, standing: Standing, timed: dict[str, Any]) 
     _numbered_rows(ax, colours, standing, list(timed))
     ax.set_xlim(0, None)
     label(ax, colours, "milliseconds per token")
+    _time_legend(ax, colours)
+    return figure
+
+
+def _time_legend(ax: Axes, colours: Colours) -> None:
     keys = [Patch(color=colours(part), label=part) for part in ("draft", "verify", "other")]
     legend = ax.legend(
         handles=keys, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=11, borderpad=0.2
     )
     for text in legend.get_texts():
         text.set_color(colours("muted"))
-    return figure
 
 
 def _by_part(colours: Colours, standing: Standing, drafting: list[str], parts: dict[str, Any]) -> Figure:

@@ -6,6 +6,7 @@ be fake. Units stand in the names; GB are 10**9 bytes. Docstrings say what is ex
 
 import copy
 import importlib.util
+import platform
 import time
 import weakref
 from collections import Counter
@@ -369,6 +370,22 @@ def device_here(wanted: str = "auto") -> Device:
         properties = torch.cuda.get_device_properties(device)
         return Device(properties.name, properties.total_memory, is_cpu=False)
     return Device(f"CPU, {threads()}", host_memory_bytes(), is_cpu=True)
+
+
+def hardware(device: torch.device) -> str:
+    """The machine that `device` belongs to, in words, for reports: speeds mean nothing without it."""
+    cpu = f"{cpu_name()}, {threads()}"
+    return f"{torch.cuda.get_device_name(device)}; host {cpu}" if device.type == "cuda" else cpu
+
+
+def cpu_name() -> str:
+    """The processor's model where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
 
 
 def threads() -> str:

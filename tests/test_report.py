@@ -1,5 +1,8 @@
 """The report from files alone: exact rounds, hostile text, readable colours, bounded size; and the terminal's table."""
 
+import base64
+import csv
+import io
 import json
 import random
 import re
@@ -14,6 +17,7 @@ from draftsmith.eval import benchmarks, evaluation, figures, html_report, report
 from draftsmith.eval.decode import Generation
 from draftsmith.eval.generation_log import read_generations, record_of, token_texts
 from draftsmith.eval.metrics import summarise_all
+from draftsmith.eval.standing import Standing
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts import Rejects
@@ -160,8 +164,10 @@ def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path) -> None:
 def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     evaluate(recipe, [("a", c, str(i), 1) for i, c in enumerate("xyxy")], contenders=(MAIN, "chain", "lookup"))
-    text = page_of(recipe)
+    whole = page_of(recipe)
+    text = re.sub(r'(<a download="[^"]+" href=")data:[^"]+', r"\1#", whole)  # base64 may hold any word
     page = Page(text)
+    assert page.tags.count("a") == text.count('<a download="') == 2
     assert not {"script", "link", "img", "iframe", "object", "image", "base"} & set(page.tags)
     assert "@import" not in text and "@font-face" not in text
     outside = text.replace('xmlns="http://www.w3.org/2000/svg"', "").replace("http://www.w3.org/1999/xlink", "")
@@ -591,17 +597,114 @@ def test_answers_of_one_token_have_no_rounds(tmp_path: Path) -> None:
     assert [answer["text"] for answer in page.answers] == [" word0"] * 2
 
 
-def verdicts() -> Iterator[tuple[float | None, list[float] | None, str]]:
-    yield 2.0, [1.5, 2.5], "decoding is 2.00 times as fast as without it"
-    yield 0.8, [0.7, 0.9], "slower than without it, 0.80 times as fast"
-    yield 1.1, [0.9, 1.3], "neither clearly faster nor clearly slower"
-    yield 1.1, None, "on too few prompts to say more"
-    yield None, None, "no answer was long enough to time"
+def speeds(**given: tuple[float | None, list[float] | None]) -> dict[str, Any]:
+    return {
+        name: {"speedup": value, "speedup_interval": bounds, "speed_ratio_interval": None}
+        for name, (value, bounds) in given.items()
+    }
 
 
-@pytest.mark.parametrize(("value", "bounds", "said"), list(verdicts()))
-def test_the_verdict_says_what_the_interval_allows(value: float | None, bounds: list[float] | None, said: str) -> None:
-    assert said in html_report.verdict({"speedup": value, "speedup_interval": bounds})
+NONE = "Nothing beats plain decoding here."
+UNCLEAR = "Nothing is clearly faster than plain decoding here."
+
+
+def verdicts() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """`a` is the main contender."""
+    alone = {
+        "faster": ((2.0, [1.5, 2.5]), "Faster than plain decoding: a, 2.00 times plain decoding [1.50, 2.50]."),
+        "slower": ((0.8, [0.7, 0.9]), "Slower than plain decoding: a, 0.80 times plain decoding [0.70, 0.90]."),
+        "unclear": ((1.1, [0.9, 1.3]), "Neither clearly faster nor clearly slower than plain decoding: a, 1.10 times"),
+        "one prompt": ((1.1, None), "a, 1.10 times plain decoding (too few prompts for an interval)."),
+        "untimed": ((None, None), "No verdict on speed: no answer was long enough to time."),
+    }
+    for case, (row, said) in alone.items():
+        yield case, speeds(a=row), said
+    fast, slow, wide = (1.64, [1.41, 1.93]), (0.74, [0.67, 0.83]), (1.7, [0.9, 2.5])
+    said = "Fastest here: b, 1.64 times plain decoding [1.41, 1.93]."
+    main = " The main contender, a: {} times plain decoding {}."
+    yield "clear", speeds(a=slow, b=fast), said + main.format("0.74", "[0.67, 0.83]")
+    tied = " It is not clearly faster than a; c."
+    yield "ties", speeds(a=wide, b=fast, c=(1.5, [1.3, 1.7])), said + tied + main.format("1.70", "[0.90, 2.50]")
+    many = speeds(a=fast, **{name: (1.5, [1.3, 1.7]) for name in "bcdef"})
+    yield "many ties", many, said.replace(" b,", " a,") + " It is not clearly faster than b; c; d and 2 more."
+    paired = speeds(a=(1.5, [1.3, 1.7]), b=fast)  # their own intervals overlap, that of the ratio tells them apart
+    paired["b"]["speed_ratio_interval"] = [1.05, 1.15]
+    yield "paired", paired, said + main.format("1.50", "[1.30, 1.70]")
+    of_main = speeds(a=fast, b=(1.5, [1.3, 1.7]))
+    of_main["b"]["speed_ratio_interval"] = [0.85, 0.95]
+    yield "paired, main is fastest", of_main, said.replace(" b,", " a,")
+    lost = f"{NONE} The fastest drafter is a, 0.74 times plain decoding [0.67, 0.83]."
+    yield "none", speeds(a=slow, b=(0.5, [0.4, 0.6])), lost
+    yield "none clearly", speeds(a=wide, b=slow), f"{UNCLEAR} The fastest drafter is a, 1.70 times plain decoding"
+
+
+@pytest.mark.parametrize(("rows", "said"), [v[1:] for v in verdicts()], ids=[v[0] for v in verdicts()])
+def test_the_verdict_says_what_the_intervals_allow(rows: dict[str, Any], said: str) -> None:
+    standing = Standing(speeds(**{PLAIN: (1.0, [1.0, 1.0])}) | rows, "a", PLAIN)
+    found = " ".join(html_report.verdict(standing))
+    assert found == said if said.endswith(".") else found.startswith(said)
+
+
+def test_the_page_opens_with_the_verdict_tau_and_where_they_come_from(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=(MAIN, "other"))
+    content = report.read_acceptance(recipe.eval_out / "acceptance.json")
+    opening = re.sub(r"\s+", " ", Page(page_of(recipe)).text).partition("Result Contender")[0]
+    for sentence in html_report.verdict(Standing.of(content)):
+        assert sentence in opening
+    low, high = content["tau_interval"]
+    assert (
+        f"With {MAIN}, a verification by the target yields {content['tau']:.2f} tokens on average "
+        f"(95 % interval [{low:.2f}, {high:.2f}]). This number is called tau" in opening
+    )
+    for part in ("2026-01-01", "x86_64, 2 threads; float32; torch 2.13.0; commit 0123456789ab; command: acceptance.py"):
+        assert part in opening
+
+
+def test_what_people_want_comes_first_in_the_tables(tmp_path: Path) -> None:
+    """So that a narrow screen, on which tables scroll, shows it."""
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", c, str(i), 1) for i, c in enumerate("xyxy")], contenders=(MAIN, "other"))
+    heads = re.findall(r"<thead>(.*?)</thead>", page_of(recipe), flags=re.S)
+    first = [re.findall(r'<th scope="col">([^<]*)', head)[:3] for head in heads]
+    assert first == [
+        ["Contender", "tau ", "speed-up "],
+        ["Contender", "tau ratio ", "speed ratio "],
+        [MAIN, "tau ", "speed-up "],
+    ]
+
+
+def test_the_downloads_hold_the_numbers(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    names = (MAIN, 'comma, "quote"\nline')
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=names)
+    links = re.findall(r'download="([^"]+)" href="data:([^;]+);base64,([^"]+)"', page_of(recipe))
+    files = {name: base64.b64decode(content).decode() for name, _, content in links}
+    content = report.read_acceptance(recipe.eval_out / "acceptance.json")
+    assert json.loads(files["acceptance.json"]) == content
+    rows = {row["contender"]: row for row in csv.DictReader(io.StringIO(files["contenders.csv"], newline=""))}
+    assert list(rows) == [PLAIN, *names]
+    for name, row in content["contenders"].items():
+        for column, value in {
+            "tau": row["tau"],
+            "tau_high": row["tau_interval"][1],
+            "speedup": row["speedup"],
+            "speedup_low": row["speedup_interval"][0],
+            "tokens_per_second": row["tokens_per_second"],
+        }.items():
+            assert float(rows[name][column]) == value
+
+
+def test_plain_decoding_has_no_draft_in_the_times(tmp_path: Path) -> None:
+    """Even where the file comes from a version that charged the loop's own work to it."""
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
+    shares = report.read_acceptance(recipe.eval_out / "acceptance.json")["contenders"][PLAIN]["time_share"]
+    assert shares == {"draft": 0.3, "verify": 0.6, "other": 0.1}
+    said = re.findall(r'aria-label="Where the time of a token goes. ([^"]*)"', page_of(recipe))[0]
+    of_plain, of_main = said.split("; ")
+    assert of_plain.endswith("ms a token, verify 60 % · other 40 %")
+    assert of_main.endswith("ms a token, draft 30 % · verify 60 % · other 10 %.")
 
 
 def test_the_plan_bounds_the_time_by_the_last_run(tmp_path: Path) -> None:
