@@ -223,5 +223,5 @@ def write_legend(ax: Axes, colours: Colours, standing: Standing, names: list[str
         y = LEGEND_ROW * (row + 0.5)
         style: Any = {"va": "center_baseline", "fontsize": 11, "color": colours(standing.roles[name])}
         ax.plot(4, y, standing.markers[name], markersize=5, color=style["color"], markeredgewidth=0)
-        ax.text(24, y, str(standing.numbers[name]), ha="right", **style)
-        ax.text(31, y, textwrap.shorten(standing.label(name), NAME, placeholder="…") or "?", ha="left", **style)
+        ax.text(27, y, str(standing.numbers[name]), ha="right", **style)
+        ax.text(34, y, textwrap.shorten(standing.label(name), NAME, placeholder="…") or "?", ha="left", **style)

@@ -7,6 +7,7 @@ The numbers themselves are in the page, too, as downloads.
 import base64
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -186,18 +187,20 @@ def contenders_csv(contenders: dict[str, dict[str, Any]]) -> str:
     return file.getvalue()
 
 
-def _columns(shown: Sequence[figures.Plot]) -> list[list[dict[str, Any]]]:
-    """The figures in two columns of about one height, for wide screens; each goes to the column that is shorter so far.
+def _columns(plots: Sequence[figures.Plot]) -> list[list[dict[str, Any]]]:
+    """The figures in the two columns of a wide screen, as equally high as they can be.
 
     A narrow screen shows the first column, then the second.
     """
-    columns: list[list[dict[str, Any]]] = [[], []]
-    heights = [0.0, 0.0]
-    for plot in shown:
-        svg = figures.to_svg(plot)
-        shorter = heights.index(min(heights))
-        columns[shorter].append({"name": plot.name, "title": plot.title, "svg": svg})
-        heights[shorter] += figures.height(svg) + TITLE
+    shown = [{"title": plot.title, "svg": figures.to_svg(plot)} for plot in plots]
+    heights = [figures.height(item["svg"]) + TITLE for item in shown]
+
+    def difference(sides: Sequence[int]) -> float:
+        return abs(sum(height if side else -height for side, height in zip(sides, heights, strict=True)))
+
+    first = itertools.product((0, 1), repeat=len(shown) - 1) if shown else []
+    sides = min(((0, *rest) for rest in first), key=difference, default=())
+    columns = [[item for item, side in zip(shown, sides, strict=True) if side == i] for i in (0, 1)]
     return [column for column in columns if column]
 
 

@@ -73,7 +73,7 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
     plots.append(
         Plot(
             "accepted_histogram",
-            "Drafted tokens accepted in a round",
+            "Drafted tokens accepted in a round, share of rounds",
             f"Shares of rounds, a {'row' if standing.many else 'panel'} for each contender. {counts}.",
             lambda colours: histograms(colours, standing, drafting),
         )
@@ -190,17 +190,9 @@ def _histograms(colours: Colours, standing: Standing, drafting: dict[str, Any]) 
         ax.yaxis.set_major_locator(MaxNLocator(2))
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         percent(ax)
-        words = f"{textwrap.shorten(name, 36, placeholder='…') or '?'}: {row['accepted_per_round']:.2f}"
-        ax.text(
-            *(0.99, 0.97, words),
-            transform=ax.transAxes,
-            ha="right",
-            va="top",
-            fontsize=11,
-            color=colours(standing.roles[name]),
-        )
+        words = f"{textwrap.shorten(name, 40, placeholder='…') or '?'}: {row['accepted_per_round']:.2f} a round"
+        ax.set_title(words, color=colours(standing.roles[name]), fontsize=11, loc="left")
     label(axes[-1], colours, "drafted tokens accepted in a round")
-    label(axes[0], colours, y="share of rounds, and the mean")
     return figure
 
 
@@ -222,7 +214,7 @@ def _shaded_histograms(colours: Colours, standing: Standing, drafting: dict[str,
     _numbered_rows(ax, colours, standing, list(drafting))
     ax.set_xlim(-0.6, deepest - 0.4 + 0.1 * deepest)
     ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
-    label(ax, colours, "drafted tokens accepted in a round", "share of rounds by shade, and the mean")
+    label(ax, colours, "drafted tokens accepted in a round", "darker: a larger share; at the right the mean")
     return figure
 
 
