@@ -667,6 +667,25 @@ def test_numbers_in_the_comparison_hide_nothing(count: int) -> None:
     assert comparison_plot(Standing.of(numbers_of(1))) is None
 
 
+def test_no_interval_runs_through_a_number_of_near_neighbours() -> None:
+    """A chain of five nodes, and prompt lookup of about as many, which vary from prompt to prompt."""
+    content = numbers_of(2)
+    lookup, chain = list(content["contenders"].values())[1:]
+    nodes = "tree_nodes_per_round"
+    lookup |= {nodes: 4.6, f"{nodes}_interval": [3.9, 5.3], "tau": 1.58, "tau_interval": [1.39, 1.8]}
+    chain |= {nodes: 5.0, f"{nodes}_interval": [5.0, 5.0], "tau": 1.44, "tau_interval": [1.34, 1.57]}
+    plot = comparison_plot(Standing.of(content))
+    assert plot is not None
+    ax = plot.draw(figures.LIGHT.__getitem__).axes[0]
+    intervals = [ax.transData.transform(line.get_xydata()) for line in ax.lines if line.get_linewidth() == 1.4]  # type: ignore[arg-type]
+    assert len(intervals) == 4
+    for text in ax.texts:
+        x, y = ax.transData.transform(text.get_position())
+        for (left, low), (right, high) in intervals:
+            beside = x + LABEL[0] / 2 < left or x - LABEL[0] / 2 > right
+            assert beside or y + LABEL[1] / 2 < low or y - LABEL[1] / 2 > high, text.get_text()
+
+
 def test_many_contenders_are_told_apart_by_number_and_family() -> None:
     few, many = Standing.of(numbers_of(FEW)), Standing.of(numbers_of(24))
     assert len({few.roles[name] for name in few.drafting}) == FEW and not few.many
