@@ -125,6 +125,7 @@ def new_figure(colours: Colours, height: float, rows: int = 1) -> tuple[Figure, 
 
 def style_axes(ax: Axes, colours: Colours) -> None:
     ax.tick_params(colors=colours("muted"), labelsize=11, length=0)
+    ax.tick_params(axis="x", pad=7)  # the zeros of both axes meet in the corner
     ax.grid(axis="y", color=colours("grid"), linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["left", "bottom"]].set_visible(False)

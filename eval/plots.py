@@ -232,7 +232,7 @@ def _milliseconds(row: dict[str, Any]) -> float:
 
 
 def _time_shares(row: dict[str, Any]) -> dict[str, float]:
-    """Shares of the time by part. Who drafts nothing has no draft: older files charge the loop's own work to it."""
+    """Shares of the time by part. Plain decoding has no draft: in older files that is the loop's own work."""
     shares = {part: share for part, share in row["time_share"].items() if share is not None}
     if row["proposer"] is None and "draft" in shares:
         shares["other"] = shares.get("other", 0.0) + shares.pop("draft")
