@@ -10,8 +10,8 @@
     wasted_nodes_per_round  drafted tokens that the target verified and that do not stand in the answer
     draft_milliseconds_per_call, verify_milliseconds_per_round
                             means; answers decoded side by side share the time of a round, and each counts its share
-    time_share              shares of decoding time. Plain decoding drafts nothing, so its `draft` is 0. In files of older
-                            versions it is about 1 %: the loop's own work, which is now in `other`
+    time_share              shares of decoding time. Plain decoding drafts nothing, so its `draft` is 0. In older files
+                            it is about 1 %: the loop's own work, which is now in `other`
     overhead_share          time_share's `other`: neither drafting (the growing of trees included) nor the target's
                             forward pass. The `own share` of tests/bench/decode.py is larger: there all that passes
                             outside model forwards counts, the growing of trees, too

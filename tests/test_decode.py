@@ -290,7 +290,12 @@ def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.Monkey
 
 def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def read_clock() -> float:
+        now[0] += 1e-9  # as a real one: two readings differ
+        return now[0]
+
+    monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=read_clock))
     target = Target(make_target("llama"))
     prefill, verify, root_only = TargetSession.prefill, TargetSession.verify, DraftTree.root_only
 
@@ -313,9 +318,9 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
     for key, answer in decode_queue(target, None, iter(requests), (), rows=2):
         now[0] += 100
         assert len(answer.token_ids) == 1 + 2 * key
-        assert answer.prefill_seconds == 5
-        assert answer.verify_seconds == 2 * answer.rounds
-        assert answer.decode_seconds == 3 * answer.rounds
+        assert answer.prefill_seconds == pytest.approx(5)
+        assert answer.verify_seconds == pytest.approx(2 * answer.rounds)
+        assert answer.decode_seconds == pytest.approx(3 * answer.rounds)
         assert answer.draft_seconds == 0  # a root alone is no draft: making it is the loop's own work
 
 
