@@ -648,7 +648,7 @@ def test_the_verdict_says_what_the_intervals_allow(rows: dict[str, Any], said: s
 def test_the_page_opens_with_the_verdict_tau_and_where_they_come_from(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=(MAIN, "other"))
-    content = report.read_acceptance(recipe.eval_out / "acceptance.json")
+    content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")
     opening = re.sub(r"\s+", " ", Page(page_of(recipe)).text).partition("Result Contender")[0]
     for sentence in html_report.verdict(Standing.of(content)):
         assert sentence in opening
@@ -680,7 +680,7 @@ def test_the_downloads_hold_the_numbers(tmp_path: Path) -> None:
     evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=names)
     links = re.findall(r'download="([^"]+)" href="data:([^;]+);base64,([^"]+)"', page_of(recipe))
     files = {name: base64.b64decode(content).decode() for name, _, content in links}
-    content = report.read_acceptance(recipe.eval_out / "acceptance.json")
+    content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")
     assert json.loads(files["acceptance.json"]) == content
     rows = {row["contender"]: row for row in csv.DictReader(io.StringIO(files["contenders.csv"], newline=""))}
     assert list(rows) == [PLAIN, *names]
@@ -699,7 +699,7 @@ def test_plain_decoding_has_no_draft_in_the_times(tmp_path: Path) -> None:
     """Even where the file comes from a version that charged the loop's own work to it."""
     recipe = make_recipe(tmp_path)
     evaluate(recipe, [("a", None, str(i), 1) for i in range(3)])
-    shares = report.read_acceptance(recipe.eval_out / "acceptance.json")["contenders"][PLAIN]["time_share"]
+    shares = report_files.read_acceptance(recipe.eval_out / "acceptance.json")["contenders"][PLAIN]["time_share"]
     assert shares == {"draft": 0.3, "verify": 0.6, "other": 0.1}
     said = re.findall(r'aria-label="Where the time of a token goes. ([^"]*)"', page_of(recipe))[0]
     of_plain, of_main = said.split("; ")
