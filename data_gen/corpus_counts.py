@@ -38,9 +38,9 @@ from draftsmith.data_gen.training_rows import is_regenerated, turns_of_messages
 from draftsmith.models.chat import RenderError, as_text, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import CorpusCounts, read_tensors, write_tensors
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import parse_json
 from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.prompt_records import to_conversation
-from draftsmith.recipes.prompt_sources import parse_json
 from draftsmith.recipes.rejects import Rejects, is_unicode
 from draftsmith.recipes.schema import TargetSection
 
@@ -278,7 +278,7 @@ class Progress:
             return fresh
         try:
             tensors, metadata = read_tensors(path, "counts of a corpus")
-            state = json.loads(metadata["progress"])
+            state = parse_json(metadata["progress"])
             was = state.pop("identity")
             if changed := sorted(key for key in {*was, *identity} if was.get(key) != identity.get(key)):
                 fresh.found = f"counted anew: its {' and '.join(changed)} changed"

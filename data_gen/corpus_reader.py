@@ -25,8 +25,9 @@ from typing import IO, Any, NamedTuple
 
 from draftsmith.data_gen.gzip_reader import GzipReader
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import parse_json
 from draftsmith.recipes.prompt_records import COLUMNS, LIST_COLUMNS, json_type
-from draftsmith.recipes.prompt_sources import check_source, hub_parts, parse_json, plain_row, rows_of_batch
+from draftsmith.recipes.prompt_sources import check_source, hub_parts, plain_row, rows_of_batch
 from draftsmith.recipes.schema import RankingSource
 
 ANSWERS = "answers"

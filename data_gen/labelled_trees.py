@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.data_gen.shards import MANIFEST, Kind, shard_name, write_whole
 from draftsmith.models.c2t import DEPTH_CONVENTION
 from draftsmith.models.checkpoint import file_digest
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, short
 
 KIND = Kind("labelled_trees", script="data_gen/label_trees.py", verb="label")
 ROW_BYTES = 4 + 4 + 2 + 1
@@ -167,12 +167,12 @@ def _damage(words: dict[str, Any]) -> str | None:
     for number, shard in enumerate(shards):
         name = shard.get("file")
         if name != shard_name(number):
-            return f"shard {number} names the file {name!r}, not {shard_name(number)!r}"
+            return f"shard {number} names the file {short(name)}, not {shard_name(number)!r}"
         if type(shard.get("sha256")) is not str:
             return f"{name} has no sha256"
         for count in COUNTS:
             if type(shard.get(count)) is not int or shard[count] < 0:
-                return f"{name}: {count}: {shard.get(count)!r} must be a whole number, 0 or more"
+                return f"{name}: {count}: {short(shard.get(count))} must be a whole number, 0 or more"
         if not shard["accepted"] <= shard["rows"]:
             return f"{name}: {shard['accepted']:,} of {shard['rows']:,} rows are accepted"
     return None

@@ -268,7 +268,7 @@ def print_plan(
     recipe: Recipe, contender: Contender, recording: Recording, answers: Sequence[RecordedAnswer], manifest: Manifest
 ) -> None:
     section = recipe.labels
-    nodes, tokens = nodes_of(section), tokens_of(answers)
+    nodes, tokens = section.nodes, tokens_of(answers)
     most = nodes * (tokens - len(answers))  # a tree for every token but the first
     if section.max_rows is not None:
         most = min(most, section.max_rows + nodes * max(len(answer.tokens) for answer in answers))
@@ -282,11 +282,6 @@ def print_plan(
     )
     print("time         unknown until the first answers are labelled; the progress bar then shows what is left")
     print(f"writes       {recipe.labelled_trees_dir}")
-
-
-def nodes_of(section: LabelSection) -> int:
-    """Below a root; fewer where the draft vocabulary has fewer than top_k tokens."""
-    return section.top_k + (section.draft_calls - 1) * section.top_k**2
 
 
 def in_words(manifest: Manifest) -> str:
@@ -426,7 +421,7 @@ def label(
     """
     device = drafting.vocab.target_ids.device
     verifier = LabellingVerifier(answers, states_PF, positions, device, section.entropy_over)
-    policy = Eagle2(1 + nodes_of(section), section.draft_calls, section.top_k, watch=verifier.watch)
+    policy = Eagle2(1 + section.nodes, section.draft_calls, section.top_k, watch=verifier.watch)
     prompts, budgets = [answer.prompt for answer in answers], [len(answer.tokens) for answer in answers]
     run_rounds(verifier, PolicyProposer(drafting, policy), prompts, (), budgets)
     drafting.reset(0)

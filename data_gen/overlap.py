@@ -23,6 +23,7 @@ from typing import Any
 from draftsmith.data_gen.training_rows import LeaveOut, is_regenerated
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import parse_json
 from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.prompt_records import Conversation, to_conversation
 from draftsmith.recipes.prompt_sources import records
@@ -263,7 +264,7 @@ class Check:
         lines = []
         try:
             held = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-            lines += [line for line in held if line and json.loads(line)["source"] not in self.checked]
+            lines += [line for line in held if line and parse_json(line)["source"] not in self.checked]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: not a list of contaminated conversations; move it away") from None
         for finding in self.findings:

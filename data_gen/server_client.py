@@ -19,6 +19,7 @@ import httpx
 
 from draftsmith.data_gen.server_answers import BadAnswer, Refused, error_text, short
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import parse_json
 
 CONNECT_SECONDS = 10.0
 # What a reply may have: for itself, and for each token of prompt and answer (id, text, logprobs, a stream's frame).
@@ -89,8 +90,8 @@ class Client:
                 await self._check_status(url, reply)
                 content = await _whole(reply, REPLY_BYTES)
             found: dict[str, int | None] = {"\n": None}
-            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                found = {str(item["id"]): item.get("max_model_len") for item in json.loads(content)["data"]}
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                found = {str(item["id"]): item.get("max_model_len") for item in parse_json(content)["data"]}
             if all(name.isprintable() for name in found):
                 return found
             raise UserError(
@@ -139,8 +140,6 @@ class Client:
                 raise Failed(f"cannot be reached: {short(str(error)) or 'no connection in time'}", True) from None
             except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
                 raise Failed(f"the connection broke: {short(str(error)) or type(error).__name__}") from None
-            except RecursionError:
-                raise BadAnswer("the reply is nested too deeply") from None
         except UserError as error:
             raise UserError([self.fit(problem) for problem in error.problems]) from None
         except (Failed, BadAnswer, Refused) as error:
@@ -250,15 +249,15 @@ async def _lines(reply: httpx.Response, most: int) -> AsyncGenerator[bytes, None
 
 def _parsed(data: bytes) -> Any:
     try:
-        return json.loads(data)
-    except ValueError:
-        raise BadAnswer(f"the reply is no JSON: {_text_of(data) or 'an HTML page'}") from None
+        return parse_json(data)
+    except ValueError as error:
+        raise BadAnswer(f"the reply is no JSON ({error}): {_text_of(data) or 'an HTML page'}") from None
 
 
 def _error_of(content: bytes) -> str:
     try:
-        return error_text(json.loads(content))
-    except (ValueError, RecursionError):
+        return error_text(parse_json(content))
+    except ValueError:
         return _text_of(content)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from draftsmith.models.checkpoint import sync_to_disk
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import parse_json
 
 MANIFEST = "manifest.json"
 
@@ -67,13 +68,13 @@ class Kind:
         """
         path = directory / MANIFEST
         try:
-            words = json.loads(path.read_text(encoding="utf-8"))
+            words = parse_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         except ValueError as error:
-            raise UserError(f"{path}: not JSON: {error}; delete the folder and {self.verb} again") from None
+            raise UserError(f"{path}: {error}; delete the folder and {self.verb} again") from None
         if not isinstance(words, dict) or words.get("kind") != self.name:
             what = self.name.replace("_", " ")
             raise UserError(f"{path}: not a manifest of {what} (kind: {self.name}); {self.script} writes one")

@@ -46,7 +46,7 @@ from safetensors.torch import save_file
 from draftsmith.data_gen.shards import Kind, shard_name, write_whole
 from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.models.checkpoint import differences, file_digest
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, short
 
 KIND = Kind("hidden_states", script="data_gen/capture.py", verb="capture")
 KEY_BYTES = 16
@@ -281,6 +281,7 @@ class Manifest:
 
     @classmethod
     def _of(cls, words: dict[str, Any]) -> "Manifest":
+        _check_numbers("manifest", words, ("of_shards",))
         shards: dict[int, dict[str, Any]] = {}
         for shard in words["shards"]:
             number = int(shard["file"].removeprefix("shard-").removesuffix(".safetensors"))
@@ -294,14 +295,17 @@ class Manifest:
                 raise ValueError(f"{name!r} is no file of it")
         made_of = words["made_of"]
         if not {"target", "dtype", "capture_layers", "rows"} <= made_of.keys() or made_of["dtype"] not in ENCODINGS:
-            raise ValueError(f"made_of is {made_of!r}")
+            raise ValueError(f"made_of is {short(made_of)}")
+        layers = made_of["capture_layers"]
+        if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+            raise ValueError(f"capture_layers are {short(layers)}, not a list of whole numbers")
         return cls(made_of, words["of_shards"], words["target_files"], shards)
 
 
 def _check_numbers(name: str, said: dict[str, Any], keys: Sequence[str]) -> None:
     for key in keys:
         if type(said[key]) is not int or said[key] < 0:
-            raise ValueError(f"{name}: {key}: {said[key]!r} must be a whole number, 0 or more")
+            raise ValueError(f"{name}: {key}: {short(said[key])} must be a whole number, 0 or more")
 
 
 def unlike(manifest: Manifest, wanted: dict[str, Any]) -> list[str]:

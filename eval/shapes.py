@@ -3,11 +3,12 @@
 Only what is shown is checked, and strictly: a number given as text is no number. Other keys pass.
 """
 
-import json
 import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, model_validator
+
+from draftsmith.recipes.json_text import parse_json
 
 # What must not stand on a page: controls, lone surrogates, non-characters, and what turns the direction of text around.
 FORBIDDEN = re.compile(
@@ -31,16 +32,10 @@ def clean(value: Any) -> Any:
 
 def load(text: bytes, tidy: bool = False) -> dict[str, Any]:
     """The JSON object in `text`, its texts `clean` if `tidy`. Raises ValueError where there is none."""
-    try:
-        content = json.loads(text.decode("utf-8"))
-        content = clean(content) if tidy else content
-    except RecursionError:
-        raise ValueError("not JSON that can be read: nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from None
+    content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
-    return content
+    return clean(content) if tidy else content
 
 
 def check(content: dict[str, Any], shape: type["Shape"]) -> None:

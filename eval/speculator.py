@@ -2,21 +2,27 @@
 
     from draftsmith.eval.speculator import Speculator
     from draftsmith.models.sampling import Sampling
+    from draftsmith.recipes.schema import TargetSection
 
-    speculator = Speculator.load("recipes/demo_target", "runs/demo/drafter")
+    target = TargetSection(model="recipes/demo_target", dtype="float32")
+    speculator = Speculator.load(target, "runs/demo/drafter")
     answer = speculator.answer("Write the function `dedent(text)` of `textwrap`.", max_new_tokens=200)
     print(answer.text)
     print(answer.tau)                              # tokens per verification, the bonus token included
-    answer = speculator.answer(
-        [{"role": "user", "content": "Write a haiku."}], sampling=Sampling(temperature=0.7, top_p=0.9), seed=1
-    )
+    question = [{"role": "user", "content": "Write a haiku."}]
+    answer = speculator.answer(question, 200, Sampling(temperature=0.7, top_p=0.9), seed=1)
 
-Every answer is the target's own: greedy ones token for token in float32, sampled ones in law (`eval.decode`).
+In float32 a greedy answer is the target's own, token for token, and a sampled one has the target's law (`eval.decode`).
+In bfloat16 and float16 the law is that of the rounded logits, and a forward over a tree may round differently from one
+over a single token: near ties may turn. A target given by its name alone has its checkpoint's precision, which is often
+bfloat16; `Speculator.token_identical` says which promise holds.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from draftsmith.eval.contenders import Contender, Lineup, check_drafter, check_size
 from draftsmith.eval.decode import Generation, decode
@@ -54,7 +60,8 @@ class Speculator:
         """Loads both.
 
         Args:
-            target: a hub id or a directory, or the section of a recipe that says more (dtype, device, template).
+            target: a hub id or a directory, loaded in its checkpoint's precision; or a recipe's section, which can ask
+                for another (dtype="float32"), a device or a chat template.
             drafter: a directory that training wrote.
 
         Raises:
@@ -63,6 +70,12 @@ class Speculator:
         section = TargetSection(model=target) if isinstance(target, str) else target
         check_drafter(section, Path(drafter))
         return cls(Lineup(section), Path(drafter))
+
+    @property
+    def token_identical(self) -> bool:
+        """Whether greedy answers are plain decoding's, token for token. Coarser precisions than float32 round drafted
+        tokens, which are verified together, in another way than single ones."""
+        return self.target.dtype in (torch.float32, torch.float64)
 
     def proposer(
         self, tree: TreeSection, sampling: Sampling = GREEDY, token_counts: str | Path | None = None

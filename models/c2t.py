@@ -38,9 +38,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from draftsmith.models.checkpoint import FILES, file_digest, replaced, written
+from draftsmith.models.checkpoint import FILES, LARGEST, file_digest, replaced, written
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.json_text import parse_json
 from draftsmith.recipes.schema import TargetSection
 
 KIND = "c2t"
@@ -167,7 +168,7 @@ def read_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
     """
     path = written(Path(directory)) / "config.json"
     try:
-        words = json.loads(path.read_text(encoding="utf-8"))
+        words = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(
             f"{directory}: no C2T classifier here (config.json is missing); train/c2t.py writes one"
@@ -175,26 +176,28 @@ def read_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from None
+        raise UserError(f"{path}: {error}") from None
     if not isinstance(words, dict) or words.get("kind") != KIND:
         raise UserError(f"{path}: not a C2T classifier (kind: {KIND})")
     convention = words.get("depth_convention")
     if convention != DEPTH_CONVENTION:
         raise UserError(
-            f"{path}: depth_convention is {convention!r}, understood is {DEPTH_CONVENTION!r}: the classifier would "
-            "read wrong depths"
+            f"{path}: depth_convention is {short(convention)}, understood is {DEPTH_CONVENTION!r}: the classifier "
+            "would read wrong depths"
         )
     problems = [
-        f"{path}: {key}: {words.get(key)!r} must be a whole number above 0"
+        f"{path}: {key}: {short(words.get(key))} must be a whole number from 1 to {LARGEST:,}"
         for key in ("hidden", "entropy_over")
-        if type(words.get(key)) is not int or words[key] < 1
+        if type(words.get(key)) is not int or not 1 <= words[key] <= LARGEST
     ]
     ratio = words.get("negative_ratio")
-    if ratio is not None and (type(ratio) not in (int, float) or not ratio > 0):
-        problems.append(f"{path}: negative_ratio: {ratio!r} must be a number above 0, or null")
+    if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio <= LARGEST):
+        problems.append(
+            f"{path}: negative_ratio: {short(ratio)} must be a number above 0 and up to {LARGEST:,}, or null"
+        )
     drafter = words.get("drafter", {})
     if not isinstance(drafter, dict):
-        problems.append(f"{path}: drafter: {drafter!r} must be an object")
+        problems.append(f"{path}: drafter: {short(drafter)} must be an object")
     if problems:
         raise UserError(problems)
     return C2tConfig(words["hidden"], words["entropy_over"], ratio, drafter), words.get("weights_sha256")
@@ -233,7 +236,7 @@ def drafter_words(
         assert directory is not None
         weights = written(directory) / "model.safetensors"
         try:
-            kind = json.loads((written(directory) / "config.json").read_text(encoding="utf-8"))["kind"]
+            kind = parse_json((written(directory) / "config.json").read_bytes())["kind"]
             status = weights.stat()
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{directory}: no drafter here that could be read: {error}") from None
@@ -311,4 +314,4 @@ def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
 
 
 def _short(word: Any) -> str:
-    return repr(word[:16] if isinstance(word, str) and len(word) == 64 else word)
+    return short(word[:16] if isinstance(word, str) and len(word) == 64 else word)

@@ -13,6 +13,7 @@ folder, notes or another folder, is moved into the new one.
 
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
@@ -28,13 +29,16 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from transformers.activations import ACT2FN
 
-from draftsmith.models.chat import FINGERPRINT_COVERS
-from draftsmith.models.drafters import build_drafter, config_class, known_kinds, words_of_kind
+from draftsmith.models.chat import FINGERPRINT_COVERS, first_line
+from draftsmith.models.drafters import build_drafter, config_class, known_kinds, tensor_shapes, words_of_kind
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
+from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.json_text import parse_json
 
 
 def config_identity(config: Any, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:
@@ -118,6 +122,7 @@ def save_drafter(
         (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
 
 
+LARGEST = 2**31 - 1  # of a config.json's numbers; what the weights say of them is stricter (`read_vocab`)
 FILES = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json")
 
 
@@ -195,44 +200,64 @@ def read_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]:
     """
     directory = written(directory)
     try:
-        config = json.loads((directory / "config.json").read_text())
+        config = parse_json((directory / "config.json").read_bytes())
     except FileNotFoundError:
         raise UserError(
             f"{directory}: no drafter here (config.json is missing); the scripts in train/ write one"
         ) from None
     except NotADirectoryError:
         raise UserError(f"{directory}: a file; name the folder that holds a drafter's config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{directory / 'config.json'}: not JSON: {error}") from None
-    shape = config_class(config.get("kind"), config.get("base")) if isinstance(config, dict) else None
-    if shape is None or not {"drafter", "target"} <= config.keys():
+    except ValueError as error:
+        raise UserError(f"{directory / 'config.json'}: {error}") from None
+    kind = config_class(config.get("kind"), config.get("base")) if isinstance(config, dict) else None
+    if kind is None or not {"drafter", "target"} <= config.keys():
         raise UserError(f"{directory / 'config.json'}: not a drafter of a kind known here ({known_kinds()})")
+    words, trained_for = config["drafter"], config["target"]
     try:
-        trained_for = dict(config["target"])
-        return _checked(shape.from_dict(config["drafter"]), trained_for), trained_for
+        if not isinstance(words, dict) or not isinstance(trained_for, dict):
+            raise ValueError("drafter and target must be objects")
+        _check_values(kind, words)
+        shape = kind.from_dict(words)
+        _check_shape(shape, trained_for)
     except (TypeError, ValueError, KeyError, UserError) as error:
         raise UserError(f"{directory / 'config.json'}: damaged: {error}") from error
+    return shape, trained_for
 
 
-def _checked(shape: DrafterConfig, trained_for: dict[str, Any]) -> DrafterConfig:
-    """Raises ValueError where no drafter can be made of the numbers."""
-    if not all(type(layer) is int and layer >= 0 for layer in shape.capture_layers):
-        raise ValueError(f"capture_layers are {list(shape.capture_layers)}, not whole numbers")
-    for each in fields(shape):
-        value = getattr(shape, each.name)
-        if each.type is int and (type(value) is not int or value < 1):
-            raise ValueError(f"{each.name} is {value!r}, not a whole number above 0")
-        if each.type is bool and type(value) is not bool:
-            raise ValueError(f"{each.name} is {value!r}, neither true nor false")
+def _check_values(kind: type[DrafterConfig], words: dict[str, Any]) -> None:
+    """Raises ValueError for all values that are no values of their field, whatever the weights are."""
+    wrong = []
+    for each in fields(kind):
+        if each.name not in words:
+            continue  # it has a default, or `from_dict` says that it is missing
+        value = words[each.name]
+        if each.type is int and not (type(value) is int and 1 <= value <= LARGEST):
+            wrong.append(f"{each.name} is {short(value)}, not a whole number from 1 to {LARGEST:,}")
+        elif each.type is float and not (type(value) in (int, float) and 0 < value <= LARGEST):
+            wrong.append(f"{each.name} is {short(value)}, not a number above 0 and up to {LARGEST:,}")
+        elif each.type is bool and type(value) is not bool:
+            wrong.append(f"{each.name} is {short(value)}, neither true nor false")
+    layers = words.get("capture_layers", [])
+    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer <= LARGEST for layer in layers):
+        wrong.append(f"capture_layers are {short(layers)}, not a list of whole numbers")
+    activation = words.get("hidden_act", "silu")
+    if not isinstance(activation, str) or activation not in ACT2FN:
+        wrong.append(f"hidden_act is {short(activation)}, not the name of an activation of transformers")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def _check_shape(shape: DrafterConfig, trained_for: dict[str, Any]) -> None:
+    """Raises ValueError where values that are each possible make no drafter together."""
     if not shape.own_head:
         last = trained_for.get("num_layers")
         if shape.capture_layers != (last,):
             raise ValueError(
-                f"capture_layers are {list(shape.capture_layers)}; EAGLE-1 reads the target's last, {last}"
+                f"capture_layers are {short(list(shape.capture_layers))}; EAGLE-1 reads the target's last, "
+                f"{short(last)}"
             )
         if shape.draft_vocab_size != shape.vocab_size:
             raise ValueError("draft_vocab_size is not vocab_size, but the head is the target's")
-    return shape
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -252,36 +277,91 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
     A model's name may change (it may be moved or copied): what it is decides, not what it is called.
     """
     different = [
-        f"{key}: the drafter was trained for {trained_for.get(key)!r}, this target has {here[key]!r}"
+        f"{key}: the drafter was trained for {short(trained_for.get(key))}, this target has {here[key]!r}"
         for key in here
         if key not in ("model", "revision") and trained_for.get(key) != here[key]
     ]
     if different:
         raise UserError(
-            f"{directory}: a drafter for another target ({trained_for.get('model')}, not {here['model']}): "
+            f"{directory}: a drafter for another target ({short(trained_for.get('model'))}, not {here['model']!r}): "
             + "; ".join(different)
             + f" (a fingerprint covers {FINGERPRINT_COVERS})" * ("tokenizer_fingerprint: " in "".join(different))
         )
 
 
 def read_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
-    """The drafter's vocabulary. Of model.safetensors the header and d2t and t2d are read, no weights: a file that is
-    cut short is told by its length.
+    """The drafter's vocabulary, from model.safetensors, whose tensors must have the names and shapes that `shape` asks
+    for. The header, d2t and t2d are read, no weights: the header also tells whether the file is cut short.
 
     Raises:
-        UserError: no such file, a damaged one, or another vocabulary than `shape` says.
+        UserError: no such file, a damaged one, another vocabulary than `shape` says, or other tensors: some are
+            missing, too many or of another shape.
     """
     path = written(directory) / "model.safetensors"
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in {"d2t", "t2d"} & set(file.keys())}
+            found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name) for name in {"d2t", "t2d"} & found.keys()}
             said = file.metadata() or {}
     except FileNotFoundError:
         raise UserError(f"{directory}: model.safetensors is missing; copy the whole folder, or train again") from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: damaged or cut short: {error}; copy it again, or train again") from None
     _check_words(directory, said, shape)
-    return _vocab_of(directory, tensors, shape)
+    vocab = _vocab_of(directory, tensors, shape)
+    _check_tensors(directory, found, shape, vocab)
+    return vocab
+
+
+def _check_tensors(directory: Path, found: dict[str, list[int]], shape: DrafterConfig, vocab: DraftVocab) -> None:
+    """Refuses weights whose names and shapes are not those of such a drafter.
+
+    Raises:
+        UserError: the rotary parameters make no table, or some tensors are missing, too many or of another shape.
+    """
+    mend = "copy the whole folder again, or train again"
+    # On the meta device, too, a million layers take minutes to make and some sizes overflow: so numbers come first.
+    widest = max((size for sizes in found.values() if 0 not in sizes for size in sizes), default=0)
+    described = max(
+        shape.hidden_size * max(2, len(shape.capture_layers)),
+        shape.intermediate_size,
+        max(shape.num_attention_heads, shape.num_key_value_heads) * shape.head_dim,
+    )
+    if shape.cached_layers > len(found) or described > widest:
+        raise UserError(
+            f"{directory}: config.json describes {shape.cached_layers:,} layers, up to {described:,} wide; "
+            f"model.safetensors has {len(found):,} tensors, up to {widest:,} wide; {mend}"
+        )
+    _check_rotary(directory, shape)
+    wanted = tensor_shapes(shape, vocab)
+    problems = [f"{name} is missing" for name in wanted.keys() - found.keys()]
+    problems += [f"{name} has no place" for name in found.keys() - wanted.keys()]
+    problems += [
+        f"{name} is {found[name]}, not {wanted[name]}"
+        for name in wanted.keys() & found.keys()
+        if found[name] != wanted[name]
+    ]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"{directory}: tensors do not fit config.json, which describes {words_of_kind(shape)}: "
+            f"{'; '.join(sorted(problems)[:3])}{more}; {mend}"
+        )
+
+
+def _check_rotary(directory: Path, shape: DrafterConfig) -> None:
+    """Raises UserError where the rotary parameters make no table of finite numbers."""
+    try:
+        if not isinstance(shape.rope_parameters, dict):
+            raise ValueError("not an object")
+        table = rotary(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
+        if not table.inv_freq.isfinite().all() or not math.isfinite(table.attention_scaling):
+            raise ValueError("the frequencies are not finite")
+    except Exception as error:  # transformers raises whatever its arithmetic and its lookups raise
+        raise UserError(
+            f"{directory / 'config.json'}: damaged: rope_parameters are {short(shape.rope_parameters)}: "
+            f"{first_line(error)[:200]}"
+        ) from error
 
 
 def _check_words(directory: Path, said: dict[str, str], shape: DrafterConfig) -> None:
@@ -294,12 +374,12 @@ def _check_words(directory: Path, said: dict[str, str], shape: DrafterConfig) ->
     if "config" not in said:
         return
     try:
-        written = dict(json.loads(said["config"]))
+        written = dict(parse_json(said["config"]))
     except (TypeError, ValueError) as error:
         raise UserError(f"{directory}: model.safetensors: damaged metadata: {error}") from None
     here = json.loads(json.dumps(_words(shape)))
     if different := [
-        f"{key} is {here.get(key)!r}, the weights were written with {value!r}"
+        f"{key} is {short(here.get(key))}, the weights were written with {short(value)}"
         for key, value in written.items()
         if here.get(key) != value
     ]:
@@ -335,7 +415,6 @@ def load_drafter(
     """
     shape, trained_for = read_config(directory)
     check_identity(directory, trained_for, identity)
-    tensors = read_tensors(directory)
     given = tuple(target.capture_layers if capture is None else capture)
     if shape.capture_layers != given:
         raise UserError(
@@ -344,36 +423,13 @@ def load_drafter(
         )
     vocab = read_vocab(directory, shape)
     drafter = build_drafter(shape, vocab, target.embedding_table, target.frozen_head)
-    fill(directory, drafter, tensors)
+    drafter.load_state_dict(read_tensors(directory))
     return drafter.to(target.device).eval().requires_grad_(False)
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Everything in model.safetensors."""
+    """Everything in model.safetensors; `read_vocab` has compared it with config.json."""
     try:
         return load_file(written(directory) / "model.safetensors")
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{directory}: damaged drafter checkpoint: {error}") from error
-
-
-def fill(directory: Path, drafter: FeatureDrafter, tensors: dict[str, torch.Tensor]) -> None:
-    """Loads tensors that are the drafter's, all of them.
-
-    Raises:
-        UserError: some are missing, too many or of another shape: the config describes another layout.
-    """
-    wanted = drafter.state_dict()
-    problems = [f"{name} is missing" for name in wanted.keys() - tensors.keys()]
-    problems += [f"{name} has no place" for name in tensors.keys() - wanted.keys()]
-    problems += [
-        f"{name} is {list(tensors[name].shape)}, not {list(wanted[name].shape)}"
-        for name in wanted.keys() & tensors.keys()
-        if tensors[name].shape != wanted[name].shape
-    ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise UserError(
-            f"{directory}: tensors do not fit config.json, which describes {words_of_kind(drafter.config)}: "
-            f"{'; '.join(sorted(problems)[:3])}{more}; copy the whole folder again, or train again"
-        )
-    drafter.load_state_dict(tensors)

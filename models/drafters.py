@@ -58,8 +58,13 @@ def trainable_parameters(config: DrafterConfig) -> int:
     return sum(p.numel() for p in _on_meta(config).parameters())
 
 
-def _on_meta(config: DrafterConfig) -> FeatureDrafter:
-    vocab = DraftVocab(torch.arange(config.draft_vocab_size), config.vocab_size)
+def tensor_shapes(config: DrafterConfig, vocab: DraftVocab) -> dict[str, list[int]]:
+    """Names and shapes of the tensors of a checkpoint, without making any."""
+    return {name: list(tensor.shape) for name, tensor in _on_meta(config, vocab).state_dict().items()}
+
+
+def _on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> FeatureDrafter:
+    vocab = vocab or DraftVocab(torch.arange(config.draft_vocab_size), config.vocab_size)
     with torch.device("meta"):
         table = torch.empty(config.vocab_size, config.hidden_size)
         return build_drafter(config, vocab, table, FrozenHead(table, None, lambda logits: logits))

@@ -35,7 +35,7 @@ from draftsmith.models.families import AttentionKinds, scaled_logits, tried_atte
 from draftsmith.models.families import _shortened_window as shortened_window
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.key_values import KeyValues, Kind
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import TargetSection
 
@@ -123,7 +123,7 @@ def checked_capture_layers(layers: Sequence[int] | None, num_layers: int, final:
         return default_capture_layers(num_layers)
     if list(layers) != sorted(set(layers)) or not layers or layers[0] < 0 or layers[-1] >= num_layers + final:
         raise UserError(
-            f"drafter.capture_layers: {list(layers)} must be ascending and distinct, "
+            f"drafter.capture_layers: {short(list(layers))} must be ascending and distinct, "
             f"between 0 and {num_layers - 1} for this target of {num_layers} layers"
         )
     return tuple(layers)

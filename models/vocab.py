@@ -29,6 +29,7 @@ from safetensors.torch import save
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import parse_json
 
 # What the counts of a blend add up to, nearly: float64 holds them, and frequencies that differ by 1e-15 differ in them.
 BLEND_SCALE = 1 << 53
@@ -112,6 +113,11 @@ class DraftVocab:
         Raises:
             UserError: the two do not describe one mapping; both sides are printed.
         """
+        for name, tensor in (("d2t", d2t), ("t2d", t2d)):
+            if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
+                raise UserError(
+                    f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, not a vector of whole numbers"
+                )
         size, marked = len(d2t), int(t2d.sum())
         target_ids = d2t.long() + torch.arange(size, device=d2t.device)
         if size == 0 or size != marked:
@@ -453,7 +459,7 @@ def _what_is_wrong(counts: torch.Tensor, metadata: Mapping[str, str]) -> str | N
         return "no token was counted"
     for key in ("stop_ids", "template_ids"):
         try:
-            ids = json.loads(metadata.get(key, "[]"))
+            ids = parse_json(metadata.get(key, "[]"))
         except ValueError:
             ids = None
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):

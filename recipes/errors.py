@@ -1,6 +1,7 @@
 """The one exception for mistakes that a user can mend: shown without a traceback, exit code 2."""
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class UserError(Exception):
@@ -12,3 +13,9 @@ class UserError(Exception):
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+def short(value: Any, most: int = 200) -> str:
+    """`value` as a message shows it: its repr, cut after `most` characters."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -38,11 +38,21 @@ EXPECTED = {
     "greater_than": "a number above {gt}",
     "greater_than_equal": "at least {ge}",
     "less_than": "a number below {lt}",
-    "less_than_equal": "at most {le}",
+    "less_than_equal": "at most {le:,}",
 }
 """pydantic's error types in words; the braces are filled from the error's context."""
 
 PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+MERGE_TAG = "tag:yaml.org,2002:merge"  # of the key in `<<: *defaults`
+TEXT_TAG = "tag:yaml.org,2002:str"
+
+# Far beyond any recipe, and read in a second. Few characters can stand for endlessly many values: an alias repeats
+# what it names, and aliases may name lists of aliases.
+MOST_CHARACTERS = 60_000
+MOST_VALUES = 10_000
+MOST_LEVELS = 20
+MOST_DIGITS = 400
+MOST_PROBLEMS = 50
 
 
 @dataclass
@@ -70,7 +80,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         _apply_override(source, override)
     recipe = _validate(source)
-    source.problems += _missing_files(source)
+    try:
+        source.problems += _missing_files(source)
+    except OSError as error:  # a name that no system takes as a path
+        source.problems.append(f"{path}: {_cut(str(error.filename))}: {error.strerror}")
+    if len(source.problems) > MOST_PROBLEMS:
+        raise UserError([*source.problems[:MOST_PROBLEMS], f"{path}: and more problems; mend these first"])
     if source.problems or recipe is None:
         raise UserError(source.problems)
     return recipe
@@ -86,11 +101,14 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def _read_file(path: Path) -> _Source:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
+    if len(text) > MOST_CHARACTERS:
+        raise UserError(f"{path}: too long for a recipe, which has at most {MOST_CHARACTERS:,} characters")
     source = _Source(places={(): str(path)})
     try:
         values = _read_yaml(source, text, (), lambda line: f"{path}:{line}")
@@ -103,47 +121,79 @@ def _read_file(path: Path) -> _Source:
     return source
 
 
+class _Loader(yaml.SafeLoader):
+    """Stops at the bounds as it reads: PyYAML is recursive, and slow in lists of lists."""
+
+    nodes = levels = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.nodes, self.levels = self.nodes + 1, self.levels + 1
+        _check_size(self.nodes, self.levels, self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.levels -= 1
+        return node
+
+
+def _check_size(values: int, levels: int, mark: yaml.Mark) -> None:
+    if values > MOST_VALUES:
+        raise _refused(mark, f"more than {MOST_VALUES:,} values, those that aliases repeat included")
+    if levels > MOST_LEVELS:
+        raise _refused(mark, f"nested too deeply: more than {MOST_LEVELS} levels")
+
+
+def _refused(mark: yaml.Mark, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
+
+
 def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int], str]) -> Any:
     """The value of YAML `text`, which stands at `path`; notes places, raw scalars and repeated keys in `source`."""
-    loader = yaml.SafeLoader(text)
-    checked: list[yaml.Node] = []  # an alias leads here again, and by then merge keys have been written out
+    loader = _Loader(text)
+    checked: set[yaml.Node] = set()  # an alias leads here again
+    count = 0
 
     def value_of(node: yaml.Node, path: KeyPath, key_line: int, above: tuple[yaml.Node, ...]) -> Any:
+        nonlocal count
+        count += 1
         source.places[path] = place(key_line)
-        if any(node is parent for parent in above):
-            raise yaml.constructor.ConstructorError(None, None, "an alias that contains itself", node.start_mark)
-        if not isinstance(node, yaml.ScalarNode) and node.tag not in PLAIN_TAGS:
-            raise yaml.constructor.ConstructorError(None, None, f"unknown tag {node.tag}", node.start_mark)
-        if isinstance(node, yaml.MappingNode):
-            seen: dict[str, int] = {}
-            for key_node, _ in node.value if not any(node is other for other in checked) else ():
-                line = key_node.start_mark.line + 1
-                if not isinstance(key_node, yaml.ScalarNode):
-                    source.problems.append(f"{place(line)}: a key must be a single word")
-                elif key_node.value in seen:
-                    name = _dotted((*path, key_node.value))
-                    first = place(seen[key_node.value])
-                    source.problems.append(f"{place(line)}: `{name}` is given twice, first at {first}")
-                else:
-                    seen[key_node.value] = line
-            checked.append(node)
-            loader.flatten_mapping(node)  # merge keys: `<<: *defaults`
-            values = {}
-            for key_node, value_node in node.value:
-                line = key_node.start_mark.line + 1
-                if not isinstance(key_node, yaml.ScalarNode):
-                    continue  # reported above
-                key = key_node.value
-                values[key] = value_of(value_node, (*path, key), line, (*above, node))
-            return values
+        if node in above:
+            raise _refused(node.start_mark, "an alias that contains itself")
+        _check_size(count, len(above) + 1, node.start_mark)
+        if isinstance(node, yaml.ScalarNode):
+            if node.tag != TEXT_TAG and len(node.value) > MOST_DIGITS:
+                raise _refused(node.start_mark, f"a value of {len(node.value):,} characters that is not text")
+            if node.style is None:
+                source.written[path] = node.value
+            return loader.construct_object(node)
+        if node.tag not in PLAIN_TAGS:
+            raise _refused(node.start_mark, f"unknown tag {node.tag}")
         if isinstance(node, yaml.SequenceNode):
             return [
                 value_of(item, (*path, index), item.start_mark.line + 1, (*above, node))
                 for index, item in enumerate(node.value)
             ]
-        if isinstance(node, yaml.ScalarNode) and node.style is None:
-            source.written[path] = node.value
-        return loader.construct_object(node)
+        merged: dict[str, Any] = {}
+        own: dict[str, tuple[yaml.Node, int]] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.tag == MERGE_TAG:
+                # Of several, the first says what a key is.
+                for each in reversed(value_node.value) if isinstance(value_node, yaml.SequenceNode) else (value_node,):
+                    if not isinstance(each, yaml.MappingNode):
+                        raise _refused(each.start_mark, "`<<` takes a section or a list of sections")
+                    merged |= value_of(each, path, key_line, (*above, node))
+            elif not isinstance(key_node, yaml.ScalarNode):
+                _note(node, f"{place(line)}: a key must be a single word")
+            else:
+                if key_node.value in own:
+                    name, first = _dotted((*path, key_node.value)), place(own[key_node.value][1])
+                    _note(node, f"{place(line)}: `{name}` is given twice, first at {first}")
+                own[key_node.value] = value_node, line
+        checked.add(node)
+        return merged | {key: value_of(value, (*path, key), line, (*above, node)) for key, (value, line) in own.items()}
+
+    def _note(node: yaml.Node, problem: str) -> None:
+        if node not in checked:
+            source.problems.append(problem)
 
     try:
         node = loader.get_single_node()
@@ -158,28 +208,31 @@ def _yaml_problem(error: yaml.YAMLError, where: str) -> str:
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
     line = f":{mark.line + 1}" if mark and not where.startswith("override") else ""
-    return f"{where}{line}: not valid YAML: {what}"
+    return f"{where}{line}: not valid YAML: {_cut(what)}"
 
 
 def _apply_override(source: _Source, override: str) -> None:
-    where = f"override '{override}'"
+    where = f"override '{_cut(override)}'"
     dotted, equals, text = override.partition("=")
     names = dotted.strip().split(".")
     if not equals or "" in names:
         source.problems.append(f"{where}: write key.path=value, for example train.max_steps=100")
+        return
+    if len(names) > MOST_LEVELS:
+        source.problems.append(f"{where}: nested too deeply: more than {MOST_LEVELS} levels")
         return
     # Sections on the way are made where the file has none; list items are named by their index: eval.also.0.name=x
     path: KeyPath = ()
     key: Any = None
     parent: Any = source.values
     for depth, name in enumerate(names):
-        if isinstance(parent, list) and name.isdecimal() and int(name) < len(parent):
+        if isinstance(parent, list) and name.isdecimal() and len(name) < 10 and int(name) < len(parent):
             key = int(name)
         elif isinstance(parent, dict):
             key = name
         else:
             what = f"a list of {len(parent)}" if isinstance(parent, list) else _given(parent)
-            source.problems.append(f"{where}: `{_dotted(path)}` is {what}, it has no `{name}`")
+            source.problems.append(f"{where}: `{_dotted(path)}` is {what}, it has no `{_cut(name)}`")
             return
         path = (*path, key)
         if depth < len(names) - 1:
@@ -253,7 +306,7 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
     unions: dict[KeyPath, list[str]] = {}
     given: dict[KeyPath, str] = {}
     problems: list[str | KeyPath] = []
-    for item in error.errors():
+    for item in error.errors()[: 4 * MOST_PROBLEMS]:  # a union has several for one place; suggestions take time
         kind, location = item["type"], item["loc"]
         if kind == "missing":
             problems.append(f"{source.place(location)}: `{_dotted(location)}` is missing{_meaning(location)}")
@@ -294,14 +347,19 @@ def _given(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int | float):
-        return f"the number {value}"
+        return _cut(f"the number {value}")
     if isinstance(value, str):
-        return f"the text '{value}'"
+        return f"the text '{_cut(value)}'"
     return {dict: "a section", list: "a list"}.get(type(value), f"the {type(value).__name__} {value}")
 
 
+def _cut(text: str) -> str:
+    """What a message quotes of a text that may be long."""
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 def _dotted(path: KeyPath) -> str:
-    return ".".join(str(key) for key in path)
+    return ".".join(_cut(str(key)) for key in path)
 
 
 def _section_at(path: KeyPath) -> type[BaseModel] | None:

@@ -16,7 +16,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.recipes.prompt_sources import parse_json
+from draftsmith.recipes.json_text import parse_json
 from draftsmith.recipes.rejects import is_unicode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -13,6 +13,7 @@ from typing import Any
 
 from draftsmith.recipes.benchmark_prompts import BENCHMARKS, benchmark_of, fetch, known_forms
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import check_depth, parse_json
 from draftsmith.recipes.rejects import Rejects, is_unicode
 from draftsmith.recipes.stdlib_prompts import SPLITS, stdlib_conversations
 
@@ -21,8 +22,6 @@ FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
 DELIMITERS = ",;\t"  # of .csv files: spreadsheets write ; in countries with a decimal comma
 CELL_CHARACTERS = 1 << 24  # bounds what an unclosed quote takes in; the csv module's own limit is 128 KiB
 HUB_FORMS = "hf:org/name, hf:org/name:split or hf:org/name:config:split"
-# Nobody's conversation is nested as deeply; writing and rendering values is recursive and must not run out of stack.
-MAX_DEPTH = 100
 
 
 def check_source(name: str) -> str | None:
@@ -126,32 +125,6 @@ def _is_array(path: str) -> bool:
     return not trial.total
 
 
-def parse_json(text: str) -> Any:
-    """The value that `text` holds. Raises ValueError, "kind: detail", for everything that cannot be used."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"malformed JSON: {error}") from None
-    _check_depth(value, text.count("[") + text.count("{"))
-    return value
-
-
-def _check_depth(value: Any, brackets: int) -> None:
-    """Raises ValueError beyond MAX_DEPTH; `brackets` in its text, if no more, say at once that it is not."""
-    level, depth = [value], 0
-    while level and brackets > MAX_DEPTH:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested too deeply: lists and objects more than {MAX_DEPTH} deep")
-        inner: list[Any] = []
-        for container in level:
-            if isinstance(container, dict):
-                inner += container.values()
-            elif isinstance(container, list):
-                inner += container
-        level = [entry for entry in inner if isinstance(entry, dict | list)]
-
-
 def json_lines(path: str | Path, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
     """(line number from 1, value) of a JSON-lines file. A byte-order mark may open any line: files get joined."""
     with open(path, "rb") as file:
@@ -220,7 +193,7 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
                 rejects.add(source, line, reason, text[position:])
                 return
             try:
-                _check_depth(record, text.count("[", position, end) + text.count("{", position, end))
+                check_depth(record, text.count("[", position, end) + text.count("{", position, end))
             except ValueError as error:
                 rejects.add(source, line, str(error), text[position:end])
             else:

@@ -18,6 +18,21 @@ class Section(BaseModel):
     )
 
 
+# Upper bounds lie far beyond any sensible use: they catch a slip of the hand before a plan, a drafter or a tree is made
+# of it.
+MOST_COUNTED = 1_000_000_000
+MOST_FLOAT = 1e38  # what float32 holds
+Count = Annotated[int, Field(ge=1, le=MOST_COUNTED)]  # of tokens, steps, rows, conversations
+CountOrZero = Annotated[int, Field(ge=0, le=MOST_COUNTED)]
+Size = Annotated[int, Field(ge=1, le=1_000_000)]  # of batches, vocabularies, matrices
+Beam = Annotated[int, Field(ge=1, le=1000)]
+Depth = Annotated[int, Field(ge=1, le=10_000)]  # of draft trees
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy takes no others
+Positive = Annotated[float, Field(gt=0, le=MOST_FLOAT)]
+PositiveOrZero = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
+Seconds = Annotated[float, Field(gt=0, le=1e9)]
+
+
 class ImpossibleSettings(ValueError):
     """Everything in a section that does not go together, so that the loader can tell it all at once.
 
@@ -53,38 +68,38 @@ class GeneratorSection(Section):
     kind: Literal["transformers", "openai"] = "transformers"
     """Who writes the answers: the target in this process, or OpenAI-compatible servers that serve it and whose
     /v1/completions takes token ids (docs/regeneration.md)."""
-    batch_size: int = Field(default=32, ge=1)
+    batch_size: Size = 32
     """Conversations decoded side by side in this process."""
     drafter: str | None = None
     """A drafter of this target, trained before: it drafts while the target writes, whose answers they stay (greedy ones
     token for token in float32, sampled ones in law). Of kind transformers."""
-    draft_tokens: int = Field(default=3, ge=1)
+    draft_tokens: Size = 3
     """Tokens that `drafter` proposes for each of the target's passes."""
     base_urls: list[str] = []
     """Servers of kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
     """The name under which the servers serve the target. None: what `/v1/models` lists, where that is one."""
-    concurrency: int = Field(default=64, ge=1)
+    concurrency: Size = 64
     """Requests under way at a time, over all servers."""
     stream: bool = False
     """Receive answers token by token: progress moves while they are written, and a dead server is noticed sooner."""
-    timeout_seconds: float = Field(default=600.0, gt=0)
+    timeout_seconds: Seconds = 600.0
     """Longest wait for a whole answer before it is asked for again; with `stream`, for its next token."""
-    max_retries: int = Field(default=8, ge=0)
+    max_retries: CountOrZero = 8
     """Further tries of one request, with growing pauses, before its conversation is given up for this run."""
-    give_up_seconds: float = Field(default=900.0, gt=0)
+    give_up_seconds: Seconds = 900.0
     """How long all servers may fail before the run stops. What is written stays, and another run goes on."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key. The key itself is never written anywhere."""
-    max_new_tokens: int = Field(default=512, ge=1)
+    max_new_tokens: Count = 512
     """Tokens of one assistant turn, its stop token included; a turn cut here is kept with finish_reason `length`."""
-    temperature: float | None = Field(default=None, ge=0)
+    temperature: PositiveOrZero | None = None
     """0 is greedy. None: the target's generation_config, or 1 where that says nothing."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """None: the target's generation_config, or 1."""
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: CountOrZero | None = None
     """0 switches it off. None: the target's generation_config, or off."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the draws."""
 
     @model_validator(mode="after")
@@ -102,11 +117,11 @@ class RankingSource(Section):
     source: str
     """What is counted: `answers` for the target's own in data.conversations; files by path or pattern (.jsonl,
     .parquet, all others as text; also .gz), or a dataset as `hf:org/name[:config]:split`."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: Positive = 1.0
     """Its share of the blend, whatever its size: relative frequencies are added up by weight."""
     text_field: str = "text"
     """The field of a record that holds its text. Conversations (`messages`, `conversations`) are read as such."""
-    max_documents: int | None = Field(default=None, ge=1)
+    max_documents: Count | None = None
     """Read no more than so many documents."""
 
 
@@ -115,7 +130,7 @@ class RankingSection(Section):
 
     sources: list[RankingSource] = []
     """Empty: the target's own answers."""
-    workers: int | None = Field(default=None, ge=1)
+    workers: Size | None = None
     """Processes that tokenise texts. Default: one a core."""
 
 
@@ -124,9 +139,9 @@ class CaptureSection(Section):
 
     dtype: Literal["bfloat16", "float32", "int8", "fp8"] = "bfloat16"
     """Of the stored states. int8 and fp8 (e4m3) keep one scale for each state of each token."""
-    shard_megabytes: float = Field(default=512, gt=0)
+    shard_megabytes: Positive = 512
     """About how much a shard holds: what a kill can cost, and what capture keeps in memory."""
-    batch_tokens: int = Field(default=8192, ge=1)
+    batch_tokens: Count = 8192
     """Tokens of one pass of the target, padding included; a longer row stands alone."""
 
 
@@ -134,14 +149,14 @@ class DataSection(Section):
     prompts: str | list[str] | None = None
     """Conversations whose assistant turns the target rewrites: a .jsonl, .json, .csv, .tsv or .parquet file,
     `stdlib:train`, or a dataset as `hf:org/name[:split]` or `hf:org/name:config:split`."""
-    max_prompts: int | None = Field(default=None, ge=1)
+    max_prompts: Count | None = None
     """Read no more than this many conversations; dropped duplicates do not count."""
     duplicates: Literal["drop", "keep"] = "drop"
     """Conversations that ask the same as an earlier one, whatever their ids and answers: drop and count them, or keep
     them, for several answers to one question at a temperature above 0."""
     conversations: str | None = None
     """What regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
-    max_length: int = Field(default=2048, ge=8)
+    max_length: int = Field(default=2048, ge=8, le=MOST_COUNTED)
     """Tokens of one training row. Regeneration ends answers there; longer conversations are left out and counted, never
     cut."""
     contamination: Literal["list", "remove", "off"] = "list"
@@ -170,19 +185,19 @@ class DrafterSection(Section):
     match_specialists: int | None = Field(default=None, ge=2, le=MOST_SPECIALISTS)
     """A single drafter with as many parameters as so many specialists would have, by a wider MLP: the baseline that
     position specialists must beat. Of eagle and eagle3; intermediate_size is then the specialists'."""
-    num_layers: int = Field(default=1, ge=1)
+    num_layers: Annotated[int, Field(ge=1, le=1000)] = 1
     """Decoder layers, one above the other. Of eagle and eagle3."""
     capture_layers: list[int] | None = None
     """Target states that EAGLE-3's features are fused from, indices into `hidden_states` (0 is the embedding). Default:
     (2, L//2, L-3). EAGLE-1 reads the last state, after the target's final norm."""
-    vocab_size: int | None = Field(default=None, ge=1)
+    vocab_size: Size | None = None
     """Tokens of the draft vocabulary, the most frequent supervised ones. None: the target's whole vocabulary, which is
     the only choice where the drafter uses the target's own head (eagle, and poss over it)."""
-    num_attention_heads: int | None = Field(default=None, ge=1)
+    num_attention_heads: Size | None = None
     """None: the target's."""
-    num_key_value_heads: int | None = Field(default=None, ge=1)
+    num_key_value_heads: Size | None = None
     """None: the target's."""
-    intermediate_size: int | None = Field(default=None, ge=1)
+    intermediate_size: Size | None = None
     """Width of the drafter's MLP. None: the target's."""
     attention_bias: bool = False
     """Biases on the query, key and value projections."""
@@ -246,27 +261,27 @@ TokenObjective = Literal[
 ]
 
 
-StepWeights = Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)]
-StepWeight = Annotated[float, Field(gt=0)] | StepWeights | Literal["acceptance"]
+StepWeights = Annotated[list[PositiveOrZero], Field(min_length=1)]
+StepWeight = Annotated[float, Field(gt=0, le=10)] | StepWeights | Literal["acceptance"]
 Detach = bool | Literal["specialists"]
 
 
 class TrainSection(Section):
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: Count | None = None
     """Optimiser steps. None: as many as `epochs` needs."""
-    epochs: float | None = Field(default=None, gt=0)
+    epochs: float | None = Field(default=None, gt=0, le=1_000_000)
     """Passes over the training conversations; used where max_steps is not given. Both None: 1."""
-    batch_size: int = Field(default=4, ge=1)
+    batch_size: Size = 4
     """Conversations per micro-batch and process."""
-    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    gradient_accumulation_steps: Size = 1
     """Micro-batches per optimiser step. Splitting a batch over them changes nothing but memory."""
     packing: bool = False
     """The target reads a micro-batch's conversations one behind the other in one row without padding, each attending to
     itself alone, instead of one a row padded to the longest; the drafter reads them so in any case. The same losses and
     gradients, another use of time and memory."""
-    learning_rate: float = Field(default=1e-4, gt=0)
+    learning_rate: Positive = 1e-4
     """Of AdamW, behind the warm-up. Small drafters want more."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: CountOrZero = 0
     """Optimiser steps of linear warm-up."""
     schedule: Literal["cosine", "linear"] = "cosine"
     """Decay to zero after the warm-up."""
@@ -274,37 +289,37 @@ class TrainSection(Section):
     """How much of the mean of earlier gradients AdamW keeps at each step."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     """How much of the mean of their squares."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: PositiveOrZero = 0.0
     """Of AdamW: weights shrink by this times the learning rate at each step."""
-    max_skipped_steps: int = Field(default=10, ge=0)
+    max_skipped_steps: CountOrZero = 10
     """Steps of a run that may be skipped because their gradient is not finite; one more stops it."""
-    max_grad_norm: float = Field(default=0.5, gt=0)
+    max_grad_norm: Positive = 0.5
     """Clipping by the global norm, or with clip: value each element of the gradient."""
     clip: Literal["norm", "value"] = "norm"
     """EAGLE-1, HASS and PosS were published with value."""
-    ttt_steps: int = Field(default=7, ge=1)
+    ttt_steps: Annotated[int, Field(ge=1, le=MOST_SPECIALISTS**2)] = 7
     """Unroll steps: how deep a chain is trained. Default: 7 for eagle3, 1 for eagle (more is HASS), one for each
     position that has a specialist for poss."""
     step_weight: StepWeight = 0.8
     """The loss of unroll step k is weighted step_weight**k; a list has a weight for each step; `acceptance` weighs each
     step of each chain by what decoding gains from it (train/step_weights.py), so that the loss of a better drafter may
     be higher. Default: 0.8 for eagle3 and poss over it, else 1."""
-    token_loss: float = Field(default=1.0, ge=0)
+    token_loss: PositiveOrZero = 1.0
     """Weight of `token_objective`, the soft cross-entropy with the target's distribution unless it says otherwise.
     Default: 1 for eagle3, else 0.1."""
-    feature_loss: float = Field(default=0.0, ge=0)
+    feature_loss: PositiveOrZero = 0.0
     """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 0 for eagle3, else 1."""
-    top_k_loss: float = Field(default=0.0, ge=0)
+    top_k_loss: PositiveOrZero = 0.0
     """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
-    top_k_tokens: int = Field(default=10, ge=1)
+    top_k_tokens: Size = 10
     """Of top_k_loss."""
     token_objective: TokenObjective = "soft_ce"
     """What `token_loss` weighs (train/losses.py): how far the drafter's distribution is from the target's."""
-    rank_loss: float = Field(default=0.0, ge=0)
+    rank_loss: PositiveOrZero = 0.0
     """Weight of the likelihood of the target's order of its `rank_tokens` likeliest tokens (ViSpec)."""
-    rank_tokens: int = Field(default=10, ge=1)
+    rank_tokens: Size = 10
     """Of rank_loss."""
-    feature_noise: float = Field(default=0.0, ge=0)
+    feature_noise: PositiveOrZero = 0.0
     """Width of the uniform noise on the target's features that the drafter reads, for rows of 512 tokens; shorter rows
     have more, longer ones less. Default: 0 for eagle3, else 0.2."""
     detach_features: Detach = False
@@ -325,21 +340,21 @@ class TrainSection(Section):
     products, block by block."""
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, the same gradients."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the order of the rows, the initial weights and the noise."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` goes on from the last checkpoint in <output_dir>/checkpoints; `never` refuses to start where one is."""
-    save_every_steps: int = Field(default=500, ge=1)
+    save_every_steps: Count = 500
     """Optimiser steps between checkpoints."""
-    keep_checkpoints: int = Field(default=2, ge=1)
+    keep_checkpoints: Size = 2
     """Older checkpoints are deleted."""
-    log_every_steps: int = Field(default=10, ge=1)
+    log_every_steps: Count = 10
     """Optimiser steps between lines of metrics.jsonl, each of which is over all of them."""
-    validation_conversations: int = Field(default=64, ge=0)
+    validation_conversations: CountOrZero = 64
     """Conversations kept out of training, drawn by a hash of their id, a fifth of all at most; 0: no validation."""
-    validate_every_steps: int = Field(default=200, ge=1)
+    validate_every_steps: Count = 200
     """Optimiser steps between validations."""
-    eval_replay: int = Field(default=0, ge=0)
+    eval_replay: CountOrZero = 0
     """Validation conversations whose answers are replayed with eval.tree after every checkpoint: the acceptance that
     decoding would have, in metrics.jsonl. 0 switches it off."""
     keep_best: Literal["simulated_tau", "replay_tau"] | None = None
@@ -357,24 +372,43 @@ def is_default(key: str, value: Any) -> bool:
     return section == "train" and name in TrainSection.model_fields and value == getattr(TrainSection(), name)
 
 
+MOST_LABELLED_NODES = 1_000_000  # of one tree, a thousand times the paper's
+
+
 class LabelSection(Section):
     """Labelled draft trees (data_gen/label_trees.py): what a C2T classifier is trained on."""
 
     answers: str | None = None
     """Recorded answers of the target along which trees are drafted: a generations.jsonl, or regenerated conversations.
     Default: the conversations that training keeps for validation, for the drafter has learnt the others."""
-    max_rows: int | None = Field(default=None, ge=1)
+    max_rows: Count | None = None
     """Stop after about so many rows, a whole answer at the end. None: all answers."""
-    top_k: int = Field(default=10, ge=1)
+    top_k: Beam = 10
     """Children of each expanded node, and width of the beam."""
-    draft_calls: int = Field(default=11, ge=1)
+    draft_calls: Depth = 11
     """Depth of the trees; 10 and 11 give 1,010 nodes below a root."""
-    entropy_over: int = Field(default=1000, ge=1)
+    entropy_over: Size = 1000
     """Likeliest tokens that the entropy is taken over (the paper's M)."""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: Size = 16
     """Answers side by side."""
     out: str | None = None
     """Folder of the rows. Default: <output_dir>/labelled_trees."""
+
+    @model_validator(mode="after")
+    def _labelled_in_memory(self) -> "LabelSection":
+        if self.nodes > MOST_LABELLED_NODES:
+            raise ImpossibleSettings(
+                [
+                    f"top_k: {self.nodes:,} nodes below each root with top_k {self.top_k:,} and {self.draft_calls:,} "
+                    f"draft_calls, at most {MOST_LABELLED_NODES:,} can be labelled: set one of the two to less"
+                ]
+            )
+        return self
+
+    @property
+    def nodes(self) -> int:
+        """Below a root; fewer where the draft vocabulary has fewer than top_k tokens."""
+        return self.top_k + (self.draft_calls - 1) * self.top_k**2
 
 
 class ClassifierSection(Section):
@@ -382,16 +416,16 @@ class ClassifierSection(Section):
 
     rows: str | None = None
     """Folder that data_gen/label_trees.py wrote. Default: <output_dir>/labelled_trees."""
-    hidden: int = Field(default=48, ge=1)
+    hidden: Size = 48
     """Width of its one hidden layer."""
-    negative_ratio: float | None = Field(default=10.0, gt=0)
+    negative_ratio: Positive | None = 10.0
     """Rejected rows kept for each accepted one; a threshold on the confidence means something only beside it. None:
     all."""
-    batch_size: int = Field(default=1024, ge=1)
+    batch_size: Size = 1024
     """Rows a step."""
-    learning_rate: float | None = Field(default=None, gt=0)
+    learning_rate: Positive | None = None
     """Of Adam. Default: 1e-3, and 1e-4 with init_from."""
-    epochs: int = Field(default=10, ge=1)
+    epochs: Count = 10
     """Passes over the rows. Fewer rows than the paper's nine million want more."""
     validation_share: float = Field(default=0.05, gt=0, lt=1)
     """Of the trees; whole trees are kept out."""
@@ -399,23 +433,23 @@ class ClassifierSection(Section):
     """Directory of a classifier to calibrate for this target and drafter."""
     share: float | None = Field(default=None, gt=0, le=1)
     """Of the trees that are read. Default: all, and a tenth with init_from."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the initial weights, the trees kept out and the rejected rows that are kept."""
     out: str | None = None
     """Directory of the classifier. Default: <output_dir>/c2t."""
 
 
 class DddSection(Section):
-    threshold: float = Field(default=-0.3, le=0)
+    threshold: float = Field(default=-0.3, ge=-MOST_FLOAT, le=0)
     """Drafting ends once the log of the beam's total probability is below this; tune it anew for a cut vocabulary."""
-    at: list[Annotated[int, Field(ge=1)]] | Literal["every"] = [5, 7, 9]
+    at: list[Depth] | Literal["every"] = [5, 7, 9]
     """Draft calls after which the beam is tested. Each test waits for the device, so the paper tests at three; on a CPU
     `every` costs nothing."""
 
 
 class SvipSection(Section):
-    c: float = Field(default=0.15, gt=0)
-    h: float = Field(default=0.3, gt=0)
+    c: Positive = 0.15
+    h: Positive = 0.3
     """Drafting ends after a token whose distribution has entropy H (nats) with c * H > h^2."""
 
 
@@ -424,9 +458,9 @@ class C2tSection(Section):
     """Directory of the trained classifier."""
     beta: float = Field(default=0.5, ge=0, le=1)
     """Nodes below this confidence are neither verified nor expanded."""
-    beam: int | None = Field(default=15, ge=1)
+    beam: Size | None = 15
     """Most nodes kept at a level, by confidence (the paper's K2). null: all that pass beta."""
-    entropy_over: int = Field(default=1000, ge=1)
+    entropy_over: Size = 1000
     """Likeliest tokens that the entropy is taken over (the paper's M)."""
 
 
@@ -440,20 +474,20 @@ DRAFT_CALLS = {"eagle2": 8, "ddd": 11, "svip": 40, "svip_tree": 11, "c2t": 10}  
 class TreeSection(Section):
     policy: PolicyOrAuto = "eagle2"
     """How draft trees grow and stop (eval/policies.py); `auto` measures this machine and takes the fastest."""
-    nodes: int | None = Field(default=None, ge=2)
+    nodes: int | None = Field(default=None, ge=2, le=1_000_000)
     """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6, that is 5
     drafted tokens; for svip draft_calls + 1; for static what the paths hold; for c2t no limit but beam's, and without a
     beam 1,024, for such trees may have no end."""
-    draft_calls: int | None = Field(default=None, ge=1)
+    draft_calls: Depth | None = None
     """Most calls of the drafter in a round: the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for
     eagle2, 11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
-    top_k: int | None = Field(default=None, ge=1)
+    top_k: Beam | None = None
     """Children proposed per node, and the beam width of eagle2, ddd and svip_tree; chains and static trees have none.
     Default: 10; 15 for c2t."""
-    paths: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]] | None = None
+    paths: list[Annotated[list[CountOrZero], Field(min_length=1)]] | None = None
     """The nodes of a static tree below the root, each as the ranks of the children that lead to it: [[0], [1], [0, 0]]
     is the likeliest child, the next likeliest, and the likeliest child of the former. Default: EAGLE-1's 25 nodes."""
-    vocab_size: int | None = Field(default=None, ge=1)
+    vocab_size: Size | None = None
     """FR-Spec: draft only the so many most frequent tokens of the drafter's vocabulary, by eval.token_counts."""
     ddd: DddSection = DddSection()
     """Of ddd."""
@@ -529,8 +563,10 @@ class TreeSection(Section):
         if self.policy == "static":
             return len(self.static_paths) + 1
         if self.policy == "c2t":
-            levels = [self.width**level for level in range(1, self.calls + 1)]
-            possible = 1 + sum(min(self.c2t.beam or level, level) for level in levels)
+            level = possible = 1
+            for _ in range(self.calls):
+                level = min(level * self.width, self.c2t.beam or ENDLESS_TREE)
+                possible += level
             return possible if self.c2t.beam else min(possible, ENDLESS_TREE)
         return 60
 
@@ -596,12 +632,12 @@ class PlannerSection(Section):
     answers: str | None = None
     """Recorded answers of the target that tau is predicted from: a generations.jsonl, or regenerated conversations.
     Default: the conversations that training keeps for validation."""
-    max_answers: int = Field(default=16, ge=1)
+    max_answers: Count = 16
     """Recorded answers that the tau of each candidate is replayed from."""
     candidates: list[TreeSection] = []
     """Trees to choose among. Empty: chains of 1 to 8 tokens, EAGLE-2 trees of 8 to 60 nodes in several depths, and DDD,
     SVIP and SVIP trees in two sizes or thresholds each."""
-    context: int | None = Field(default=None, ge=1)
+    context: Count | None = None
     """Committed tokens at which costs are measured; the rounds that are timed behind them have to fit in the target's
     positions, too. None: the mean over the recorded answers, or as much of it as fits."""
 
@@ -612,17 +648,17 @@ class EvalSection(Section):
     prompts: str | list[str] | None = None
     """Conversations whose assistant turns are decoded: the same formats as data.prompts, and benchmarks by name
     (mt_bench, humaneval, gsm8k, spec_bench; `mt_bench:path.jsonl` reads your copy)."""
-    max_prompts: int | None = Field(default=None, ge=1)
+    max_prompts: Count | None = None
     """Conversations of each source."""
     turns: Literal["all", "first"] = "all"
     """Answer every user turn of a conversation, or the first alone."""
-    max_new_tokens: int = Field(default=512, ge=1)
+    max_new_tokens: Count = 512
     """Tokens of one answer, its stop token included."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: PositiveOrZero = 0.0
     """0 is greedy. Above it answers are drawn from the target's distribution, losslessly."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """1 switches it off."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: CountOrZero = 0
     """0 switches it off."""
     mode: Literal["decode", "replay"] = "decode"
     """`decode` runs the target; `replay` finds what would have been accepted from its recorded answers, many times
@@ -630,9 +666,9 @@ class EvalSection(Section):
     answers: str | None = None
     """Recorded answers to replay: a generations.jsonl, or regenerated conversations. Default: generations.jsonl in
     eval.out."""
-    batch_size: int = Field(default=1, ge=1)
+    batch_size: Size = 1
     """Answers decoded side by side by everyone, plain decoding too. Speeds are then those of the batch."""
-    replay_batch_size: int = Field(default=64, ge=1)
+    replay_batch_size: Size = 64
     """Answers replayed side by side: memory against speed; results do not change."""
     token_counts: str | None = None
     """How often each token was seen: what tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors,
@@ -641,11 +677,11 @@ class EvalSection(Section):
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
     """Further rows of the table, measured on the same prompts in the same run, interleaved."""
-    bootstrap_samples: int = Field(default=2000, ge=100)
+    bootstrap_samples: int = Field(default=2000, ge=100, le=100_000)
     """Resamplings of the prompts behind every 95 % interval."""
-    seed: int = 0
+    seed: Seed = 0
     """Of the bootstrap, and of the draws where temperature is above 0."""
-    report_answers: int = Field(default=12, ge=0)
+    report_answers: CountOrZero = 12
     """Answers shown token by token in report.html."""
     png: bool = False
     """Write the report's plots as PNG files too."""

@@ -297,7 +297,7 @@ def rewrite_shard(directory: Path, change: Callable[[dict[str, torch.Tensor]], A
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda d: (d / "manifest.json").unlink(), "no labelled trees here"),
-    "no json": (lambda d: (d / "manifest.json").write_text("{"), "not JSON"),
+    "no json": (lambda d: (d / "manifest.json").write_text("{"), "malformed JSON"),
     "a list": (lambda d: (d / "manifest.json").write_text("[]"), "not a manifest of labelled trees"),
     "another kind": (lambda d: change_manifest(d, kind="c2t"), "not a manifest of labelled trees"),
     "no counts": (lambda d: change_manifest(d, shards=[{"file": "x", "sha256": "y"}]), "manifest.json: damaged"),

@@ -346,8 +346,8 @@ def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     [
         ("poss", {"positions_per_specialist": 1}, "positions_per_specialist is 1, the weights were written with 2"),
         ("poss", {"specialists": 3}, "specialists is 3, the weights were written with 2"),
-        ("poss", {"specialists": 0}, "at least 1"),
-        ("poss", {"specialists": 2.5}, r"specialists is 2\.5, not a whole number above 0"),
+        ("poss", {"specialists": 0}, "specialists is 0, not a whole number from 1 to"),
+        ("poss", {"specialists": 2.5}, r"specialists is 2\.5, not a whole number from 1 to"),
         ("poss", {"num_layers": 2}, "a position specialist is a single layer"),
         ("poss", {"capture_layers": [2, 3]}, r"capture_layers are \[2, 3\]; EAGLE-1 reads the target's last, 7"),
         ("eagle", {"fc_bias": "yes"}, "fc_bias is 'yes', neither true nor false"),
@@ -376,6 +376,16 @@ def test_another_kind_s_config_is_refused(
         load_drafter(directory, *loaded, capture=(7,))
 
 
+def test_a_config_nested_deep_is_refused(loaded: tuple[Target, dict[str, Any]], tmp_path: Path) -> None:
+    directory = saved(tmp_path / "drafter", "eagle", loaded)
+    edited(directory, lambda config: config["drafter"].update(rope_parameters="@"))
+    for deep in ("[" * 100_000, "[" * 300 + "]" * 300):
+        config = (directory / "config.json").read_text().replace('"@"', deep)
+        (directory / "config.json").write_text(config)
+        with pytest.raises(UserError, match=r"config\.json: nested too deeply"):
+            read_config(directory)
+
+
 def test_weights_of_another_layout_without_a_word_of_it_are_refused(
     loaded: tuple[Target, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -395,6 +405,48 @@ def test_weights_of_another_layout_without_a_word_of_it_are_refused(
     edited(directory, lambda config: config["drafter"].update(specialists=2, intermediate_size=40))
     with pytest.raises(UserError, match=r"is \[32, 48\], not \[32, 40\]"):
         load_drafter(directory, *loaded, capture=(7,))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("eagle3", {"num_layers": 1_000_000}, r"describes 1,000,000 layers, .*; model\.safetensors has 15 tensors"),
+        ("poss", {"specialists": 1_000_000}, "describes 1,000,000 layers"),
+        ("eagle3", {"intermediate_size": 10**9}, "up to 1,000,000,000 wide; model.safetensors has .* up to 320 wide"),
+        ("eagle3", {"num_attention_heads": 10**9, "head_dim": 10**9}, "up to 1,000,000,000,000,000,000 wide"),
+        ("eagle3", {"hidden_size": 10**12}, "hidden_size is 1000000000000, not a whole number from 1 to 2,147,483,647"),
+        ("eagle3", {"num_key_value_heads": 0}, "num_key_value_heads is 0, not a whole number"),
+        ("eagle3", {"hidden_act": "/etc/passwd"}, "hidden_act is '/etc/passwd', not the name of an activation"),
+        ("eagle3", {"hidden_act": []}, r"hidden_act is \[\], not the name"),
+        ("eagle3", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a number above 0"),
+        ("eagle3", {"embedding_scale": float("nan")}, "embedding_scale is nan, not a number above 0"),
+        ("eagle3", {"rope_parameters": 10000.0}, "rope_parameters are 10000.0: not an object"),
+        ("eagle3", {"rope_parameters": {"rope_type": "yarn", "factor": "x"}}, "rope_parameters are .*'x'"),
+        ("eagle3", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "frequencies are not finite"),
+        ("eagle3", {"capture_layers": "234"}, "capture_layers are '234', not a list of whole numbers"),
+        ("eagle3", {"capture_layers": list(range(2, 99))}, "up to 3,104 wide"),
+    ],
+)
+def test_numbers_that_the_weights_cannot_have_are_refused_before_anything_is_built(
+    kind: str,
+    change: dict[str, Any],
+    message: str,
+    loaded: tuple[Target, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from safetensors.torch import save_file
+
+    directory = saved(tmp_path / "drafter", kind, loaded)
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors")  # says nothing of its config
+    edited(directory, lambda config: config["drafter"].update(change))
+    monkeypatch.setattr("draftsmith.models.checkpoint.build_drafter", None)
+    monkeypatch.setattr("draftsmith.models.checkpoint.tensor_shapes", None)
+    capture = untaught(kind, loaded[0]).config.capture_layers
+    with pytest.raises(UserError, match=message) as caught:
+        load_drafter(directory, *loaded, capture=change.get("capture_layers", capture))
+    assert len(str(caught.value)) < 600
 
 
 # The target's head, cut (FR-Spec).

@@ -14,7 +14,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.models.alignment import Columns, Documents
-from draftsmith.models.checkpoint import fill
 from draftsmith.models.drafters import build_drafter, drafter_config, padded, trainable_parameters
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -182,7 +181,7 @@ def test_a_wider_mlp_begins_as_the_narrow_one(kind: str) -> None:
         for section in (narrow_section, wide_section)
     )
     random_rows = wide.stacks[0][0].mlp.gate_proj.weight.detach().clone()
-    fill(Path("narrow"), wide, padded(narrow.state_dict(), wide))
+    wide.load_state_dict(padded(narrow.state_dict(), wide))
     width = narrow.config.intermediate_size
     assert wide.config.intermediate_size > width
     x = torch.randn(2, 3, target.hidden_size)

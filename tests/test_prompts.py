@@ -383,7 +383,7 @@ def test_limit_and_laziness(tmp_path: Path):
 BAD_RECORDS = [
     ("{not json", "malformed JSON: "),
     ('{"id": "cut', "malformed JSON: "),
-    ("[" * 100_000, "malformed JSON: "),
+    ("[" * 100_000, "nested too deeply: "),
     (3, "wrong type: a record must be a JSON object, this is a number"),
     ([USER], "wrong type: a record must be a JSON object, this is a list"),
     ({}, "unknown columns: none of messages, conversations"),

@@ -15,6 +15,7 @@ from draftsmith.recipes import cli, launch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe, load_recipe
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
+from tests.test_mutations import limited
 
 SMALLEST = "output_dir: runs/x\ntarget:\n  model: org/name\n"
 
@@ -209,6 +210,70 @@ def test_bad_override_is_quoted(write, override, text):
 def test_not_a_recipe(write, text, expected):
     problems = problems_of(write(text))
     assert any(expected in problem for problem in problems) or (expected == "given" and "`key: value`" in problems[0])
+
+
+NINE = "[" + ", ".join(["*{0}"] * 9) + "]"
+LAUGHS = "a: &a [1]\n" + "".join(f"{b}: &{b} {NINE.format(a)}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True))
+MERGES = "a: &a {k: 1}\n" + "".join(
+    f"{b}: &{b} {{<<: {NINE.format(a)}}}\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LAUGHS, r":\d+: not valid YAML: more than 10,000 values, those that aliases repeat included"),
+        (MERGES, r":\d+: not valid YAML: more than 10,000 values"),
+        ("a: " + "[" * 5000, ":4: not valid YAML: nested too deeply: more than 20 levels"),
+        ("a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 30)), ":4: .* nested too deeply"),
+        ("- x\n" * 11_000, r":10000: not valid YAML: more than 10,000 values"),
+        ("#" * 100_000, ": too long for a recipe, which has at most 60,000 characters"),
+        ("train: {seed: 0x" + "f" * 5000 + "}\n", ":4: not valid YAML: a value of 5,002 characters that is not text"),
+        ("train: {<<: 3}\n", ":4: not valid YAML: `<<` takes a section or a list of sections"),
+        (f"output_dir: {'x' * 5000}\n", "File name too long"),
+    ],
+)
+def test_a_recipe_that_would_fill_memory_or_stack_is_refused(write, text, expected):
+    with limited(text[:20], seconds=5):
+        problems = problems_of(write(text if text.startswith(("-", "output")) else SMALLEST + text))
+    assert any(re.search(expected, problem) for problem in problems)
+    assert sum(map(len, problems)) < 3000
+
+
+def test_a_thousand_problems_are_not_all_told(write):
+    problems = problems_of(write(SMALLEST + "".join(f"k{i}: 1\n" for i in range(1000))))
+    assert len(problems) == 51 and problems[-1].endswith("recipe.yaml: and more problems; mend these first")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.batch_size=100000000000000000000000", "expected at most 1,000,000, given the number 1000000000000000"),
+        ("train.max_steps=1000000000000", "expected at most 1,000,000,000"),
+        ("data.max_length=1000000000000", "expected at most 1,000,000,000"),
+        ("train.learning_rate=1e300", r"expected at most 1e\+38"),
+        ("train.seed=-1", "expected at least 0"),
+        ("train.seed=4294967296", "expected at most 4,294,967,295"),
+        ("drafter.num_layers=1000000", "expected at most 1,000"),
+        ("drafter.vocab_size=1000000000", "expected at most 1,000,000"),
+        ("eval.tree.nodes=1000000000", "expected at most 1,000,000"),
+        ("eval.tree.draft_calls=1000000", "expected at most 10,000"),
+        ("eval.bootstrap_samples=1000000000", "expected at most 100,000"),
+        ("labels.top_k=10000", "expected at most 1,000"),
+        (
+            "labels.top_k=1000",
+            "10,001,000 nodes below each root with top_k 1,000 and 11 draft_calls, at most 1,000,000",
+        ),
+        ("train.seed=" + "[" * 5000, "nested too deeply"),
+        (".".join(["a"] * 1000) + "=1", "nested too deeply"),
+        ("eval.also." + "9" * 5000 + ".name=x", "`eval.also` is a list of 0"),
+    ],
+)
+def test_numbers_beyond_any_use_are_refused(write, override, expected):
+    with limited(override[:20], seconds=5):
+        (problem,) = problems_of(write(SMALLEST + "eval: {also: []}\n"), override)
+    assert re.search(expected, problem) and len(problem) < 1000
+    assert problem.startswith(f"override '{override[:200]}")
 
 
 def test_recipe_file_that_cannot_be_read(tmp_path: Path):

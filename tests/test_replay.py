@@ -622,7 +622,7 @@ def test_everyone_has_its_own_generations_or_plain_decoding_s(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"c\.jsonl:2: not JSON"),
+        ("{", r"c\.jsonl:2: malformed JSON"),
         ({"id": "x", "messages": []}, r"c\.jsonl:2: neither a line of generations\.jsonl nor a regenerated"),
         ({"id": "x", "turns": ["How?", "Why?"]}, r"c\.jsonl:2: turns\.0"),
         ({"id": "x", "turns": []}, r"c\.jsonl:2: turns"),
@@ -659,7 +659,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     ):
         read_answers(path)
     path.write_text("{\n" + whole)
-    with pytest.raises(UserError, match=r"^eval\.answers: .*c\.jsonl:1: not JSON"):
+    with pytest.raises(UserError, match=r"^eval\.answers: .*c\.jsonl:1: malformed JSON"):
         read_answers(path)
 
 

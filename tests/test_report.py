@@ -434,8 +434,8 @@ GOOD_METRICS = {"step": 1, "loss": 2.0, "accuracy": [0.5, 0.4], "simulated_tau":
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b"not json", "not JSON"),
-        (b"\xff\xfe", "not JSON: 'utf-8' codec"),
+        (b"not json", "malformed JSON"),
+        (b"\xff\xfe", "malformed JSON: 'utf-8' codec"),
         (b"[1, 2]", "not a JSON object"),
         (b"[" * 100_000, "nested too deeply"),
         (json.dumps(GOOD_METRICS | {"accuracy": []}).encode(), "accuracy: "),
@@ -461,9 +461,9 @@ def damaged_answers() -> Iterator[tuple[str, Any, str]]:
     def change(**keys: Any) -> Any:
         return lambda line: json.dumps(json.loads(line) | keys).encode()
 
-    yield "torn", lambda line: line[: len(line) // 2], "not JSON"
-    yield "garbage", lambda line: b"garbage", "not JSON"
-    yield "not utf-8", lambda line: line.replace(b" word1", b" \xff"), "not JSON: 'utf-8'"
+    yield "torn", lambda line: line[: len(line) // 2], "malformed JSON"
+    yield "garbage", lambda line: b"garbage", "malformed JSON"
+    yield "not utf-8", lambda line: line.replace(b" word1", b" \xff"), "malformed JSON: 'utf-8'"
     yield "list", lambda line: b"[" + line + b"]", "not a JSON object"
     yield "deep", lambda line: b'{"contender": ' + b"[" * 100_000, "nested too deeply"
     yield "no contender", lambda line: b'{"turn": 1}', "contender: "

@@ -372,6 +372,26 @@ def test_decoded_answers_have_the_target_s_law(proposer: str, drawn_as: str, voc
     assert_same_law(enumerate_law(answer), answers_of(target, prompt, length, sampling))
 
 
+def test_in_bfloat16_answers_have_the_law_of_the_rounded_logits() -> None:
+    """Not float32's. How a forward over several tokens rounds may depend on the machine, hence the half."""
+    sampling, prompt = SAMPLINGS["T=1"], [1, 3, 0, 1, 3]
+    target, drafter = small_pair(None)
+    exact = answers_of(target, prompt, 2, sampling)
+    target = Target(target.model.to(torch.bfloat16), [0, 1])
+    rounded = answers_of(target, prompt, 2, sampling)
+
+    def answer(draws: EnumeratedDraws) -> Hashable:
+        drafting = PROPOSERS["tree"](drafter, sampling)
+        return tuple(decode(target, drafting, prompt, {STOP}, 2, sampling, draws).token_ids)
+
+    def farthest(one: Law, other: Law) -> float:
+        return max(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in one.keys() | other.keys())
+
+    law = enumerate_law(answer)
+    assert farthest(exact, rounded) > 10 * TOLERANCE
+    assert farthest(law, rounded) < 0.5 * farthest(exact, rounded)
+
+
 @pytest.mark.parametrize("kind", ["eagle", "poss", "poss over eagle3"])
 @pytest.mark.parametrize("proposer", ["chain", "drawn chain", "tree"])
 def test_answers_drafted_by_every_kind_have_the_target_s_law(proposer: str, kind: str) -> None:

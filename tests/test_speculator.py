@@ -1,11 +1,14 @@
 """The Python API: a target and a drafter by their places, answers by `answer`."""
 
+import shutil
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from draftsmith.eval import speculator as speculator_module
 from draftsmith.eval.decode import decode
 from draftsmith.eval.speculator import Speculator
 from draftsmith.models.chat import decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
@@ -62,16 +65,26 @@ def test_sampled_answers_follow_their_seed(target_dir: Path, drafter_dir: Path) 
     assert drawn(1) != drawn(2)
 
 
-def test_the_readme_s_example_runs(target_dir: Path, drafter_dir: Path, capsys: pytest.CaptureFixture) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    lines = readme.partition("## In Python\n")[2].partition("\n## ")[0].splitlines()
-    code = textwrap.dedent("\n".join(line for line in lines if line.startswith("    ") or not line))
-    places = {'"recipes/demo_target"': repr(str(target_dir)), '"runs/demo/drafter"': repr(str(drafter_dir))}
+README = (DEMO.parents[1] / "README.md").read_text().partition("## In Python\n")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("text", [README, speculator_module.__doc__], ids=["README", "docstring"])
+def test_the_written_examples_run_and_are_token_identical(
+    text: str, target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """With a target whose weights are bfloat16 on disk, as the demo's are."""
+    shutil.copytree(target_dir, tmp_path / "target")
+    load_causal_lm(TargetSection(model=str(target_dir), dtype="bfloat16")).save_pretrained(tmp_path / "target")
+    assert not Speculator.load(str(tmp_path / "target"), drafter_dir).token_identical
+    code = textwrap.dedent("\n".join(line for line in text.splitlines() if line.startswith("    ") or not line))
+    places = {'"recipes/demo_target"': repr(str(tmp_path / "target")), '"runs/demo/drafter"': repr(str(drafter_dir))}
     for written, here in places.items():
         assert code.count(written) == 1
         code = code.replace(written, here)
-    exec(compile(code, "README.md", "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) >= 3
+    names: dict[str, Any] = {}
+    exec(compile(code.replace("200", "40"), "example", "exec"), names)
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+    assert names["speculator"].token_identical
 
 
 def test_the_readme_s_target_answers_in_its_own_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -604,13 +604,16 @@ def test_damaged_files_are_named_and_written_anew(
 @pytest.mark.parametrize(
     "change, problem",
     {
-        "{": "not JSON",
+        "{": "malformed JSON",
+        "[" * 100_000: "nested too deeply",
         "[]": "not a manifest of hidden states",
         '{"kind": "labelled_trees"}': "not a manifest of hidden states",
         '{"kind": "hidden_states", "of_shards": 3}': "damaged: 'shards' is missing",
         "shard": "damaged: '../x' is no file of it",
         "bytes": "bytes: -1 must be a whole number",
         "made_of": "damaged: made_of is",
+        "of_shards": "damaged: manifest: of_shards: 'x' must be a whole number",
+        "capture_layers": "damaged: capture_layers are 3, not a list",
     }.items(),
 )
 def test_a_damaged_manifest_is_told(copy: Path, change: str, problem: str) -> None:
@@ -623,7 +626,12 @@ def test_a_damaged_manifest_is_told(copy: Path, change: str, problem: str) -> No
         words["shards"][2]["bytes"] = -1
     elif change == "made_of":
         words["made_of"] = {}
-    path.write_text(json.dumps(words) if change in words or change in ("shard", "bytes") else change)
+    elif change == "of_shards":
+        words |= {"of_shards": "x", "shards": []}
+    elif change == "capture_layers":
+        words["made_of"]["capture_layers"] = 3
+    is_edited = change in words or change in ("shard", "bytes", "capture_layers")
+    path.write_text(json.dumps(words) if is_edited else change)
     with pytest.raises(UserError, match=r"manifest\.json: ") as raised:
         Store(copy)
     assert problem in str(raised.value)

@@ -75,6 +75,9 @@ def test_from_d2t_prints_both_sides() -> None:
     # Ids in place of offsets: the mistake that other exporters make.
     with pytest.raises(UserError, match=r"target ids 5 to 12, t2d covers 0 to 11; d2t holds offsets"):
         DraftVocab.from_d2t(vocab.target_ids, vocab.t2d)
+    for odd in (torch.tensor(3), vocab.d2t[None], vocab.d2t.double()):
+        with pytest.raises(UserError, match=r"^f: d2t is torch\.\w+ of shape .*, not a vector of whole numbers"):
+            DraftVocab.from_d2t(odd, vocab.t2d, where="f")
 
 
 def test_save_and_load(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from draftsmith.models.checkpoint import file_digest, sync_to_disk
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import parse_json
 
 MANIFEST = "manifest.json"
 _COMPLETE = re.compile(r"step-\d+")
@@ -101,7 +102,7 @@ def _delete(path: Path) -> None:
 def damage(checkpoint: Path) -> str | None:
     """What is wrong with its files, or None."""
     try:
-        promised = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        promised = parse_json((checkpoint / MANIFEST).read_bytes())["files"]
         sealed = {name: (entry["bytes"], entry["sha256"]) for name, entry in promised.items()}
     except OSError as error:
         return f"{MANIFEST} cannot be read: {error.strerror}"

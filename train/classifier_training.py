@@ -15,6 +15,7 @@ from draftsmith.models.c2t import CLASSIFIER_FILES, KIND, C2tClassifier, C2tConf
 from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import parse_json
 from draftsmith.recipes.loader import dump_recipe, output_problem
 from draftsmith.recipes.schema import ClassifierSection, Recipe
 
@@ -119,7 +120,7 @@ def check_out(recipe: Recipe) -> None:
     ]
     if out.exists() and any(out.iterdir()):
         try:
-            kind = json.loads((out / "config.json").read_text(encoding="utf-8"))["kind"]
+            kind = parse_json((out / "config.json").read_bytes())["kind"]
         except (OSError, ValueError, KeyError, TypeError):
             kind = None
         others = sorted(path.name for path in out.iterdir() if path.name not in CLASSIFIER_FILES)

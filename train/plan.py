@@ -8,7 +8,6 @@ The unroll is run dry (`train.dry_run`). What no dry run can show is left to ari
 own pass, the optimiser, and what the process itself takes.
 """
 
-import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from draftsmith.models.costs import (
 )
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.recipes.json_text import parse_json
 from draftsmith.recipes.prompts import Rejects, read_training_prompts
 from draftsmith.recipes.schema import CHAINS, Recipe, TrainSection
 from draftsmith.train.batches import BatchOrder
@@ -484,7 +484,7 @@ def last_logged(metrics: Path) -> tuple[int, float | None]:
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     for text in reversed(lines):
         try:
-            record = json.loads(text)
+            record = parse_json(text)
             return int(record["step"]), float(record["tokens_per_second"])
         except (ValueError, KeyError, TypeError):
             continue  # a line torn by a kill

@@ -30,7 +30,6 @@ from draftsmith.models.checkpoint import (
     check_identity,
     config_identity,
     file_digest,
-    fill,
     provenance,
     read_config,
     read_tensors,
@@ -287,7 +286,7 @@ def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any
     tensors = read_tensors(directory)
     if given.kind != drafter.config.kind:
         tensors = specialists_of(tensors, drafter.config)
-    fill(directory, drafter, padded(tensors, drafter))
+    drafter.load_state_dict(padded(tensors, drafter))
 
 
 def check_start(
