@@ -8,10 +8,6 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEER := .venv-peer
-# One process on all cores (accelerate's default is one thread), nothing asked: without these it warns about each default
-# it takes. `--quiet` keeps its own traceback away when a script ends with an error; the script's message still shows.
-ACCELERATE := $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-	--num_cpu_threads_per_process $(shell nproc) --quiet
 
 .DEFAULT_GOAL := help
 .PHONY: help install test test-slow lint types wheel-check ci demo demo-target study bench clean
@@ -50,10 +46,7 @@ ci:  ## all of the above
 	.ci/run
 
 demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptance, in runs/demo
-	$(BIN)/python data_gen/regenerate.py recipes/demo.yaml
-	$(BIN)/python data_gen/rank_vocab.py recipes/demo.yaml
-	$(ACCELERATE) train/eagle3.py recipes/demo.yaml
-	$(BIN)/python eval/acceptance.py recipes/demo.yaml
+	$(BIN)/draftsmith run recipes/demo.yaml
 
 demo-target: install  ## train the demo's target model again: 80 minutes
 	$(BIN)/python recipes/make_demo_target.py --out runs/demo_target

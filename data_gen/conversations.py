@@ -13,7 +13,7 @@ from draftsmith.recipes.inputs import conversations, need
 
 
 def main() -> None:
-    command = parse_command(__doc__, extra=_options)
+    command = parse_command(__doc__, extra=_options, writes=False)
     if not command.plan:
         need(conversations(command.recipe))
     from draftsmith.data_gen import shown_rows

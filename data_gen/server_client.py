@@ -251,7 +251,8 @@ def _parsed(data: bytes) -> Any:
     try:
         return parse_json(data)
     except ValueError as error:
-        raise BadAnswer(f"the reply is no JSON ({error}): {_text_of(data) or 'an HTML page'}") from None
+        why = "" if _PAGE.match(data) else f" ({error})"
+        raise BadAnswer(f"the reply is no JSON{why}: {_text_of(data) or 'an HTML page'}") from None
 
 
 def _error_of(content: bytes) -> str:

@@ -17,9 +17,6 @@ from typing import Any
 
 import yaml
 
-from draftsmith.models.chat import THINKING_SWITCHES, load_config, load_tokenizer
-from draftsmith.models.costs import target_size
-from draftsmith.models.target import default_capture_layers
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe, output_problem
 from draftsmith.recipes.schema import TargetSection
@@ -65,6 +62,11 @@ def starter_recipe(model: str, prompts: str, name: str, path: Path) -> str:
     Raises:
         UserError: no such model, or one that cannot be drafted for.
     """
+    # Here, for they take seconds and the command line comes first.
+    from draftsmith.models.chat import THINKING_SWITCHES, load_config, load_tokenizer
+    from draftsmith.models.costs import target_size
+    from draftsmith.models.target import default_capture_layers
+
     section = TargetSection(model=model)
     config, tokenizer = load_config(section), load_tokenizer(section)
     text = config.get_text_config()

@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.launch import check_alone, rank, world_size
@@ -31,6 +32,13 @@ overrides: any key of the recipe, its value written as in YAML, for example
 NOISY_LOGGERS = ("transformers", "datasets", "huggingface_hub", "torch.distributed")
 
 
+# Errors of a place that the user chose: rights, a read-only or full disk, a file where a folder should be.
+_PLACE_ERRORS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT),
+    *(errno.ENAMETOOLONG, errno.ELOOP),
+)
+
+
 class Command(argparse.Namespace):
     """A parsed command line; what `extra` added stands beside these as further attributes."""
 
@@ -44,6 +52,7 @@ def parse_command(
     doc: str | None,
     argv: Sequence[str] | None = None,
     extra: Callable[[argparse.ArgumentParser], object] | None = None,
+    writes: bool = True,
 ) -> Command:
     """Parse `script.py recipe.yaml [key.path=value ...] [--plan]` and load the recipe.
 
@@ -51,11 +60,15 @@ def parse_command(
         doc: the script's docstring, shown by --help as it is written.
         argv: arguments without the script's name; None takes sys.argv.
         extra: adds the script's own options to the parser.
+        writes: whether the script writes into output_dir.
 
     Raises UserError with every problem of the recipe; a malformed command line exits with code 2.
     """
     command = parse_arguments(doc, argv, extra)
     command.recipe = load_recipe(command.recipe_path, command.overrides)
+    output = Path(command.recipe.output_dir)
+    if writes and output.exists() and not os.access(output, os.W_OK):  # one that does not exist, the loader looks at
+        raise UserError(f"output_dir: nothing can be written to {output}; name another folder, or mend the rights")
     return command
 
 
@@ -153,9 +166,9 @@ def _nobody_reads() -> bool:
 
 def _unwritable(error: OSError) -> list[str]:
     """In words, where the user can do something about it: rights, a read-only disk, a file in a folder's place."""
-    if error.filename is None or error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+    if error.filename is None or error.errno not in _PLACE_ERRORS:
         return []
-    return [f"{error.filename}: {error.strerror}; name another output_dir, or mend the rights"]
+    return [f"{error.filename}: {error.strerror}; name another output_dir, or mend what is wrong with this one"]
 
 
 def _quiet_third_parties() -> None:

@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from draftsmith.recipes.benchmark_prompts import benchmark_of
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.prompts import check_source
 from draftsmith.recipes.schema import ImpossibleSettings, Recipe
 
@@ -455,7 +455,7 @@ def _identified(name: str) -> str:
 def output_problem(path: Path, folder: bool) -> str | None:
     """What stands in the way of making `path`, or None."""
     if "\0" in str(path):
-        return f"{str(path)!r} is no path"
+        return f"{short(str(path))} is no possible path"
     try:
         if folder and path.is_file():
             return f"{path} is a file; name a folder"
@@ -463,7 +463,7 @@ def output_problem(path: Path, folder: bool) -> str | None:
             return f"{path} is a folder; name a file"
         above = next((parent for parent in path.absolute().parents if parent.exists()), None)
     except OSError as error:
-        return f"{path} is no possible path: {error.strerror}"
+        return f"{short(str(path))} is no possible path: {error.strerror}"
     if above is not None and not above.is_dir():
         return f"{path} cannot be made: {above} is a file"
     if path.exists() or above is None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.recipes.console import MODULES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 
@@ -210,7 +211,7 @@ def test_type_checkers_find_every_room():
 
 def scripts(root: Path) -> list[Path]:
     """Files that read a recipe from the command line."""
-    calls = re.compile(r"^    (command = parse_command|trainer\.main)\(__doc__", re.MULTILINE)
+    calls = re.compile(r"^    .*(parse_command|parse_arguments|train_kind)\(__doc__", re.MULTILINE)
     texts = {path: path.read_text(encoding="utf-8") for _, path in modules(root)}
     # recipes/cli.py shows such a call in its docstring.
     return [path for path, text in texts.items() if calls.search(text) and path != root / "recipes" / "cli.py"]
@@ -220,8 +221,11 @@ def shown_commands(text: str) -> Iterator[list[str]]:
     """Words of the commands shown in a docstring or a recipe's head, without the launcher and what follows a #."""
     unfolded = re.sub(r"\\\\?\n#?\s*", " ", text)
     for line in unfolded.splitlines():
-        if found := re.match(r"[#\s]+(?:python|accelerate launch)\s+(.*)", line):
-            words = shlex.split(found[1], comments=True)
+        if found := re.match(r"[#\s]+(?:python|accelerate launch|(draftsmith))\s+(.*)", line):
+            words = shlex.split(found[2], comments=True)
+            if found[1]:
+                module = MODULES.get(words[0], "no such command")
+                words[0] = module.removeprefix("draftsmith.").replace(".", "/") + ".py"
             while words and words[0].startswith("--"):  # of the launcher, with its value
                 words = words[2:]
             yield words

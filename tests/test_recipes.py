@@ -298,9 +298,22 @@ def test_outputs_that_cannot_be_written(write, tmp_path: Path):
         ("eval.out", "taken", "is a file; name a folder"),
         ("data.conversations", "taken/c.jsonl", f"{tmp_path / 'taken'} is a file"),
         ("data.conversations", "folder", "is a folder; name a file"),
+        ("output_dir", "x" * 300, "no possible path: File name too long"),
+        ("output_dir", "/proc/x", "nothing can be written to /proc"),  # where rights forbid nothing
     ]:
+        if name.startswith("/proc") and not Path("/proc/self").exists():
+            continue
         (problem,) = problems_of(write(SMALLEST), f"{key}={tmp_path / name}")
-        assert f"`{key}`: {tmp_path / name}" in problem and expected in problem
+        assert f"`{key}`: " in problem and str(tmp_path / name)[:100] in problem and expected in problem
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "recipe.yaml", "taken"]  # trying left nothing
+
+
+def test_an_output_dir_that_is_read_only(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(tmp_path))
+    arguments = [str(write(SMALLEST)), f"output_dir={tmp_path}", "--plan"]
+    with pytest.raises(UserError, match="output_dir: nothing can be written to"):
+        cli.parse_command(None, arguments)
+    cli.parse_command(None, arguments, writes=False)
 
 
 def test_no_prompt_file_twice_and_none_is_overwritten(write, tmp_path: Path):

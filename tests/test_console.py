@@ -1,0 +1,250 @@
+"""The `draftsmith` command: its list, its speed's cause (what it imports), `run`, `init`, completion."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.models import starter
+from draftsmith.recipes import console, pipeline
+from draftsmith.recipes.cli import parse_command
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.stages import INSIDE_RUN, SCRIPTS, print_next
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib")
+OF_DEVELOPERS = {"recipes/study.py", "eval/study_report.py", "recipes/cli.py"}
+
+
+def test_every_script_is_a_command() -> None:
+    scripts = {
+        str(path.relative_to(ROOT))
+        for folder in ("data_gen", "train", "eval", "models", "recipes")
+        for path in (ROOT / folder).glob("*.py")
+        if re.search(r"^ +run\(main", path.read_text(), re.MULTILINE)
+    }
+    named = {script.path.format(kind=kind) for script in SCRIPTS.values() for kind in ("eagle", "eagle3", "poss")}
+    assert scripts - OF_DEVELOPERS == named
+    assert all(text in console.help_text() for text in (*SCRIPTS, *console.OWN))
+
+
+def test_help_and_mistakes_come_before_heavy_imports(tmp_path: Path) -> None:
+    """--help of every command, a missing recipe, and a recipe whose inputs are not there yet."""
+    (tmp_path / "r.yaml").write_text(f"output_dir: {tmp_path}/run\ntarget: {{model: {ROOT}/recipes/demo_target}}\n")
+    program = f"""
+import contextlib, importlib, io, sys
+from draftsmith.recipes import console
+console.help_text()
+assert "pydantic" not in sys.modules  # draftsmith --help
+from draftsmith.recipes.cli import run
+needs = {{"train": "regenerate.py writes it", "rank-vocab": "regenerate.py", "evaluate": "eagle3.py writes it",
+         "regenerate": "data.prompts", "capture": "regenerate.py", "conversations": "regenerate.py",
+         "contamination": "eval.prompts", "report": "acceptance.py"}}
+for name, module in console.MODULES.items():
+    main = importlib.import_module(module).main
+    wrong = [["--help"], ["nothere.yaml"] * (name not in ("init", "completion")), ["r.yaml"] * (name in needs)]
+    for arguments in filter(None, wrong):
+        sys.argv = [f"draftsmith {{name}}", *arguments]
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+            run(main)
+        said = out.getvalue() + err.getvalue()
+        expected = {{"--help": f"usage: draftsmith {{name}}", "nothere.yaml": "no such recipe file"}}
+        assert expected.get(arguments[0], needs.get(name)) in said, (name, arguments, said)
+        heavy = [each for each in {HEAVY!r} if each in sys.modules]
+        assert not heavy, (name, arguments, heavy)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_command_is_told_with_the_likely_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["draftsmith", "evalute", "r.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        console.main()
+    assert ended.value.code == 2 and "did you mean `evaluate`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("draftsmith eva", ["evaluate"]),
+        ("draftsmith completion z", ["zsh"]),
+        ("draftsmith train r.yaml train.max_st", ["train.max_steps="]),
+        ("draftsmith train r.yaml --proc", ["--processes"]),
+    ],
+)
+def test_a_shell_gets_completions(line: str, expected: list[str], tmp_path: Path) -> None:
+    asked = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "answer"),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "IFS": "\n",
+    }
+    arguments = [sys.executable, "-c", "from draftsmith.recipes.console import main; main()"]
+    subprocess.run(arguments, env=os.environ | asked, check=False, timeout=60)
+    assert [found.strip() for found in (tmp_path / "answer").read_text().split("\n")] == expected
+
+
+# draftsmith run
+
+
+class Stages:
+    """Stands in for the processes that `run` starts: each writes its files."""
+
+    def __init__(self, recipe_path: Path, monkeypatch: pytest.MonkeyPatch):
+        self.recipe_path, self.called, self.fails = recipe_path, list[str](), dict[str, Callable[[], int]]()
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(pipeline, "_call", self._call)
+
+    def _call(self, words: list[str]) -> int:
+        stage, overrides = words[0], [word for word in words[2:] if word != "--plan"]
+        self.called.append(" ".join([stage, *words[len(overrides) + 2 :]]))
+        if "--plan" in words:
+            return 0
+        if stage in self.fails:
+            return self.fails[stage]()
+        for file in pipeline._writes(load_recipe(self.recipe_path, overrides), stage):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{stage} {time.time_ns()}")
+        return 0
+
+    def run(self, *arguments: str) -> list[str]:
+        """The stages that ran."""
+        self.called.clear()
+        self._monkeypatch.setattr(sys, "argv", ["draftsmith run", str(self.recipe_path), *arguments])
+        pipeline.main()
+        return list(self.called)
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stages:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "target": {"model": str(ROOT / "recipes/demo_target")},
+        "data": {"prompts": str(tmp_path / "prompts.jsonl")},
+        "eval": {"prompts": "stdlib:heldout"},
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return Stages(tmp_path / "r.yaml", monkeypatch)
+
+
+ALL = ["regenerate", "rank-vocab", "train", "evaluate"]
+
+
+def test_a_run_does_what_is_missing_and_nothing_else(stages: Stages, capsys: pytest.CaptureFixture[str]) -> None:
+    run = stages.recipe_path.parent / "run"
+    assert stages.run("--plan") == [f"{stage} --plan" for stage in ALL] and not run.exists()
+    assert stages.run() == ALL
+    assert stages.run() == [] and "nothing is left to do" in capsys.readouterr().out
+    assert stages.run("--plan", "eval.max_prompts=3") == ["evaluate --plan"]
+    assert stages.run("eval.max_prompts=3") == ["evaluate"]
+    assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ["train", "evaluate"]
+    (run / "draft_vocab.safetensors").unlink()
+    assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ["rank-vocab", "train", "evaluate"]
+    (stages.recipe_path.parent / "prompts.jsonl").write_text('{"prompt": "another"}\n')
+    assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ALL
+    (run / "stages.json").write_text("[" * 100_000)  # what was done is not known: every stage finds out for itself
+    assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ALL
+
+
+def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytest.CaptureFixture[str]) -> None:
+    stages.fails["train"] = lambda: 2
+    with pytest.raises(SystemExit) as ended:
+        stages.run()
+    assert ended.value.code == 2 and stages.called == ALL[:3]
+    stages.fails["train"] = lambda: 0  # SIGTERM: it saved a checkpoint and ended well, without a drafter
+    with pytest.raises(SystemExit) as ended:
+        stages.run()
+    assert ended.value.code == 1 and "train was stopped before its end" in capsys.readouterr().err
+    stages.fails.clear()
+    assert stages.run() == ALL[2:]
+    stages.fails["train"] = lambda: 0  # an older drafter is not this run's
+    with pytest.raises(SystemExit) as ended:
+        stages.run("train.max_steps=9")
+    assert ended.value.code == 1
+
+
+def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:
+    c2t = "eval.tree={policy: c2t, c2t: {classifier: " + str(stages.recipe_path.parent / "run/c2t") + "}}"
+    states = f"data.states={stages.recipe_path.parent / 'states'}"
+    assert stages.run("data.prompts=null", states, c2t, "--plan") == [
+        f"{stage} --plan" for stage in ("rank-vocab", "capture", "train", "label-trees", "train-c2t", "evaluate")
+    ]
+    assert stages.run("eval.prompts=null", "--plan") == [f"{stage} --plan" for stage in ALL[:3]]
+
+
+def test_each_stage_names_the_next_one(
+    stages: Stages, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(program: str, done: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [program, str(stages.recipe_path), *arguments])
+        print_next(parse_command(None), done)
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(ROOT)
+    recipe, setting = stages.recipe_path, "eval.also=[{name: a b}]"
+    quoted = "'eval.also=[{name: a b}]'"
+    assert said("data_gen/rank_vocab.py", "rank-vocab", setting) == f"next: python train/eagle3.py {recipe} {quoted}\n"
+    assert said("draftsmith regenerate", "regenerate") == f"next: draftsmith rank-vocab {recipe}\n"
+    assert said("draftsmith evaluate", "evaluate") == said("x", "train", "--plan") == ""
+    monkeypatch.chdir(stages.recipe_path.parent)  # where there are no scripts
+    assert said("regenerate.py", "regenerate") == f"next: draftsmith rank-vocab {recipe}\n"
+    monkeypatch.setenv(INSIDE_RUN, "1")
+    assert said("regenerate.py", "regenerate") == ""
+
+
+# draftsmith init
+
+
+def init(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["draftsmith init", *arguments])
+    starter.main()
+
+
+def test_init_writes_a_recipe_for_the_target(
+    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    init(monkeypatch, str(target_dir), "--prompts", "p.jsonl", "--out", "new/mine.yaml")
+    assert capsys.readouterr().out.endswith("next: draftsmith run new/mine.yaml --plan\n")
+    recipe = load_recipe("new/mine.yaml")
+    assert recipe.target.model == str(target_dir) and recipe.data.prompts == "p.jsonl"
+    assert recipe.drafter.vocab_size is None and recipe.data.max_length == 512  # all that the target has
+    assert "reads states 2, 3, 4 of 7" in (tmp_path / "new/mine.yaml").read_text()
+    with pytest.raises(UserError, match=r"new/mine\.yaml exists"):
+        init(monkeypatch, str(target_dir), "--out", "new/mine.yaml")
+    with pytest.raises(UserError, match=r"other.yaml is written, but not yet usable: .*no such file: gone.jsonl"):
+        init(monkeypatch, str(target_dir), "--prompts", "gone.jsonl", "--out", "other.yaml")
+
+
+def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Path) -> None:
+    large = tmp_path / "Large Model"
+    config = json.loads((target_dir / "config.json").read_text())
+    wide = {"hidden_size": 4096, "vocab_size": 151_936, "max_position_embeddings": 40_960, "num_hidden_layers": 36}
+    large.mkdir()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (large / file).write_bytes((target_dir / file).read_bytes())
+    (large / "config.json").write_text(json.dumps(config | wide))
+    switch = "{% if enable_thinking %}x{% endif %}"
+    (large / "chat_template.jinja").write_text(switch + (target_dir / "chat_template.jinja").read_text())
+    text = starter.starter_recipe(str(large), starter.PROMPTS, "large", Path("large.yaml"))
+    found = yaml.safe_load(text)
+    assert found["drafter"]["vocab_size"] == 32_000 and found["train"]["learning_rate"] == "1e-4"
+    assert found["target"] == {"model": str(large), "dtype": "auto", "thinking": False}
+    assert "reads states 2, 18, 33 of 36" in text and found["data"]["max_length"] == 2048
