@@ -94,14 +94,25 @@ def _call(words: list[str]) -> int:
 
 def _reads(recipe: Recipe, stage: str) -> list[Path]:
     prompts = _files(recipe.eval.prompts)
+    rivals = recipe.eval.also
+    drafters = [recipe.eval_drafter_dir, *(Path(rival.drafter) for rival in rivals if rival.drafter)]
+    trees = [recipe.eval.tree, *(rival.tree for rival in rivals)]
+    classifiers = [Path(tree.c2t.classifier) for tree in trees if tree.c2t.classifier]
     return {
         "regenerate": [*_files(recipe.data.prompts), *prompts],
         "rank-vocab": [recipe.conversations_path, *_files([each.source for each in recipe.data.ranking.sources])],
         "capture": [recipe.conversations_path],
         "train": [recipe.conversations_path, recipe.draft_vocab_path],
-        "label-trees": [recipe.eval_drafter_dir / "model.safetensors"],
+        "label-trees": [
+            recipe.eval_drafter_dir / "model.safetensors",
+            Path(recipe.labels.answers or recipe.conversations_path),
+        ],
         "train-c2t": [recipe.labelled_trees_dir / "manifest.json"],
-        "evaluate": [recipe.eval_drafter_dir / "model.safetensors", *prompts],
+        "evaluate": [
+            *(folder / "model.safetensors" for folder in [*drafters, *classifiers]),
+            recipe.token_counts_path,
+            *prompts,
+        ],
     }[stage]
 
 

@@ -49,7 +49,7 @@ class Bar(tqdm):
     def _in_words(self, number: Any) -> str:
         if self.unit_scale:
             return self.format_sizeof(number)
-        return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.2g}"
+        return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"
 
 
 class _Nowhere:

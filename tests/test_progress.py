@@ -66,7 +66,7 @@ def test_a_log_gets_one_line_a_stage_and_one_every_ten_minutes(monkeypatch: pyte
     assert drawn(monkeypatch, clock, False, 8) == line
     hours = drawn(monkeypatch, clock, False, 2400, 8).splitlines()
     assert hours[0].startswith("decode: 3 of 8 prompts in 15:00") and len(hours) == 3
-    assert hours[-1] == "decode: 8 prompts in 40:00, 0.0033 prompts/s, tau 2.31"
+    assert hours[-1] == "decode: 8 prompts in 40:00, 0.00333 prompts/s, tau 2.31"
 
 
 def test_loading_weights_shows_as_our_bars_do(
