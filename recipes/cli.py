@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -46,6 +47,7 @@ class Command(argparse.Namespace):
     recipe_path: str
     overrides: list[str]
     plan: bool
+    processes: int | None = None  # that `draftsmith train` is asked to start
 
 
 def parse_command(
@@ -172,6 +174,8 @@ def _unwritable(error: OSError) -> list[str]:
 
 
 def _quiet_third_parties() -> None:
+    if not sys.warnoptions:  # what libraries will change for each other is nothing that a user can mend
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"(accelerate|deepspeed|torch)\b")
     if "TRANSFORMERS_VERBOSITY" in os.environ:
         return  # the user asked for a level
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # for processes we start, and where the import comes later

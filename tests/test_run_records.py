@@ -199,7 +199,8 @@ def test_a_short_run_is_profiled_without_a_warm_up(recipe_path: Path, steps: int
 def test_a_profile_of_no_steps_is_refused(recipe_path: Path, wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         train(recipe_path, f"--profile={wrong}")
-    assert end.value.code == 2 and f"argument --profile: {wrong!r} is no number of steps" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and f"argument --profile: {wrong!r} is not a whole number above 0" in said
 
 
 def test_the_clock_tells_of_what_came_since_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def main() -> None:
 def launch(command: Command, processes: int) -> None:
     """Replaces this process by PyTorch's launcher."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    words = ["-m", f"draftsmith.train.{command.recipe.drafter.kind}", command.recipe_path, *command.overrides]
+    words = ["-m", "draftsmith.recipes.console", "train", command.recipe_path, *command.overrides]
     words += ["--profile", str(command.profile)] if command.profile else []
     print(f"{processes} processes: torchrun {' '.join([*launcher[2:], *words])}", flush=True)
     os.execv(sys.executable, [sys.executable, *launcher, *words])
@@ -98,5 +98,5 @@ def _options(parser: ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number of steps")
+        raise ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)

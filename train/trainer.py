@@ -81,7 +81,7 @@ def main(command: Command) -> bool:
     if speaks and (note := other_than_published(recipe.drafter, recipe.train)):
         print(f"note: {note}")
     if command.plan:
-        print_plan(recipe, tokenizer, command.flops)
+        print_plan(recipe, tokenizer, command.flops, command.processes or world_size())
         return False
     rejects = Rejects(recipe.training_rejects_path if speaks else None)
     rows, validation_rows = read_rows(recipe, tokenizer, rejects)
@@ -399,7 +399,7 @@ def run_identity(
     } | (digests | settings)
 
 
-def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | None) -> None:
+def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | None, processes: int) -> None:
     """What training would take, from what is there: conversations and vocabulary, or else the prompts.
 
     Raises:
@@ -432,7 +432,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         print(store.in_words())
         size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")
     if recipe.train.shard_target:
-        size = shared_out(size, world_size())
+        size = shared_out(size, processes)
     lines = training_plan(
         recipe,
         shape,
@@ -442,7 +442,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         vocab_is_there,
         precision(recipe.train) == "bf16",
         device_here(section.device),
-        world_size(),
+        processes,
         tera_flops_per_second and tera_flops_per_second * 1e12,
     )
     for text in lines:
