@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train import engine
+from draftsmith.train import command, engine
 from draftsmith.train.sharded_target import check_sharding
 from tests.conftest import make_target
 from tests.ranks import run_ranks
@@ -165,6 +166,11 @@ def test_plan_says_what_a_process_holds(
     assert f"layers {gigabytes(sum(layers) / 4)}, 1/4 of them; the one at work {gigabytes(layers[0])}" in line
     assert f"the rest {gigabytes(rest)}, whole" in line
     assert f"{gigabytes(sum(layers) * 3 / 4)} to each process in every pass" in plan(path, capsys)["network"]
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr(sys, "argv", ["draftsmith train", str(path), "--plan", "--processes", "4"])
+    command.main()
+    said = capsys.readouterr().out
+    assert "1/4 of them" in said and "on 4 processes" in said
 
 
 def test_what_the_documentation_says_of_a_70b_target() -> None:
