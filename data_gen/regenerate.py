@@ -22,6 +22,8 @@ asked go to conversations.rejects.jsonl beside it, with the reason.
   counted, and the next run asks it again.
 """
 
+import sys
+
 from draftsmith.recipes.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.stages import print_next
@@ -33,7 +35,8 @@ def main() -> None:
         raise UserError("data.prompts: not given; name a file, `stdlib:train` or `hf:org/name`")
     from draftsmith.data_gen import regeneration
 
-    regeneration.main(command)
+    if regeneration.main(command):
+        sys.exit(1)  # what comes next would work with a part of the answers
     print_next(command, "regenerate")
 
 

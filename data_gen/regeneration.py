@@ -50,7 +50,8 @@ Writer = Callable[[Iterator[Prompt | None]], Iterator[Answer | Answered | Unansw
 _OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
 
 
-def main(command: Command) -> None:
+def main(command: Command) -> int:
+    """Writes the answers; the number of conversations that got none in this run and are to be asked again."""
     recipe, section = command.recipe, command.recipe.target
     tokenizer = load_tokenizer(section)
     generation_config = load_generation_config(section)
@@ -73,7 +74,7 @@ def main(command: Command) -> None:
         if recipe.data.generator.kind == "openai":
             with open_servers(recipe, settings, tokenizer) as servers:
                 print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
-        return
+        return 0
     _name_ignored_sampling(generation_config)
     with ConversationLog(path, generator) as log, _sigterm_exits():
         todo = not_done(conversations, log.content)
@@ -82,22 +83,21 @@ def main(command: Command) -> None:
             print(f"{path}: holds {strangers:,} conversations that are not among these prompts; they stay")
         if not todo:
             print(f"all {done:,} conversations are done; {rejects.summary()}")
-            return
+            return 0
         if done:
             print(f"{path}: {done:,} of {len(conversations):,} conversations are done, going on")
         if recipe.data.generator.kind == "openai":
             with open_servers(recipe, settings, tokenizer) as servers:
                 log.identify("served_model", servers.connect())
                 write: Writer = partial(generate_from_servers, servers)
-                regenerate(write, tokenizer, todo, settings, log, rejects, servers)
-            return
+                return regenerate(write, tokenizer, todo, settings, log, rejects, servers)
         drafted = None if recipe.data.generator.drafter is None else DraftedAnswers(recipe, settings)
         model = load_causal_lm(section) if drafted is None else drafted.lineup.target.model
         log.identify("embedding_digest", tensor_digest(model.get_input_embeddings().weight))
         if drafted is not None:
             log.note("drafted_by", drafted.words)
         write = drafted or partial(generate, model, settings=settings)
-        regenerate(write, tokenizer, todo, settings, log, rejects, summary=drafted.summary if drafted else list)
+        return regenerate(write, tokenizer, todo, settings, log, rejects, summary=drafted.summary if drafted else list)
 
 
 def regenerate(
@@ -109,8 +109,8 @@ def regenerate(
     rejects: Rejects,
     servers: Servers | None = None,
     summary: Callable[[], Sequence[str]] = list,
-) -> None:
-    """Answers all `conversations` and appends each to `log` when its last turn is written.
+) -> int:
+    """Answers all `conversations` and appends each to `log` when its last turn is written; how many got no answer.
 
     Args:
         servers: those behind `write`, for progress and summary.
@@ -163,6 +163,7 @@ def regenerate(
                 first, reason = next(iter(asked.failed.items()))
                 named = ", ".join(list(asked.failed)[:NAMED_AT_MOST]) + ", ..." * (len(asked.failed) > NAMED_AT_MOST)
                 print(f"without an answer: {named}; {first}: {reason}. The same command asks them again")
+    return len(asked.failed)
 
 
 @dataclass

@@ -16,8 +16,8 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.models.families import attention_kinds
-from draftsmith.models.hub import check_reachable
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.hub import check_model
 from draftsmith.recipes.schema import TargetSection
 
 Message = dict[str, Any]
@@ -40,7 +40,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
         UserError: there is none; it has no chat template, or one that is none; a variable that the template never
             reads; ordinary tokens that the model has no embedding for.
     """
-    check_reachable(target.model, target.revision)
+    check_model(target.model, target.revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
@@ -171,7 +171,7 @@ def load_config(target: TargetSection) -> Any:
             "its base first (peft: PeftModel.from_pretrained(base, adapter).merge_and_unload()), save that with its "
             "tokenizer, and name the directory"
         )
-    check_reachable(target.model, target.revision)
+    check_model(target.model, target.revision)
     try:
         config = AutoConfig.from_pretrained(
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code

@@ -37,6 +37,7 @@ from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.digest import file_digest
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.json_text import parse_json
 
@@ -69,15 +70,6 @@ def tensor_digest(tensor: torch.Tensor, rows: int = 4096) -> str:
     chosen = torch.linspace(0, len(tensor) - 1, min(rows, len(tensor)), dtype=torch.float64).round().long()
     values = tensor.detach()[chosen.to(tensor.device)].to(torch.bfloat16).cpu().contiguous()
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def sync_to_disk(path: Path, inside: bool = True) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.hub import check_dataset
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ def fetch(name: str) -> Iterator[Any]:
     import datasets
 
     benchmark = BENCHMARKS[name]
+    check_dataset(benchmark.hub_id)
     try:
         parts = [
             datasets.load_dataset(benchmark.hub_id, benchmark.config, split=benchmark.split, data_files=files)

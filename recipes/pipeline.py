@@ -8,10 +8,13 @@ The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate` (wi
 data.states, and C2T's two where a tree uses the classifier that the recipe trains). Each is a command of its own and
 goes on where it was stopped, and so does this one: after Ctrl-C or a kill, the same command continues.
 
-<output_dir>/stages.json remembers what each stage was made from. A stage runs again when the part of the recipe that it
-reads has changed, or a file that it reads or wrote. To run one regardless, call it by name.
+<output_dir>/stages.json remembers what each stage was made from. A stage runs again when the part of the recipe that
+decides its result has changed, or the content of a file that it reads or wrote; the list of stages says which. Datasets
+of the Hub, folders and patterns count by their names. To run a stage regardless, call it by its name.
 """
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -25,22 +28,38 @@ from typing import Any
 
 from draftsmith.recipes.benchmark_prompts import benchmark_of
 from draftsmith.recipes.cli import parse_command
+from draftsmith.recipes.digest import file_digest
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.json_text import parse_json
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.stages import INSIDE_RUN, stages_of
 
 REMEMBERED = "stages.json"
 REWRITTEN = ("train", "evaluate")
 """Stages that write their files anew whenever they end; the others may find that nothing is left to do."""
+SECONDS_TO_END = 3.0  # for a stage after Ctrl-C, before it is told a second time
+
+# What decides how fast a stage works, how often it reports or where it asks, and not what comes out of it.
+_IRRELEVANT = {
+    "target": {"device"},
+    "data": {"capture", "states", "ranking"},
+    "generator": {
+        *("batch_size", "concurrency", "stream", "timeout_seconds", "max_retries", "give_up_seconds"),
+        *("base_urls", "api_key_env", "drafter", "draft_tokens"),
+    },
+    "train": {"trackers", "resume", "log_every_steps", "save_every_steps", "keep_checkpoints"},
+}
 
 
 def main() -> None:
     command = parse_command(__doc__)
     recipe, stages = command.recipe, stages_of(command.recipe)
     _show(recipe, stages)
+    _check_prompts_stay(recipe, stages)
     words = [command.recipe_path, *command.overrides, *["--plan"] * command.plan]
     ran = False
     for number, stage in enumerate(stages, start=1):
-        if is_done(recipe, stage) and not (command.plan and ran):  # a plan takes the stages before it as done
+        if why_not_done(recipe, stage) is None and not (command.plan and ran):  # a plan takes what is before it as done
             continue
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
@@ -49,89 +68,145 @@ def main() -> None:
             sys.exit(code)
         if command.plan:
             continue
-        if not _is_written(recipe, stage, started if stage in REWRITTEN else 0):
+        if _unwritten(recipe, stage, started if stage in REWRITTEN else 0):
             print(f"{stage} was stopped before its end; the same command goes on", file=sys.stderr)
             sys.exit(1)
         _remember(recipe, stage)
     if not ran:
-        print(
-            f"nothing is left to do (report: {recipe.eval_out / 'report.html'}); to run a stage again, call it by name"
-        )
+        print("nothing is left to do; to run a stage again, call it by its name")
 
 
-def is_done(recipe: Recipe, stage: str) -> bool:
-    """Whether a stage ended well, from what the recipe and the files say now."""
-    return _remembered(recipe).get(stage) == _state(recipe, stage) and _is_written(recipe, stage)
+def why_not_done(recipe: Recipe, stage: str) -> str | None:
+    """Why a stage is to be run, in a few words; None: it ended well, and nothing that it is made from has changed."""
+    remembered = _remembered(recipe).get(stage)
+    if remembered is None:
+        return "not done yet"
+    if missing := _unwritten(recipe, stage):
+        return f"{missing} is missing"
+    if remembered["settings"] != _digest(_settings(recipe, stage)):
+        return "its settings have changed"
+    files = _files_of(recipe, stage)
+    changed = [name for name, file in files.items() if not _is_same(file, remembered["files"].get(name))]
+    changed += sorted(remembered["files"].keys() - files.keys())
+    return f"{changed[0]} has changed" if changed else None
 
 
 def _show(recipe: Recipe, stages: list[str]) -> None:
     print(f"{recipe.output_dir}:")
-    all_done = True
+    before = None  # the first stage that is to be run
     for stage in stages:
-        all_done = all_done and is_done(recipe, stage)
-        files = ", ".join(path.name for path in _writes(recipe, stage))
-        print(f"  {'done' if all_done else 'to do':<6} {stage:<12} {files}")
+        why = why_not_done(recipe, stage)
+        after = f"after {before}" if before and why is None else None
+        files = ", ".join(_name(recipe, path) for path in _writes(recipe, stage))
+        print(f"  {'done' if why is after is None else 'to do':<6} {stage:<12} {files}{_behind(why or after)}")
+        before = before or (stage if why else None)
+
+
+def _behind(words: str | None) -> str:
+    return f"  ({words})" if words else ""
+
+
+def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
+    """Refuses to add answers to those that a drafter was trained on: neither its vocabulary nor its training fits them.
+
+    Raises:
+        UserError: the recipe asks other prompts than those that were asked here, and there are checkpoints.
+    """
+    remembered = _remembered(recipe).get("regenerate")
+    trained = recipe.checkpoints_dir.exists() or recipe.drafter_dir.exists()
+    if "regenerate" not in stages or remembered is None or not trained:
+        return
+    files = {_name(recipe, file): file for file in _sources(recipe.data.prompts)}
+    same = all(_is_same(file, remembered["files"].get(name)) for name, file in files.items())
+    if not same or remembered["settings"] != _digest(_settings(recipe, "regenerate")):
+        raise UserError(
+            f"data: these are other prompts, or other answers, than those that {recipe.output_dir} was trained on. "
+            "Name another output_dir, or undo the change; to train anew here, delete conversations.jsonl, checkpoints, "
+            "draft_vocab.safetensors, drafter and stages.json first"
+        )
+
+
+# Stages as processes.
 
 
 def _call(words: list[str]) -> int:
     """Runs a stage as a process of its own; its exit status. Signals reach it, and it decides how to end."""
     arguments = [sys.executable, "-m", "draftsmith.recipes.console", *words]
-    process = subprocess.Popen(arguments, env=os.environ | {INSIDE_RUN: "1"})
+    process = subprocess.Popen(
+        arguments, env=os.environ | {INSIDE_RUN: "1"}, preexec_fn=_end_with_parent if sys.platform == "linux" else None
+    )
     before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     try:
         while True:
             try:
                 code = process.wait()
                 return code if code >= 0 else 128 - code
-            except KeyboardInterrupt:  # the terminal sends it to the stage, too
-                continue
+            except KeyboardInterrupt:
+                # A terminal sends it to the stage, too; whoever sends it to this process alone does not.
+                with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                    process.wait(SECONDS_TO_END)
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _end_with_parent() -> None:
+    """In the new process: SIGTERM when `draftsmith run` is killed, so that no stage goes on unseen."""
+    pr_set_pdeathsig = 1  # linux/prctl.h
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 # What a stage is made from.
 
 
 def _reads(recipe: Recipe, stage: str) -> list[Path]:
-    prompts = _files(recipe.eval.prompts)
-    rivals = recipe.eval.also
-    drafters = [recipe.eval_drafter_dir, *(Path(rival.drafter) for rival in rivals if rival.drafter)]
-    trees = [recipe.eval.tree, *(rival.tree for rival in rivals)]
-    classifiers = [Path(tree.c2t.classifier) for tree in trees if tree.c2t.classifier]
-    return {
-        "regenerate": [*_files(recipe.data.prompts), *prompts],
-        "rank-vocab": [recipe.conversations_path, *_files([each.source for each in recipe.data.ranking.sources])],
-        "capture": [recipe.conversations_path],
-        "train": [recipe.conversations_path, recipe.draft_vocab_path],
-        "label-trees": [
-            recipe.eval_drafter_dir / "model.safetensors",
-            Path(recipe.labels.answers or recipe.conversations_path),
-        ],
-        "train-c2t": [recipe.labelled_trees_dir / "manifest.json"],
-        "evaluate": [
-            *(folder / "model.safetensors" for folder in [*drafters, *classifiers]),
-            recipe.token_counts_path,
-            *prompts,
-        ],
-    }[stage]
+    target, evaluated = Path(recipe.target.model), _sources(recipe.eval.prompts)
+    model = [*target.glob("*.json"), *target.glob("*.jinja"), *target.glob("*.safetensors")] if target.is_dir() else []
+    trees = [recipe.eval.tree, *(rival.tree for rival in recipe.eval.also)]
+    folders = [recipe.eval_drafter_dir, *(Path(rival.drafter) for rival in recipe.eval.also if rival.drafter)]
+    folders += [Path(tree.c2t.classifier) for tree in trees if tree.c2t.classifier]
+    start = [Path(recipe.drafter.init_from) / "model.safetensors"] if recipe.drafter.init_from else []
+    states = [recipe.states_dir / "manifest.json"] if recipe.data.states is not None else []
+    replayed = [Path(recipe.eval.answers or recipe.eval_out / "generations.jsonl")] if _replays(recipe) else []
+    conversations = recipe.conversations_path
+    return (
+        model
+        + {
+            "regenerate": [*_sources(recipe.data.prompts), *evaluated],
+            "rank-vocab": [conversations, *_sources([each.source for each in recipe.data.ranking.sources])],
+            "capture": [conversations],
+            "train": [conversations, recipe.draft_vocab_path, *states, *start],
+            "label-trees": [
+                recipe.eval_drafter_dir / "model.safetensors",
+                Path(recipe.labels.answers or conversations),
+            ],
+            "train-c2t": [recipe.classifier_rows_dir / "manifest.json"],
+            "evaluate": [
+                *(folder / "model.safetensors" for folder in folders),
+                *([recipe.token_counts_path] if any(tree.vocab_size for tree in trees) else []),
+                *evaluated,
+                *replayed,
+            ],
+        }[stage]
+    )
 
 
 def _writes(recipe: Recipe, stage: str) -> list[Path]:
+    output = Path(recipe.output_dir)
     return {
         "regenerate": [recipe.conversations_path],
-        "rank-vocab": [recipe.draft_vocab_path],
+        "rank-vocab": [recipe.draft_vocab_path, output / "token_counts.safetensors"],
         "capture": [recipe.states_dir / "manifest.json"],
-        "train": [recipe.drafter_dir / "model.safetensors"],
+        "train": [recipe.drafter_dir / "model.safetensors", recipe.drafter_dir / "config.json"],
         "label-trees": [recipe.labelled_trees_dir / "manifest.json"],
-        "train-c2t": [recipe.classifier_dir / "model.safetensors"],
-        "evaluate": [
-            (recipe.eval_out / "replay" if recipe.eval.mode == "replay" else recipe.eval_out) / "acceptance.json"
-        ],
+        "train-c2t": [recipe.classifier_dir / "model.safetensors", recipe.classifier_dir / "config.json"],
+        "evaluate": [recipe.eval_out / ("replay" * _replays(recipe)) / "acceptance.json"],
     }[stage]
 
 
 def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
-    """The sections of the recipe that a stage reads."""
+    """The part of the recipe that decides what a stage makes."""
     sections = {
         "regenerate": ("target", "data"),
         "rank-vocab": ("target", "data", "drafter"),
@@ -139,51 +214,82 @@ def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
         "train": ("target", "data", "drafter", "train"),
         "label-trees": ("target", "data", "eval", "labels"),
         "train-c2t": ("classifier",),
-        "evaluate": ("target", "data", "eval"),
+        "evaluate": ("target", "eval"),
     }[stage]
-    return recipe.model_dump(include=set(sections))
+    found = recipe.model_dump(include=set(sections))
+    data = found.get("data", {})
+    for name, keys in _IRRELEVANT.items():
+        section = data.get(name, {}) if name == "generator" else found.get(name, {})
+        for key in keys & section.keys():
+            del section[key]
+    if data:
+        removes = data["contamination"] == "remove"
+        data["contamination"] = recipe.eval.prompts if removes else None
+    if stage == "rank-vocab":
+        found["ranking"] = recipe.data.ranking.model_dump()
+    if stage == "train" and recipe.train.eval_replay:
+        found["replayed with"] = recipe.eval.tree.model_dump()
+    return found
 
 
-def _state(recipe: Recipe, stage: str) -> str:
-    """sha256 over settings, and size and time of the files that a stage reads and writes."""
-    target = Path(recipe.target.model)
-    model = sorted([*target.glob("*.json"), *target.glob("*.safetensors")]) if target.is_dir() else []
-    files = [*model, *_reads(recipe, stage), *_writes(recipe, stage)]
-    stats = [(str(file), *_stat(file)) for file in files]
-    text = json.dumps([_settings(recipe, stage), stats], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+def _replays(recipe: Recipe) -> bool:
+    return recipe.eval.mode == "replay"
 
 
-def _stat(file: Path) -> tuple[int, int]:
-    try:
-        found = file.stat()
-    except OSError:
-        return -1, -1
-    return found.st_size, found.st_mtime_ns
-
-
-def _files(sources: str | list[str] | None) -> list[Path]:
+def _sources(sources: str | list[str] | None) -> list[Path]:
     """The local files among prompt sources; folders and patterns count by their names."""
     names = [sources] if isinstance(sources, str) else sources or []
     paths = [(benchmark_of(name) or (None, None))[1] or name for name in names]
     return [Path(path) for path in paths if Path(path).is_file()]
 
 
-def _is_written(recipe: Recipe, stage: str, since: int = 0) -> bool:
-    return all(_stat(file)[1] >= since for file in _writes(recipe, stage))
+def _unwritten(recipe: Recipe, stage: str, since: int = 0) -> str | None:
+    """The first file of a stage that is not there, or older than `since` (nanoseconds)."""
+    for file in _writes(recipe, stage):
+        if not file.exists() or file.stat().st_mtime_ns < since:
+            return _name(recipe, file)
+    return None
 
 
-def _remembered(recipe: Recipe) -> dict[str, str]:
+# Remembering it.
+
+
+def _name(recipe: Recipe, file: Path) -> str:
+    """Below output_dir relative to it, so that a folder that was moved or copied stays what it is."""
+    return str(file.relative_to(recipe.output_dir) if file.is_relative_to(recipe.output_dir) else file)
+
+
+def _files_of(recipe: Recipe, stage: str) -> dict[str, Path]:
+    return {_name(recipe, file): file for file in [*_reads(recipe, stage), *_writes(recipe, stage)] if file.is_file()}
+
+
+def _is_same(file: Path, remembered: Any) -> bool:
+    """Whether a file has the content that was remembered. Only where its time has changed is it read."""
+    if not isinstance(remembered, list) or len(remembered) != 3:
+        return False
+    size, changed, digest = remembered
+    stat = file.stat()
+    return stat.st_size == size and (stat.st_mtime_ns == changed or file_digest(file) == digest)
+
+
+def _digest(settings: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def _remembered(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """By stage: the digest of its settings, and size, time and digest of its files."""
     try:
-        found = json.loads((Path(recipe.output_dir) / REMEMBERED).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = parse_json((Path(recipe.output_dir) / REMEMBERED).read_bytes())
+        return {name: {"settings": each["settings"], "files": dict(each["files"])} for name, each in found.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # then every stage runs, and finds for itself what is left to do
-    return found if isinstance(found, dict) else {}
 
 
 def _remember(recipe: Recipe, stage: str) -> None:
     path = Path(recipe.output_dir) / REMEMBERED
-    states = _remembered(recipe) | {stage: _state(recipe, stage)}
+    files = _files_of(recipe, stage)
+    stats = {name: [(s := file.stat()).st_size, s.st_mtime_ns, file_digest(file)] for name, file in files.items()}
+    here = {"settings": _digest(_settings(recipe, stage)), "files": stats}
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(states, indent=2) + "\n")
+    partial.write_text(json.dumps(_remembered(recipe) | {stage: here}, indent=1) + "\n")
     os.replace(partial, path)

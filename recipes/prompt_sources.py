@@ -13,6 +13,7 @@ from typing import Any
 
 from draftsmith.recipes.benchmark_prompts import BENCHMARKS, benchmark_of, fetch, known_forms
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.hub import check_dataset
 from draftsmith.recipes.json_text import check_depth, parse_json
 from draftsmith.recipes.rejects import Rejects, is_unicode
 from draftsmith.recipes.stdlib_prompts import SPLITS, stdlib_conversations
@@ -307,6 +308,7 @@ def _hub_rows(source: str) -> Iterator[Any]:
     if parts is None:
         raise UserError(f"{source}: write {HUB_FORMS}")
     name, config, split = parts
+    check_dataset(name)
     try:
         yield from datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # many kinds: no such name, no access, no network, no such split, a script dataset

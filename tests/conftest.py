@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -64,6 +65,12 @@ def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **ove
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **(settings | overrides))
     return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+@pytest.fixture(autouse=True)
+def hub_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a network `recipes.hub` goes offline, for the rest of a process: here for the rest of a test."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,12 @@ class Place:
         regenerate.main()
         return self._capsys.readouterr().out
 
+    def leaves_some(self, *arguments: str) -> str:
+        """What a run prints that could not have all answered: it ends with 1."""
+        with pytest.raises(SystemExit, match="1"):
+            self.run(*arguments)
+        return self._capsys.readouterr().out
+
     def fails(self, *arguments: str) -> tuple[list[str], str]:
         """(problems, what was printed) of a run that a UserError ends."""
         with pytest.raises(UserError) as error:

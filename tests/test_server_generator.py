@@ -278,7 +278,7 @@ def test_an_answer_that_never_comes_is_asked_for_by_the_next_run(place: Place) -
         place.use(server, max_retries=2)
         server.manners.lie_to = lambda prompt_ids: sum(prompt_ids) % 5 == 0
         server.manners.lie = lambda reply: reply["usage"].update(completion_tokens=1000)
-        printed = place.run()
+        printed = place.leaves_some()
         left = 20 - len(place.records())
         assert 0 < left < 20 and f"{20 - left} of 20 conversations written, {left} without an answer" in printed
         assert "it counts 1000 tokens where at most 24 were asked for (after 3 tries" in printed

@@ -1,0 +1,13 @@
+"""sha256 of a file, by which files are told apart."""
+
+import hashlib
+from pathlib import Path
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,91 @@
+"""Asks the Hugging Face Hub once whether it has something, before transformers or datasets ask for minutes.
+
+Without a network both try every file six times, with growing pauses, and say nothing or print each try.
+"""
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+from draftsmith.recipes.errors import UserError
+
+SECONDS = 5.0  # for the Hub to answer
+
+
+@cache
+def check_model(model: str, revision: str | None) -> None:
+    """Checks that `model` is a folder, or a Hub id that is cached or that the Hub knows.
+
+    Where it is cached and the Hub does not answer, the cache serves everything from here on.
+
+    Raises:
+        UserError: the model is nowhere.
+    """
+    if not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model) or Path(model).exists():
+        return
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    where = f"target.model: {model!r} is no folder in {Path.cwd()}"
+    try:
+        cached = isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
+    except HFValidationError:
+        raise UserError(f"{where}, and no name that a model of the Hub could have") from None
+    if constants.HF_HUB_OFFLINE:
+        if cached:
+            return
+        raise UserError(f"{where} and not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub")
+    if not cached:
+        print(f"{model!r} is no folder here; asking the Hugging Face Hub", file=sys.stderr, flush=True)
+    try:
+        HfApi().model_info(model, revision=revision, timeout=SECONDS)
+    except Exception as error:  # the Hub's client changes its HTTP library, and so their exceptions
+        if not cached:
+            raise UserError(f"{where}, {_why(error, revision)}") from error
+        go_offline(f"the Hub does not serve {model!r}; its cached files are taken")
+
+
+@cache
+def check_dataset(name: str) -> None:
+    """Goes offline if the Hub cannot be reached; what is cached is then read, and what is not fails at once."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi().dataset_info(name, timeout=SECONDS)
+    except HfHubHTTPError:
+        return  # it was reached: datasets says what is wrong
+    except Exception as error:  # as above
+        go_offline(f"the Hub cannot be reached ({_first_words(error)}); only cached datasets can be read")
+
+
+def go_offline(why: str) -> None:
+    """Keeps the Hub's client, transformers and datasets from asking the Hub in this process."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    print(f"note: {why}", file=sys.stderr, flush=True)
+    constants.HF_HUB_OFFLINE = True
+    config.HF_HUB_OFFLINE = True
+
+
+def _why(error: Exception, revision: str | None) -> str:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "and the Hub asks you to accept its licence first: do so on the model's page, then run `hf auth login`"
+    if isinstance(error, RevisionNotFoundError):
+        return f"and the Hub has no revision {revision!r} of it"
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            "and the Hub has no model of this name that you may read; check the spelling (org/name), or run `hf auth "
+            "login` for a private one"
+        )
+    return f"and the Hub cannot be reached ({_first_words(error)}); name a folder, or try again with a network"
+
+
+def _first_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}".splitlines()[0]
