@@ -12,17 +12,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.models.families import attention_kinds
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.hub import check_model
 from draftsmith.recipes.schema import TargetSection
 
 Message = dict[str, Any]
 
 FINGERPRINT_COVERS = "the vocabulary, the chat template, target.thinking and target.template_args"
+# Sizes far beyond those of any model.
+LARGEST = {
+    "num_hidden_layers": 10_000,
+    "hidden_size": 1_000_000,
+    "intermediate_size": 100_000_000,
+    "num_attention_heads": 100_000,
+    "vocab_size": 100_000_000,
+    "max_position_embeddings": 1_000_000_000,
+}
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 # Variables of a template that the rendering itself sets.
 _SET_BY_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
@@ -45,7 +55,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
         raise UserError(f"target.model: cannot load a tokenizer from {target.model!r}: {first_line(error)}") from error
     if target.chat_template is not None:
         try:
@@ -176,10 +186,23 @@ def load_config(target: TargetSection) -> Any:
         config = AutoConfig.from_pretrained(
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(f"target.model: no model at {target.model!r}: {_why_no_config(target.model, error)}") from error
+    _check_numbers(target.model, config.get_text_config(decoder=True))
     attention_kinds(config)
     return config
+
+
+def _check_numbers(model: str, config: Any) -> None:
+    """Raises UserError for sizes that no model has: what is built from them would never end, or would end anywhere."""
+    wrong = [
+        f"{name} {short(value)}, not a whole number from 1 to {most:,}"
+        for name, most in LARGEST.items()
+        if (value := getattr(config, name, None)) is not None
+        if type(value) is not int or not 1 <= value <= most
+    ]
+    if wrong:
+        raise UserError(f"target.model: the config.json of {model!r} has {'; '.join(wrong)}")
 
 
 def _why_no_config(model: str, error: Exception) -> str:
@@ -193,7 +216,8 @@ def _why_no_config(model: str, error: Exception) -> str:
 
 def first_line(error: Exception) -> str:
     """What other libraries say, without the pages that follow."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def render_prompt(

@@ -11,6 +11,7 @@ what each is for and which other values were published.
 import argparse
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import yaml
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe, output_problem
+from draftsmith.recipes.prompts import check_source
 from draftsmith.recipes.schema import TargetSection
 
 PROMPTS = "hf:HuggingFaceH4/ultrachat_200k:train_sft"
@@ -41,14 +43,17 @@ def main() -> None:
         raise UserError(f"--out: {path} exists; name another file, or delete it")
     if problem := output_problem(path, folder=False):
         raise UserError(f"--out: {problem}")
+    if problem := check_source(options.prompts):
+        raise UserError(f"--prompts: {problem}")
     text = starter_recipe(options.target, options.prompts, name, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     try:
         load_recipe(path)
-    except UserError as error:  # of what was asked for, for example prompts that are not there
-        raise UserError([f"{path} is written, but not yet usable: {problem}" for problem in error.problems]) from None
-    print(f"written: {path}\nnext: draftsmith run {path} --plan")
+    except UserError as error:
+        path.unlink()
+        raise UserError([f"no recipe fits this target: {problem}" for problem in error.problems]) from None
+    print(f"written: {path}\nnext: draftsmith run {shlex.quote(str(path))} --plan")
 
 
 def starter_recipe(model: str, prompts: str, name: str, path: Path) -> str:
@@ -85,8 +90,8 @@ def starter_recipe(model: str, prompts: str, name: str, path: Path) -> str:
 # {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`: the numbers are a start, not a result.
 # docs/recipes.md explains them, recipes/schema.py lists every key.
 #
-#   draftsmith run {path} --plan     # what it would take: tokens, steps, memory, disk, time
-#   draftsmith run {path}            # answers, draft vocabulary, drafter, acceptance; resumable
+#   draftsmith run {shlex.quote(str(path))} --plan     # what it would take: tokens, steps, memory, disk, time
+#   draftsmith run {shlex.quote(str(path))}            # answers, draft vocabulary, drafter, acceptance; resumable
 #   Try it small first, with output_dir=runs/try data.max_prompts=200 train.max_steps=50 train.warmup_steps=5
 
 output_dir: runs/{name}

@@ -99,6 +99,9 @@ def parse_arguments(
 
         values.completer = keys  # type: ignore[attr-defined]
         argcomplete.autocomplete(parser)
+    given = sys.argv[1:] if argv is None else argv
+    if not given:
+        parser.error("name a recipe, for example recipes/demo.yaml")
     # Intermixed: overrides may stand before and after options.
     return parser.parse_intermixed_args(argv, Command())
 
@@ -170,7 +173,7 @@ def _unwritable(error: OSError) -> list[str]:
     """In words, where the user can do something about it: rights, a read-only disk, a file in a folder's place."""
     if error.filename is None or error.errno not in _PLACE_ERRORS:
         return []
-    return [f"{error.filename}: {error.strerror}; name another output_dir, or mend what is wrong with this one"]
+    return [f"{error.filename}: {error.strerror}; name another place, or mend what is wrong with this one"]
 
 
 def _quiet_third_parties() -> None:

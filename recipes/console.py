@@ -34,12 +34,17 @@ def main() -> None:
 
         complete_command(MODULES)
     elif name in ("-h", "--help", "help"):
-        print(help_text())
+        if name == "help" and words[1:]:
+            sys.argv = ["draftsmith", words[1], "--help"]
+            main()
+        else:
+            print(help_text())
     elif name == "--version":
         print(f"draftsmith {version('draftsmith')}")
     elif name not in MODULES:
         close = difflib.get_close_matches(name, MODULES, n=1)
         meant = f"; did you mean `{close[0]}`?" if close else ""
+        meant = "; a command comes first, as in draftsmith run my.yaml" if name.endswith(".yaml") else meant
         print(f"error: {name!r} is no command of draftsmith{meant} (draftsmith --help lists them)", file=sys.stderr)
         sys.exit(2)
     else:

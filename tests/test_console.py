@@ -3,12 +3,15 @@
 import json
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -160,6 +163,84 @@ def test_a_run_does_what_is_missing_and_nothing_else(stages: Stages, capsys: pyt
     assert stages.run("eval.max_prompts=3", "train.max_steps=9") == ALL
 
 
+def test_what_decides_a_result_makes_a_stage_run_again_and_nothing_else(
+    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, remove = tmp_path / "run", "data.contamination=remove"
+    assert stages.run() == ALL
+    speed = ["data.generator.batch_size=2", "train.trackers=[]", "target.device=cpu"]
+    assert stages.run(*speed) == []
+    os.utime(run / "conversations.jsonl")  # another time, the same content
+    assert stages.run() == []
+    shutil.copytree(run, tmp_path / "copy")
+    assert stages.run(f"output_dir={tmp_path / 'copy'}") == []
+    (run / "drafter/config.json").write_text("garbage")
+    capsys.readouterr()
+    assert stages.run("--plan") == ["train --plan", "evaluate --plan"]
+    said = capsys.readouterr().out
+    assert (
+        "to do  train        drafter/model.safetensors, drafter/config.json  (drafter/config.json has changed)" in said
+    )
+    assert "to do  evaluate     eval/acceptance.json  (after train)" in said
+    (run / "token_counts.safetensors").unlink()
+    assert stages.run()[:2] == ["rank-vocab", "train"]
+    # Screened against other questions, other answers may be trained on.
+    again = [f"output_dir={tmp_path / 'screened'}", remove, "eval.prompts=stdlib:train"]
+    stages.fails["train"] = lambda: 2
+    with pytest.raises(SystemExit):
+        stages.run(*again)
+    with pytest.raises(SystemExit):
+        stages.run(*again[:2])
+    assert stages.called == ALL[:3]
+
+
+def test_other_prompts_are_refused_where_a_drafter_was_trained(stages: Stages, tmp_path: Path) -> None:
+    assert stages.run() == ALL
+    prompts = tmp_path / "prompts.jsonl"
+    for change in (["data.max_prompts=9"], ["data.max_length=99"], [], ["--plan"]):
+        if not change:
+            prompts.write_text('{"prompt": "another"}\n')
+        with pytest.raises(UserError, match=r"^data: these are other prompts, or other answers"):
+            stages.run(*change)
+        assert stages.called == []
+    prompts.write_text('{"prompt": "a"}\n')
+    assert stages.run() == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_stage_ends_with_the_command_that_started_it(name: str, tmp_path: Path) -> None:
+    """Whoever sends the signal to `draftsmith run` alone."""
+    child = f"""
+import os, pathlib, signal, sys, time
+pathlib.Path({str(tmp_path / "pid")!r}).write_text(str(os.getpid()))
+try:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+    parent = f"""
+import sys
+from draftsmith.recipes import pipeline
+pipeline.SECONDS_TO_END = 0.2
+popen = pipeline.subprocess.Popen
+pipeline.subprocess.Popen = lambda arguments, **settings: popen([sys.executable, "-c", {child!r}], **settings)
+sys.exit(pipeline._call(["train"]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
+    until = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    stage = psutil.Process(int((tmp_path / "pid").read_text()))
+    time.sleep(0.2)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(30) == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[name]
+    psutil.wait_procs([stage], timeout=30)
+    assert not stage.is_running() or stage.status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_stage_that_did_not_end_well_is_not_done(stages: Stages, capsys: pytest.CaptureFixture[str]) -> None:
     stages.fails["train"] = lambda: 2
     with pytest.raises(SystemExit) as ended:
@@ -227,8 +308,9 @@ def test_init_writes_a_recipe_for_the_target(
     assert "reads states 2, 3, 4 of 7" in (tmp_path / "new/mine.yaml").read_text()
     with pytest.raises(UserError, match=r"new/mine\.yaml exists"):
         init(monkeypatch, str(target_dir), "--out", "new/mine.yaml")
-    with pytest.raises(UserError, match=r"other.yaml is written, but not yet usable: .*no such file: gone.jsonl"):
+    with pytest.raises(UserError, match=r"^--prompts: no such file: gone.jsonl"):
         init(monkeypatch, str(target_dir), "--prompts", "gone.jsonl", "--out", "other.yaml")
+    assert not Path("other.yaml").exists()
 
 
 def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Path) -> None:
