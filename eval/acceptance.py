@@ -18,7 +18,7 @@ table; eval/report.py builds the latter two again without decoding.
 
 from argparse import ArgumentParser
 
-from draftsmith.recipes.cli import parse_arguments, run
+from draftsmith.recipes.cli import check_output, parse_arguments, run
 from draftsmith.recipes.inputs import drafter, need
 from draftsmith.recipes.loader import load_recipe
 
@@ -27,6 +27,7 @@ def main() -> None:
     command = parse_arguments(__doc__, extra=_compare_option)
     if not command.compare:  # otherwise all recipes are loaded together, to report all their problems at once
         recipe = load_recipe(command.recipe_path, command.overrides)
+        check_output(recipe)
         if not command.plan and recipe.eval.drafter is None:
             need(drafter(recipe))
     from draftsmith.eval import evaluation

@@ -68,10 +68,16 @@ def parse_command(
     """
     command = parse_arguments(doc, argv, extra)
     command.recipe = load_recipe(command.recipe_path, command.overrides)
-    output = Path(command.recipe.output_dir)
-    if writes and output.exists() and not os.access(output, os.W_OK):  # one that does not exist, the loader looks at
-        raise UserError(f"output_dir: nothing can be written to {output}; name another folder, or mend the rights")
+    if writes:
+        check_output(command.recipe)
     return command
+
+
+def check_output(recipe: Recipe) -> None:
+    """Raises UserError if output_dir exists and nothing can be written to it; the loader looks at one that does not."""
+    output = Path(recipe.output_dir)
+    if output.exists() and not os.access(output, os.W_OK):
+        raise UserError(f"output_dir: nothing can be written to {output}; name another folder, or mend the rights")
 
 
 def parse_arguments(

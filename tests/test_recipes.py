@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from draftsmith.eval import acceptance
 from draftsmith.recipes import cli, launch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe, load_recipe
@@ -314,6 +315,9 @@ def test_an_output_dir_that_is_read_only(write, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError, match="output_dir: nothing can be written to"):
         cli.parse_command(None, arguments)
     cli.parse_command(None, arguments, writes=False)
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", *arguments])
+    with pytest.raises(UserError, match="output_dir: nothing can be written to"):
+        acceptance.main()
 
 
 def test_no_prompt_file_twice_and_none_is_overwritten(write, tmp_path: Path):

@@ -716,3 +716,11 @@ def test_the_plan_bounds_the_time_by_the_last_run(tmp_path: Path) -> None:
     said = evaluation.likely_time(recipe, [PLAIN, MAIN], 10_000)
     assert said.startswith(f"at most about {round(seconds / 60)} min,") and "last run" in said
     assert evaluation.likely_time(recipe, [PLAIN, "new"], 10).startswith("unknown until")
+
+
+def test_a_worthless_drafter_gets_advice() -> None:
+    def said(tau: float | None) -> list[str]:
+        return report_files.advice({"contender": MAIN, "contenders": {MAIN: {"tau": tau}}})
+
+    assert len(said(1.0)) == 1 and said(1.0)[0].startswith("note: tau 1.00: ") and "Train longer" in said(1.0)[0]
+    assert said(1.3) == said(None) == []
