@@ -162,8 +162,8 @@ def alone_in(directory: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"{directory}: another run is writing there; several processes of one run share the work: torchrun "
-                "--nproc_per_node 8 data_gen/capture.py"
+                f"{directory}: another run is writing there; wait for it, or name another folder. Processes of one "
+                "run are started together, by torchrun"
             ) from None
         except OSError:
             pass  # some network file systems lock nothing

@@ -455,7 +455,7 @@ def test_run_returns_exit_codes(capsys, monkeypatch):
     with pytest.raises(SystemExit) as caught:
         cli.run(fail(PermissionError(errno.EACCES, "Permission denied", "runs/x")))
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("error: runs/x: Permission denied; name another output_dir")
+    assert capsys.readouterr().err.startswith("error: runs/x: Permission denied; name another place")
     with pytest.raises(FileNotFoundError):
         cli.run(fail(FileNotFoundError(errno.ENOENT, "No such file", "ours")))
     with pytest.raises(ZeroDivisionError):  # a defect of ours keeps its traceback

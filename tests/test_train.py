@@ -18,6 +18,7 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
+from draftsmith.data_gen.processes import alone_in
 from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.eval.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded_answers import RecordedAnswer
@@ -317,6 +318,14 @@ def test_what_does_not_fit_is_told_before_the_target_is_loaded(
     DraftVocab(torch.arange(160), 320).save(path, {"tokenizer_fingerprint": "another"})
     with pytest.raises(UserError, match="its tokenizer has fingerprint another"):
         train(recipe_path)
+
+
+def test_two_runs_never_write_into_one_folder(recipe_path: Path) -> None:
+    output = Path(load_recipe(recipe_path).output_dir)
+    with alone_in(output), pytest.raises(UserError, match="another run is writing there"):
+        train(recipe_path)
+    assert not (output / "checkpoints").exists() and not (output / "metrics.jsonl").exists()
+    train(recipe_path, "train.max_steps=1", "train.warmup_steps=0")
 
 
 def test_missing_inputs_are_named(recipe_path: Path) -> None:

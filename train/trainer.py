@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 
+from draftsmith.data_gen.processes import alone_in
 from draftsmith.data_gen.stored_target import StoredTarget, stored_bytes
 from draftsmith.data_gen.training_data import usable_rows
 from draftsmith.data_gen.training_rows import TrainingRow
@@ -59,7 +61,7 @@ from draftsmith.train.clock import peak_flops_per_second
 from draftsmith.train.engine import accelerator_of
 from draftsmith.train.loop import Loop
 from draftsmith.train.plan import counted_data, expected_data, training_plan
-from draftsmith.train.processes import check_ranks_agree
+from draftsmith.train.processes import check_ranks_agree, failing_together
 from draftsmith.train.sharded_target import ShardedTarget, check_sharding, load_shared_out
 from draftsmith.train.states import OnlineStates, StateSource
 from draftsmith.train.step_flops import StepFlops
@@ -168,15 +170,19 @@ def main(command: Command) -> bool:
         accelerator.print(store.in_words())
     if isinstance(target, ShardedTarget):
         accelerator.print(target.in_words())
-    finished = loop.run()
-    if finished:
-        with loop.engine.whole() as trained:
+    with ExitStack() as held:
+        with failing_together():
             if accelerator.is_main_process:
-                best = loop.best()
-                if best is not None:
-                    loop.engine.load_weights(best[0], trained)
-                save(recipe, trained.drafter, identity, best)
-    accelerator.end_training()
+                held.enter_context(alone_in(Path(recipe.output_dir)))
+        finished = loop.run()
+        if finished:
+            with loop.engine.whole() as trained:
+                if accelerator.is_main_process:
+                    best = loop.best()
+                    if best is not None:
+                        loop.engine.load_weights(best[0], trained)
+                    save(recipe, trained.drafter, identity, best)
+        accelerator.end_training()
     return finished
 
 
