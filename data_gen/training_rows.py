@@ -38,6 +38,7 @@ from draftsmith.models.chat import (
     tokenizer_fingerprint,
 )
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.inputs import need
 from draftsmith.recipes.prompt_records import Conversation, to_conversation
 from draftsmith.recipes.prompt_sources import check_source, records
 from draftsmith.recipes.rejects import Rejects
@@ -130,8 +131,7 @@ def _conversations(
     path: Path, tokenizer: PreTrainedTokenizerBase, rejects: Rejects, leave_out: LeaveOut | None
 ) -> Iterator[tuple[int, str, list[Turn], Any]]:
     """(line, id, turns, record) of every usable conversation."""
-    if not path.exists():
-        raise UserError(f"data.conversations: {path} does not exist; data_gen/regenerate.py writes it")
+    need(("data.conversations", path, "data_gen/regenerate.py"))
     if problem := check_source(str(path)):
         raise UserError(f"data.conversations: {problem}")
     fingerprint = tokenizer_fingerprint(tokenizer)

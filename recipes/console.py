@@ -57,9 +57,9 @@ def main() -> None:
 
 
 def help_text() -> str:
-    stages, others = ("regenerate", "rank-vocab", "train", "evaluate"), [*SCRIPTS]
+    stages = ("regenerate", "rank-vocab", "train", "evaluate")
     texts = {name: text for name, (_, text) in OWN.items()} | {name: script.help for name, script in SCRIPTS.items()}
-    rest = [name for name in others if name not in stages]
+    rest = [name for name in SCRIPTS if name not in stages]
 
     def lines(names: list[str] | tuple[str, ...]) -> str:
         return "\n".join(f"  {name:<14} {texts[name]}" for name in names)

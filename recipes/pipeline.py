@@ -216,20 +216,27 @@ def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
         "train-c2t": ("classifier",),
         "evaluate": ("target", "eval"),
     }[stage]
-    found = recipe.model_dump(include=set(sections))
+    # Defaults are left out: a key that a later version adds does not make everything look changed.
+    found = recipe.model_dump(include=set(sections), exclude_defaults=True)
     data = found.get("data", {})
     for name, keys in _IRRELEVANT.items():
         section = data.get(name, {}) if name == "generator" else found.get(name, {})
         for key in keys & section.keys():
             del section[key]
-    if data:
-        removes = data["contamination"] == "remove"
-        data["contamination"] = recipe.eval.prompts if removes else None
+    data.pop("contamination", None)
+    if "data" in sections and recipe.data.contamination == "remove":
+        found["left out for asking what is asked in"] = recipe.eval.prompts
     if stage == "rank-vocab":
-        found["ranking"] = recipe.data.ranking.model_dump()
+        found["ranking"] = recipe.data.ranking.model_dump(exclude_defaults=True)
     if stage == "train" and recipe.train.eval_replay:
-        found["replayed with"] = recipe.eval.tree.model_dump()
-    return found
+        found["replayed with"] = recipe.eval.tree.model_dump(exclude_defaults=True)
+    return _without_empty(found)
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    """A section whose keys have all been left out is no section."""
+    kept = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in kept.items() if value != {}}
 
 
 def _replays(recipe: Recipe) -> bool:

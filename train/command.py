@@ -37,9 +37,10 @@ def main() -> None:
     command = parse_command(__doc__, extra=options)
     if not command.plan:
         _check_inputs(command)
-        wanted = command.processes or _devices()
-        if wanted > 1 and world_size() == 1:
-            launch(command, wanted)
+    if world_size() == 1:
+        command.processes = command.processes or _devices()
+        if command.processes > 1 and not command.plan:
+            launch(command, command.processes)
     train(command)
 
 
