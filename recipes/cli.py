@@ -9,6 +9,7 @@ if __name__ == "__main__":
 """
 
 import argparse
+import atexit
 import errno
 import logging
 import os
@@ -16,7 +17,8 @@ import select
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from draftsmith.recipes.errors import UserError
@@ -122,6 +124,14 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
         many_processes: whether a launcher may start several, which share the work.
     """
     _quiet_third_parties()
+    if many_processes and world_size() > 1:
+        with _no_finalization():
+            _run(main, many_processes)
+    else:
+        _run(main, many_processes)
+
+
+def _run(main: Callable[[], None], many_processes: bool) -> None:
     try:
         if not many_processes:
             check_alone()
@@ -139,6 +149,31 @@ def run(main: Callable[[], None], many_processes: bool = False) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C needs no traceback either
         _tell_interrupted(str(interrupt))
         sys.exit(130)
+
+
+@contextmanager
+def _no_finalization() -> Iterator[None]:
+    """One of several processes ends without the interpreter's finalization.
+
+    A worker thread of a process group may still hold the last collective's tensors, and needs the interpreter's lock to
+    let go of them. Once finalization has begun, asking for that lock aborts the process, after all its work is done.
+    """
+    status = 1  # of an exception that Python itself reports
+
+    def leave() -> None:
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+    atexit.register(leave)  # the last of all, for the other handlers register later
+    try:
+        yield
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
 
 
 def tell(problems: Sequence[str]) -> None:

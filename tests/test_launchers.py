@@ -43,6 +43,42 @@ ANSWERS = {
 }
 
 
+# A module's objects are destroyed in the interpreter's finalization.
+LEAVING = """
+import atexit
+from draftsmith.recipes.cli import run
+from draftsmith.recipes.errors import UserError
+
+class Late:
+    def __del__(self):
+        print("finalized")
+
+late = Late()
+
+def main():
+    atexit.register(print, "a handler of a library")
+    print("the last word", end="")
+    {end}
+
+run(main, many_processes=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("", 0), ("raise UserError('no')", 2), ("1 / 0", 1), ("raise SystemExit(7)", 7)]
+)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_of_several_processes_ends_before_finalization(processes: int, end: str, status: int) -> None:
+    """Worker threads of process groups abort a process that is being finalized, now and then."""
+    script = LEAVING.format(end=end)
+    env = os.environ | {"WORLD_SIZE": str(processes), "RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    finalized = "finalized\n" * (processes == 1)
+    assert done.stdout == f"the last worda handler of a library\n{finalized}"
+    assert ("ZeroDivisionError" in done.stderr) == (status == 1)
+
+
 def launched_by(folder: Path, deepspeed: dict[str, Any]) -> list[str]:
     """accelerate, told by a config file of these words on DeepSpeed."""
     path = folder / "accelerate.yaml"
