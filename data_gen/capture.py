@@ -20,9 +20,9 @@ alone, so that they write what one process writes.
 
 from argparse import ArgumentParser
 
-from draftsmith.recipes.cli import Command, parse_command, run
-from draftsmith.recipes.inputs import conversations, need
-from draftsmith.recipes.launch import check_all_started, world_size
+from draftsmith.recipes.command.cli import Command, parse_command, run
+from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.command.launch import check_all_started, world_size
 
 
 def main() -> None:

@@ -38,11 +38,11 @@ from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_finger
 from draftsmith.models.checkpoint import config_identity, differences, file_digest, target_identity
 from draftsmith.models.costs import gigabytes, target_forward_flops, target_size, torch_dtype
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import output_problem
-from draftsmith.recipes.progress import Bar
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
 MANIFEST_BYTES_A_SHARD = 450

@@ -16,7 +16,7 @@ source that cannot be read now, for example a benchmark that was never fetched a
 with data.contamination: remove it is an error.
 """
 
-from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.command.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.lines import append_line
-from draftsmith.recipes.prompts import Conversation, asked_digest
-from draftsmith.recipes.rejects import is_unicode
+from draftsmith.recipes.files.lines import append_line
+from draftsmith.recipes.prompts.reader import Conversation, asked_digest
+from draftsmith.recipes.prompts.rejects import is_unicode
 
 SECONDS_BETWEEN_SYNCS = 1.0
 # What a loaded target and a server are told apart by.

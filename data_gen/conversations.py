@@ -8,8 +8,8 @@ Reads data.conversations (<output_dir>/conversations.jsonl) and writes nothing.
 
 from argparse import ArgumentParser
 
-from draftsmith.recipes.cli import parse_command, run
-from draftsmith.recipes.inputs import conversations, need
+from draftsmith.recipes.command.cli import parse_command, run
+from draftsmith.recipes.command.inputs import conversations, need
 
 
 def main() -> None:

@@ -37,11 +37,11 @@ from draftsmith.data_gen.corpus_reader import Batch, Corpus, Item, Position, con
 from draftsmith.data_gen.training_rows import is_regenerated, turns_of_messages
 from draftsmith.models.chat import RenderError, as_text, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import CorpusCounts, read_tensors, write_tensors
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.json_text import parse_json
-from draftsmith.recipes.progress import Bar
-from draftsmith.recipes.prompt_records import to_conversation
-from draftsmith.recipes.rejects import Rejects, is_unicode
+from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.prompts.records import to_conversation
+from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.schema import TargetSection
 
 FORM = 2  # of the file; another one is counted anew

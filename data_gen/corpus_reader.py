@@ -25,9 +25,9 @@ from typing import IO, Any, NamedTuple
 
 from draftsmith.data_gen.gzip_reader import GzipReader
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.json_text import parse_json
-from draftsmith.recipes.prompt_records import COLUMNS, LIST_COLUMNS, json_type
-from draftsmith.recipes.prompt_sources import check_source, hub_parts, plain_row, rows_of_batch
+from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.prompts.records import COLUMNS, LIST_COLUMNS, json_type
+from draftsmith.recipes.prompts.sources import check_source, hub_parts, plain_row, rows_of_batch
 from draftsmith.recipes.schema import RankingSource
 
 ANSWERS = "answers"
@@ -63,7 +63,7 @@ def content_of(record: Any, text_field: str) -> str | None:
     """The text of a record; None where it is a conversation, for the project's reader.
 
     Conversations are told by a list of messages. A `text_field` that the recipe names goes before it; where there is
-    neither, the columns of one question and its answer count (`recipes.prompts`).
+    neither, the columns of one question and its answer count (`recipes.prompts.reader`).
 
     Raises:
         ValueError: "kind: detail" where there is none of these.

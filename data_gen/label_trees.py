@@ -22,8 +22,8 @@ whole shard; with a greater max_rows it goes on, too. Other settings, another dr
 
 from argparse import ArgumentParser
 
-from draftsmith.recipes.cli import parse_command, run
-from draftsmith.recipes.stages import print_next
+from draftsmith.recipes.command.cli import parse_command, run
+from draftsmith.recipes.command.stages import print_next
 
 
 def main() -> None:

@@ -47,10 +47,10 @@ from draftsmith.models.checkpoint import config_identity, differences
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree
 from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import output_problem
-from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import LabelSection, Recipe, TreeSection
 
 NOWHERE = -2  # parent of no node

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data_gen.training_rows import LeaveOut, is_regenerated
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.json_text import parse_json
-from draftsmith.recipes.progress import Bar
-from draftsmith.recipes.prompt_records import Conversation, to_conversation
-from draftsmith.recipes.prompt_sources import records
-from draftsmith.recipes.prompts import read_conversations, read_training_prompts
-from draftsmith.recipes.rejects import Rejects, is_unicode
+from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
+from draftsmith.recipes.prompts.records import Conversation, to_conversation
+from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
+from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe
 
 GRAM = 13

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from draftsmith.recipes.cli import tell
+from draftsmith.recipes.command.cli import tell
 from draftsmith.recipes.errors import UserError
 
 POLL_SECONDS = 0.1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.models.chat import RenderError, render_prompt
-from draftsmith.recipes.prompts import Conversation, questions
+from draftsmith.recipes.prompts.reader import Conversation, questions
 
 # Conversations that are rendered; of more, every n-th.
 RENDERED_AT_MOST = 500

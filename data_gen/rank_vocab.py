@@ -22,9 +22,9 @@ ranking_coverage.json says which share of each corpus, and of the target's own a
 vocabulary of each size covers.
 """
 
-from draftsmith.recipes.cli import parse_command, run
-from draftsmith.recipes.inputs import conversations, need
-from draftsmith.recipes.stages import print_next
+from draftsmith.recipes.command.cli import parse_command, run
+from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.command.stages import print_next
 
 
 def main() -> None:

@@ -21,10 +21,10 @@ from draftsmith.models.chat import (
     tokenizer_fingerprint,
 )
 from draftsmith.models.vocab import CorpusCounts, DraftVocab, blend, covered_share, cut, rank, save_token_counts
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Bar
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 
 # Tokens gathered before they are added to the counts: a large vocabulary is not walked through for every row.

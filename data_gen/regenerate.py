@@ -24,9 +24,9 @@ asked go to conversations.rejects.jsonl beside it, with the reason.
 
 import sys
 
-from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.command.cli import parse_command, run
+from draftsmith.recipes.command.stages import print_next
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.stages import print_next
 
 
 def main() -> None:

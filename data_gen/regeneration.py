@@ -34,10 +34,17 @@ from draftsmith.models.chat import (
 from draftsmith.models.checkpoint import tensor_digest, weight_bytes
 from draftsmith.models.costs import decoding_lines, decoding_time
 from draftsmith.models.target import load_causal_lm
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Bar
-from draftsmith.recipes.prompts import DUPLICATE, Conversation, Rejects, asked_digest, questions, read_training_prompts
+from draftsmith.recipes.prompts.reader import (
+    DUPLICATE,
+    Conversation,
+    Rejects,
+    asked_digest,
+    questions,
+    read_training_prompts,
+)
 from draftsmith.recipes.schema import Recipe
 
 RATE_SECONDS = 30.0  # over which the tokens per second of the progress bar are taken

@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.recipes.rejects import is_unicode
+from draftsmith.recipes.prompts.rejects import is_unicode
 
 _TOKEN_ID = re.compile(r"token_id:(\d{1,9})")
 # What two correct detokenisers may differ in: blanks at the start and around special tokens, and how many signs stand

@@ -19,7 +19,7 @@ import httpx
 
 from draftsmith.data_gen.server_answers import BadAnswer, Refused, error_text, short
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.json_text import parse_json
+from draftsmith.recipes.files.json_text import parse_json
 
 CONNECT_SECONDS = 10.0
 # What a reply may have: for itself, and for each token of prompt and answer (id, text, logprobs, a stream's frame).

@@ -16,7 +16,7 @@ from typing import Any
 
 from draftsmith.models.checkpoint import sync_to_disk
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.json_text import parse_json
+from draftsmith.recipes.files.json_text import parse_json
 
 MANIFEST = "manifest.json"
 

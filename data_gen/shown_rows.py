@@ -6,9 +6,9 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.training_rows import TrainingRow, training_rows
 from draftsmith.models.chat import load_tokenizer
-from draftsmith.recipes.cli import Command
-from draftsmith.recipes.progress import Bar
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.prompts.rejects import Rejects
 
 
 def main(command: Command) -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 from draftsmith.data_gen.overlap import left_out_of_training
 from draftsmith.data_gen.training_rows import TrainingRow, training_rows
-from draftsmith.recipes.inputs import conversations, need
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
 

@@ -37,11 +37,11 @@ from draftsmith.models.chat import (
     render_prompt,
     tokenizer_fingerprint,
 )
+from draftsmith.recipes.command.inputs import need
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.inputs import need
-from draftsmith.recipes.prompt_records import Conversation, to_conversation
-from draftsmith.recipes.prompt_sources import check_source, records
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.records import Conversation, to_conversation
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.prompts.sources import check_source, records
 
 Turn = tuple[list[int], list[int]]  # prompt tokens, output tokens
 Span = tuple[int, int]  # half-open

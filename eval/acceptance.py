@@ -18,8 +18,8 @@ table; eval/report.py builds the latter two again without decoding.
 
 from argparse import ArgumentParser
 
-from draftsmith.recipes.cli import check_output, parse_arguments, run
-from draftsmith.recipes.inputs import drafter, need
+from draftsmith.recipes.command.cli import check_output, parse_arguments, run
+from draftsmith.recipes.command.inputs import drafter, need
 from draftsmith.recipes.loader import load_recipe
 
 

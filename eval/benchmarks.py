@@ -18,10 +18,10 @@ from draftsmith.models.chat import RenderError, answer_message, as_text, decode_
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Bar
-from draftsmith.recipes.prompt_sources import short_names
-from draftsmith.recipes.prompts import Conversation, Rejects, questions, read_conversations
+from draftsmith.recipes.prompts.reader import Conversation, Rejects, questions, read_conversations
+from draftsmith.recipes.prompts.sources import short_names
 
 PLAIN = "plain decoding"
 

@@ -20,7 +20,7 @@ from draftsmith.eval.recorded_answers import Recording, tokens_of
 from draftsmith.eval.replay import Agreement
 from draftsmith.eval.replayed import recording_of, replay_contenders
 from draftsmith.models.c2t import read_config
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import C2tSection, Recipe, TreeSection
 

@@ -25,7 +25,7 @@ take none that the classifier or the drafter has learnt from.
 
 from argparse import ArgumentParser, ArgumentTypeError
 
-from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.command.cli import parse_command, run
 
 
 def main() -> None:

@@ -35,8 +35,8 @@ from draftsmith.eval.decode import Clock, Generation, Mark, Round, TargetVerifie
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws
 from draftsmith.models.target import Target
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import CHAINS, TreeSection
 
 CALLS = (1, 2, 4, 8, 16, 32, 64)  # draft calls that are probed, up to the most of a family

@@ -31,9 +31,9 @@ from draftsmith.models.checkpoint import provenance, weight_bytes
 from draftsmith.models.costs import decoding_lines, hardware
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 
 

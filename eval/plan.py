@@ -19,7 +19,7 @@ all this before it is evaluated.
 
 from argparse import ArgumentParser
 
-from draftsmith.recipes.cli import parse_command, run
+from draftsmith.recipes.command.cli import parse_command, run
 from draftsmith.recipes.errors import UserError
 
 

@@ -34,9 +34,9 @@ from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_finger
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Bar
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Policy, Recipe, TreeSection
 from draftsmith.recipes.validation import validation_rank
 

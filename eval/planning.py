@@ -34,10 +34,10 @@ from draftsmith.eval.recorded_answers import RecordedAnswer, Recording, tokens_o
 from draftsmith.models.checkpoint import provenance
 from draftsmith.models.costs import hardware
 from draftsmith.models.target import Target
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import CHAINS, Policy, Recipe, TreeSection
 
 # What plan.json says of a candidate, and of one that was measured; `eval.metrics` says what it means.

@@ -47,8 +47,8 @@ from draftsmith.models.chat import decode_answer, load_config, load_tokenizer, t
 from draftsmith.models.checkpoint import config_identity, read_config
 from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_size
 from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import Recipe
 
 

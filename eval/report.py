@@ -8,8 +8,8 @@ Reads <eval.out>/acceptance.json and generations.jsonl, and the metrics.jsonl be
 eval/acceptance.py writes the former two and ends with this. What the numbers mean is `eval.metrics`.
 """
 
-from draftsmith.recipes.cli import parse_command, run
-from draftsmith.recipes.inputs import need
+from draftsmith.recipes.command.cli import parse_command, run
+from draftsmith.recipes.command.inputs import need
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from draftsmith.eval.figures import write_png
 from draftsmith.eval.html_report import build_html, choose_answers, rounds_coarsely
 from draftsmith.eval.plots import acceptance_plots, parts_of, training_plots
 from draftsmith.eval.shapes import Acceptance, MetricsLine, check, load
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe

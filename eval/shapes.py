@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, model_validator
 
-from draftsmith.recipes.json_text import parse_json
+from draftsmith.recipes.files.json_text import parse_json
 
 # What must not stand on a page: controls, lone surrogates, non-characters, and what turns the direction of text around.
 FORBIDDEN = re.compile(

@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 from draftsmith.eval.figures import Colours, Plot, label, name_lines, new_figure, percent, write_png
 from draftsmith.eval.study_numbers import Estimate, Found, over_seeds
-from draftsmith.recipes.cli import run
+from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.study import RESULTS, read_lines
 from draftsmith.recipes.study_cells import (

@@ -41,7 +41,7 @@ from torch import nn
 from draftsmith.models.checkpoint import FILES, LARGEST, file_digest, replaced, written
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, short
-from draftsmith.recipes.json_text import parse_json
+from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.schema import TargetSection
 
 KIND = "c2t"

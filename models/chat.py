@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from draftsmith.models.families import attention_kinds
 from draftsmith.recipes.errors import UserError, short
-from draftsmith.recipes.hub import check_model
+from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.schema import TargetSection
 
 Message = dict[str, Any]

@@ -37,9 +37,9 @@ from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.digest import file_digest
 from draftsmith.recipes.errors import UserError, short
-from draftsmith.recipes.json_text import parse_json
+from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.json_text import parse_json
 
 
 def config_identity(config: Any, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:

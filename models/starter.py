@@ -20,7 +20,7 @@ import yaml
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe, output_problem
-from draftsmith.recipes.prompts import check_source
+from draftsmith.recipes.prompts.reader import check_source
 from draftsmith.recipes.schema import TargetSection
 
 PROMPTS = "hf:HuggingFaceH4/ultrachat_200k:train_sft"

@@ -35,8 +35,8 @@ from draftsmith.models.families import AttentionKinds, scaled_logits, tried_atte
 from draftsmith.models.families import _shortened_window as shortened_window
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.key_values import KeyValues, Kind
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, short
-from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import TargetSection
 
 
@@ -80,7 +80,7 @@ def read_causal_lm(section: TargetSection) -> Any:
 
 @contextmanager
 def _our_bars() -> Iterator[None]:
-    """transformers' own bars, but as `recipes.progress` shows them."""
+    """transformers' own bars, but as `recipes.command.progress` shows them."""
 
     def bar(factory: Any, args: Any, settings: Any) -> Any:
         if not logging.is_progress_bar_enabled():

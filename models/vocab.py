@@ -29,7 +29,7 @@ from safetensors.torch import save
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.json_text import parse_json
+from draftsmith.recipes.files.json_text import parse_json
 
 # What the counts of a blend add up to, nearly: float64 holds them, and frequencies that differ by 1e-15 differ in them.
 BLEND_SCALE = 1 << 53

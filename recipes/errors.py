@@ -7,7 +7,7 @@ from typing import Any
 class UserError(Exception):
     """One or more problems, each a full sentence: what is wrong, where, and what to do.
 
-    Scripts print `problems` on stderr and exit with code 2 (`recipes.cli.run`); library code just raises it.
+    Scripts print `problems` on stderr and exit with code 2 (`recipes.command.cli.run`); library code just raises it.
     """
 
     def __init__(self, problems: str | Sequence[str]):

@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from draftsmith.recipes.benchmark_prompts import benchmark_of
 from draftsmith.recipes.errors import UserError, short
-from draftsmith.recipes.prompts import check_source
+from draftsmith.recipes.prompts.benchmarks import benchmark_of
+from draftsmith.recipes.prompts.reader import check_source
 from draftsmith.recipes.schema import ImpossibleSettings, Recipe
 
 KeyPath = tuple[str | int, ...]

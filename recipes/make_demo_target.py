@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.recipes.stdlib_prompts import (
+from draftsmith.recipes.prompts.stdlib import (
     KINDS,
     MAX_ANSWER_CHARACTERS,
     SourceFunction,

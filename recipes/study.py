@@ -36,9 +36,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.cli import run
+from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.stdlib_prompts import split_of
+from draftsmith.recipes.prompts.stdlib import split_of
 from draftsmith.recipes.study_cells import (
     ALL,
     ALL_ARMS,

@@ -69,7 +69,7 @@ def make_target(family: str = "llama", num_layers: int = 7, seed: int = 0, **ove
 
 @pytest.fixture(autouse=True)
 def hub_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a network `recipes.hub` goes offline, for the rest of a process: here for the rest of a test."""
+    """Without a network `recipes.files.hub` goes offline, for the rest of a process: here for the rest of a test."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE)
 
 

@@ -8,7 +8,7 @@
         ending = lab.run("draftsmith.train.eagle3", argv, ranks=2, rank=1, kill_after=0.3)
 
 One server process imports everything heavy, calls nothing of it, and forks a child for every run: milliseconds instead
-of seconds. The child does what `python script.py argv` does, `recipes.cli.run(module.main)`, alone in its process
+of seconds. The child does what `python script.py argv` does, `cli.run(module.main)`, alone in its process
 group, with its output in a file. It leaves by `os._exit`: what is registered with `atexit` does not run.
 
 A kill by the clock lands where the time goes. A `Fault` lands where it hurts: the child kills itself at the n-th write
@@ -319,7 +319,7 @@ def _be_the_child(request: dict[str, Any], rank: int, group: int, events_pipe: i
         main = importlib.import_module(request["module"]).main
         fault = request["fault"] if rank == request["faulty"] else None
         events = _watch(fault) if fault or request["count_events"] else Counter()
-        from draftsmith.recipes import cli
+        from draftsmith.recipes.command import cli
 
         cli.run(main, many_processes=True)
         os.write(events_pipe, json.dumps(events).encode())

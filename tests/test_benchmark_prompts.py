@@ -7,11 +7,11 @@ from typing import Any
 import datasets
 import pytest
 
-from draftsmith.recipes.benchmark_prompts import BENCHMARKS, HUMANEVAL_REQUEST
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompt_records import Conversation
-from draftsmith.recipes.prompts import check_source, read_conversations
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, HUMANEVAL_REQUEST
+from draftsmith.recipes.prompts.reader import check_source, read_conversations
+from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.rejects import Rejects
 
 SAMPLES = Path(__file__).parent.parent.parent / "shared" / "data"
 

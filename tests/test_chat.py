@@ -26,7 +26,7 @@ from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import rank
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 

@@ -30,7 +30,7 @@ from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import ContenderSection, TargetSection, TreeSection
 from tests.conftest import make_target, make_tokenizer
 

@@ -16,15 +16,15 @@ import pytest
 import yaml
 
 from draftsmith.models import starter
-from draftsmith.recipes import console, pipeline
-from draftsmith.recipes.cli import parse_command
+from draftsmith.recipes.command import console, pipeline
+from draftsmith.recipes.command.cli import parse_command
+from draftsmith.recipes.command.stages import INSIDE_RUN, SCRIPTS, print_next
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.stages import INSIDE_RUN, SCRIPTS, print_next
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib")
-OF_DEVELOPERS = {"recipes/study.py", "eval/study_report.py", "recipes/cli.py"}
+OF_DEVELOPERS = {"recipes/study.py", "eval/study_report.py", "recipes/command/cli.py"}
 
 
 def test_every_script_is_a_command() -> None:
@@ -44,10 +44,10 @@ def test_help_and_mistakes_come_before_heavy_imports(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(f"output_dir: {tmp_path}/run\ntarget: {{model: {ROOT}/recipes/demo_target}}\n")
     program = f"""
 import contextlib, importlib, io, sys
-from draftsmith.recipes import console
+from draftsmith.recipes.command import console
 console.help_text()
 assert "pydantic" not in sys.modules  # draftsmith --help
-from draftsmith.recipes.cli import run
+from draftsmith.recipes.command.cli import run
 needs = {{"train": "regenerate.py writes it", "rank-vocab": "regenerate.py", "evaluate": "eagle3.py writes it",
          "regenerate": "data.prompts", "capture": "regenerate.py", "conversations": "regenerate.py",
          "contamination": "eval.prompts", "report": "acceptance.py"}}
@@ -97,7 +97,7 @@ def test_a_shell_gets_completions(line: str, expected: list[str], tmp_path: Path
         "COMP_POINT": str(len(line)),
         "IFS": "\n",
     }
-    arguments = [sys.executable, "-c", "from draftsmith.recipes.console import main; main()"]
+    arguments = [sys.executable, "-c", "from draftsmith.recipes.command.console import main; main()"]
     subprocess.run(arguments, env=os.environ | asked, check=False, timeout=60)
     assert [found.strip() for found in (tmp_path / "answer").read_text().split("\n")] == expected
 
@@ -224,7 +224,7 @@ except KeyboardInterrupt:
 """
     parent = f"""
 import sys
-from draftsmith.recipes import pipeline
+from draftsmith.recipes.command import pipeline
 pipeline.SECONDS_TO_END = 0.2
 popen = pipeline.subprocess.Popen
 pipeline.subprocess.Popen = lambda arguments, **settings: popen([sys.executable, "-c", {child!r}], **settings)

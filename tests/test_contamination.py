@@ -14,9 +14,9 @@ from draftsmith.data_gen import contamination, overlap, rank_vocab
 from draftsmith.data_gen.overlap import GRAM, EvaluationIndex, screen
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompt_records import Conversation
-from draftsmith.recipes.prompts import read_conversations
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
 from draftsmith.train import processes, trainer
 from tests.conftest import make_tokenizer

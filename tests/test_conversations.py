@@ -22,7 +22,7 @@ from draftsmith.models.chat import (
     tokenizer_fingerprint,
 )
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 

@@ -475,7 +475,7 @@ def test_the_lab_tells_how_a_run_ended(tmp_path: Path) -> None:
     def once(code: str) -> list[str]:
         return ["-n", "1", "-r", "1", code]
 
-    with CrashLab(["timeit", "draftsmith.recipes.cli"]) as lab:
+    with CrashLab(["timeit", "draftsmith.recipes.command.cli"]) as lab:
         ending = lab.run("timeit", once("print('done')"))
         assert ending.status == 0 and ending.output.startswith("done\n1 loop")
         assert lab.run("json.tool", ["--no-such-option"]).status == 2

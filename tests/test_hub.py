@@ -9,9 +9,9 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 from draftsmith.models.chat import load_tokenizer
-from draftsmith.recipes import hub
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts import Rejects, read_conversations
+from draftsmith.recipes.files import hub
+from draftsmith.recipes.prompts.reader import Rejects, read_conversations
 from draftsmith.recipes.schema import TargetSection
 
 

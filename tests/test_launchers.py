@@ -46,7 +46,7 @@ ANSWERS = {
 # A module's objects are destroyed in the interpreter's finalization.
 LEAVING = """
 import atexit
-from draftsmith.recipes.cli import run
+from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 
 class Late:
@@ -150,8 +150,8 @@ def test_a_config_that_trains_otherwise_is_refused_at_once(place: Place, tmp_pat
 
 
 STARTS = """
-from draftsmith.recipes.cli import run
-from draftsmith.recipes.launch import check_all_started
+from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.command.launch import check_all_started
 run(lambda: [check_all_started(), print("it starts")] and None, many_processes=True)
 """
 

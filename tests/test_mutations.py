@@ -22,9 +22,9 @@ from draftsmith.data_gen.regeneration import _Asked
 from draftsmith.data_gen.server_generator import Answered
 from draftsmith.data_gen.training_rows import training_rows
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompt_records import Conversation
-from draftsmith.recipes.prompts import asked_digest, read_conversations
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.reader import asked_digest, read_conversations
+from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.rejects import Rejects
 from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 from tests.test_tools_and_thoughts import EVERYTHING, FORMS, QWEN, THOUGHTFUL
 

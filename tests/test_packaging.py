@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.recipes.console import MODULES
+from draftsmith.recipes.command.console import MODULES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 
@@ -213,7 +213,7 @@ def scripts(root: Path) -> list[Path]:
     """Files that read a recipe from the command line."""
     calls = re.compile(r"^    .*(parse_command|parse_arguments|train_kind)\(__doc__", re.MULTILINE)
     texts = {path: path.read_text(encoding="utf-8") for _, path in modules(root)}
-    # recipes/cli.py shows such a call in its docstring.
+    # recipes/command/cli.py shows such a call in its docstring.
     return [path for path, text in texts.items() if calls.search(text) and path != root / "recipes" / "cli.py"]
 
 

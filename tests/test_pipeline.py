@@ -103,14 +103,14 @@ def test_prompts_to_measured_acceptance(trained: Path) -> None:
 def test_one_command_goes_through_all_and_finds_what_the_scripts_made(trained: Path) -> None:
     run = trained.parent / "run"
     made = {name: (run / name).read_bytes() for name in ("conversations.jsonl", "drafter/model.safetensors")}
-    first = command("-m draftsmith.recipes.console run", str(trained))
+    first = command("-m draftsmith.recipes.command.console run", str(trained))
     stages = ("regenerate", "rank-vocab", "train", "evaluate")
     assert [f"[{i}/4] draftsmith {stage} {trained}" in first.stdout for i, stage in enumerate(stages, 1)] == [True] * 4
     assert "all 12 conversations are done" in first.stdout and "next: " not in first.stdout
     assert "\r" not in first.stdout + first.stderr
     assert {name: (run / name).read_bytes() for name in made} == made
     assert json.loads((run / "eval/acceptance.json").read_text())["matches_target"] is True
-    again = command("-m draftsmith.recipes.console run", str(trained))
+    again = command("-m draftsmith.recipes.command.console run", str(trained))
     assert again.stdout.count("  done ") == 4 and "nothing is left to do" in again.stdout
 
 

@@ -39,7 +39,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts import Rejects, read_conversations
+from draftsmith.recipes.prompts.reader import Rejects, read_conversations
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train import plan as training

@@ -50,7 +50,7 @@ from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.target import Target, TargetSession
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
 from draftsmith.train.trainer import read_rows
 from tests import reference

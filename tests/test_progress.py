@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from draftsmith.models import target
-from draftsmith.recipes import progress
-from draftsmith.recipes.progress import Bar
+from draftsmith.recipes.command import progress
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.schema import TargetSection
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompt_records import Conversation
-from draftsmith.recipes.prompt_sources import json_array
-from draftsmith.recipes.prompts import DUPLICATE, questions, read_conversations, read_training_prompts
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.reader import DUPLICATE, questions, read_conversations, read_training_prompts
+from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.prompts.sources import json_array
 from draftsmith.recipes.schema import DataSection
 
 USER = {"role": "user", "content": "Hi"}

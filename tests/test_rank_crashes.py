@@ -299,7 +299,7 @@ def test_the_lab_launches_and_ends_ranks_as_torchrun_does(tmp_path: Path) -> Non
     def all_ready() -> bool:
         return all(path.exists() for path in ready)
 
-    with CrashLab(["timeit", "draftsmith.recipes.cli"]) as lab:
+    with CrashLab(["timeit", "draftsmith.recipes.command.cli"]) as lab:
         ending = lab.run("timeit", once(prints('{rank} of {os.environ["WORLD_SIZE"]}')), ranks=RANKS)
         assert ending.statuses == [0, 0] and {"0 of 2", "1 of 2"} <= set(ending.output.splitlines())
         for code, rank, statuses in (

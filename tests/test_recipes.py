@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from draftsmith.eval import acceptance
-from draftsmith.recipes import cli, launch
+from draftsmith.recipes.command import cli, launch
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe, load_recipe
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
@@ -419,7 +419,8 @@ def test_help_shows_the_docstring_as_written(capsys):
 def test_script_prints_every_problem_and_exits_with_2(write, tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from draftsmith.recipes.cli import parse_command, run\nrun(lambda: print(parse_command('Doc.').recipe))\n"
+        "from draftsmith.recipes.command.cli import parse_command, run\n"
+        "run(lambda: print(parse_command('Doc.').recipe))\n"
     )
     command = [sys.executable, str(script), write(SMALLEST + "sed: 1\n"), "train.seed=x"]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -489,7 +490,7 @@ def test_several_processes_of_a_script_that_needs_one_are_refused_once(
 
 @pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "meanwhile"])
 def test_a_reader_who_goes_away_is_no_defect(lines: int) -> None:
-    script = "from draftsmith.recipes.cli import run\n"
+    script = "from draftsmith.recipes.command.cli import run\n"
     script += f"run(lambda: [print('a line') for _ in range({lines})] and None)"
     read, write_end = os.pipe()
     os.close(read)

@@ -22,7 +22,7 @@ from draftsmith.data_gen.generators import GenerationSettings, _Pool, generate
 from draftsmith.data_gen.training_rows import training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target, make_tokenizer
 

@@ -20,7 +20,7 @@ from draftsmith.eval.metrics import summarise_all
 from draftsmith.eval.standing import Standing
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from tests.conftest import make_tokenizer
 

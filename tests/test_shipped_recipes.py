@@ -28,7 +28,7 @@ from draftsmith.models.checkpoint import read_config, read_tensors
 from draftsmith.models.target import default_capture_layers
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompt_records import to_conversation
+from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.schema import Recipe, TargetSection, TrainSection, other_than_published
 from draftsmith.train import c2t, eagle, eagle3, poss
 from tests.conftest import make_target

@@ -43,10 +43,10 @@ from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_finger
 from draftsmith.models.drafters import drafter_config
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes import progress
+from draftsmith.recipes.command import progress
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TreeSection
 from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.batches import Batch, BatchOrder, collate

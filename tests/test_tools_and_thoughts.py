@@ -11,8 +11,8 @@ from draftsmith.data_gen.regeneration import _Asked
 from draftsmith.data_gen.server_generator import Answered
 from draftsmith.data_gen.training_rows import TrainingRow, training_rows
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.recipes.prompts import read_conversations
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.rejects import Rejects
 from tests.conftest import make_tokenizer
 
 # Writes tools, thoughts and calls as current templates do: `tojson`, thoughts of every answer.

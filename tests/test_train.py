@@ -31,7 +31,7 @@ from draftsmith.models.target import Target, default_capture_layers, load_causal
 from draftsmith.models.vocab import DraftVocab, save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import eagle3, trainer
 from draftsmith.train.batches import BatchOrder, collate

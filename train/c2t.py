@@ -23,8 +23,8 @@ The paper's ten epochs were of 9 million rows. Of a million, as the demo has, a 
 Everything that is drawn hangs on classifier.seed. Shapes: R rows, T trees.
 """
 
-from draftsmith.recipes.cli import parse_command, run
-from draftsmith.recipes.stages import print_next
+from draftsmith.recipes.command.cli import parse_command, run
+from draftsmith.recipes.command.stages import print_next
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from draftsmith.models.checkpoint import file_digest, sync_to_disk
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.json_text import parse_json
+from draftsmith.recipes.files.json_text import parse_json
 
 MANIFEST = "manifest.json"
 _COMPLETE = re.compile(r"step-\d+")

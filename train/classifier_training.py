@@ -13,9 +13,9 @@ from torch.nn import functional
 from draftsmith.data_gen.labelled_trees import MANIFEST, Manifest, Trees, check_rows, read_manifest, read_trees
 from draftsmith.models.c2t import CLASSIFIER_FILES, KIND, C2tClassifier, C2tConfig
 from draftsmith.models.checkpoint import provenance
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.json_text import parse_json
+from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.loader import dump_recipe, output_problem
 from draftsmith.recipes.schema import ClassifierSection, Recipe
 

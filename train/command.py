@@ -18,11 +18,11 @@ import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 
-from draftsmith.recipes.cli import Command, parse_command
+from draftsmith.recipes.command.cli import Command, parse_command
+from draftsmith.recipes.command.inputs import conversations, draft_vocab, need
+from draftsmith.recipes.command.launch import check_all_started, rank, world_size
+from draftsmith.recipes.command.stages import print_next
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.inputs import conversations, draft_vocab, need
-from draftsmith.recipes.launch import check_all_started, rank, world_size
-from draftsmith.recipes.stages import print_next
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
 def launch(command: Command, processes: int) -> None:
     """Replaces this process by PyTorch's launcher."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    words = ["-m", "draftsmith.recipes.console", "train", command.recipe_path, *command.overrides]
+    words = ["-m", "draftsmith.recipes.command.console", "train", command.recipe_path, *command.overrides]
     words += ["--profile", str(command.profile)] if command.profile else []
     print(f"{processes} processes: torchrun {' '.join([*launcher[2:], *words])}", flush=True)
     os.execv(sys.executable, [sys.executable, *launcher, *words])

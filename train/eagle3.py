@@ -13,7 +13,7 @@ Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>
 the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once, with 130; a kill harms nothing.
 """
 
-from draftsmith.recipes.cli import run
+from draftsmith.recipes.command.cli import run
 from draftsmith.train.command import train_kind
 
 

@@ -33,8 +33,8 @@ from accelerate.utils.versions import compare_versions
 from safetensors.torch import load_file, save_file
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from draftsmith.recipes.command.launch import check_joined, world_size
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.launch import check_joined, world_size
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.processes import keep_group
 from draftsmith.train.unroll import TrainingTimeTest

@@ -26,8 +26,8 @@ from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.checkpoint import differences
 from draftsmith.models.target import Target
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.progress import Bar
 from draftsmith.recipes.schema import TrainSection, is_default
 from draftsmith.train.batches import Batch, BatchOrder, collate
 from draftsmith.train.checkpoints import (

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.checkpoint import sync_to_disk
-from draftsmith.recipes.lines import append_line
+from draftsmith.recipes.files.lines import append_line
 
 
 class MetricsLog:

@@ -35,8 +35,8 @@ from draftsmith.models.costs import (
 )
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.feature_drafter import DrafterConfig
-from draftsmith.recipes.json_text import parse_json
-from draftsmith.recipes.prompts import Rejects, read_training_prompts
+from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.prompts.reader import Rejects, read_training_prompts
 from draftsmith.recipes.schema import CHAINS, Recipe, TrainSection
 from draftsmith.train.batches import BatchOrder
 from draftsmith.train.dry_run import (

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from torch import distributed
 
 from draftsmith.models.checkpoint import differences
-from draftsmith.recipes.cli import tell
+from draftsmith.recipes.command.cli import tell
 from draftsmith.recipes.errors import UserError
 
 _KEPT: list[object] = []  # groups, to the end of the process

@@ -47,12 +47,12 @@ from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import specialists_of
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, load_metadata
-from draftsmith.recipes.cli import Command
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.inputs import draft_vocab, need
+from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.inputs import draft_vocab, need
-from draftsmith.recipes.launch import rank, world_size
 from draftsmith.recipes.loader import dump_recipe
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
 from draftsmith.recipes.validation import validation_rank
 from draftsmith.train.batches import efficiency

@@ -43,10 +43,10 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.key_values import KeyValues
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.cli import run
+from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.stdlib import stdlib_conversations
 from draftsmith.recipes.schema import TargetSection, TreeSection
-from draftsmith.recipes.stdlib_prompts import stdlib_conversations
 
 ROOT = Path(__file__).parents[2]
 GENERATE, PLAIN, ASSISTED = "transformers generate", "loop, no drafter", "transformers assisted"

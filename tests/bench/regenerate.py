@@ -20,8 +20,8 @@ from draftsmith.data_gen.generators import GenerationSettings, generate
 from draftsmith.models.chat import load_tokenizer, render_prompt, stop_ids
 from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts.stdlib import stdlib_conversations
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.recipes.stdlib_prompts import stdlib_conversations
 
 ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "recipes/demo_target")

@@ -26,8 +26,8 @@ from draftsmith.eval.replay import Agreement, replay_all
 from draftsmith.eval.speculator import Speculator
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.sampling import GREEDY
-from draftsmith.recipes.cli import run
-from draftsmith.recipes.prompts import Rejects
+from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection, TreeSection
 
 ROOT = Path(__file__).parent.parent.parent

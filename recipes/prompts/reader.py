@@ -50,9 +50,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompt_records import Conversation, to_conversation
-from draftsmith.recipes.prompt_sources import check_source, records, short_names
-from draftsmith.recipes.rejects import Rejects
+from draftsmith.recipes.prompts.records import Conversation, to_conversation
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.prompts.sources import check_source, records, short_names
 from draftsmith.recipes.schema import DataSection
 
 DUPLICATE = "duplicate question"  # kind of reject

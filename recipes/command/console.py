@@ -13,12 +13,12 @@ import os
 import sys
 from importlib.metadata import version
 
-from draftsmith.recipes.stages import SCRIPTS
+from draftsmith.recipes.command.stages import SCRIPTS
 
 OWN = {
     "init": ("draftsmith.models.starter", "write a commented recipe for a target"),
-    "run": ("draftsmith.recipes.pipeline", "do what is still missing of a recipe, stage by stage"),
-    "completion": ("draftsmith.recipes.completion", "print shell completion for bash, zsh, fish or tcsh"),
+    "run": ("draftsmith.recipes.command.pipeline", "do what is still missing of a recipe, stage by stage"),
+    "completion": ("draftsmith.recipes.command.completion", "print shell completion for bash, zsh, fish or tcsh"),
 }
 MODULES = {name: module for name, (module, _) in OWN.items()} | {name: s.module for name, s in SCRIPTS.items()}
 
@@ -30,7 +30,7 @@ def main() -> None:
     words = os.environ.get("COMP_LINE", "").split()[1:] if completing else sys.argv[1:]
     name = words[0] if words else "--help"
     if completing and (name not in MODULES or (len(words) == 1 and not os.environ["COMP_LINE"].endswith(" "))):
-        from draftsmith.recipes.completion import complete_command
+        from draftsmith.recipes.command.completion import complete_command
 
         complete_command(MODULES)
     elif name in ("-h", "--help", "help"):
@@ -51,7 +51,7 @@ def main() -> None:
         sys.argv = [f"draftsmith {name}", *sys.argv[2:]]
         if completing:
             os.environ["_ARGCOMPLETE"] = "2"  # the words of the line that are the program's name
-        from draftsmith.recipes.cli import run
+        from draftsmith.recipes.command.cli import run
 
         run(importlib.import_module(MODULES[name]).main, many_processes=name in ("train", "capture"))
 

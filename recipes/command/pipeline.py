@@ -26,13 +26,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.benchmark_prompts import benchmark_of
-from draftsmith.recipes.cli import parse_command
-from draftsmith.recipes.digest import file_digest
+from draftsmith.recipes.command.cli import parse_command
+from draftsmith.recipes.command.stages import INSIDE_RUN, stages_of
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.json_text import parse_json
+from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.prompts.benchmarks import benchmark_of
 from draftsmith.recipes.schema import Recipe
-from draftsmith.recipes.stages import INSIDE_RUN, stages_of
 
 REMEMBERED = "stages.json"
 REWRITTEN = ("train", "evaluate")
@@ -131,7 +131,7 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
 
 def _call(words: list[str]) -> int:
     """Runs a stage as a process of its own; its exit status. Signals reach it, and it decides how to end."""
-    arguments = [sys.executable, "-m", "draftsmith.recipes.console", *words]
+    arguments = [sys.executable, "-m", "draftsmith.recipes.command.console", *words]
     process = subprocess.Popen(
         arguments, env=os.environ | {INSIDE_RUN: "1"}, preexec_fn=_end_with_parent if sys.platform == "linux" else None
     )

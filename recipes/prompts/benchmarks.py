@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.hub import check_dataset
+from draftsmith.recipes.files.hub import check_dataset
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def fetch(name: str) -> Iterator[Any]:
 
 
 def known_forms(name: str, record: Any, line: int) -> Any:
-    """A row of benchmark `name` as a record that `recipes.prompt_records` reads; what is no row stays as it is.
+    """A row of benchmark `name` as a record that `recipes.prompts.records` reads; what is no row stays as it is.
 
     Args:
         line: of the file or table, the question's number where the row has none.

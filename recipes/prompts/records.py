@@ -16,8 +16,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.recipes.json_text import parse_json
-from draftsmith.recipes.rejects import is_unicode
+from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.prompts.rejects import is_unicode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = {

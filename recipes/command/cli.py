@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from draftsmith.recipes.command.launch import check_alone, rank, world_size
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.launch import check_alone, rank, world_size
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe
 
@@ -103,7 +103,7 @@ def parse_arguments(
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
-        from draftsmith.recipes.completion import keys
+        from draftsmith.recipes.command.completion import keys
 
         values.completer = keys  # type: ignore[attr-defined]
         argcomplete.autocomplete(parser)

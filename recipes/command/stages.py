@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # `draftsmith --help` reads this file and should not wait for the schema
-    from draftsmith.recipes.cli import Command
+    from draftsmith.recipes.command.cli import Command
     from draftsmith.recipes.schema import Recipe
 
 INSIDE_RUN = "DRAFTSMITH_INSIDE_RUN"

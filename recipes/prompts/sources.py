@@ -1,6 +1,6 @@
 """Where records come from: JSON lines, JSON arrays, CSV, parquet, the standard library, the hub, benchmarks by name.
 
-`recipes.prompts` says how sources are written. Here each is checked by its name and read record by record, as
+`recipes.prompts.reader` says how sources are written. Here each is checked by its name and read record by record, as
 (line or row number from 1, record); what cannot be parsed goes to the rejects with its text.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.benchmark_prompts import BENCHMARKS, benchmark_of, fetch, known_forms
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.hub import check_dataset
-from draftsmith.recipes.json_text import check_depth, parse_json
-from draftsmith.recipes.rejects import Rejects, is_unicode
-from draftsmith.recipes.stdlib_prompts import SPLITS, stdlib_conversations
+from draftsmith.recipes.files.hub import check_dataset
+from draftsmith.recipes.files.json_text import check_depth, parse_json
+from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of, fetch, known_forms
+from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
+from draftsmith.recipes.prompts.stdlib import SPLITS, stdlib_conversations
 
 TABLE_TYPES = (".csv", ".tsv")
 FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
@@ -216,7 +216,7 @@ def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, d
     Raises:
         UserError: no column of the first row is a known one, or two have the same name.
     """
-    from draftsmith.recipes.prompt_records import COLUMNS  # not above: it imports this module
+    from draftsmith.recipes.prompts.records import COLUMNS  # not above: it imports this module
 
     csv.field_size_limit(CELL_CHARACTERS)
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
-from draftsmith.recipes.lines import append_line, cut_torn_line
+from draftsmith.recipes.files.lines import append_line, cut_torn_line
 
 
 class Rejects:
