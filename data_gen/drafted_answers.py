@@ -12,8 +12,8 @@ from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt
-from draftsmith.eval.contenders import Contender, Lineup, check_drafter, check_size
-from draftsmith.eval.decode import Request, decode_queue
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
+from draftsmith.eval.decoding.decode import Request, decode_queue
 from draftsmith.models.chat import load_config
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.recipes.errors import UserError

@@ -23,7 +23,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
-from draftsmith.models.admission import taken, worth_a_prefill
+from draftsmith.eval.decoding.admission import taken, worth_a_prefill
 from draftsmith.models.families import tried_attention
 from draftsmith.models.sampling import Sampling, SeededDraws, pick
 from draftsmith.recipes.errors import UserError

@@ -5,10 +5,10 @@
     python data_gen/label_trees.py recipes/demo.yaml --contender "eagle3, tree of 16"     # of one under eval.also
     python data_gen/label_trees.py recipes/demo.yaml --plan                       # what it would do
 
-Replays recorded answers (`eval.replay`): the target reads each once, and a tree is drafted at every root that decoding
-with these trees would come to. Nothing is cut: all nodes that the beam search ever proposed are rows, 10 + 10 * 100 of
-a tree with labels.top_k 10 and 11 calls (arXiv 2502.13652, section 4.1). A row is P, H and d as decoding computes them
-(`models.c2t.node_features`), and whether the node lies on the path that the target accepts.
+Replays recorded answers (`eval.recorded.replay`): the target reads each once, and a tree is drafted at every root that
+decoding with these trees would come to. Nothing is cut: all nodes that the beam search ever proposed are rows, 10 + 10
+* 100 of a tree with labels.top_k 10 and 11 calls (arXiv 2502.13652, section 4.1). A row is P, H and d as decoding
+computes them (`models.c2t.node_features`), and whether the node lies on the path that the target accepts.
 
 Left out, and counted:
 - rows with a NaN among the features (as in the paper);

@@ -19,8 +19,7 @@ from draftsmith.data_gen.labelled_trees import (
     read_manifest,
     write_shard,
 )
-from draftsmith.eval.benchmarks import PLAIN
-from draftsmith.eval.contenders import (
+from draftsmith.eval.decoding.contenders import (
     Contender,
     Lineup,
     check_contenders,
@@ -28,9 +27,10 @@ from draftsmith.eval.contenders import (
     vocab_of,
     words_of,
 )
-from draftsmith.eval.decode import Round, run_rounds
-from draftsmith.eval.policies import Eagle2, PolicyProposer
-from draftsmith.eval.recorded_answers import (
+from draftsmith.eval.decoding.decode import Round, run_rounds
+from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
+from draftsmith.eval.measured.benchmarks import PLAIN
+from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
     Recording,
     check_answers,
@@ -40,7 +40,7 @@ from draftsmith.eval.recorded_answers import (
     read_answers,
     tokens_of,
 )
-from draftsmith.eval.replay import Agreement, RecordedVerifier, read_states
+from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states
 from draftsmith.models.c2t import DEPTH_CONVENTION, node_features, unequal_words
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences

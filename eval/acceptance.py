@@ -3,7 +3,7 @@
     python eval/acceptance.py recipes/demo.yaml
     python eval/acceptance.py recipes/demo.yaml eval.max_prompts=4 eval.tree.nodes=20     # a quick look
     python eval/acceptance.py recipes/demo.yaml --plan                                    # what it would do
-    python eval/acceptance.py recipes/demo.yaml eval.mode=replay       # along recorded answers (`eval.replay`)
+    python eval/acceptance.py recipes/demo.yaml eval.mode=replay       # along recorded answers (`eval.recorded.replay`)
     python eval/acceptance.py recipes/demo.yaml --compare \\
         "eval.tree.nodes=16" "ddd: eval.tree={policy: ddd}" "eval.drafter=runs/b/drafter" other.yaml
 
@@ -13,7 +13,7 @@ are those of this recipe, for all. Writes <eval.out>/acceptance.json, generation
 table; eval/report.py builds the latter two again without decoding.
 
 `eval.mode=replay` finds the same rounds along recorded answers, without the target in the loop and without speeds
-(`eval.replay`). A tree of `policy: auto` is chosen first, by `eval.plan`.
+(`eval.recorded.replay`). A tree of `policy: auto` is chosen first, by `eval.plan`.
 """
 
 from argparse import ArgumentParser
@@ -30,7 +30,7 @@ def main() -> None:
         check_output(recipe)
         if not command.plan and recipe.eval.drafter is None:
             need(drafter(recipe))
-    from draftsmith.eval import evaluation
+    from draftsmith.eval.measured import evaluation
 
     evaluation.main(command)
 

@@ -9,8 +9,8 @@
 Both grow from the same drafter with the same top_k and draft_calls (15 and 10 unless eval.tree says otherwise, arXiv
 2502.13652, section 4.2), so that the trees differ in what is kept of them alone; `--beams` adds curves with other
 widths of the second pruning (`all`: without it), where need be with betas of their own (`--beams 15:0.05,0.1,0.3 all`),
-for at the same beta a wider one keeps far larger trees. Acceptance is found by replay (`eval.replay`): the target reads
-each recorded answer once for all.
+for at the same beta a wider one keeps far larger trees. Acceptance is found by replay (`eval.recorded.replay`): the
+target reads each recorded answer once for all.
 
     tau          tokens per verification, the bonus token included; the paper's is without: one less
     candidates   the paper's gamma: verified nodes, roots included, summed over all rounds of all answers
@@ -30,7 +30,7 @@ from draftsmith.recipes.command.cli import parse_command, run
 
 def main() -> None:
     command = parse_command(__doc__, extra=_options)
-    from draftsmith.eval import c2t_curves
+    from draftsmith.eval.measured import c2t_curves
 
     c2t_curves.main(command)
 

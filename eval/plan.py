@@ -27,7 +27,7 @@ def main() -> None:
     command = parse_command(__doc__, extra=_options)
     if command.measure < 0:
         raise UserError(f"--measure {command.measure}: a number of candidates to decode by, or 0 for none")
-    from draftsmith.eval import planning
+    from draftsmith.eval.planner import command as planning
 
     planning.main(command)
 

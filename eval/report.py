@@ -5,7 +5,7 @@
     python eval/report.py recipes/demo.yaml --plan                                   # what it would read and write
 
 Reads <eval.out>/acceptance.json and generations.jsonl, and the metrics.jsonl beside the drafter where there is one;
-eval/acceptance.py writes the former two and ends with this. What the numbers mean is `eval.metrics`.
+eval/acceptance.py writes the former two and ends with this. What the numbers mean is `eval.measured.metrics`.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
@@ -15,7 +15,7 @@ from draftsmith.recipes.command.inputs import need
 def main() -> None:
     command = parse_command(__doc__)
     need(("eval.out", command.recipe.eval_out / "acceptance.json", "eval/acceptance.py"))
-    from draftsmith.eval import report_files
+    from draftsmith.eval.page import files as report_files
 
     report_files.main(command)
 

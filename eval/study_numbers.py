@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.metrics import bootstrap
+from draftsmith.eval.measured.metrics import bootstrap
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.study_cells import (
     ALL,

@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from draftsmith.eval.figures import Colours, Plot, label, name_lines, new_figure, percent, write_png
+from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, percent, write_png
 from draftsmith.eval.study_numbers import Estimate, Found, over_seeds
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError

@@ -7,7 +7,7 @@
     [P, H, d] --Linear(3, h)--> ReLU --Linear(h, 1)--> sigmoid --> C, the chance that the target accepts the node
 
 Nothing in the features belongs to one model or one vocabulary. They are made by `node_features` alone, for decoding and
-for training. How a tree grows by C is `eval.policies.C2T`.
+for training. How a tree grows by C is `eval.decoding.policies.C2T`.
 
 A classifier's directory holds config.json and model.safetensors:
 

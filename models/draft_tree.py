@@ -156,7 +156,7 @@ class Proposer(Protocol):
 
 
 class Drafting(Protocol):
-    """A drafter inside B answers: distributions for a policy to grow trees from (`eval.policies`).
+    """A drafter inside B answers: distributions for a policy to grow trees from (`eval.decoding.policies`).
 
     Slots number the columns drafted in this round: slot 0 is the last committed column, every `expand` adds one slot a
     token, in order.

@@ -3,8 +3,8 @@
     logits --temperature--> --top_k--> --top_p--> softmax --> p
 
 `p` is made once per position and used alike for drawing, for accepting drafted tokens, for the residual after a
-rejection and for the bonus token (`eval.accept`). Where one of these used other probabilities than the rest, the output
-would no longer have the target's law.
+rejection and for the bonus token (`eval.decoding.accept`). Where one of these used other probabilities than the rest,
+the output would no longer have the target's law.
 
 Shapes: N rows, V tokens; `...` any number of axes.
 """

@@ -473,7 +473,7 @@ DRAFT_CALLS = {"eagle2": 8, "ddd": 11, "svip": 40, "svip_tree": 11, "c2t": 10}  
 
 class TreeSection(Section):
     policy: PolicyOrAuto = "eagle2"
-    """How draft trees grow and stop (eval/policies.py); `auto` measures this machine and takes the fastest."""
+    """How draft trees grow and stop (eval/decoding/policies.py); `auto` measures this machine and takes the fastest."""
     nodes: int | None = Field(default=None, ge=2, le=1_000_000)
     """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6, that is 5
     drafted tokens; for svip draft_calls + 1; for static what the paths hold; for c2t no limit but beam's, and without a

@@ -34,12 +34,12 @@ from draftsmith.data_gen.labelled_trees import (
 )
 from draftsmith.data_gen.labelling import Labelled, batches_of, label
 from draftsmith.eval import c2t_sweep
-from draftsmith.eval.c2t_curves import Point, points_of, sweep_numbers
-from draftsmith.eval.contenders import Lineup, check_contenders, main_contender, words_of
-from draftsmith.eval.decode import Generation, run_rounds
-from draftsmith.eval.policies import C2T, Eagle2, PolicyProposer
-from draftsmith.eval.recorded_answers import RecordedAnswer
-from draftsmith.eval.replay import Agreement, RecordedVerifier, read_states, replay
+from draftsmith.eval.decoding.contenders import Lineup, check_contenders, main_contender, words_of
+from draftsmith.eval.decoding.decode import Generation, run_rounds
+from draftsmith.eval.decoding.policies import C2T, Eagle2, PolicyProposer
+from draftsmith.eval.measured.c2t_curves import Point, points_of, sweep_numbers
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states, replay
 from draftsmith.models import c2t as models_c2t
 from draftsmith.models import checkpoint
 from draftsmith.models.c2t import (
@@ -201,7 +201,7 @@ def test_no_row_lies_behind_the_target_s_last_position() -> None:
 
 
 def test_the_loop_goes_on_where_replay_with_the_whole_tree_does() -> None:
-    """Through `eval.replay`'s own verifier, which looks at all nodes and their ancestors."""
+    """Through `eval.recorded.replay`'s own verifier, which looks at all nodes and their ancestors."""
     section = LabelSection(top_k=3, draft_calls=4)
     answers = [written_answer(random.Random(seed), 25) for seed in range(5)]
     verifier = RecordedVerifier(answers, None, 1000, torch.device("cpu"))

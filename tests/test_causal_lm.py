@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from draftsmith.eval.decode import decode, decode_batch
+from draftsmith.eval.decoding.decode import decode, decode_batch
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.key_values import SlotTree

@@ -14,14 +14,20 @@ import torch
 import yaml
 from matplotlib.figure import Figure
 
-from draftsmith.eval import acceptance, benchmarks, contenders, evaluation, figures, html_report, plots, report_files
-from draftsmith.eval.benchmarks import PLAIN, Bench, load_questions
-from draftsmith.eval.compared import load_all, split_overrides
-from draftsmith.eval.comparison_plot import LABEL, comparison_plot
-from draftsmith.eval.contenders import Contender, Lineup, check_contenders, contenders_of, describe, named
-from draftsmith.eval.decode import Generation
-from draftsmith.eval.metrics import summarise_all
-from draftsmith.eval.standing import FEW, Standing
+from draftsmith.eval import acceptance
+from draftsmith.eval.decoding import contenders
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, contenders_of, describe, named
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured import benchmarks, evaluation
+from draftsmith.eval.measured.benchmarks import PLAIN, Bench, load_questions
+from draftsmith.eval.measured.compared import load_all, split_overrides
+from draftsmith.eval.measured.metrics import summarise_all
+from draftsmith.eval.page import drawing as figures
+from draftsmith.eval.page import figures as plots
+from draftsmith.eval.page import files as report_files
+from draftsmith.eval.page import html as html_report
+from draftsmith.eval.page.comparison import LABEL, comparison_plot
+from draftsmith.eval.page.standing import FEW, Standing
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter

@@ -12,8 +12,8 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.data_gen import conversations, shown_rows
 from draftsmith.data_gen.training_rows import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
-from draftsmith.eval import benchmarks
-from draftsmith.eval.decode import Generation
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured import benchmarks
 from draftsmith.models.chat import (
     RenderError,
     decode_answer,

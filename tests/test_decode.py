@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.eval import decode as decode_module
-from draftsmith.eval.accept import accept_greedy
-from draftsmith.eval.decode import Clock, Request, cut, decode, decode_batch, decode_queue
-from draftsmith.eval.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding import decode as decode_module
+from draftsmith.eval.decoding.accept import accept_greedy
+from draftsmith.eval.decoding.decode import Clock, Request, cut, decode, decode_batch, decode_queue
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target, TargetSession
 from draftsmith.models.vocab import DraftVocab

@@ -13,8 +13,8 @@ from collections.abc import Hashable
 import pytest
 import torch
 
-from draftsmith.eval.decode import Generation, decode, decode_batch
-from draftsmith.eval.policies import Chain, Eagle2, PolicyProposer, TreePolicy, policy_of
+from draftsmith.eval.decoding.decode import Generation, decode, decode_batch
+from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, TreePolicy, policy_of
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting

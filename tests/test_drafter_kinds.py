@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from draftsmith.eval import acceptance
-from draftsmith.eval.contenders import Lineup, contenders_of, main_contender
-from draftsmith.eval.policies import PolicyProposer, policy_of
-from draftsmith.eval.recorded_answers import Recording
-from draftsmith.eval.replayed import planned_bytes
-from draftsmith.eval.speculator import Speculator
+from draftsmith.eval.decoding.contenders import Lineup, contenders_of, main_contender
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.speculator import Speculator
+from draftsmith.eval.recorded.answers import Recording
+from draftsmith.eval.recorded.evaluation import planned_bytes
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, read_config, save_drafter, target_identity
 from draftsmith.models.draft_tree import Drafting
@@ -561,7 +561,7 @@ def test_replay_s_planned_memory_counts_every_specialist(
     target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
 ) -> None:
     """The drafter's columns weigh as often as there are specialists."""
-    from draftsmith.eval.recorded_answers import RecordedAnswer
+    from draftsmith.eval.recorded.answers import RecordedAnswer
 
     recipe = load_recipe(evaluation(target_dir, tmp_path))
     answers = [RecordedAnswer([5] * 40, [6] * 20, benchmark="x", conversation_id="1")]

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decode import Generation, Request, decode, decode_batch, decode_queue
-from draftsmith.eval.policies import Chain, PolicyProposer, policy_of
+from draftsmith.eval.decoding.decode import Generation, Request, decode, decode_batch, decode_queue
+from draftsmith.eval.decoding.policies import Chain, PolicyProposer, policy_of
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut

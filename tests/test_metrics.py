@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith.eval.decode import Generation
-from draftsmith.eval.metrics import summarise, summarise_all, tau
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured.metrics import summarise, summarise_all, tau
 
 
 def trace(accepted: list[int], is_cut: bool, length: int) -> Generation:

@@ -16,9 +16,14 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.eval import cost_model, planner
-from draftsmith.eval.contenders import Contender, Lineup, main_contender, named
-from draftsmith.eval.cost_model import (
+from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender, named
+from draftsmith.eval.decoding.decode import Generation, decode
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.measured.metrics import summarise
+from draftsmith.eval.plan import main as plan_main
+from draftsmith.eval.planner import search as planner
+from draftsmith.eval.planner.command import choose_tree, lean, line_of, print_choice, print_noise
+from draftsmith.eval.planner.cost_model import (
     BEAMS,
     NODES,
     ROUNDS,
@@ -32,14 +37,16 @@ from draftsmith.eval.cost_model import (
     shape_of,
     timed_rounds,
 )
-from draftsmith.eval.decode import Generation, decode
-from draftsmith.eval.metrics import summarise
-from draftsmith.eval.plan import main as plan_main
-from draftsmith.eval.planner import DEFAULT_CANDIDATES, Plan, candidates_of, planner_answers, ranked, sweep_of
-from draftsmith.eval.planning import choose_tree, lean, line_of, print_choice, print_noise
-from draftsmith.eval.policies import PolicyProposer, policy_of
-from draftsmith.eval.recorded_answers import RecordedAnswer, Recording, read_answers
-from draftsmith.eval.replay import plain_rounds, replay_all
+from draftsmith.eval.planner.search import (
+    DEFAULT_CANDIDATES,
+    Plan,
+    candidates_of,
+    planner_answers,
+    ranked,
+    sweep_of,
+)
+from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, read_answers
+from draftsmith.eval.recorded.replay import plain_rounds, replay_all
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
@@ -842,6 +849,6 @@ def test_mistakes_end_in_a_sentence(
     arguments: list[str], words: str, recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["eval/plan.py", str(recipe_path), *arguments])
-    monkeypatch.setattr("draftsmith.eval.planning.Lineup", lambda section: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("draftsmith.eval.planner.command.Lineup", lambda section: pytest.fail("weights were loaded"))
     with pytest.raises(UserError, match=words):
         plan_main()

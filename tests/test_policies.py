@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval.policies import (
+from draftsmith.eval.decoding.policies import (
     C2T,
     LARGE,
     Chain,
@@ -25,7 +25,7 @@ from draftsmith.eval.policies import (
     likeliest,
     policy_of,
 )
-from draftsmith.eval.stopping import Ddd, Svip, SvipTree
+from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_config
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws

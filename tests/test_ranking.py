@@ -31,7 +31,7 @@ from draftsmith.data_gen.corpus_reader import corpus_of
 from draftsmith.data_gen.gzip_reader import GzipReader
 from draftsmith.data_gen.template_tokens import template_tokens
 from draftsmith.data_gen.training_rows import turns_of_messages
-from draftsmith.eval.contenders import _check_vocab, contender_of
+from draftsmith.eval.decoding.contenders import _check_vocab, contender_of
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import (
     BLEND_SCALE,

@@ -18,17 +18,19 @@ import torch
 import yaml
 
 from draftsmith.eval import acceptance
-from draftsmith.eval.contenders import contenders_of
-from draftsmith.eval.decode import Generation, decode, decode_batch
-from draftsmith.eval.policies import C2T, PolicyProposer, TreePolicy, policy_of
-from draftsmith.eval.recorded_answers import (
+from draftsmith.eval.decoding.contenders import contenders_of
+from draftsmith.eval.decoding.decode import Generation, decode, decode_batch
+from draftsmith.eval.decoding.policies import C2T, PolicyProposer, TreePolicy, policy_of
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
     check_answers,
     check_recorded_from,
     kept_for_validation,
     read_answers,
 )
-from draftsmith.eval.replay import (
+from draftsmith.eval.recorded.evaluation import planned_bytes, recording_of
+from draftsmith.eval.recorded.replay import (
     Agreement,
     RecordedVerifier,
     batches,
@@ -39,7 +41,6 @@ from draftsmith.eval.replay import (
     replay,
     replay_all,
 )
-from draftsmith.eval.replayed import planned_bytes, recording_of
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
@@ -48,7 +49,6 @@ from draftsmith.models.costs import Meter
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
@@ -341,7 +341,7 @@ def test_acceptance_by_hand() -> None:
 
 def test_states_are_handed_over_once_and_are_the_target_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every committed position, in the order of its row, also where passes and rows are cut."""
-    monkeypatch.setattr("draftsmith.eval.replay.pass_tokens", lambda device: 50)
+    monkeypatch.setattr("draftsmith.eval.recorded.replay.pass_tokens", lambda device: 50)
     target, _ = pair_of("gemma2", None, **FAMILIES["gemma2"])
     answers = [RecordedAnswer(prompt, greedy(target, prompt, 5 + 3 * i)) for i, prompt in enumerate(PROMPTS)]
     read: dict[int, list[torch.Tensor]] = {i: [] for i in range(len(answers))}
@@ -499,7 +499,7 @@ def test_surprise_is_measured_against_the_target_s_own_entropy(top_p: float, top
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7), Sampling(1.0, 0.9, 40)], ids=str)
 def test_checking_keeps_no_more_alive_than_is_planned(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.eval.replay.HEAD_BYTES", 1 << 22)
+    monkeypatch.setattr("draftsmith.eval.recorded.replay.HEAD_BYTES", 1 << 22)
     vocab_size = 5000
     rows = head_rows(vocab_size)
     assert 1 < rows < 512 and checking_bytes(vocab_size) <= 1 << 22
@@ -510,7 +510,7 @@ def test_checking_keeps_no_more_alive_than_is_planned(sampling: Sampling, monkey
     assert own + meter.peak_bytes <= checking_bytes(vocab_size) + 8 * vocab_size  # and some rows' sums
     assert sampling.greedy or meter.peak_bytes > own
     target = Target(make_target(vocab_size=64))
-    monkeypatch.setattr("draftsmith.eval.replay.HEAD_BYTES", 7 * 4 * 12 * 64)
+    monkeypatch.setattr("draftsmith.eval.recorded.replay.HEAD_BYTES", 7 * 4 * 12 * 64)
     answers = [RecordedAnswer([5], greedy(target, [5], 30), GREEDY)]
     asked: list[int] = []
     target.head.register_forward_hook(lambda _, inputs, __: asked.append(inputs[0].shape[0]))
@@ -889,7 +889,7 @@ def test_every_cache_is_gone_when_its_batch_is_done() -> None:
 def test_what_cannot_be_replayed_is_told_before_weights_are_loaded(
     place: Path, target_dir: Path, measure: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftsmith.eval import replayed
+    from draftsmith.eval.recorded import evaluation as replayed
 
     def loaded(*_: object) -> None:
         raise AssertionError("the target was loaded")

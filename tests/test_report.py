@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 
-from draftsmith.eval import benchmarks, evaluation, figures, html_report, report, report_files
-from draftsmith.eval.decode import Generation
-from draftsmith.eval.generation_log import read_generations, record_of, token_texts
-from draftsmith.eval.metrics import summarise_all
-from draftsmith.eval.standing import Standing
+from draftsmith.eval import report
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured import benchmarks, evaluation
+from draftsmith.eval.measured.generation_log import read_generations, record_of, token_texts
+from draftsmith.eval.measured.metrics import summarise_all
+from draftsmith.eval.page import drawing as figures
+from draftsmith.eval.page import files as report_files
+from draftsmith.eval.page import html as html_report
+from draftsmith.eval.page.standing import Standing
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects

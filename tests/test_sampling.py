@@ -15,13 +15,13 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.data_gen.generators import resolve_sampling
-from draftsmith.eval.accept import Accepted, accept_sampled
-from draftsmith.eval.decode import Generation, decode
-from draftsmith.eval.policies import Chain, Eagle2, PolicyProposer
+from draftsmith.eval.decoding.accept import Accepted, accept_sampled
+from draftsmith.eval.decoding.decode import Generation, decode
+from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws, pick
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab

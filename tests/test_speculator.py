@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval import speculator as speculator_module
-from draftsmith.eval.decode import decode
-from draftsmith.eval.speculator import Speculator
+from draftsmith.eval.decoding import speculator as speculator_module
+from draftsmith.eval.decoding.decode import decode
+from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.models.chat import decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter

@@ -37,7 +37,7 @@ from draftsmith.data_gen.store import ENCODINGS, Manifest, ShardBuffer, Store, k
 from draftsmith.data_gen.stored_target import StoredTarget, check_head
 from draftsmith.data_gen.training_data import usable_rows
 from draftsmith.data_gen.training_rows import TrainingRow
-from draftsmith.eval.policies import policy_of
+from draftsmith.eval.decoding.policies import policy_of
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.drafters import drafter_config

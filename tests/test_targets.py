@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from draftsmith.data_gen.generators import GenerationSettings
 from draftsmith.data_gen.generators import generate as generate_answers
-from draftsmith.eval.decode import decode
-from draftsmith.eval.policies import Eagle2, PolicyProposer
+from draftsmith.eval.decoding.decode import decode
+from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.causal_lm import load_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer
@@ -32,7 +33,6 @@ from draftsmith.models.costs import (
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError

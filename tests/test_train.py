@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 
 from draftsmith.data_gen.processes import alone_in
 from draftsmith.data_gen.training_rows import TrainingRow
-from draftsmith.eval.policies import PolicyProposer, policy_of
-from draftsmith.eval.recorded_answers import RecordedAnswer
-from draftsmith.eval.replay import replay
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, target_identity
 from draftsmith.models.costs import TargetSize, TrainingStates

@@ -19,7 +19,7 @@ import torch
 
 from draftsmith.data_gen.prompt_sizes import planned, sampled
 from draftsmith.data_gen.training_rows import TrainingRow
-from draftsmith.eval.replay import pass_tokens, replay_bytes
+from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
 from draftsmith.models.costs import (
     PEAK_FLOPS_PER_SECOND,
     Device,

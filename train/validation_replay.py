@@ -1,9 +1,9 @@
 """Replay as validation: the acceptance that decoding would have with the drafter as it is now (train.eval_replay).
 
 The answers are those of validation conversations, turn by turn; a tree of the recipe's eval.tree is drafted at every
-root (`eval.replay`). So a run shows while it goes on what eval/acceptance.py would measure, bonus token included, where
-simulated_tau assumes a chain and independent positions. Where the data's answers are not the target's own, it is the
-acceptance of the data's.
+root (`eval.recorded.replay`). So a run shows while it goes on what eval/acceptance.py would measure, bonus token
+included, where simulated_tau assumes a chain and independent positions. Where the data's answers are not the target's
+own, it is the acceptance of the data's.
 
 Of the target a round takes the captured states of what is committed, and the answer says which nodes are right. So a
 store (data.states) serves as well as the target: it holds these states of every token up to the end of a row's last
@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from draftsmith.data_gen.training_rows import TrainingRow
-from draftsmith.eval.contenders import check_size
-from draftsmith.eval.decode import Generation
-from draftsmith.eval.metrics import summarise
-from draftsmith.eval.policies import PolicyProposer, TreePolicy, policy_of
-from draftsmith.eval.recorded_answers import RecordedAnswer
-from draftsmith.eval.replay import StatesOf, replay
+from draftsmith.eval.decoding.contenders import check_size
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.decoding.policies import PolicyProposer, TreePolicy, policy_of
+from draftsmith.eval.measured.metrics import summarise
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import StatesOf, replay
 from draftsmith.models.chat import load_config
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
@@ -155,6 +155,6 @@ def stored_states_of(states: StoredStates, answers: Sequence[tuple[RecordedAnswe
 
 
 def in_numbers(generations: Sequence[Generation]) -> dict[str, Any]:
-    """What a line of metrics.jsonl says of all ranks' rounds; `eval.metrics` defines both numbers."""
+    """What a line of metrics.jsonl says of all ranks' rounds; `eval.measured.metrics` defines both numbers."""
     numbers = summarise(generations, generations, bootstrap_samples=1, seed=0, sampled=True)
     return {"replay_tau": numbers["tau"], "replay_accepted_by_position": numbers["acceptance_by_position"]}

@@ -10,7 +10,8 @@ over the repeats. Compare ratios only, and on a machine that does nothing else.
 
 The loop's own share is what of its decode seconds passes outside model forwards: the decoder and the head of the target
 and of the small LM, the drafter's layers and attention. A call inside another is counted once. The growing of trees is
-in it, unlike in `overhead_share` of eval/metrics.py, which counts what is neither drafting nor the target's forward.
+in it, unlike in `overhead_share` of eval/measured/metrics.py, which counts what is neither drafting nor the target's
+forward.
 """
 
 import argparse
@@ -31,9 +32,9 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftsmith.eval.decode import TargetVerifier, decode
-from draftsmith.eval.policies import PolicyProposer, policy_of
-from draftsmith.eval.speculator import Speculator
+from draftsmith.eval.decoding.decode import TargetVerifier, decode
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.models import feature_drafter
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer, render_prompt

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.benchmarks import load_questions
-from draftsmith.eval.decode import Generation, decode
-from draftsmith.eval.recorded_answers import RecordedAnswer
-from draftsmith.eval.replay import Agreement, replay_all
-from draftsmith.eval.speculator import Speculator
+from draftsmith.eval.decoding.decode import Generation, decode
+from draftsmith.eval.decoding.speculator import Speculator
+from draftsmith.eval.measured.benchmarks import load_questions
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import Agreement, replay_all
 from draftsmith.models.chat import render_prompt
 from draftsmith.models.sampling import GREEDY
 from draftsmith.recipes.command.cli import run

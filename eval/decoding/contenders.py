@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftsmith.eval.benchmarks import PLAIN
-from draftsmith.eval.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.models.c2t import check_made_for, drafter_words
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
@@ -35,7 +36,6 @@ from draftsmith.models.checkpoint import (
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.drafters import kind_in_words, words_of_kind
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
-from draftsmith.models.prompt_lookup import PromptLookup
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, always_inside, check_counted, check_counts, cut, load_token_counts

@@ -12,8 +12,8 @@ from typing import IO, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.eval.decode import Generation, decode_batch
-from draftsmith.eval.generation_log import record_of, token_texts
+from draftsmith.eval.decoding.decode import Generation, decode_batch
+from draftsmith.eval.measured.generation_log import record_of, token_texts
 from draftsmith.models.chat import RenderError, answer_message, as_text, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
@@ -130,7 +130,7 @@ class Bench:
         Args:
             proposers: by contender's name; `PLAIN` must not be among them.
             shown: the main contender: the progress bar shows its tau, and its lines hold what the report needs.
-            file: receives everyone's answers (`eval.generation_log`).
+            file: receives everyone's answers (`eval.measured.generation_log`).
             rejects: receives turns that cannot be asked; the conversation ends there.
 
         Returns:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from draftsmith.eval.figures import MARKERS, SERIES
+from draftsmith.eval.page.drawing import MARKERS, SERIES
 
 FEW = 6  # contenders that figures can name, each in a colour of its own
 

@@ -1,8 +1,9 @@
 """The planner: which draft trees are expected to be fastest on this machine, and are they? `eval/plan.py` shows it.
 
-Every candidate is replayed along recorded answers (`eval.replay`), which gives its rounds: tokens, nodes, draft calls.
-What such rounds cost is measured here and now (`eval.cost_model`). Both together are the predicted speed-up over plain
-decoding, with a bootstrap interval over conversations, widened by how far apart the repeats of the measurement are.
+Every candidate is replayed along recorded answers (`eval.recorded.replay`), which gives its rounds: tokens, nodes,
+draft calls. What such rounds cost is measured here and now (`eval.planner.cost_model`). Both together are the predicted
+speed-up over plain decoding, with a bootstrap interval over conversations, widened by how far apart the repeats of the
+measurement are.
 """
 
 import heapq
@@ -13,12 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.benchmarks import PLAIN, Bench, Question
-from draftsmith.eval.contenders import Contender, Lineup, named
-from draftsmith.eval.cost_model import Costs, measure_costs, predicted, room_for
-from draftsmith.eval.decode import Generation
-from draftsmith.eval.metrics import summarise, summarise_all
-from draftsmith.eval.recorded_answers import (
+from draftsmith.eval.decoding.contenders import Contender, Lineup, named
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured.benchmarks import PLAIN, Bench, Question
+from draftsmith.eval.measured.metrics import summarise, summarise_all
+from draftsmith.eval.page.file_shapes import load
+from draftsmith.eval.planner.cost_model import Costs, measure_costs, predicted, room_for
+from draftsmith.eval.recorded.answers import (
     EVERYONE,
     RecordedAnswer,
     Recording,
@@ -28,8 +30,7 @@ from draftsmith.eval.recorded_answers import (
     read_answers,
     tokens_of,
 )
-from draftsmith.eval.replay import Agreement, plain_rounds, replay_all
-from draftsmith.eval.shapes import load
+from draftsmith.eval.recorded.replay import Agreement, plain_rounds, replay_all
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.draft_tree import Proposer

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.decode import Generation
+from draftsmith.eval.decoding.decode import Generation
 
 INTERVAL = (2.5, 97.5)  # percentiles of the bootstrap: 95 %
 CHUNK = 200  # resamplings multiplied at a time: their counts are floats then

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.contenders import Contender, contenders_of, main_contender, repeated_names
+from draftsmith.eval.decoding.contenders import Contender, contenders_of, main_contender, repeated_names
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection

@@ -21,13 +21,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.eval.shapes import Record, check, clean, load
+from draftsmith.eval.page.file_shapes import Record, check, clean, load
 from draftsmith.recipes.errors import UserError
 
 if TYPE_CHECKING:  # the report is built again without loading torch
     from transformers import PreTrainedTokenizerBase
 
-    from draftsmith.eval.decode import Generation
+    from draftsmith.eval.decoding.decode import Generation
 
 BEGINNING = re.compile(rb'\{"contender": ("(?:[^"\\]|\\.)*"), .*\}\s*', re.S)
 WINDOW = 4  # tokens that one character may be spread over: UTF-8 has at most four bytes

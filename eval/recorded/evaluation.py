@@ -1,4 +1,4 @@
-"""eval.mode=replay: a recipe's contenders along recorded answers (`eval.replay`), with the table and page of decoding.
+"""eval.mode=replay: a recipe's contenders along recorded answers (`recorded.replay`), with decoding's table and page.
 
 Answers are eval.answers, or the generations.jsonl of the last decoding in eval.out. Everyone goes along its own where
 the file holds them, else along plain decoding's (`Recording.of`); answers that several share are read by the target
@@ -11,12 +11,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.benchmarks import PLAIN
-from draftsmith.eval.contenders import Contender, Lineup, check_contenders, describe
-from draftsmith.eval.decode import Generation
-from draftsmith.eval.generation_log import record_of, token_texts
-from draftsmith.eval.metrics import summarise_all
-from draftsmith.eval.recorded_answers import (
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured.benchmarks import PLAIN
+from draftsmith.eval.measured.generation_log import record_of, token_texts
+from draftsmith.eval.measured.metrics import summarise_all
+from draftsmith.eval.page.files import (
+    UNDRAFTED,
+    generations_path,
+    print_table,
+    print_written,
+    read_acceptance,
+    write_acceptance,
+    write_report,
+)
+from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
     Recording,
     check_answers,
@@ -25,7 +34,7 @@ from draftsmith.eval.recorded_answers import (
     read_answers,
     tokens_of,
 )
-from draftsmith.eval.replay import (
+from draftsmith.eval.recorded.replay import (
     Agreement,
     batches,
     checking_bytes,
@@ -33,15 +42,6 @@ from draftsmith.eval.replay import (
     positions_of,
     replay_all,
     replay_bytes,
-)
-from draftsmith.eval.report_files import (
-    UNDRAFTED,
-    generations_path,
-    print_table,
-    print_written,
-    read_acceptance,
-    write_acceptance,
-    write_report,
 )
 from draftsmith.models.chat import decode_answer, load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, read_config

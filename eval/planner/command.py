@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.eval.benchmarks import PLAIN, Question, load_questions
-from draftsmith.eval.contenders import Contender, Lineup, check_contenders, main_contender
-from draftsmith.eval.cost_model import DISAGREEING, REPEATS, Costs, probe_trees
-from draftsmith.eval.planner import (
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, main_contender
+from draftsmith.eval.measured.benchmarks import PLAIN, Question, load_questions
+from draftsmith.eval.planner.cost_model import DISAGREEING, REPEATS, Costs, probe_trees
+from draftsmith.eval.planner.search import (
     SWEEPS,
     Plan,
     Row,
@@ -30,7 +30,7 @@ from draftsmith.eval.planner import (
     round_seconds,
     sweep_of,
 )
-from draftsmith.eval.recorded_answers import RecordedAnswer, Recording, tokens_of
+from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, tokens_of
 from draftsmith.models.checkpoint import provenance
 from draftsmith.models.costs import hardware
 from draftsmith.models.target import Target
@@ -40,7 +40,7 @@ from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import CHAINS, Policy, Recipe, TreeSection
 
-# What plan.json says of a candidate, and of one that was measured; `eval.metrics` says what it means.
+# What plan.json says of a candidate, and of one that was measured; `eval.measured.metrics` says what it means.
 SHOWN = (
     *("tau", "tau_interval", "tree_nodes_per_round", "draft_calls_per_round", "wasted_nodes_per_round"),
     *("speedup", "speedup_interval"),

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.eval.figures import write_png
-from draftsmith.eval.html_report import build_html, choose_answers, rounds_coarsely
-from draftsmith.eval.plots import acceptance_plots, parts_of, training_plots
-from draftsmith.eval.shapes import Acceptance, MetricsLine, check, load
+from draftsmith.eval.page.drawing import write_png
+from draftsmith.eval.page.figures import acceptance_plots, parts_of, training_plots
+from draftsmith.eval.page.file_shapes import Acceptance, MetricsLine, check, load
+from draftsmith.eval.page.html import build_html, choose_answers, rounds_coarsely
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import dump_recipe

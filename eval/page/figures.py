@@ -2,7 +2,7 @@
 
 Tables and figures stay readable with twenty contenders. Beyond `standing.FEW` of them a colour is a family (same
 drafter and policy, other sizes), and each contender is its number, which stands in the table and in the legend of the
-comparison (`eval.comparison_plot`).
+comparison (`eval.page.comparison`).
 """
 
 import textwrap
@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from draftsmith.eval.comparison_plot import LEGEND_ROW, comparison_plot, write_legend
-from draftsmith.eval.figures import WIDTH, Colours, Plot, label, name_lines, new_figure, percent, style_axes
-from draftsmith.eval.standing import Standing
+from draftsmith.eval.page.comparison import LEGEND_ROW, comparison_plot, write_legend
+from draftsmith.eval.page.drawing import WIDTH, Colours, Plot, label, name_lines, new_figure, percent, style_axes
+from draftsmith.eval.page.standing import Standing
 
 LINES = 345  # pixels of the lines by position, without their legend
 PANEL = 118  # pixels of a family's panel where there are many

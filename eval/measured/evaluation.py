@@ -10,14 +10,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
-from draftsmith.eval.benchmarks import PLAIN, Bench, Question, load_questions
-from draftsmith.eval.compared import load_all
-from draftsmith.eval.contenders import Contender, Lineup, check_contenders, describe, tree_in_words
-from draftsmith.eval.decode import Generation
-from draftsmith.eval.metrics import summarise_all
-from draftsmith.eval.planner import candidates_of, contenders_from, planner_answers
-from draftsmith.eval.replayed import main_replay
-from draftsmith.eval.report_files import (
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, tree_in_words
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured.benchmarks import PLAIN, Bench, Question, load_questions
+from draftsmith.eval.measured.compared import load_all
+from draftsmith.eval.measured.metrics import summarise_all
+from draftsmith.eval.page.files import (
     UNDRAFTED,
     generations_path,
     print_table,
@@ -26,6 +24,8 @@ from draftsmith.eval.report_files import (
     write_acceptance,
     write_report,
 )
+from draftsmith.eval.planner.search import candidates_of, contenders_from, planner_answers
+from draftsmith.eval.recorded.evaluation import main_replay
 from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import provenance, weight_bytes
 from draftsmith.models.costs import decoding_lines, hardware
@@ -149,7 +149,7 @@ def chosen(lineup: Lineup, recipe: Recipe, contender: Contender) -> Contender:
     """The same, with the tree that `auto` stands for on this machine; its name says which."""
     if contender.tree.policy != "auto":
         return contender
-    from draftsmith.eval.planning import choose_tree  # here, for it prints tables of its own
+    from draftsmith.eval.planner.command import choose_tree  # here, for it prints tables of its own
 
     tree = choose_tree(lineup, recipe, contender)
     return replace(contender, tree=tree, name=f"{contender.name}: {tree_in_words(tree)}")

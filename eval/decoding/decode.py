@@ -4,15 +4,16 @@
     round:  observe     target states of what was committed go to the proposer
             propose     a tree below the last token, the root
             verify      one target forward over all nodes
-            accept      the longest right path + one bonus token of the target (`eval.accept`)
+            accept      the longest right path + one bonus token of the target (`eval.decoding.accept`)
             commit      the path stays in the cache, the bonus becomes the next root
 
 Plain decoding is the same loop with a root alone. Accepted positions always reach the drafter with the target's own
 states, never with drafted ones. Of more prompts than are decoded side by side, the next ones take the rows of answers
 that ended (`decode_stream`). A round waits for the device once, for its tokens; policies that grow trees by what they
-see wait for their own tests besides (`eval.policies`), and a causal LM looks its drafted tokens up on the host.
+see wait for their own tests besides (`eval.decoding.policies`), and a causal LM looks its drafted tokens up on the
+host.
 
-Who verifies is a `Verifier`: the target (`TargetVerifier`), or its recorded answer (`eval.replay`).
+Who verifies is a `Verifier`: the target (`TargetVerifier`), or its recorded answer (`eval.recorded.replay`).
 """
 
 import itertools
@@ -24,8 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from draftsmith.eval.accept import accept_greedy, accept_sampled
-from draftsmith.models.admission import taken, worth_a_prefill
+from draftsmith.eval.decoding.accept import accept_greedy, accept_sampled
+from draftsmith.eval.decoding.admission import taken, worth_a_prefill
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.target import Target

@@ -1,6 +1,6 @@
 """A target with its drafter, ready to answer: the Python API.
 
-    from draftsmith.eval.speculator import Speculator
+    from draftsmith.eval.decoding.speculator import Speculator
     from draftsmith.models.sampling import Sampling
     from draftsmith.recipes.schema import TargetSection
 
@@ -12,10 +12,10 @@
     question = [{"role": "user", "content": "Write a haiku."}]
     answer = speculator.answer(question, 200, Sampling(temperature=0.7, top_p=0.9), seed=1)
 
-In float32 a greedy answer is the target's own, token for token, and a sampled one has the target's law (`eval.decode`).
-In bfloat16 and float16 the law is that of the rounded logits, and a forward over a tree may round differently from one
-over a single token: near ties may turn. A target given by its name alone has its checkpoint's precision, which is often
-bfloat16; `Speculator.token_identical` says which promise holds.
+In float32 a greedy answer is the target's own, token for token, and a sampled one has the target's law
+(`eval.decoding.decode`). In bfloat16 and float16 the law is that of the rounded logits, and a forward over a tree may
+round differently from one over a single token: near ties may turn. A target given by its name alone has its
+checkpoint's precision, which is often bfloat16; `Speculator.token_identical` says which promise holds.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.contenders import Contender, Lineup, check_drafter, check_size
-from draftsmith.eval.decode import Generation, decode
-from draftsmith.eval.metrics import tau
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
+from draftsmith.eval.decoding.decode import Generation, decode
+from draftsmith.eval.measured.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws

@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from draftsmith.eval.figures import WIDTH, Colours, Plot, label, style_axes
-from draftsmith.eval.standing import Standing
+from draftsmith.eval.page.drawing import WIDTH, Colours, Plot, label, style_axes
+from draftsmith.eval.page.standing import Standing
 
 # Lengths are in pixels.
 PANEL = 190

@@ -1,9 +1,9 @@
-"""Recorded answers of a target: what replay drafts along (`eval.replay`), and the planner predicts from.
+"""Recorded answers of a target: what replay drafts along (`eval.recorded.replay`), and the planner predicts from.
 
 Two files are read, and told apart by their lines:
 
-    generations.jsonl           what eval/acceptance.py writes (`eval.generation_log`); every contender's answers
-    regenerated conversations   what data_gen/regenerate.py writes; every turn is an answer
+    generations.jsonl           every contender's answers, by eval/acceptance.py (`eval.measured.generation_log`)
+    regenerated conversations   every turn is an answer, by data_gen/regenerate.py
 
 Both hold token ids, so that nothing is tokenised again. Nothing of a file is skipped: a line that cannot be used is an
 error, for a number over answers that nobody chose would be nobody's.
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from draftsmith.eval.shapes import Count, Shape, Text, check, load
+from draftsmith.eval.page.file_shapes import Count, Shape, Text, check, load
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError

@@ -1,4 +1,4 @@
-"""When drafting stops: rules for chains and for beam searches (`eval.policies`), for B rows side by side.
+"""When drafting stops: rules for chains and for beam searches (`eval.decoding.policies`), for B rows side by side.
 
 A rule looks at what a draft call gave and says which rows need no further one. Its answer has to reach the host: each
 test waits for the device once. A NaN always stops.

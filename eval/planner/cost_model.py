@@ -9,10 +9,10 @@ T_v(1); here the rest of a round counts, on both sides, for on small models it i
 n and d (policies that stop early), so costs are summed over the rounds of recorded answers, of which the formula is the
 mean. That the drafter reads an answer's prompt in its first round is counted, too.
 
-All costs come from real rounds of the decoding loop (`eval.decode.run_rounds`) over recorded text, at one length of
-context, in repeats in which all probes take turns. Others on the machine slow some seconds and not the next ones, so
-plain rounds stand between the probes, and what a probe took counts in those around it. Between measured numbers of
-nodes and calls the curves are straight lines, and so they go on beyond.
+All costs come from real rounds of the decoding loop (`eval.decoding.decode.run_rounds`) over recorded text, at one
+length of context, in repeats in which all probes take turns. Others on the machine slow some seconds and not the next
+ones, so plain rounds stand between the probes, and what a probe took counts in those around it. Between measured
+numbers of nodes and calls the curves are straight lines, and so they go on beyond.
 
 Answers side by side share a round, which costs what its largest tree and most calls cost: policies that stop early are
 then predicted a little too fast, for each answer is replayed as if alone.
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftsmith.eval.decode import Clock, Generation, Mark, Round, TargetVerifier, run_rounds
+from draftsmith.eval.decoding.decode import Clock, Generation, Mark, Round, TargetVerifier, run_rounds
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -176,7 +176,7 @@ def predicted(costs: Costs, tree: TreeSection | None, recorded: Sequence[Generat
 
     Args:
         tree: what was drafted; None: nothing, plain decoding.
-        recorded: the rounds, of `eval.replay` or of decoding.
+        recorded: the rounds, of `eval.recorded.replay` or of decoding.
     """
     return [_timed(costs, tree, generation) for generation in recorded]
 

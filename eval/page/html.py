@@ -1,7 +1,7 @@
 """report.html: one file without a network, from the numbers, the recorded answers and the training's metrics.
 
-The page is `report.html.jinja`; everything that goes into it is escaped there, but for the figures of `eval.plots`.
-The numbers themselves are in the page, too, as downloads.
+The page is `report.html.jinja`; everything that goes into it is escaped there, but for the figures of
+`eval.page.figures`. The numbers themselves are in the page, too, as downloads.
 """
 
 import base64
@@ -16,10 +16,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from draftsmith.eval import figures, plots
-from draftsmith.eval.generation_log import read_generations
-from draftsmith.eval.shapes import FORBIDDEN, ShownRecord, clean
-from draftsmith.eval.standing import Standing
+from draftsmith.eval.measured.generation_log import read_generations
+from draftsmith.eval.page import drawing as figures
+from draftsmith.eval.page import figures as plots
+from draftsmith.eval.page.file_shapes import FORBIDDEN, ShownRecord, clean
+from draftsmith.eval.page.standing import Standing
 from draftsmith.recipes.errors import UserError
 
 DASH = "\u2013"

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from draftsmith.eval.stopping import Calls, Ddd, Stop, Svip, SvipTree
+from draftsmith.eval.decoding.stopping import Calls, Ddd, Stop, Svip, SvipTree
 from draftsmith.models.c2t import C2tClassifier, node_features
 from draftsmith.models.draft_tree import Drafting, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling

@@ -17,7 +17,7 @@ target says next alone. So the target reads each answer once, all positions in o
 Exact, round by round:
 - greedy answers: a node is right iff it is the target's likeliest token, and that is the recorded one;
 - sampled answers, for trees whose nodes were chosen by rank: the bonus after a rejection never is one of the children
-  that were rejected (`eval.accept`), so the recorded token is a child iff that child was accepted;
+  that were rejected (`eval.decoding.accept`), so the recorded token is a child iff that child was accepted;
 - the end: decoding that accepts more than is left cuts the rest off, and a tree that holds all that is left would.
 
 Chains that were drawn from the drafter are refused: which ones were drawn is not recorded.
@@ -30,9 +30,9 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.eval.accept import deepest
-from draftsmith.eval.decode import Generation, Round, run_rounds
-from draftsmith.eval.recorded_answers import RecordedAnswer
+from draftsmith.eval.decoding.accept import deepest
+from draftsmith.eval.decoding.decode import Generation, Round, run_rounds
+from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.models.draft_tree import DraftTree, Proposer
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target

@@ -11,14 +11,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from draftsmith.eval.benchmarks import PLAIN
-from draftsmith.eval.contenders import Contender, Lineup, check_contenders, contender_named, describe
-from draftsmith.eval.decode import Generation
-from draftsmith.eval.figures import Colours, Plot, label, name_lines, new_figure, write_png
-from draftsmith.eval.metrics import bootstrap
-from draftsmith.eval.recorded_answers import Recording, tokens_of
-from draftsmith.eval.replay import Agreement
-from draftsmith.eval.replayed import recording_of, replay_contenders
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, contender_named, describe
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured.benchmarks import PLAIN
+from draftsmith.eval.measured.metrics import bootstrap
+from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, write_png
+from draftsmith.eval.recorded.answers import Recording, tokens_of
+from draftsmith.eval.recorded.evaluation import recording_of, replay_contenders
+from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.models.c2t import read_config
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
