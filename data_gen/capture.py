@@ -10,12 +10,12 @@
 Which states: those that the recipe's drafter reads (drafter.kind, drafter.capture_layers) of every token, and the last
 one where it teaches. Rows of training and of validation are captured alike; which are which may change afterwards.
 
-Writes <data.states>, by default <output_dir>/states (`data_gen.store`). Its size is told first, and compared with what
-is free. Stopped at any moment and started again, it makes the shards that are missing. For other rows, another target,
-other layers or another dtype name another folder.
+Writes <data.states>, by default <output_dir>/states (`data_gen.states.store`). Its size is told first, and compared
+with what is free. Stopped at any moment and started again, it makes the shards that are missing. For other rows,
+another target, other layers or another dtype name another folder.
 
-By several processes (`data_gen.processes`) each makes the shards that it takes. What a shard holds hangs on its rows
-alone, so that they write what one process writes.
+By several processes (`data_gen.states.capture_processes`) each makes the shards that it takes. What a shard holds hangs
+on its rows alone, so that they write what one process writes.
 """
 
 from argparse import ArgumentParser
@@ -29,8 +29,8 @@ def main() -> None:
     check_all_started()
     # Several processes read the command line only once they have met, so that one of them reports a mistake.
     command = read_command() if world_size() == 1 else None
-    from draftsmith.data_gen.capturing import capture_with
-    from draftsmith.data_gen.processes import Team
+    from draftsmith.data_gen.states.capture_processes import Team
+    from draftsmith.data_gen.states.capturing import capture_with
 
     capture_with(Team.of_environment(), read_command if command is None else lambda: command)
 

@@ -9,7 +9,7 @@ Compares data.prompts (and data.conversations, where the recipe names it) with e
 data_gen/regenerate.py does the same before it asks anything. With data.contamination: remove it leaves out what it
 finds, and so do data_gen/rank_vocab.py and the training, whose conversations may come from elsewhere.
 
-Only user turns are compared, as words. `data_gen/overlap.py` says when two turns count as the same question.
+Only user turns are compared, as words. `data_gen/rows/overlap.py` says when two turns count as the same question.
 
 All of eval.prompts is compared, whatever eval.max_prompts says, up to 10,000 conversations of each source (MOST). A
 source that cannot be read now, for example a benchmark that was never fetched and no network, is named and passed over;
@@ -24,7 +24,7 @@ def main() -> None:
     command = parse_command(__doc__)
     if command.recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; there is nothing to compare the training conversations with")
-    from draftsmith.data_gen import overlap
+    from draftsmith.data_gen.rows import overlap
 
     overlap.main(command)
 

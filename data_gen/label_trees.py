@@ -16,8 +16,8 @@ Left out, and counted:
 
 Answers are labels.answers; by default the conversations that training keeps for validation, because a drafter is surer
 of those that it has learnt. They are taken in an order drawn by their ids, so that labels.max_rows is a fair sample.
-Writes <labels.out> (`data_gen.labelled_trees`). Stopped at any moment and started again, it goes on behind the last
-whole shard; with a greater max_rows it goes on, too. Other settings, another drafter or target are refused there.
+Writes <labels.out> (`data_gen.trees.labelled_trees`). Stopped at any moment and started again, it goes on behind the
+last whole shard; with a greater max_rows it goes on, too. Other settings, another drafter or target are refused there.
 """
 
 from argparse import ArgumentParser
@@ -28,7 +28,7 @@ from draftsmith.recipes.command.stages import print_next
 
 def main() -> None:
     command = parse_command(__doc__, extra=_options)
-    from draftsmith.data_gen import labelling
+    from draftsmith.data_gen.trees import labelling
 
     labelling.main(command)
     print_next(command, "label-trees")

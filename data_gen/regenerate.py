@@ -33,7 +33,7 @@ def main() -> None:
     command = parse_command(__doc__)
     if command.recipe.data.prompts is None:
         raise UserError("data.prompts: not given; name a file, `stdlib:train` or `hf:org/name`")
-    from draftsmith.data_gen import regeneration
+    from draftsmith.data_gen.answers import regeneration
 
     if regeneration.main(command):
         sys.exit(1)  # what comes next would work with a part of the answers

@@ -1,6 +1,6 @@
 """Kills scripts at random or chosen moments, hundreds of times, without importing torch hundreds of times.
 
-    with CrashLab(["draftsmith.data_gen.regeneration"]) as lab:
+    with CrashLab(["draftsmith.data_gen.answers.regeneration"]) as lab:
         argv = [str(recipe), "output_dir=..."]
         ending = lab.run("draftsmith.data_gen.regenerate", argv, kill_after=0.3)       # seconds; None lets it end
         ending = lab.run("draftsmith.data_gen.regenerate", argv, fault=Fault("write", 5))

@@ -1,6 +1,9 @@
 """data_gen/rank_vocab.py with batches of a few documents, saved after each: what a kill can hit lies close together."""
 
-from draftsmith.data_gen import corpus_counts, corpus_reader, rank_vocab, ranking  # noqa: F401 (imported before a lab forks)
+from draftsmith.data_gen import rank_vocab
+from draftsmith.data_gen.corpus import counts as corpus_counts
+from draftsmith.data_gen.corpus import ranking  # noqa: F401 (imported before a lab forks)
+from draftsmith.data_gen.corpus import reader as corpus_reader
 
 
 def main() -> None:

@@ -9,7 +9,8 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from draftsmith.data_gen import regenerate, server_generator
+from draftsmith.data_gen import regenerate
+from draftsmith.data_gen.server import generator as server_generator
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection

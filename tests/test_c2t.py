@@ -23,8 +23,9 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen import label_trees, labelling
-from draftsmith.data_gen.labelled_trees import (
+from draftsmith.data_gen import label_trees
+from draftsmith.data_gen.trees import labelling
+from draftsmith.data_gen.trees.labelled_trees import (
     Manifest,
     Trees,
     check_rows,
@@ -32,7 +33,7 @@ from draftsmith.data_gen.labelled_trees import (
     read_trees,
     write_shard,
 )
-from draftsmith.data_gen.labelling import Labelled, batches_of, label
+from draftsmith.data_gen.trees.labelling import Labelled, batches_of, label
 from draftsmith.eval import c2t_sweep
 from draftsmith.eval.decoding.contenders import Lineup, check_contenders, main_contender, words_of
 from draftsmith.eval.decoding.decode import Generation, run_rounds
@@ -1055,7 +1056,7 @@ def lab() -> Iterator[CrashLab]:
         [
             LABEL,
             TRAIN,
-            "draftsmith.data_gen.labelling",
+            "draftsmith.data_gen.trees.labelling",
             "draftsmith.train.classifier_training",
             "transformers.models.llama.modeling_llama",
         ]

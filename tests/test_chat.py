@@ -9,10 +9,11 @@ import yaml
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data_gen import regenerate, regeneration
-from draftsmith.data_gen.generators import GenerationSettings
-from draftsmith.data_gen.ranking import count_supervised
-from draftsmith.data_gen.training_rows import training_rows
+from draftsmith.data_gen import regenerate
+from draftsmith.data_gen.answers import regeneration
+from draftsmith.data_gen.answers.generators import GenerationSettings
+from draftsmith.data_gen.corpus.ranking import count_supervised
+from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import (
     RenderError,
     answer_message,

@@ -10,8 +10,9 @@ import yaml
 from tokenizers import processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from draftsmith.data_gen import conversations, shown_rows
-from draftsmith.data_gen.training_rows import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
+from draftsmith.data_gen import conversations
+from draftsmith.data_gen.rows import shown as shown_rows
+from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured import benchmarks
 from draftsmith.models.chat import (

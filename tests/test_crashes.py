@@ -31,7 +31,7 @@ from tests.test_train import metrics, to_train
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 
-BEHIND_SCRIPTS = ("draftsmith.data_gen.regeneration", "draftsmith.train.trainer")  # they import slowly
+BEHIND_SCRIPTS = ("draftsmith.data_gen.answers.regeneration", "draftsmith.train.trainer")  # they import slowly
 REGENERATE, TRAIN = "draftsmith.data_gen.regenerate", "draftsmith.train.eagle3"
 KILLS = 200
 CONVERSATIONS = 40

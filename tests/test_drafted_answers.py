@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen import drafted_answers
-from draftsmith.data_gen.drafted_answers import DraftedAnswers
-from draftsmith.data_gen.generators import GenerationSettings, generate
+from draftsmith.data_gen.answers import drafted as drafted_answers
+from draftsmith.data_gen.answers.drafted import DraftedAnswers
+from draftsmith.data_gen.answers.generators import GenerationSettings, generate
 from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.target import Target, load_causal_lm

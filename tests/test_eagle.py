@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Columns, Documents
 from draftsmith.models.drafters import build_drafter, drafter_config, padded, trainable_parameters
 from draftsmith.models.target import Target

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen.conversation_log import ConversationLog
-from draftsmith.data_gen.overlap import EvaluationIndex
-from draftsmith.data_gen.regeneration import _Asked
-from draftsmith.data_gen.server_generator import Answered
-from draftsmith.data_gen.training_rows import training_rows
+from draftsmith.data_gen.answers.conversation_log import ConversationLog
+from draftsmith.data_gen.answers.regeneration import _Asked
+from draftsmith.data_gen.rows.overlap import EvaluationIndex
+from draftsmith.data_gen.rows.training_rows import training_rows
+from draftsmith.data_gen.server.generator import Answered
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import asked_digest, read_conversations
 from draftsmith.recipes.prompts.records import Conversation

@@ -15,7 +15,8 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
-from draftsmith.data_gen import prompt_sizes, regenerate
+from draftsmith.data_gen import regenerate
+from draftsmith.data_gen.answers import prompt_sizes
 from draftsmith.eval import acceptance
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import render_prompt
@@ -520,7 +521,7 @@ def test_plan_compares_with_the_device_and_names_what_to_lower(tmp_path: Path) -
 
 
 def test_counted_data_is_in_the_rows() -> None:
-    from draftsmith.data_gen.training_rows import rows_of
+    from draftsmith.data_gen.rows.training_rows import rows_of
 
     rows = list(rows_of("a", [([1, 2, 3], [4, 5, 6]), ([1, 2, 3, 4, 5, 6, 7], [8, 9])])) + list(
         rows_of("b", [([1], [2, 3])])

@@ -25,12 +25,14 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen import corpus_counts, corpus_reader, rank_vocab
-from draftsmith.data_gen.corpus_counts import Processes, TextCounter
-from draftsmith.data_gen.corpus_reader import corpus_of
-from draftsmith.data_gen.gzip_reader import GzipReader
-from draftsmith.data_gen.template_tokens import template_tokens
-from draftsmith.data_gen.training_rows import turns_of_messages
+from draftsmith.data_gen import rank_vocab
+from draftsmith.data_gen.corpus import counts as corpus_counts
+from draftsmith.data_gen.corpus import reader as corpus_reader
+from draftsmith.data_gen.corpus.counts import Processes, TextCounter
+from draftsmith.data_gen.corpus.gzip_reader import GzipReader
+from draftsmith.data_gen.corpus.reader import corpus_of
+from draftsmith.data_gen.corpus.template_tokens import template_tokens
+from draftsmith.data_gen.rows.training_rows import turns_of_messages
 from draftsmith.eval.decoding.contenders import _check_vocab, contender_of
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import (

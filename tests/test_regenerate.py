@@ -16,10 +16,11 @@ import torch
 import yaml
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from draftsmith.data_gen import regenerate, regeneration
-from draftsmith.data_gen.conversation_log import ConversationLog
-from draftsmith.data_gen.generators import GenerationSettings, _Pool, generate
-from draftsmith.data_gen.training_rows import training_rows
+from draftsmith.data_gen import regenerate
+from draftsmith.data_gen.answers import regeneration
+from draftsmith.data_gen.answers.conversation_log import ConversationLog
+from draftsmith.data_gen.answers.generators import GenerationSettings, _Pool, generate
+from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from draftsmith.data_gen.generators import resolve_sampling
+from draftsmith.data_gen.answers.generators import resolve_sampling
 from draftsmith.eval.decoding.accept import Accepted, accept_sampled
 from draftsmith.eval.decoding.decode import Generation, decode
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer

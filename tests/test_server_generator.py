@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.generators import GenerationSettings
-from draftsmith.data_gen.server_answers import Vocabulary
-from draftsmith.data_gen.server_generator import Answered, Servers, generate_from_servers
+from draftsmith.data_gen.answers.generators import GenerationSettings
+from draftsmith.data_gen.server.answers import Vocabulary
+from draftsmith.data_gen.server.generator import Answered, Servers, generate_from_servers
 from draftsmith.models.chat import render_prompt
 from draftsmith.recipes.schema import GeneratorSection
 from tests.conftest import VOCAB_SIZE

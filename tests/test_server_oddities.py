@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen import server_client, server_generator
-from draftsmith.data_gen.server_client import Client, normalised_urls
+from draftsmith.data_gen.server import client as server_client
+from draftsmith.data_gen.server import generator as server_generator
+from draftsmith.data_gen.server.client import Client, normalised_urls
 from draftsmith.recipes.errors import UserError
 from tests.fake_server import FakeServer, Reply, response
 from tests.server_place import Place

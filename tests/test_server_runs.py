@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.server_answers import BadAnswer, Completion, Refused, Vocabulary, read_answer
-from draftsmith.data_gen.server_client import normalised_urls
+from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Vocabulary, read_answer
+from draftsmith.data_gen.server.client import normalised_urls
 from draftsmith.recipes.errors import UserError
 from tests.crash import CAN_FORK, CrashLab, Ending
 from tests.fake_server import STOP, FakeServer, response
@@ -227,7 +227,7 @@ def test_replies_that_are_none(body: Any) -> None:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[CrashLab]:
-    with CrashLab(["draftsmith.data_gen.regeneration", "transformers.models.llama"]) as lab:
+    with CrashLab(["draftsmith.data_gen.answers.regeneration", "transformers.models.llama"]) as lab:
         yield lab
 
 

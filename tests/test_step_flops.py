@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.costs import target_size
 from draftsmith.train.attention_kernels import BLOCKS

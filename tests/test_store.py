@@ -29,14 +29,14 @@ from safetensors import safe_open
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from draftsmith.data_gen import capture as script
-from draftsmith.data_gen import capturing
-from draftsmith.data_gen.capturing import Job, estimated_bytes, layers_of
-from draftsmith.data_gen.processes import Team, alone_in
-from draftsmith.data_gen.shards import write_whole
-from draftsmith.data_gen.store import ENCODINGS, Manifest, ShardBuffer, Store, key_of, teacher_positions
-from draftsmith.data_gen.stored_target import StoredTarget, check_head
-from draftsmith.data_gen.training_data import usable_rows
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_data import usable_rows
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states import capturing
+from draftsmith.data_gen.states.capture_processes import Team, alone_in
+from draftsmith.data_gen.states.capturing import Job, estimated_bytes, layers_of
+from draftsmith.data_gen.states.shards import write_whole
+from draftsmith.data_gen.states.store import ENCODINGS, Manifest, ShardBuffer, Store, key_of, teacher_positions
+from draftsmith.data_gen.states.stored_target import StoredTarget, check_head
 from draftsmith.eval.decoding.policies import policy_of
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
@@ -875,7 +875,7 @@ needs_fork = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[CrashLab]:
-    with CrashLab(["draftsmith.data_gen.capturing", "transformers.models.llama.modeling_llama"]) as lab:
+    with CrashLab(["draftsmith.data_gen.states.capturing", "transformers.models.llama.modeling_llama"]) as lab:
         yield lab
 
 

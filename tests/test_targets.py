@@ -15,8 +15,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from draftsmith.data_gen.generators import GenerationSettings
-from draftsmith.data_gen.generators import generate as generate_answers
+from draftsmith.data_gen.answers.generators import GenerationSettings
+from draftsmith.data_gen.answers.generators import generate as generate_answers
 from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup

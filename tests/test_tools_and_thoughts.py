@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen.regeneration import _Asked
-from draftsmith.data_gen.server_generator import Answered
-from draftsmith.data_gen.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.answers.regeneration import _Asked
+from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.server.generator import Answered
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects

@@ -18,8 +18,8 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
-from draftsmith.data_gen.processes import alone_in
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.capture_processes import alone_in
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.layers import GatedMLP, RmsNorm, rotary

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Documents
 
 

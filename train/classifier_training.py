@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from draftsmith.data_gen.labelled_trees import MANIFEST, Manifest, Trees, check_rows, read_manifest, read_trees
+from draftsmith.data_gen.trees.labelled_trees import MANIFEST, Manifest, Trees, check_rows, read_manifest, read_trees
 from draftsmith.models.c2t import CLASSIFIER_FILES, KIND, C2tClassifier, C2tConfig
 from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.command.cli import Command

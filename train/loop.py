@@ -22,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.profiler import record_function
 
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.checkpoint import differences
 from draftsmith.models.target import Target

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import torch
 
-from draftsmith.data_gen.prompt_sizes import planned, sampled
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.answers.prompt_sizes import planned, sampled
+from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
 from draftsmith.models.costs import (
     PEAK_FLOPS_PER_SECOND,

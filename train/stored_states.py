@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from draftsmith.data_gen.store import RowStates, Store, key_of, teacher_positions, unlike, words_of_rows
-from draftsmith.data_gen.stored_target import words_of_config
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.store import RowStates, Store, key_of, teacher_positions, unlike, words_of_rows
+from draftsmith.data_gen.states.stored_target import words_of_config
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.recipes.errors import UserError

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from accelerate.utils import set_seed
 
-from draftsmith.data_gen.processes import alone_in
-from draftsmith.data_gen.stored_target import StoredTarget, stored_bytes
-from draftsmith.data_gen.training_data import usable_rows
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_data import usable_rows
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.capture_processes import alone_in
+from draftsmith.data_gen.states.stored_target import StoredTarget, stored_bytes
 from draftsmith.models.chat import (
     FINGERPRINT_COVERS,
     load_config,

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from draftsmith.data_gen.drafted_answers import DraftedAnswers
-from draftsmith.data_gen.generators import GenerationSettings, generate
+from draftsmith.data_gen.answers.drafted import DraftedAnswers
+from draftsmith.data_gen.answers.generators import GenerationSettings, generate
 from draftsmith.models.chat import load_tokenizer, render_prompt, stop_ids
 from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.loader import load_recipe

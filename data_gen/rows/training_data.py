@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from draftsmith.data_gen.overlap import left_out_of_training
-from draftsmith.data_gen.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.rows.overlap import left_out_of_training
+from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.recipes.command.inputs import conversations, need
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe

@@ -12,13 +12,13 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from draftsmith.data_gen.conversation_log import ConversationLog, LogContent, not_done, read_log
-from draftsmith.data_gen.drafted_answers import DraftedAnswers, check_generator_drafter
-from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
-from draftsmith.data_gen.overlap import screen
-from draftsmith.data_gen.prompt_sizes import HUB_SAMPLE, planned, sampled
-from draftsmith.data_gen.server_answers import Vocabulary
-from draftsmith.data_gen.server_generator import Answered, Servers, Unanswered, generate_from_servers
+from draftsmith.data_gen.answers.conversation_log import ConversationLog, LogContent, not_done, read_log
+from draftsmith.data_gen.answers.drafted import DraftedAnswers, check_generator_drafter
+from draftsmith.data_gen.answers.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
+from draftsmith.data_gen.answers.prompt_sizes import HUB_SAMPLE, planned, sampled
+from draftsmith.data_gen.rows.overlap import screen
+from draftsmith.data_gen.server.answers import Vocabulary
+from draftsmith.data_gen.server.generator import Answered, Servers, Unanswered, generate_from_servers
 from draftsmith.models.chat import (
     RenderError,
     answer_message,

@@ -33,8 +33,8 @@ import numpy
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus_reader import Batch, Corpus, Item, Position, content_of
-from draftsmith.data_gen.training_rows import is_regenerated, turns_of_messages
+from draftsmith.data_gen.corpus.reader import Batch, Corpus, Item, Position, content_of
+from draftsmith.data_gen.rows.training_rows import is_regenerated, turns_of_messages
 from draftsmith.models.chat import RenderError, as_text, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import CorpusCounts, read_tensors, write_tensors
 from draftsmith.recipes.command.progress import Bar

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data_gen.training_rows import LeaveOut, is_regenerated
+from draftsmith.data_gen.rows.training_rows import LeaveOut, is_regenerated
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError

@@ -11,7 +11,7 @@ over several, as on a GPU with few rows, not where every further token costs as 
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
-from draftsmith.data_gen.generators import Answer, GenerationSettings, Prompt
+from draftsmith.data_gen.answers.generators import Answer, GenerationSettings, Prompt
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
 from draftsmith.eval.decoding.decode import Request, decode_queue
 from draftsmith.models.chat import load_config

@@ -8,8 +8,8 @@
                                 starts     [T + 1]       the rows of tree t are starts[t] to starts[t + 1]
                                 answer     [T]           number of the answer, in the order in which they were labelled
 
-A shard is written whole, then the manifest, likewise (`data_gen.shards`). A kill at any moment costs the shard that was
-in the making, and no row is ever there twice.
+A shard is written whole, then the manifest, likewise (`data_gen.states.shards`). A kill at any moment costs the shard
+that was in the making, and no row is ever there twice.
 
 Shapes: R rows (nodes), T trees.
 """
@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen.shards import MANIFEST, Kind, shard_name, write_whole
+from draftsmith.data_gen.states.shards import MANIFEST, Kind, shard_name, write_whole
 from draftsmith.models.c2t import DEPTH_CONVENTION
 from draftsmith.models.checkpoint import file_digest
 from draftsmith.recipes.errors import UserError, short

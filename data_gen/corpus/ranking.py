@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus_counts import Processes, TextCounter, cores, count_corpus, progress_of, progress_path
-from draftsmith.data_gen.corpus_reader import ANSWERS, check_corpora, overlaps
-from draftsmith.data_gen.overlap import training_check
-from draftsmith.data_gen.ranking_coverage import SIZES_SHOWN, Coverage, sizes_below
-from draftsmith.data_gen.template_tokens import template_tokens
-from draftsmith.data_gen.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.corpus.counts import Processes, TextCounter, cores, count_corpus, progress_of, progress_path
+from draftsmith.data_gen.corpus.coverage import SIZES_SHOWN, Coverage, sizes_below
+from draftsmith.data_gen.corpus.reader import ANSWERS, check_corpora, overlaps
+from draftsmith.data_gen.corpus.template_tokens import template_tokens
+from draftsmith.data_gen.rows.overlap import training_check
+from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.models.chat import (
     load_config,
     load_generation_config,

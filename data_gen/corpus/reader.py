@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from draftsmith.data_gen.gzip_reader import GzipReader
+from draftsmith.data_gen.corpus.gzip_reader import GzipReader
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.records import COLUMNS, LIST_COLUMNS, json_type

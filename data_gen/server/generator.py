@@ -26,9 +26,9 @@ from collections.abc import Awaitable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from draftsmith.data_gen.generators import GenerationSettings, Prompt
-from draftsmith.data_gen.server_answers import BadAnswer, Completion, Refused, Unfinished, Vocabulary, read_answer
-from draftsmith.data_gen.server_client import CONNECT_SECONDS, NEEDED, Client, Failed, normalised_urls
+from draftsmith.data_gen.answers.generators import GenerationSettings, Prompt
+from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Unfinished, Vocabulary, read_answer
+from draftsmith.data_gen.server.client import CONNECT_SECONDS, NEEDED, Client, Failed, normalised_urls
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import GeneratorSection
 

@@ -4,7 +4,7 @@ import sys
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.training_rows import TrainingRow, training_rows
+from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar

@@ -3,7 +3,7 @@
     manifest.json               whose states these are, of which rows, in which dtype; size, sha256 and counts of every
                                 file
     target/                     what training asks of the target itself: its embeddings and head
-                                (`data_gen.stored_target`), its config and tokenizer
+                                (`data_gen.states.stored_target`), its config and tokenizer
     shard-00000.safetensors     rows one behind the other:
         captured        [N, S, H]   the states that the drafter reads, of all tokens
         captured_scale  [N, S]      float32, of int8 and fp8 alone: a state is values * scale
@@ -43,8 +43,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from draftsmith.data_gen.shards import Kind, shard_name, write_whole
-from draftsmith.data_gen.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.shards import Kind, shard_name, write_whole
 from draftsmith.models.checkpoint import differences, file_digest
 from draftsmith.recipes.errors import UserError, short
 

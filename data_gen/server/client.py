@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from draftsmith.data_gen.server_answers import BadAnswer, Refused, error_text, short
+from draftsmith.data_gen.server.answers import BadAnswer, Refused, error_text, short
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from draftsmith.data_gen.store import MEND, Manifest, Store, file_problem
+from draftsmith.data_gen.states.store import MEND, Manifest, Store, file_problem
 from draftsmith.models.chat import load_config, load_generation_config
 from draftsmith.models.checkpoint import file_digest, replaced
 from draftsmith.models.target import Target

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data_gen.labelled_trees import (
+from draftsmith.data_gen.trees.labelled_trees import (
     ROW_BYTES,
     Manifest,
     Trees,

@@ -13,8 +13,10 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from draftsmith.data_gen.processes import Team, alone_in
-from draftsmith.data_gen.store import (
+from draftsmith.data_gen.rows.training_data import usable_rows
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.capture_processes import Team, alone_in
+from draftsmith.data_gen.states.store import (
     ENCODINGS,
     Manifest,
     Shape,
@@ -25,15 +27,13 @@ from draftsmith.data_gen.store import (
     unlike,
     words_of_rows,
 )
-from draftsmith.data_gen.stored_target import (
+from draftsmith.data_gen.states.stored_target import (
     head_bytes,
     save_target,
     target_is_whole,
     words_bytes,
     words_of_config,
 )
-from draftsmith.data_gen.training_data import usable_rows
-from draftsmith.data_gen.training_rows import TrainingRow
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences, file_digest, target_identity
 from draftsmith.models.costs import gigabytes, target_forward_flops, target_size, torch_dtype
