@@ -13,8 +13,8 @@ several, and the position that is drafted says which: step 0 is the first drafte
     step      0  1  2  3  4  5  6 ...
     stack     0  0  1  1  2  2  2 ...        three stacks, two positions each; the last one goes on
 
-Training (`train.unroll`) and decoding (`FeatureDrafting`) call the same five functions; they differ in which keys a
-query sees.
+Training (`train.loss.unroll`) and decoding (`FeatureDrafting`) call the same five functions; they differ in which keys
+a query sees.
 
 Shapes: B rows, T tokens, C columns, H hidden size, F captured states, W entry width, V target vocabulary, Vd draft
 vocabulary, b new slots, S slots of the round.
@@ -242,7 +242,8 @@ class FeatureDrafter(nn.Module):
         raise NotImplementedError
 
     def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
-        """`loss(read, weight, bias, scaled)` (`train.head_loss`), for losses that drop logits as soon as they are made.
+        """`loss(read, weight, bias, scaled)` (`train.loss.head_loss`), for losses that drop logits as soon as they are
+        made.
 
         Args:
             outputs: [B, C, H] of each step.

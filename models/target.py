@@ -274,7 +274,7 @@ class Target:
 
     def uneven_passes(self) -> AbstractContextManager[None]:
         """For work that the processes of a run have unequal shares of, with the target in it. Each has a target of its
-        own, so nothing is to be done (but for `train.sharded_target`)."""
+        own, so nothing is to be done (but for `train.run.sharded_target`)."""
         return nullcontext()
 
     def session(self, capture: Sequence[int] = ()) -> "TargetSession":

@@ -302,7 +302,8 @@ class TrainSection(Section):
     position that has a specialist for poss."""
     step_weight: StepWeight = 0.8
     """The loss of unroll step k is weighted step_weight**k; a list has a weight for each step; `acceptance` weighs each
-    step of each chain by what decoding gains from it (train/step_weights.py), so that the loss of a better drafter may
+    step of each chain by what decoding gains from it (train/loss/step_weights.py), so that the loss of a better drafter
+    may
     be higher. Default: 0.8 for eagle3 and poss over it, else 1."""
     token_loss: PositiveOrZero = 1.0
     """Weight of `token_objective`, the soft cross-entropy with the target's distribution unless it says otherwise.
@@ -314,7 +315,7 @@ class TrainSection(Section):
     top_k_tokens: Size = 10
     """Of top_k_loss."""
     token_objective: TokenObjective = "soft_ce"
-    """What `token_loss` weighs (train/losses.py): how far the drafter's distribution is from the target's."""
+    """What `token_loss` weighs (train/loss/losses.py): how far the drafter's distribution is from the target's."""
     rank_loss: PositiveOrZero = 0.0
     """Weight of the likelihood of the target's order of its `rank_tokens` likeliest tokens (ViSpec)."""
     rank_tokens: Size = 10

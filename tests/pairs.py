@@ -16,7 +16,7 @@ from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_target
 
 PROMPTS = ([11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 28, 29], [7], [5, 6, 5, 6, 5, 6, 5])

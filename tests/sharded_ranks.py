@@ -15,7 +15,7 @@ from draftsmith.models.checkpoint import tensor_digest
 from draftsmith.models.costs import shared_out, target_size
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.sharded_target import ShardedTarget, load_shared_out
+from draftsmith.train.run.sharded_target import ShardedTarget, load_shared_out
 
 
 def held(target: Target) -> list[int]:

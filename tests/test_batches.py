@@ -18,8 +18,8 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Documents, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.batches import Batch, BatchOrder, collate, collate_as, counted_length, efficiency
-from draftsmith.train.noise import add_noise
+from draftsmith.train.loss.noise import add_noise
+from draftsmith.train.run.batches import Batch, BatchOrder, collate, collate_as, counted_length, efficiency
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of

@@ -62,8 +62,9 @@ from draftsmith.models.vocab import DraftVocab, load_token_counts, save_token_co
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import ClassifierSection, LabelSection, Recipe, TargetSection
-from draftsmith.train import c2t, classifier_training
-from draftsmith.train.classifier_training import better, epoch_batches, rate_of, rates, share_of, split, train, validate
+from draftsmith.train import c2t
+from draftsmith.train.run import classifier as classifier_training
+from draftsmith.train.run.classifier import better, epoch_batches, rate_of, rates, share_of, split, train, validate
 from tests import reference
 from tests.conftest import make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Fault
@@ -1057,7 +1058,7 @@ def lab() -> Iterator[CrashLab]:
             LABEL,
             TRAIN,
             "draftsmith.data_gen.trees.labelling",
-            "draftsmith.train.classifier_training",
+            "draftsmith.train.run.classifier",
             "transformers.models.llama.modeling_llama",
         ]
     ) as lab:

@@ -19,7 +19,7 @@ from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
-from draftsmith.train import processes, trainer
+from draftsmith.train.run import processes, trainer
 from tests.conftest import make_tokenizer
 from tests.test_train import train
 

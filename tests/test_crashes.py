@@ -24,14 +24,14 @@ from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import file_digest, load_drafter, read_config, target_identity
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.checkpoints import list_checkpoints, publish, settle
+from draftsmith.train.run.checkpoints import list_checkpoints, publish, settle
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.test_train import metrics, to_train
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 
-BEHIND_SCRIPTS = ("draftsmith.data_gen.answers.regeneration", "draftsmith.train.trainer")  # they import slowly
+BEHIND_SCRIPTS = ("draftsmith.data_gen.answers.regeneration", "draftsmith.train.run.trainer")  # they import slowly
 REGENERATE, TRAIN = "draftsmith.data_gen.regenerate", "draftsmith.train.eagle3"
 KILLS = 200
 CONVERSATIONS = 40

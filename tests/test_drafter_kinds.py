@@ -34,7 +34,8 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import DrafterSection, TargetSection, TreeSection
-from draftsmith.train import eagle, eagle3, poss, trainer
+from draftsmith.train import eagle, eagle3, poss
+from draftsmith.train.run import trainer
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import KINDS, untaught
 from tests.test_train import ROOT, metrics, write_conversations

@@ -19,9 +19,9 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection, TrainSection
-from draftsmith.train.head_loss import Teacher
-from draftsmith.train.loop import Loop
-from draftsmith.train.unroll import TrainingTimeTest, UnrollSums
+from draftsmith.train.loss.head_loss import Teacher
+from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums
+from draftsmith.train.run.loop import Loop
 from tests.conftest import make_target
 from tests.drafter_cases import CASES, drafter_of, make_rows, small_target, states_of
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
-from draftsmith.train.unroll import unroll
+from draftsmith.train.loss.unroll import unroll
 from tests.drafter_cases import (
     CASES,
     SPECIALISTS,

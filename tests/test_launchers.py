@@ -16,9 +16,9 @@ from accelerate.utils import DeepSpeedPlugin
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TrainSection
-from draftsmith.train.engine import _agreed as agreed
-from draftsmith.train.engine import _plugin_of_launcher as plugin_of_launcher
-from draftsmith.train.engine import accelerator_of
+from draftsmith.train.run.engine import _agreed as agreed
+from draftsmith.train.run.engine import _plugin_of_launcher as plugin_of_launcher
+from draftsmith.train.run.engine import accelerator_of
 from tests.test_processes import Place, check_same
 
 # What accelerate's questions lead to; what answers they take is `deepspeed_config`.

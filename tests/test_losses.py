@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TokenObjective, TrainSection
-from draftsmith.train import head_loss
-from draftsmith.train.head_loss import HeadLoss, Teacher
-from draftsmith.train.losses import Lesson, LossWeights, feature_regression
-from draftsmith.train.noise import add_noise
+from draftsmith.train.loss import head_loss
+from draftsmith.train.loss.head_loss import HeadLoss, Teacher
+from draftsmith.train.loss.losses import Lesson, LossWeights, feature_regression
+from draftsmith.train.loss.noise import add_noise
 from tests import reference, slow_drafters
 
 COUNTED = [True, False, True, True, False, True]

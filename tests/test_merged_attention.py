@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models.alignment import Columns, Documents, Run, columns_of
-from draftsmith.train import attention_kernels
-from draftsmith.train.attention_kernels import BLOCKS, FLASH_CPU, Kernel, flop_formulas, is_right, kernel_for
-from draftsmith.train.merged_attention import merged_attention, runs_of_documents
+from draftsmith.train.attention import kernels as attention_kernels
+from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel, flop_formulas, is_right, kernel_for
+from draftsmith.train.attention.merged import merged_attention, runs_of_documents
 
 CPU = torch.device("cpu")
 KERNELS = [BLOCKS, FLASH_CPU]

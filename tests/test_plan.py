@@ -43,10 +43,10 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects, read_conversations
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train import eagle3
-from draftsmith.train import plan as training
-from draftsmith.train.dry_run import LAYER, LOGITS, UnrollCost, unroll_cost
-from draftsmith.train.loop import total_steps
-from draftsmith.train.plan import (
+from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
+from draftsmith.train.measure import plan as training
+from draftsmith.train.measure.dry_run import LAYER, LOGITS, UnrollCost, unroll_cost
+from draftsmith.train.measure.plan import (
     RESERVE,
     DataSize,
     counted_data,
@@ -56,8 +56,8 @@ from draftsmith.train.plan import (
     trainable_parameters,
     training_plan,
 )
-from draftsmith.train.trainer import drafter_shape
-from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+from draftsmith.train.run.loop import total_steps
+from draftsmith.train.run.trainer import drafter_shape
 from tests.conftest import make_target, make_tokenizer
 from tests.test_train import train, write_conversations
 

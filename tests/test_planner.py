@@ -59,7 +59,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
-from draftsmith.train.trainer import read_rows
+from draftsmith.train.run.trainer import read_rows
 from tests import reference
 from tests.conftest import make_target
 from tests.pairs import PROMPTS, greedy, pair_of

@@ -6,7 +6,7 @@ import torch
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.recipes.schema import Detach
-from draftsmith.train.unroll import unroll
+from draftsmith.train.loss.unroll import unroll
 from tests.drafter_cases import CASES, SPECIALISTS, drafter_of, gradients, make_rows, states_of
 
 

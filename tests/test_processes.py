@@ -26,7 +26,7 @@ PARTING = """
 import os, sys
 import torch
 from torch import distributed
-from draftsmith.train import processes
+from draftsmith.train.run import processes
 
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})

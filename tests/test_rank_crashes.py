@@ -21,8 +21,8 @@ import torch
 import yaml
 
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.checkpoints import list_checkpoints
-from draftsmith.train.loop import Loop
+from draftsmith.train.run.checkpoints import list_checkpoints
+from draftsmith.train.run.loop import Loop
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.ranks import ON_CPUS
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 
 TRAIN = "draftsmith.train.eagle3"
 MODULES = [
-    "draftsmith.train.trainer",
+    "draftsmith.train.run.trainer",
     "transformers.models.llama.modeling_llama",
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imports torch's compiler, which takes seconds

@@ -747,7 +747,7 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
 
 
 def test_validation_replay_cuts_by_the_file_too(place: Path, rank_by: Script) -> None:
-    from draftsmith.train.validation_replay import cut_of
+    from draftsmith.train.run.validation_replay import cut_of
 
     rank_by([{"source": str(write_lines(place / "a.jsonl", [{"text": "the cat sat"}]))}])
     recipe = load_recipe(place / "recipe.yaml", ["eval.tree.vocab_size=5"])

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.train import loop
-from draftsmith.train.checkpoints import list_checkpoints
-from draftsmith.train.clock import Clock
+from draftsmith.train.measure.clock import Clock
+from draftsmith.train.run import loop
+from draftsmith.train.run.checkpoints import list_checkpoints
 from tests.test_crashes import flip
 from tests.test_train import metrics, recipe_path, train
 

@@ -16,8 +16,8 @@ from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train import command, engine
-from draftsmith.train.sharded_target import check_sharding
+from draftsmith.train.run import command, engine
+from draftsmith.train.run.sharded_target import check_sharding
 from tests.conftest import make_target
 from tests.ranks import run_ranks
 from tests.test_plan import plan, recipe_file

@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.costs import target_size
-from draftsmith.train.attention_kernels import BLOCKS
-from draftsmith.train.batches import collate
-from draftsmith.train.step_flops import StepFlops
-from draftsmith.train.unroll import teacher_of
+from draftsmith.train.attention.kernels import BLOCKS
+from draftsmith.train.loss.unroll import teacher_of
+from draftsmith.train.measure.step_flops import StepFlops
+from draftsmith.train.run.batches import collate
 from tests.drafter_cases import CASES, VOCAB_SIZE, drafter_of, small_target, states_of, trainee_of
 
 TOKENS = 30

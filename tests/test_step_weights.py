@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.train import head_loss
-from draftsmith.train.head_loss import HeadLoss
-from draftsmith.train.losses import Lesson, LossWeights
-from draftsmith.train.step_weights import acceptance_weights, fixed_weights
+from draftsmith.train.loss import head_loss
+from draftsmith.train.loss.head_loss import HeadLoss
+from draftsmith.train.loss.losses import Lesson, LossWeights
+from draftsmith.train.loss.step_weights import acceptance_weights, fixed_weights
 from tests.slow_drafters import step_weight
 from tests.test_losses import STEPS, head_pass
 

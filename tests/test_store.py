@@ -49,12 +49,12 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TreeSection
 from draftsmith.train import eagle, eagle3, poss
-from draftsmith.train.batches import Batch, BatchOrder, collate
-from draftsmith.train.states import OnlineStates, StateSource
-from draftsmith.train.stored_states import AHEAD, ShardOrder, StoredStates, Turn
-from draftsmith.train.trainer import new_drafter
-from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, teacher_of
-from draftsmith.train.validation_replay import ValidationReplay, answers_of, in_numbers
+from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
+from draftsmith.train.run.batches import Batch, BatchOrder, collate
+from draftsmith.train.run.state_sources import OnlineStates, StateSource
+from draftsmith.train.run.stored_states import AHEAD, ShardOrder, StoredStates, Turn
+from draftsmith.train.run.trainer import new_drafter
+from draftsmith.train.run.validation_replay import ValidationReplay, answers_of, in_numbers
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.drafter_cases import assert_same_gradients, gradients

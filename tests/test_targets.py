@@ -37,7 +37,7 @@ from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_target, make_tokenizer
 from tests.slow_drafters import SlowDrafter
 

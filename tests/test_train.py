@@ -33,13 +33,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train import eagle3, trainer
-from draftsmith.train.batches import BatchOrder, collate
-from draftsmith.train.clock import CLOCK_KEYS
-from draftsmith.train.dry_run import UnrollCost
-from draftsmith.train.loop import Loop
-from draftsmith.train.plan import HOW_TO_LOWER, memory_of
-from draftsmith.train.plan import REPLAY as REPLAYED
+from draftsmith.train import eagle3
+from draftsmith.train.measure.clock import CLOCK_KEYS
+from draftsmith.train.measure.dry_run import UnrollCost
+from draftsmith.train.measure.plan import HOW_TO_LOWER, memory_of
+from draftsmith.train.measure.plan import REPLAY as REPLAYED
+from draftsmith.train.run import trainer
+from draftsmith.train.run.batches import BatchOrder, collate
+from draftsmith.train.run.loop import Loop
 from tests.conftest import make_target, make_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -13,11 +13,11 @@ from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.layers import GatedMLP, RmsNorm, rotary
 from draftsmith.recipes.schema import TrainSection
-from draftsmith.train.attention_kernels import BLOCKS, FLASH_CPU, Kernel
-from draftsmith.train.batches import Batch, collate, collate_as
-from draftsmith.train.head_loss import Teacher
-from draftsmith.train.noise import add_noise
-from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, kernel_of, simulated_tau, teacher_of, unroll
+from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel
+from draftsmith.train.loss.head_loss import Teacher
+from draftsmith.train.loss.noise import add_noise
+from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, kernel_of, simulated_tau, teacher_of, unroll
+from draftsmith.train.run.batches import Batch, collate, collate_as
 from tests.drafter_cases import (
     CASES,
     SPECIALISTS,

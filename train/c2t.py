@@ -29,7 +29,7 @@ from draftsmith.recipes.command.stages import print_next
 
 def main() -> None:
     command = parse_command(__doc__)
-    from draftsmith.train import classifier_training
+    from draftsmith.train.run import classifier as classifier_training
 
     classifier_training.main(command)
     print_next(command, "train-c2t")

@@ -21,7 +21,7 @@ the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at o
 """
 
 from draftsmith.recipes.command.cli import run
-from draftsmith.train.command import train_kind
+from draftsmith.train.run.command import train_kind
 
 
 def main() -> None:

@@ -14,9 +14,9 @@
         spans           [P, 3]      (row, start, end) of the supervised spans
         key             [R, 16]     `key_of` each row
 
-A row's tokens behind its last span are not stored: nothing there is ever read (`train.batches.collate`). Which of them
-is whose teacher, `models.alignment` says: column t has the target's distribution at t + 1, and counts where x[t+1] and
-x[t+2] lie in one span. So a span (s, e) needs the last states of s to e - 2:
+A row's tokens behind its last span are not stored: nothing there is ever read (`train.run.batches.collate`). Which of
+them is whose teacher, `models.alignment` says: column t has the target's distribution at t + 1, and counts where x[t+1]
+and x[t+2] lie in one span. So a span (s, e) needs the last states of s to e - 2:
 
     position      0  1  2  3  4  5  6  7  8  9 10
     token         u  u  u  >  A  B  C  D  .  u  u          span (4, 9)
@@ -24,7 +24,7 @@ x[t+2] lie in one span. So a span (s, e) needs the last states of s to e - 2:
     last                      *  *  *  *
 
 Rows lie in shards by the order of their keys, that is, at random: a shard is a fair sample of the data, and training
-shuffles shards and what is in a few of them (`train.stored_states`). A shard is whole or not there
+shuffles shards and what is in a few of them (`train.run.stored_states`). A shard is whole or not there
 (`shards.write_whole`), and what the manifest does not name does not count. Reading compares sizes when a store
 is opened and sha256 when a shard is first read.
 

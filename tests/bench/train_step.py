@@ -12,7 +12,7 @@ kernel's trial takes would count, that of the steps behind the warm-up. Supervis
 over each document. speculators' compiled attention and fused losses are taken on a GPU, its sdpa on a CPU.
 
 Operations of a step are counted twice: those of the products that it ran, as they ran, and those that the method asks
-for, every column and key that counts once (`train.step_flops`, which the training's MFU goes by).
+for, every column and key that counts once (`train.measure.step_flops`, which the training's MFU goes by).
 """
 
 import argparse
@@ -151,7 +151,7 @@ def measured(wanted: argparse.Namespace, step: Any) -> dict[str, Any]:
 
 def flops_that_ran(step: Any) -> float:
     """Of all products of a step."""
-    from draftsmith.train.attention_kernels import flop_formulas
+    from draftsmith.train.attention.kernels import flop_formulas
 
     with FlopCounterMode(display=False, custom_mapping=dict(flop_formulas())) as counter:
         step()
@@ -174,10 +174,10 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.models.alignment import Documents, columns_of
     from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
     from draftsmith.models.vocab import DraftVocab
-    from draftsmith.train.attention_kernels import BLOCKS
-    from draftsmith.train.clock import peak_flops_per_second
-    from draftsmith.train.step_flops import StepFlops
-    from draftsmith.train.unroll import TrainingTimeTest, kernel_of, teacher_of
+    from draftsmith.train.attention.kernels import BLOCKS
+    from draftsmith.train.loss.unroll import TrainingTimeTest, kernel_of, teacher_of
+    from draftsmith.train.measure.clock import peak_flops_per_second
+    from draftsmith.train.measure.step_flops import StepFlops
 
     lengths, spans = layout(wanted)
     config = Eagle3Config(

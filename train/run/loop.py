@@ -29,8 +29,13 @@ from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TrainSection, is_default
-from draftsmith.train.batches import Batch, BatchOrder, collate
-from draftsmith.train.checkpoints import (
+from draftsmith.train.loss.noise import add_noise
+from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
+from draftsmith.train.measure.clock import COUNTED, Clock, peak_flops_per_second
+from draftsmith.train.measure.step_flops import StepFlops
+from draftsmith.train.measure.step_profile import StepProfile
+from draftsmith.train.run.batches import Batch, BatchOrder, collate
+from draftsmith.train.run.checkpoints import (
     best_of,
     checkpoint_path,
     damage,
@@ -41,18 +46,13 @@ from draftsmith.train.checkpoints import (
     settle,
     step_of,
 )
-from draftsmith.train.clock import COUNTED, Clock, peak_flops_per_second
-from draftsmith.train.engine import Engine
-from draftsmith.train.metrics_log import MetricsLog
-from draftsmith.train.noise import add_noise
-from draftsmith.train.processes import failing_together
-from draftsmith.train.states import OnlineStates, StateSource
-from draftsmith.train.step_flops import StepFlops
-from draftsmith.train.step_profile import StepProfile
-from draftsmith.train.tally import Tally, counted_by_all
-from draftsmith.train.trackers import Trackers, new_run
-from draftsmith.train.unroll import TrainingTimeTest, UnrollSums, teacher_of
-from draftsmith.train.validation_replay import ValidationReplay, in_numbers
+from draftsmith.train.run.engine import Engine
+from draftsmith.train.run.metrics_log import MetricsLog
+from draftsmith.train.run.processes import failing_together
+from draftsmith.train.run.state_sources import OnlineStates, StateSource
+from draftsmith.train.run.tally import Tally, counted_by_all
+from draftsmith.train.run.trackers import Trackers, new_run
+from draftsmith.train.run.validation_replay import ValidationReplay, in_numbers
 
 # A scheduler signals all processes of a job, and a launcher among them does so again: two SIGTERMs ask for one stop.
 SAME_SIGTERM_SECONDS = 5.0

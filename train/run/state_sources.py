@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from draftsmith.models.target import Target
-from draftsmith.train.batches import Batch, BatchOrder
+from draftsmith.train.run.batches import Batch, BatchOrder
 
 
 class StateSource(Protocol):

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from draftsmith.models.sampling import at_hand, likeliest
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.train.losses import Lesson, LossWeights
+from draftsmith.train.loss.losses import Lesson, LossWeights
 
 # Students of a chunk: as many as make this many logits, 8 MiB in float32, but at least so many columns and steps, or
 # the head's gradient is carried through memory for too few of them.

@@ -1,6 +1,6 @@
 """Checkpoint folders of a run: each is whole or not there, and checked again when it is read.
 
-    step-00000030            model.safetensors, optimizer.safetensors (`train.engine`), trainer_state.json,
+    step-00000030            model.safetensors, optimizer.safetensors (`train.run.engine`), trainer_state.json,
                              manifest.json (size and sha256 of all others)
     step-00000030.partial    is being written; a kill leaves it, the next start removes it
     step-00000030.old        is being removed; likewise

@@ -70,7 +70,7 @@ def train_kind(doc: str | None, kind: str) -> None:
 
 
 def train(command: Command) -> None:
-    from draftsmith.train import trainer
+    from draftsmith.train.run import trainer
 
     finished = trainer.main(command)
     if finished and rank() == 0:

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from draftsmith.models.alignment import Documents, Run
-from draftsmith.train.attention_kernels import Kernel
+from draftsmith.train.attention.kernels import Kernel
 
 Place = tuple[slice, slice, slice]  # in [B, heads, T or C, D]
 

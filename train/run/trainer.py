@@ -1,7 +1,7 @@
 """What the training scripts share: a recipe, its rows, its drafter and the target, put together and trained.
 
 The scripts (`train/eagle.py`, `train/eagle3.py`, `train/poss.py`) say which kind of drafter they train; all else is the
-recipe's. The method is in `models` (the drafter) and `train.unroll` (steps and losses).
+recipe's. The method is in `models` (the drafter) and `train.loss.unroll` (steps and losses).
 """
 
 import hashlib
@@ -55,25 +55,25 @@ from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
 from draftsmith.recipes.validation import validation_rank
-from draftsmith.train.batches import efficiency
-from draftsmith.train.checkpoints import full_disk_is_told, step_of
-from draftsmith.train.clock import peak_flops_per_second
-from draftsmith.train.engine import accelerator_of
-from draftsmith.train.loop import Loop
-from draftsmith.train.plan import counted_data, expected_data, training_plan
-from draftsmith.train.processes import check_ranks_agree, failing_together
-from draftsmith.train.sharded_target import ShardedTarget, check_sharding, load_shared_out
-from draftsmith.train.states import OnlineStates, StateSource
-from draftsmith.train.step_flops import StepFlops
-from draftsmith.train.step_profile import StepProfile
-from draftsmith.train.stored_states import StoredStates, store_of, words_of_store
-from draftsmith.train.trackers import Trackers, check_trackers
-from draftsmith.train.unroll import TrainingTimeTest, kernel_of
-from draftsmith.train.validation_replay import ValidationReplay, check_replay
+from draftsmith.train.loss.unroll import TrainingTimeTest, kernel_of
+from draftsmith.train.measure.clock import peak_flops_per_second
+from draftsmith.train.measure.plan import counted_data, expected_data, training_plan
+from draftsmith.train.measure.step_flops import StepFlops
+from draftsmith.train.measure.step_profile import StepProfile
+from draftsmith.train.run.batches import efficiency
+from draftsmith.train.run.checkpoints import full_disk_is_told, step_of
+from draftsmith.train.run.engine import accelerator_of
+from draftsmith.train.run.loop import Loop
+from draftsmith.train.run.processes import check_ranks_agree, failing_together
+from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_shared_out
+from draftsmith.train.run.state_sources import OnlineStates, StateSource
+from draftsmith.train.run.stored_states import StoredStates, store_of, words_of_store
+from draftsmith.train.run.trackers import Trackers, check_trackers
+from draftsmith.train.run.validation_replay import ValidationReplay, check_replay
 
 
 def main(command: Command) -> bool:
-    """Trains the drafter of the recipe on the command line (`train.command`); False where it is not finished."""
+    """Trains the drafter of the recipe on the command line (`train.run.command`); False where it is not finished."""
     recipe = command.recipe
     tokenizer = load_tokenizer(recipe.target)
     check_replay(recipe)

@@ -30,7 +30,7 @@ from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.batches import Batch, BatchOrder
+from draftsmith.train.run.batches import Batch, BatchOrder
 
 WINDOW_SHARDS = 8
 AHEAD = 4  # micro-batches that a thread reads before they are asked for

@@ -45,11 +45,11 @@ from draftsmith.models.layers import for_products
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Detach, StepWeight, TrainSection
-from draftsmith.train.attention_kernels import BLOCKS, Kernel, kernel_for
-from draftsmith.train.head_loss import HeadLoss, Teacher
-from draftsmith.train.losses import LossWeights, feature_regression
-from draftsmith.train.merged_attention import merged_attention, runs_of_documents
-from draftsmith.train.step_weights import acceptance_weights, fixed_weights
+from draftsmith.train.attention.kernels import BLOCKS, Kernel, kernel_for
+from draftsmith.train.attention.merged import merged_attention, runs_of_documents
+from draftsmith.train.loss.head_loss import HeadLoss, Teacher
+from draftsmith.train.loss.losses import LossWeights, feature_regression
+from draftsmith.train.loss.step_weights import acceptance_weights, fixed_weights
 
 # Of each layer: keys and values of the counted columns' steps 1, 2, ..., [B, G, C, D] each.
 OwnColumns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]

@@ -30,8 +30,8 @@ from draftsmith.models.alignment import Columns
 from draftsmith.models.costs import TargetSize, attention_shapes
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.schema import Detach
-from draftsmith.train.batches import Batch
-from draftsmith.train.unroll import TrainingTimeTest
+from draftsmith.train.loss.unroll import TrainingTimeTest
+from draftsmith.train.run.batches import Batch
 
 
 @dataclass(frozen=True)

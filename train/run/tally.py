@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from draftsmith.train.clock import COUNTED
-from draftsmith.train.unroll import UnrollSums, simulated_tau
+from draftsmith.train.loss.unroll import UnrollSums, simulated_tau
+from draftsmith.train.measure.clock import COUNTED
 
 
 @dataclass

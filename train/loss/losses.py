@@ -2,8 +2,8 @@
 once, by the counted columns of the global batch.
 
 q = softmax(z) is the drafter's distribution and p the target's, over the draft vocabulary; both sum to 1 there (what
-the target gives to other tokens is left out of p, see `train.unroll.TrainingTimeTest`). alpha = sum_v min(p_v, q_v) is
-the probability that speculative sampling accepts a token drawn from q (arXiv 2211.17192, section 3.3).
+the target gives to other tokens is left out of p, see `train.loss.unroll.TrainingTimeTest`). alpha = sum_v min(p_v,
+q_v) is the probability that speculative sampling accepts a token drawn from q (arXiv 2211.17192, section 3.3).
 
     name             value                                gradient in z
     soft_ce          -sum p log q                         q - p                          EAGLE-3

@@ -36,8 +36,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from draftsmith.recipes.command.launch import check_joined, world_size
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TrainSection
-from draftsmith.train.processes import keep_group
-from draftsmith.train.unroll import TrainingTimeTest
+from draftsmith.train.loss.unroll import TrainingTimeTest
+from draftsmith.train.run.processes import keep_group
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 OLDEST_DEEPSPEED = "0.19"  # tested with 0.19.8; `Engine` looks into its optimisers

@@ -1,7 +1,7 @@
 """Who computes attention over a block of keys: a fused kernel of the device, or plain products, block by block.
 
 A kernel gives its output with the log-sum-exp of its scores, and for the backward pass takes both from the caller, who
-may have merged them with other keys' (`train.merged_attention`). Fused ones are PyTorch's own operators, or the package
+may have merged them with other keys' (`train.attention.merged`). Fused ones are PyTorch's own operators, or the package
 flash-attn's where it is installed. Nobody promises to keep them: each is tried on a few numbers before it is used, and
 where it is missing or wrong, the next one is, at last plain blocks.
 

@@ -23,10 +23,10 @@ from draftsmith.models.feature_drafter import DrafterConfig, FrozenHead
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TrainSection
-from draftsmith.train.attention_kernels import FLASH_CPU
-from draftsmith.train.head_loss import elements_of
-from draftsmith.train.noise import add_noise
-from draftsmith.train.unroll import TrainingTimeTest, teacher_of
+from draftsmith.train.attention.kernels import FLASH_CPU
+from draftsmith.train.loss.head_loss import elements_of
+from draftsmith.train.loss.noise import add_noise
+from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 
 LOGITS = "logits of a chunk of columns, the teacher's and the unroll steps'"
 WEIGHT_SHAPED = "gradients and casts of the drafter's weights"

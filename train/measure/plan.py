@@ -4,8 +4,8 @@ Every line ends with where its number comes from: exact (arithmetic over the rec
 files), measured (on this machine, now or by this run so far), assumed (the assumption named). "at most" is a bound,
 "about" is none.
 
-The unroll is run dry (`train.dry_run`). What no dry run can show is left to arithmetic in `models.costs`: the target's
-own pass, the optimiser, and what the process itself takes.
+The unroll is run dry (`train.measure.dry_run`). What no dry run can show is left to arithmetic in `models.costs`: the
+target's own pass, the optimiser, and what the process itself takes.
 """
 
 import shutil
@@ -38,15 +38,15 @@ from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.reader import Rejects, read_training_prompts
 from draftsmith.recipes.schema import CHAINS, Recipe, TrainSection
-from draftsmith.train.batches import BatchOrder
-from draftsmith.train.dry_run import (
+from draftsmith.train.measure.dry_run import (
     LAYER,
     LOGITS,
     WEIGHT_SHAPED,
     UnrollCost,
     unroll_cost,
 )
-from draftsmith.train.loop import total_steps
+from draftsmith.train.run.batches import BatchOrder
+from draftsmith.train.run.loop import total_steps
 
 # Share of a device's matrix-product rate that training reaches; what is missing goes to memory and launches.
 GPU_UTILISATION = 0.3
