@@ -21,6 +21,7 @@ from draftsmith.eval.decoding.decode import Generation, decode
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.measured.metrics import summarise
 from draftsmith.eval.plan import main as plan_main
+from draftsmith.eval.planner import cost_model
 from draftsmith.eval.planner import search as planner
 from draftsmith.eval.planner.command import choose_tree, lean, line_of, print_choice, print_noise
 from draftsmith.eval.planner.cost_model import (

@@ -19,12 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith.eval import c2t_sweep, study_numbers, study_report
-from draftsmith.eval.study_numbers import Found
-from draftsmith.recipes import study, study_cells
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.study_cells import (
+from docs.study import cells as study_cells
+from docs.study import numbers as study_numbers
+from docs.study import page as study_report
+from docs.study import run as study
+from docs.study.cells import (
     ALL_ARMS,
     ARMS,
     CHAIN,
@@ -48,6 +47,10 @@ from draftsmith.recipes.study_cells import (
     sampled_name,
     unrolled_name,
 )
+from docs.study.numbers import Found
+from draftsmith.eval import c2t_sweep
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
 
 HERE = Path(__file__).parents[1]
 PLACES = Places(Path("out"), Path("demo"))

@@ -1,6 +1,6 @@
 """What the study's lines say together: means over seeds, and intervals over the prompts that all of them answered.
 
-A line holds the rounds that each held-out answer took (`recipes.study`). An arm's tau is the mean over its seeds; its
+A line holds the rounds that each held-out answer took (`docs.study.run`). An arm's tau is the mean over its seeds; its
 interval comes from resampling prompts, the same ones for every seed and arm, so that a ratio of two arms is paired
 prompt by prompt. It says nothing of how far seeds are apart: `over_seeds` does, widely, for there are three.
 """
@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.measured.metrics import bootstrap
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.study_cells import (
+from docs.study.cells import (
     ALL,
     CHAIN,
     LONGEST_ANSWER,
@@ -26,6 +24,8 @@ from draftsmith.recipes.study_cells import (
     drafter_name,
     unrolled_name,
 )
+from draftsmith.eval.measured.metrics import bootstrap
+from draftsmith.recipes.errors import UserError
 
 SAMPLES, SEED = 2000, 0
 STUDENT_T = 4.303  # 97.5 %, two degrees of freedom: of three seeds

@@ -1,13 +1,13 @@
 """Compare the drafters of the EAGLE family on the demo pair: one cell, one line of docs/study/results.jsonl.
 
     make demo                                            # first: the target's answers are what everyone trains on
-    python recipes/study.py --plan                       # cells, their order, and how long they take
-    python recipes/study.py                              # all that have no line yet; or: make study
-    python recipes/study.py --only 'drafter/eagle*' 'fr-spec/*'
-    python recipes/study.py --jobs 2                     # two cells at a time; several of these may run side by side
-    python eval/study_report.py                          # tables and plots of what is there
+    python -m docs.study.run --plan                       # cells, their order, and how long they take
+    python -m docs.study.run                              # all that have no line yet; or: make study
+    python -m docs.study.run --only 'drafter/eagle*' 'fr-spec/*'
+    python -m docs.study.run --jobs 2                     # two cells at a time; several of these may run side by side
+    python -m docs.study.page                          # tables and plots of what is there
 
-A cell runs the project's own scripts (`recipes.study_cells` says which) and appends one line when all of them are done.
+A cell runs the project's own scripts (`docs.study.cells` says which) and appends one line when all of them are done.
 Cells with a line are not run again, unless another cell needs files of theirs that are gone or were made by other
 commands; their line then stays, where their weights are the same. Where a search finds another learning rate, or a
 drafter was trained anew with other weights, lines of the old one are outdated: reports leave them out, and their cells
@@ -36,10 +36,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.command.cli import run
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.stdlib import split_of
-from draftsmith.recipes.study_cells import (
+from docs.study.cells import (
     ALL,
     ALL_ARMS,
     ANSWERS,
@@ -61,9 +58,12 @@ from draftsmith.recipes.study_cells import (
     outdated,
     same_training,
 )
+from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.stdlib import split_of
 from draftsmith.recipes.validation import validation_rank
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "docs/study/results.jsonl"
 USUAL = Places(Path("runs/study"), Path("runs/demo"))  # what lines name, wherever this run's files lie
 # What a report reads of a replayed contender.
@@ -591,7 +591,7 @@ def timed(folder: Path) -> dict[str, dict[str, list[float]]]:
     """{arm: {what: [milliseconds of each pass]}}: a draft call, and all calls of a round, chain and tree."""
     result: dict[str, dict[str, list[float]]] = {}
     for path in sorted(folder.glob("*/eval/plan.json")):
-        arm, _, time_ = path.parents[1].name.rpartition("-")
+        arm, _, time_ = path.parents[2].name.rpartition("-")
         if int(time_) < TIMED:
             costs = json.loads(path.read_bytes())["costs"]
             own = result.setdefault(arm, {})

@@ -1,7 +1,7 @@
 """Train the demo's target model: a small Llama that answers questions about Python code.
 
-    python recipes/make_demo_target.py --out runs/demo_target            # as shipped: 80 minutes on two CPU cores
-    python recipes/make_demo_target.py --out /tmp/try --steps 60         # a look at the loss
+    python -m docs.study.make_demo_target --out runs/demo_target            # as shipped: 80 minutes on two CPU cores
+    python -m docs.study.make_demo_target --out /tmp/try --steps 60         # a look at the loss
 
 Reads the standard library of the running interpreter (and its test suite, where it is installed), holds out whole
 modules (`stdlib_prompts.split_of`), trains a byte-level BPE tokenizer and the model from random weights, and writes a

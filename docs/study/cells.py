@@ -1,4 +1,4 @@
-"""The study's design: its arms, its cells in order of worth, and the commands of each cell (`recipes.study` runs them).
+"""The study's design: its arms, its cells in order of worth, and the commands of each cell.
 
 Every arm trains on the demo's conversations: the same rows in the same order, optimiser steps, batch and schedule;
 arms differ in the drafter, in the losses it was published with, and in the learning rate, which each family of arms

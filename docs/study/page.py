@@ -1,7 +1,7 @@
-"""Tables and plots of the study's lines (`recipes.study`): fills docs/results.md between its markers.
+"""Tables and plots of the study's lines (`docs.study.run`): fills docs/results.md between its markers.
 
-    python eval/study_report.py
-    python eval/study_report.py --results runs/mine.jsonl --doc runs/mine.md --plots runs/plots
+    python -m docs.study.page
+    python -m docs.study.page --results runs/mine.jsonl --doc runs/mine.md --plots runs/plots
 
 What lies between `<!-- study:NAME -->` and `<!-- end -->` is replaced; all else in the file is left as it stands. Cells
 without a line are shown as open, and left out of plots.
@@ -18,12 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, percent, write_png
-from draftsmith.eval.study_numbers import Estimate, Found, over_seeds
-from draftsmith.recipes.command.cli import run
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.study import RESULTS, read_lines
-from draftsmith.recipes.study_cells import (
+from docs.study.cells import (
     ALL,
     ARMS,
     CHAIN,
@@ -47,6 +42,11 @@ from draftsmith.recipes.study_cells import (
     rates_of,
     sampled_name,
 )
+from docs.study.numbers import Estimate, Found, over_seeds
+from docs.study.run import RESULTS, read_lines
+from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, percent, write_png
+from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.errors import UserError
 
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
 OPEN = "open"
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--plots", type=Path, default=PLOTS, help=f"folder; default: {PLOTS}")
     options = parser.parse_args()
     if not options.results.exists():
-        raise UserError(f"--results: {options.results} does not exist; recipes/study.py writes it")
+        raise UserError(f"--results: {options.results} does not exist; docs/study/run.py writes it")
     found = Found(current(read_lines(options.results.absolute())))
     try:
         text = options.doc.read_text(encoding="utf-8")
