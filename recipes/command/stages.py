@@ -25,7 +25,7 @@ class Script(NamedTuple):
     @property
     def module(self) -> str:
         """Whose `main` reads the command line."""
-        path = self.path.replace("{kind}", "command")
+        path = self.path.replace("{kind}", "run/command")
         return "draftsmith." + path.removesuffix(".py").replace("/", ".")
 
 
