@@ -1,0 +1,114 @@
+"""Labelled trees, a recipe over a taught drafter, and its scripts: what tests of C2T share."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from draftsmith.data_gen.trees.labelled_trees import (
+    Manifest,
+    Trees,
+    write_shard,
+)
+from draftsmith.models.c2t import (
+    DEPTH_CONVENTION,
+)
+from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import Recipe, TargetSection
+from tests.conftest import make_tokenizer
+from tests.pairs import PROMPTS, greedy, taught
+
+
+def made_trees(trees: int, rows: int, seed: int = 0, law: Callable[..., torch.Tensor] | None = None) -> Trees:
+    """Trees of `rows` nodes or a few fewer; accepted by a law of P, H and d, by default what is probable."""
+    chance = torch.Generator().manual_seed(seed)
+    features, accepted = [], []
+    for tree in range(trees):
+        count = rows - tree % 3
+        P, H = torch.rand(count, generator=chance) ** 3, 3 * torch.rand(count, generator=chance)
+        d = torch.randint(0, 10, (count,), generator=chance).float()
+        features.append(torch.stack((P, H, d), dim=-1))
+        accepted.append((P > 0.7) & (d < 7) if law is None else law(P, H, d))
+    return Trees.of(features, accepted, range(trees))
+
+
+MADE_OF = {"depth_convention": DEPTH_CONVENTION, "entropy_over": 1000, "drafter": {"kind": "toy", "vocab_size": None}}
+
+
+def write_trees(directory: Path, shards: Sequence[Trees], **made_of: Any) -> Manifest:
+    directory.mkdir(parents=True, exist_ok=True)
+    manifest = Manifest({**MADE_OF, **made_of}, len(shards), complete=True)
+    for number, trees in enumerate(shards):
+        counts = {"answers": 1, "dropped_nan": 0, "dropped_beyond": 0}
+        manifest.shards.append(write_shard(directory, number, trees, counts))
+    manifest.write(directory)
+    return manifest
+
+
+def same_trees(a: Trees, b: Trees) -> bool:
+    names = ("P", "H", "d", "accepted", "starts", "answer")
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+@pytest.fixture(scope="session")
+def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe over a drafter that was taught half of the recorded answers."""
+    folder = tmp_path_factory.mktemp("c2t")
+    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
+    target = Target(load_causal_lm(section))
+    drafter = taught(target, DraftVocab.full(target.vocab_size), steps=80)
+    identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
+    save_drafter(folder / "run/drafter", drafter, identity, "", {})
+    prompts = [*PROMPTS, *([20 + i, 30, 40 + i] for i in range(4))]
+    lines = [
+        {
+            "id": f"c{i}",
+            "turns": [{"prompt_token_ids": prompt, "output_token_ids": greedy(target, prompt, 24 + i)}],
+            "generator": {"temperature": 0.0},
+        }
+        for i, prompt in enumerate(prompts)
+    ]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = {
+        "output_dir": str(folder / "run"),
+        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
+        "labels": {"answers": str(folder / "answers.jsonl"), "top_k": 4, "draft_calls": 4, "batch_size": 3},
+        "classifier": {"epochs": 4, "validation_share": 0.2},
+        "eval": {
+            "answers": str(folder / "answers.jsonl"),
+            "bootstrap_samples": 100,
+            "tree": {"draft_calls": 4, "top_k": 4, "nodes": 10},
+            "also": [{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 6}}],
+        },
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.fixture
+def script(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(module: ModuleType, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [module.__name__, str(place / "recipe.yaml"), *arguments])
+        capsys.readouterr()
+        module.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def recipe_of(place: Path, *overrides: str) -> Recipe:
+    return load_recipe(place / "recipe.yaml", overrides)
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

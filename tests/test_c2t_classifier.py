@@ -1,0 +1,185 @@
+"""C2T's classifier: its features, its growth against a slow twin, and its files."""
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.eval.decoding.policies import (
+    C2T,
+    policy_of,
+)
+from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_config
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TreeSection
+from tests import reference
+from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, linear_classifier, paths_of, roots
+
+
+def test_features_equal_their_slow_twin() -> None:
+    table = Table(1)
+    log_probs = torch.stack([table.row((token,)) for token in range(3)])  # [3, Vd]
+    values = torch.tensor([[-0.5, -1.0, -math.inf], [0.0, -3.0, -9.0], [-2.0, -2.0, -2.5]])
+    for over in (1, 4, VOCAB, 1000):
+        features = node_features(values, log_probs, 3, over)
+        assert features.shape == (3, 3, 3)
+        for i, j in itertools.product(range(3), repeat=2):
+            H = reference.entropy_in_nats(table((i,)), over)
+            assert features[i, j].tolist() == pytest.approx([math.exp(values[i, j]), H, 2.0], abs=1e-6)
+
+
+def test_a_root_s_children_have_depth_0_for_the_classifier() -> None:
+    seen = []
+
+    class Watching(C2tClassifier):
+        def confidence(self, features: torch.Tensor) -> torch.Tensor:
+            seen.append(sorted(set(features[..., 2].flatten().tolist())))
+            return torch.ones(features.shape[:-1])
+
+    C2T(Watching(C2tConfig()), 0.5, 2, 2, 4).grow(Scripted([Table(0)]), roots(1))
+    assert seen == [[0.0], [1.0], [2.0], [3.0]]
+
+
+def test_entropy_of_certain_and_of_broken_distributions() -> None:
+    certain = torch.tensor([[0.0, -math.inf], [-math.inf, 0.0]])
+    assert entropy(certain).tolist() == [0.0, 0.0]
+    assert entropy(torch.full((4,), -math.log(4))).item() == pytest.approx(math.log(4))
+    assert entropy(torch.full((4,), -math.log(4)), over=3).item() == pytest.approx(math.log(4) * 3 / 4)
+    assert math.isnan(entropy(torch.tensor([0.0, math.nan])).item())
+    assert math.isnan(entropy(torch.tensor([0.0, -1.0, math.nan]), over=2).item())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_trees_of_any_classifier_are_those_of_the_slow_twin(rows: int) -> None:
+    sizes = set()
+    for seed in range(25):
+        torch.manual_seed(seed)
+        chance = random.Random(seed)
+        classifier = C2tClassifier(C2tConfig(hidden=6)).requires_grad_(False)
+        classifier.output.weight *= 3
+        classifier.hidden.weight[:, 0] *= 20  # P tells siblings apart
+        confidence = reference.c2t_confidence(dict(classifier.state_dict()))
+        beta, beam = chance.uniform(0.3, 0.7), chance.choice([None, 2, 5])
+        policy = C2T(classifier, beta, beam, 3, 4)
+        # Where probabilities are tiny, confidences differ by less than float32 holds: no near ties for the beam.
+        tables = [Table(100 * seed + row, sharpness=(0.3, 1.0)) for row in range(rows)]
+        tree, calls = policy.grow(Scripted(tables), roots(rows))
+        for row, table in enumerate(tables):
+            expected, expected_calls = reference.c2t_tree(table, confidence, beta, beam, 3, 4, None, 1000)
+            assert sorted(paths_of(tree, row)[1:]) == sorted(expected)
+            assert calls[row] == expected_calls
+            sizes.add(len(expected))
+    assert len(sizes) > 5
+
+
+def test_a_larger_beta_never_verifies_more_nodes() -> None:
+    """Per root and without second pruning: what passes a larger beta passes a smaller one, with all above it."""
+    different = 0
+    for seed in range(60):
+        chance = random.Random(seed)
+        if seed % 2:
+            torch.manual_seed(seed)
+            classifier = C2tClassifier(C2tConfig(hidden=8)).requires_grad_(False)
+            classifier.output.weight *= chance.uniform(1, 6)
+        else:
+            classifier = linear_classifier(chance.uniform(-2, 8), chance.uniform(-1, 1), chance.uniform(-1, 1), 0.0)
+        table = Table(seed, sharpness=chance.choice([(0.5,), (3.0,), (0.5, 3.0, 6.0)]))
+        kept: set[Nodes] | None = None
+        for beta in sorted(chance.random() for _ in range(6)):
+            tree, _ = C2T(classifier, beta, None, 3, 4).grow(Scripted([table]), roots(1))
+            nodes = set(paths_of(tree, 0))
+            assert kept is None or nodes <= kept
+            different += kept is not None and nodes < kept
+            kept = nodes
+    assert different > 60
+
+
+def test_the_published_size_has_241_parameters() -> None:
+    assert sum(parameter.numel() for parameter in C2tClassifier(C2tConfig()).parameters()) == 241
+
+
+def test_a_classifier_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    config = C2tConfig(hidden=7, entropy_over=50, negative_ratio=3.5, drafter={"hidden_size": 64, "kind": "eagle3"})
+    classifier = C2tClassifier(config)
+    features = torch.rand(4, 5, 3)
+    for _ in range(2):  # over an older one, too
+        classifier.save(tmp_path / "c2t")
+    assert sorted(path.name for path in (tmp_path / "c2t").iterdir()) == ["config.json", "model.safetensors"]
+    again = C2tClassifier.load(tmp_path / "c2t")
+    assert again.config == config == read_config(tmp_path / "c2t")[0]
+    assert torch.equal(again.confidence(features), classifier.confidence(features))
+    assert again.confidence(features).shape == (4, 5)
+    assert not any(parameter.requires_grad for parameter in again.parameters())
+
+
+def test_a_tree_without_a_second_pruning_ends_somewhere(tmp_path: Path) -> None:
+    """A classifier that lets everything pass would ask for 15^10 nodes; limits of its own are kept."""
+    C2tClassifier(C2tConfig()).save(tmp_path / "c2t")
+    for own, nodes in (
+        ({}, None),
+        ({"beam": None}, 1024),
+        ({"beam": None, "draft_calls": 2, "top_k": 3}, 1 + 3 + 9),
+        ({"beam": None, "nodes": 5000}, 5000),
+    ):
+        c2t = {"classifier": str(tmp_path / "c2t"), "beam": own.pop("beam", 15)}
+        policy = policy_of(TreeSection.model_validate({"policy": "c2t", "c2t": c2t} | own))
+        assert isinstance(policy, C2T) and policy.nodes == nodes
+
+
+def change_config(directory: Path, **words: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | words))
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def spoil_bias(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["output.bias"][0] = math.nan
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), "config.json is missing"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "not a readable safetensors file"),
+    "cut weights": (lambda d: (d / "model.safetensors").write_bytes(b"12345678"), "not a readable safetensors file"),
+    "no json": (lambda d: (d / "config.json").write_text("{"), "malformed JSON"),
+    "no text": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "malformed JSON"),
+    "a list": (lambda d: (d / "config.json").write_text("[]"), "not a C2T classifier"),
+    "a drafter": (lambda d: change_config(d, kind="eagle3"), "not a C2T classifier"),
+    "depths from 1": (lambda d: change_config(d, depth_convention="root's children 1"), "would read wrong depths"),
+    "no convention": (lambda d: change_config(d, depth_convention=None), "would read wrong depths"),
+    "deep json": (lambda d: (d / "config.json").write_text("[" * 100_000), "nested too deeply"),
+    "a huge width": (lambda d: change_config(d, hidden=10**9), r"hidden: 1000000000\) asks for hidden.bias \[10"),
+    "no number of rows": (lambda d: change_config(d, hidden=10**23), "hidden: 10+ must be a whole number from 1 to"),
+    "another width": (lambda d: change_config(d, hidden=47), r"hidden.weight \[48, 3\].*asks for.*\[47, 3\]"),
+    "no width": (lambda d: change_config(d, hidden="48"), "hidden: '48' must be a whole number from 1 to"),
+    "no M": (lambda d: change_config(d, entropy_over=0), "entropy_over: 0 must be a whole number from 1 to"),
+    "no ratio": (lambda d: change_config(d, negative_ratio="3"), "negative_ratio: '3' must be a number above 0"),
+    "no drafter": (lambda d: change_config(d, drafter="eagle3"), "drafter: 'eagle3' must be an object"),
+    "missing tensor": (lambda d: change_weights(d, lambda t: t.pop("output.bias")), "copy both files"),
+    "not finite": (lambda d: change_weights(d, spoil_bias), "output.bias is not finite"),
+    "other weights": (
+        lambda d: change_weights(d, lambda t: t["output.bias"].add_(1)),
+        "not the weights that config.json was written for",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damaged_classifiers_are_refused(damage: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+    C2tClassifier(C2tConfig()).save(tmp_path)
+    C2tClassifier.load(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        C2tClassifier.load(tmp_path)
+    assert str(tmp_path) in str(error.value)
