@@ -38,9 +38,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from draftsmith.models.checkpoint import FILES, LARGEST, file_digest, replaced, written
+from draftsmith.models.checkpoint import FILES, LARGEST
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.files.atomic import atomic_folder, written
+from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.schema import TargetSection
 
@@ -112,7 +114,7 @@ class C2tClassifier(nn.Module):
             beside: further text files, by name.
         """
         tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in self.state_dict().items()}
-        with replaced(Path(directory), {*CLASSIFIER_FILES, *(beside or {})}) as partial:
+        with atomic_folder(Path(directory), {*CLASSIFIER_FILES, *(beside or {})}) as partial:
             save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
             words = {
                 "kind": KIND,

@@ -5,22 +5,17 @@
     recipe.yaml          the resolved recipe
     provenance.json      versions, commit, command line, digests of the data
 
-A directory is written beside its place, as <name>.partial, and renamed into it, so that it is whole or not there. One
-that stands there is renamed to <name>.replaced first. A kill between the two renames leaves no <name>, and the new one
-whole in <name>.partial: readers find it there, and the next writer puts it into its place. What else lies in a replaced
-folder, notes or another folder, is moved into the new one.
+The folder is whole or not there (`recipes.files.atomic`). What else lies in a replaced one, notes or another folder, is
+kept.
 """
 
 import hashlib
 import json
 import math
-import os
 import platform
-import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -38,6 +33,7 @@ from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.files.atomic import atomic_folder, written
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 
@@ -72,18 +68,6 @@ def tensor_digest(tensor: torch.Tensor, rows: int = 4096) -> str:
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def sync_to_disk(path: Path, inside: bool = True) -> None:
-    """Makes a file, or a folder with all inside, outlast a power cut; to be called before a rename makes it count."""
-    for each in (*(path.rglob("*") if inside else ()), path):
-        if each.is_dir() and os.name == "nt":
-            continue  # Windows opens no folders
-        handle = os.open(each, os.O_RDONLY if each.is_dir() else os.O_RDWR)  # and syncs no file opened for reading
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def provenance(data: dict[str, Path]) -> dict[str, Any]:
     """Versions, source commit, command line and data digests, for provenance.json."""
     packages = ("draftsmith", "torch", "transformers", "accelerate", "datasets")
@@ -107,7 +91,7 @@ def save_drafter(
     words = {"format": "pt", "config": json.dumps(_words(shape))}
     kind = {"kind": shape.kind} | ({"base": shape.base} if shape.base is not None else {})
     config = kind | {"drafter": shape.to_dict(), "target": identity}
-    with replaced(directory) as partial:
+    with atomic_folder(directory, FILES) as partial:
         save_file(tensors, partial / "model.safetensors", metadata=words)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (partial / "recipe.yaml").write_text(recipe_yaml)
@@ -118,65 +102,9 @@ LARGEST = 2**31 - 1  # of a config.json's numbers; what the weights say of them 
 FILES = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json")
 
 
-@contextmanager
-def replaced(directory: Path, own: Collection[str] = FILES) -> Iterator[Path]:
-    """An empty folder to write into, which takes the place of `directory` when the block ends well.
-
-    Args:
-        own: names of the files that its writer writes. Everything else in the older folder is somebody's and kept.
-
-    Raises:
-        UserError: a file has the folder's name, or what is to be kept would hide something of the same name.
-    """
-    directory = directory.resolve()  # of a link the folder behind it is replaced, not the link
-    partial, retired = _beside(directory)
-    for folder in (directory, retired):
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"{folder} is a file; move it away, a folder of that name is to be written")
-    if not directory.exists() and retired.exists():
-        # Before `partial` is touched: `written` must not find half of it.
-        os.replace(partial if partial.exists() else retired, directory)
-    _empty(retired, directory, own)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    yield partial
-    sync_to_disk(partial)
-    if directory.exists():
-        os.replace(directory, retired)
-    os.replace(partial, directory)
-    sync_to_disk(directory.parent, inside=False)
-    _empty(retired, directory, own)
-
-
-def _empty(retired: Path, directory: Path, own: Collection[str]) -> None:
-    """Moves what is not its writer's from a replaced folder into the new one, then deletes it."""
-    if not retired.exists():
-        return
-    kept = [path for path in retired.iterdir() if path.name not in own]
-    for path in kept:
-        if os.path.lexists(directory / path.name):
-            raise UserError(f"{path} and {directory / path.name}: only one can be kept; move one of them away")
-    for path in kept:
-        os.replace(path, directory / path.name)
-    if kept:
-        sync_to_disk(directory, inside=False)
-    shutil.rmtree(retired, ignore_errors=True)
-
-
 def _words(shape: DrafterConfig) -> dict[str, Any]:
     """All that says what the weights mean."""
     return {"kind": shape.kind, "base": shape.base} | shape.to_dict()
-
-
-def _beside(directory: Path) -> tuple[Path, Path]:
-    """Where a new checkpoint is written, and where the one that it replaces goes."""
-    return directory.parent / f"{directory.name}.partial", directory.parent / f"{directory.name}.replaced"
-
-
-def written(directory: Path) -> Path:
-    """Where the checkpoint lies: in `directory`, but after a kill between the two renames of `replaced`."""
-    partial, retired = _beside(directory.resolve())
-    return partial if not directory.exists() and retired.exists() and partial.exists() else directory
 
 
 def weight_bytes(directory: Path) -> int:

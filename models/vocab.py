@@ -16,7 +16,6 @@ V tokens in the target's vocabulary, D in the draft vocabulary.
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -29,6 +28,7 @@ from safetensors.torch import save
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
 
 # What the counts of a blend add up to, nearly: float64 holds them, and frequencies that differ by 1e-15 differ in them.
@@ -177,11 +177,8 @@ def _open(path: str | Path, missing: str):
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """The file is complete or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".tmp")
     # Written by Python: an OSError names the file that could not be, safetensors' own errors do not.
-    unfinished.write_bytes(save(tensors, metadata=metadata))
-    os.replace(unfinished, path)
+    atomic_write(path, save(tensors, metadata=metadata))
 
 
 # Ranking.

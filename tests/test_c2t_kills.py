@@ -17,13 +17,13 @@ from draftsmith.data_gen.trees.labelled_trees import (
     read_manifest,
 )
 from draftsmith.eval.decoding.contenders import Lineup
-from draftsmith.models import checkpoint
 from draftsmith.models.c2t import (
     C2tClassifier,
     C2tConfig,
 )
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files import atomic
 from draftsmith.train import c2t
 from draftsmith.train.run import classifier as classifier_training
 from tests.c2t_cases import content_of, made_trees, recipe_of, write_trees
@@ -134,21 +134,21 @@ def killed_at(number: int) -> Iterator[None]:
         return do
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.os, "replace", counted(os.replace))
-        patch.setattr(checkpoint.shutil, "rmtree", counted(shutil.rmtree))
+        patch.setattr(atomic.os, "replace", counted(os.replace))
+        patch.setattr(atomic.shutil, "rmtree", counted(shutil.rmtree))
         patch.setattr(Path, "mkdir", counted(Path.mkdir))
         patch.setattr(Path, "write_text", counted(Path.write_text))
         yield
 
 
 def write_version(directory: Path, version: str) -> None:
-    with checkpoint.replaced(directory, ("a", "b")) as partial:
+    with atomic.atomic_folder(directory, ("a", "b")) as partial:
         (partial / "a").write_text(version)
         (partial / "b").write_text(version)
 
 
 def version_of(directory: Path) -> str:
-    folder = checkpoint.written(directory)
+    folder = atomic.written(directory)
     (version,) = {(folder / name).read_text() for name in ("a", "b")}
     return version
 

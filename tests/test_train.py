@@ -19,7 +19,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.capture_processes import alone_in
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
@@ -30,6 +29,7 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, default_capture_layers, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, save_token_counts
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lines import append_line
+from draftsmith.recipes.files.lock import locked
 from draftsmith.recipes.prompts.reader import Conversation, asked_digest
 from draftsmith.recipes.prompts.rejects import is_unicode
 
@@ -156,13 +157,12 @@ class ConversationLog:
     def __init__(self, path: Path, generator: dict[str, Any]):
         self.path, self._generator = path, dict(generator)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = path.open("ab", buffering=0)
-        try:
-            _lock(self._file, path)
+        taken = f"{path}: another process is writing it; wait for it, or use another output_dir"
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(locked(path.with_name(f".{path.name}.lock"), taken))
+            self._file: IO[bytes] = opened.enter_context(path.open("ab", buffering=0))
             self.content = read_log(path, generator)
-        except BaseException:
-            self._file.close()
-            raise
+            self._opened = opened.pop_all()
         if self.content.torn_bytes:
             kept = "" if self.content.done else self._keep_torn()
             self._file.truncate(self.content.whole_bytes)
@@ -215,16 +215,4 @@ class ConversationLog:
         os.fsync(self._file.fileno())
         if self._file.tell() == 0:
             self.path.unlink()  # nothing was written: leave no file that looks like an empty result
-        self._file.close()
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    """One writer at a time: the lock ends with the process, however that ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise UserError(f"{path}: another process is writing it; wait for it, or use another output_dir") from None
+        self._opened.close()

@@ -1,13 +1,13 @@
 """Which share of each corpus a vocabulary of each size covers, by the ranking that several of them were blended to."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from draftsmith.models.vocab import CorpusCounts, DraftVocab, covered_share, cut
+from draftsmith.recipes.files.atomic import atomic_write
 
 # Sizes that a table shows: so many powers of two below the target's vocabulary, and the vocabulary itself.
 SIZES_SHOWN = 7
@@ -55,9 +55,7 @@ class Coverage:
             "sizes": self.sizes,
             "covered_share": {name: [round(share, 6) for share in column] for name, column in self.shares.items()},
         }
-        unfinished = path.with_name(path.name + ".tmp")
-        unfinished.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
+        atomic_write(path, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
 
 def sizes_below(vocab_size: int, least: int) -> list[int]:

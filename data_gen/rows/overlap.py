@@ -24,6 +24,7 @@ from draftsmith.data_gen.rows.training_rows import LeaveOut, is_regenerated
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
@@ -271,10 +272,7 @@ class Check:
             text = json.dumps(finding, ensure_ascii=False)
             lines.append(text if is_unicode(text) else json.dumps(finding))
         if lines or path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(line + "\n" for line in lines), encoding="utf-8", newline="\n")
-            os.replace(partial, path)
+            atomic_write(path, "".join(line + "\n" for line in lines))
 
 
 def screen(

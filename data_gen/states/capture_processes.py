@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -142,31 +141,3 @@ class Team:
         except Exception:
             self.count(FAILED, 1)
             raise
-
-
-@contextmanager
-def alone_in(directory: Path) -> Iterator[None]:
-    """Keeps other runs from writing into a folder meanwhile, where the file system can.
-
-    Raises:
-        UserError: another run is writing there.
-    """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"{directory}: another run is writing there; wait for it, or name another folder. Processes of one "
-                "run are started together, by torchrun"
-            ) from None
-        except OSError:
-            pass  # some network file systems lock nothing
-        yield
-    finally:
-        os.close(handle)

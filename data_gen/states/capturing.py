@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from draftsmith.data_gen.rows.training_data import usable_rows
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.capture_processes import Team, alone_in
+from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.store import (
     ENCODINGS,
     Manifest,
@@ -41,6 +41,7 @@ from draftsmith.models.target import Target, checked_capture_layers, load_causal
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -216,8 +217,10 @@ def begun(directory: Path, job: Job, verify: bool) -> Manifest:
 
 def clear_leftovers(directory: Path, manifest: Manifest) -> None:
     """Removes what a kill left half-written, or half-deleted."""
-    for leftover in (*directory.glob("*.tmp"), *directory.glob(".tmp*")):  # ours, and safetensors' own
-        leftover.unlink()
+    for pattern in ("*.partial", ".tmp*", "*.tmp"):  # ours, safetensors' own, and those of older versions
+        for leftover in directory.glob(pattern):
+            if leftover.is_file():
+                leftover.unlink()
     if manifest.files:  # else it is written anew, and whoever does that clears up
         for leftover in (directory / "target.partial", directory / "target.replaced"):
             shutil.rmtree(leftover, ignore_errors=True)

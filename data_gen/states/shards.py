@@ -3,19 +3,17 @@
     manifest.json               what the shards are, and of each its sha256 and counts
     shard-00000.safetensors     ...
 
-A file is written under another name, synced and renamed. What the manifest does not name does not count, so a kill at
+Every file is whole or not there (`recipes.files.atomic`). What the manifest does not name does not count, so a kill at
 any moment costs the shards that were in the making.
 """
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.models.checkpoint import sync_to_disk
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
 
 MANIFEST = "manifest.json"
@@ -23,23 +21,6 @@ MANIFEST = "manifest.json"
 
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
-
-
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file beside its place and renames it into it, so that it is whole or not there.
-
-    Args:
-        write: is called with where to write.
-    """
-    unfinished = path.with_name(path.name + ".tmp")
-    try:
-        write(unfinished)
-        sync_to_disk(unfinished)
-        os.replace(unfinished, path)
-    except Exception:
-        unfinished.unlink(missing_ok=True)  # a full disk has no room for what nobody reads
-        raise
-    sync_to_disk(path.parent, inside=False)
 
 
 @dataclass(frozen=True)
@@ -58,7 +39,7 @@ class Kind:
     def write(self, directory: Path, words: dict[str, Any]) -> None:
         """Writes the manifest."""
         text = json.dumps({"kind": self.name} | words, indent=2) + "\n"
-        write_whole(directory / MANIFEST, lambda path: path.write_text(text))
+        atomic_write(directory / MANIFEST, text)
 
     def read(self, directory: Path) -> dict[str, Any] | None:
         """The words of the manifest; None where there is none yet.

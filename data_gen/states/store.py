@@ -25,7 +25,7 @@ and x[t+2] lie in one span. So a span (s, e) needs the last states of s to e - 2
 
 Rows lie in shards by the order of their keys, that is, at random: a shard is a fair sample of the data, and training
 shuffles shards and what is in a few of them (`train.run.stored_states`). A shard is whole or not there
-(`shards.write_whole`), and what the manifest does not name does not count. Reading compares sizes when a store
+(`recipes.files.atomic`), and what the manifest does not name does not count. Reading compares sizes when a store
 is opened and sha256 when a shard is first read.
 
 Shapes: N tokens, S captured states of width H, M teacher positions, R rows, P spans, T tokens of a row.
@@ -44,9 +44,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.shards import Kind, shard_name, write_whole
+from draftsmith.data_gen.states.shards import Kind, shard_name
 from draftsmith.models.checkpoint import differences, file_digest
 from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.files.atomic import atomic_path
 
 KIND = Kind("hidden_states", script="data_gen/capture.py", verb="capture")
 KEY_BYTES = 16
@@ -214,7 +215,8 @@ class ShardBuffer:
             "key": torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, KEY_BYTES),
         }
         path = directory / shard_name(number)
-        write_whole(path, lambda unfinished: save_file(tensors, unfinished))
+        with atomic_path(path) as partial:
+            save_file(tensors, partial)
         return {
             "file": path.name,
             "bytes": path.stat().st_size,

@@ -19,9 +19,10 @@ from transformers import AutoTokenizer
 
 from draftsmith.data_gen.states.store import MEND, Manifest, Store, file_problem
 from draftsmith.models.chat import load_config, load_generation_config
-from draftsmith.models.checkpoint import file_digest, replaced
+from draftsmith.models.checkpoint import file_digest
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_folder
 from draftsmith.recipes.schema import TargetSection
 
 FOLDER = "target"
@@ -57,7 +58,7 @@ def save_target(section: TargetSection, target: Target, store: Path) -> dict[str
     if is_tied(target):
         del tensors["head"]
     given = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
-    with replaced(store / FOLDER, own=_names(store)) as partial:
+    with atomic_folder(store / FOLDER, own=_names(store)) as partial:
         save_words(section, partial)
         save_file(given, partial / HEAD)
     return {

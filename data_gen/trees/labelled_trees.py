@@ -23,10 +23,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen.states.shards import MANIFEST, Kind, shard_name, write_whole
+from draftsmith.data_gen.states.shards import MANIFEST, Kind, shard_name
 from draftsmith.models.c2t import DEPTH_CONVENTION
 from draftsmith.models.checkpoint import file_digest
 from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.files.atomic import atomic_path
 
 KIND = Kind("labelled_trees", script="data_gen/label_trees.py", verb="label")
 ROW_BYTES = 4 + 4 + 2 + 1
@@ -135,7 +136,8 @@ def write_shard(directory: Path, number: int, trees: Trees, counts: dict[str, in
     """Writes shard `number` and returns what the manifest says of it."""
     path = directory / shard_name(number)
     tensors = {name: getattr(trees, name) for name in ("P", "H", "d", "accepted", "starts", "answer")}
-    write_whole(path, lambda unfinished: save_file(tensors, unfinished))
+    with atomic_path(path) as partial:
+        save_file(tensors, partial)
     made = {"trees": trees.count, "rows": trees.rows, "accepted": int(trees.accepted.sum())}
     return {"file": path.name, "sha256": file_digest(path), **counts, **made}
 

@@ -13,7 +13,6 @@ learns to come to an end. A run that was stopped goes on from `--out`'s last che
 import argparse
 import json
 import math
-import os
 import platform
 import random
 import time
@@ -26,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.prompts.stdlib import (
     KINDS,
     MAX_ANSWER_CHARACTERS,
@@ -266,9 +266,8 @@ def learn(model: Any, corpus: Corpus, optimizers: Optimizers, args: argparse.Nam
         append(log_path, {"step": step, "loss": round(loss.item(), 4), "seconds": round(seconds, 1)})
         if step % args.checkpoint_every == 0 or step == args.steps:
             state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers.all]}
-            partial = checkpoint_path.with_suffix(".partial")
-            torch.save(state | {"step": step, "seconds": seconds}, partial)
-            os.replace(partial, checkpoint_path)
+            with atomic_path(checkpoint_path) as partial:
+                torch.save(state | {"step": step, "seconds": seconds}, partial)
     progress.close()
     return seconds
 

@@ -47,6 +47,7 @@ from docs.study.run import RESULTS, read_lines
 from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, percent, write_png
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_path
 
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
 OPEN = "open"
@@ -120,9 +121,8 @@ def main() -> None:
     print(f"written: {options.doc}{''.join(f'; no marker for {name}' for name in missing)}")
     for plot in drawn:
         place = options.plots / f"{plot.name}.png"
-        partial = place.with_name(f"{plot.name}.partial.png")  # matplotlib goes by the ending
-        write_png(plot, partial)
-        os.replace(partial, place)
+        with atomic_path(place) as partial:
+            write_png(plot, partial)
         print(f"written: {place}")
 
 

@@ -60,6 +60,7 @@ from docs.study.cells import (
 )
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.prompts.stdlib import split_of
 from draftsmith.recipes.validation import validation_rank
 
@@ -146,9 +147,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
             return
         if name in lines:
             others = "".join(json.dumps(line) + "\n" for cell, line in lines.items() if cell != name)
-            replacement = path.with_name(f"{path.name}.partial")
-            replacement.write_text(others, encoding="utf-8")
-            os.replace(replacement, path)
+            atomic_write(path, others)
         with path.open("ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
@@ -591,7 +590,7 @@ def timed(folder: Path) -> dict[str, dict[str, list[float]]]:
     """{arm: {what: [milliseconds of each pass]}}: a draft call, and all calls of a round, chain and tree."""
     result: dict[str, dict[str, list[float]]] = {}
     for path in sorted(folder.glob("*/eval/plan.json")):
-        arm, _, time_ = path.parents[2].name.rpartition("-")
+        arm, _, time_ = path.parents[1].name.rpartition("-")
         if int(time_) < TIMED:
             costs = json.loads(path.read_bytes())["costs"]
             own = result.setdefault(arm, {})

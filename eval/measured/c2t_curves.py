@@ -1,10 +1,8 @@
 """tau against candidates of C2T's and EAGLE-2's trees, behind eval/c2t_sweep.py."""
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.models.c2t import read_config
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.schema import C2tSection, Recipe, TreeSection
 
 BETAS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -280,17 +279,10 @@ def written(
         "recipe": recipe.model_dump(mode="json"),
     }
     places = folder / "c2t_sweep.json", folder / "c2t_sweep.png"
-    partial = [_partial(place) for place in places]
-    partial[0].write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
-    write_png(sweep_plot(numbers), partial[1])
-    for path, place in zip(partial, places, strict=True):
-        os.replace(path, place)
+    with atomic_path(places[0]) as numbers_file, atomic_path(places[1]) as plot_file:
+        numbers_file.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+        write_png(sweep_plot(numbers), plot_file)
     return list(map(str, places))
-
-
-def _partial(place: Path) -> Path:
-    """matplotlib goes by the ending."""
-    return place.with_name(f"{place.stem}.partial{place.suffix}")
 
 
 def sweep_plot(numbers: dict[str, Any]) -> Plot:

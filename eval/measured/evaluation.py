@@ -33,6 +33,7 @@ from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import partial_path
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 
@@ -69,7 +70,7 @@ def main(command: Command) -> None:
     contenders = [chosen(lineup, recipe, contender) for contender in contenders]
     shown = contenders[0].name
     log = generations_path(recipe)
-    partial = log.with_name(log.name + ".partial")  # an older run's numbers and answers stay together until this one's
+    partial = partial_path(log)  # an older run's numbers and answers stay together until this one's
     with keeping_answers(partial):
         with partial.open("w", encoding="utf-8") as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)

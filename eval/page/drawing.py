@@ -96,7 +96,7 @@ def write_png(plot: Plot, path: Path) -> None:
     with _style({"figure.facecolor": LIGHT["card"]}):
         figure = plot.draw(LIGHT.__getitem__)
         figure.suptitle(plot.title, x=0.02, ha="left", fontsize=13, color=LIGHT["ink"])
-        figure.savefig(path, dpi=144)
+        figure.savefig(path, dpi=144, format="png")
 
 
 @contextmanager

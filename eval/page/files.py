@@ -1,7 +1,6 @@
 """Writes and reads the files of an evaluation: acceptance.json, generations.jsonl, report.html, and the table."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from draftsmith.eval.page.file_shapes import Acceptance, MetricsLine, check, loa
 from draftsmith.eval.page.html import build_html, choose_answers, rounds_coarsely
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
 
@@ -81,7 +81,7 @@ def write_acceptance(
     numbers = numbers | {"contenders": contenders}
     content = {"contender": main, "baseline": baseline} | contenders[main] | shared | made | numbers
     path = recipe.eval_out / "acceptance.json"
-    _write(path, json.dumps(content | {"recipe": dump_recipe(recipe)}, indent=2) + "\n")
+    atomic_write(path, json.dumps(content | {"recipe": dump_recipe(recipe)}, indent=2) + "\n")
     return path
 
 
@@ -138,17 +138,11 @@ def write_report(recipe: Recipe) -> list[Path]:
     if faults:
         print(f"unreadable lines of generations.jsonl, left out: {len(faults)}, the first: {faults[0]}")
     written = [out / "report.html"]
-    _write(written[0], page)
+    atomic_write(written[0], page)
     for plot in [*acceptance_plots(acceptance), *training_plots(metrics)] if recipe.eval.png else []:
         written.append(out / f"{plot.name}.png")
         write_png(plot, written[-1])
     return written
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 # The terminal.

@@ -1,7 +1,6 @@
 """Chooses how draft trees grow on this machine, behind eval/plan.py: prints what `eval.planner` finds."""
 
 import json
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,6 +35,7 @@ from draftsmith.models.costs import hardware
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import CHAINS, Policy, Recipe, TreeSection
@@ -353,7 +353,4 @@ def write_plan(recipe: Recipe, plan: Plan, target: Target, path: Path) -> None:
         "candidates": rows,
         "recipe": dump_recipe(recipe),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    atomic_write(path, json.dumps(content, indent=2) + "\n")

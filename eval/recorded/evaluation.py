@@ -6,7 +6,6 @@ once. What is written goes to <eval.out>/replay, beside the decoding's own numbe
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_siz
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.schema import Recipe
 
 
@@ -82,21 +82,19 @@ def main_replay(
 
     main = contenders[0].name
     log = generations_path(recipe)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    partial = log.with_name(log.name + ".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        for name, generations in results.items():
-            for generation in generations:
-                text = decode_answer(lineup.tokenizer, generation.token_ids)
-                shown = _shown(lineup, generation) if name == main else None
-                file.write(json.dumps(record_of(generation, name, text, shown)) + "\n")
     numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, sampled=True, main=main)
     described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
     about = {
         "recorded_answers": {"file": str(recording.path), "agreement": str(agreement), "note": recording.note or None}
     }
     made = how_made(lineup) | about  # reads whole drafters: before either file takes its place
-    os.replace(partial, log)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(log) as partial, partial.open("w", encoding="utf-8") as file:
+        for name, generations in results.items():
+            for generation in generations:
+                text = decode_answer(lineup.tokenizer, generation.token_ids)
+                shown = _shown(lineup, generation) if name == main else None
+                file.write(json.dumps(record_of(generation, name, text, shown)) + "\n")
     path = write_acceptance(recipe, numbers, described, main, PLAIN, made)
     print_table(read_acceptance(path))
     print_written([path, log, *write_report(recipe)])

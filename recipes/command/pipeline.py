@@ -29,6 +29,7 @@ from typing import Any
 from draftsmith.recipes.command.cli import parse_command
 from draftsmith.recipes.command.stages import INSIDE_RUN, stages_of
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.benchmarks import benchmark_of
@@ -297,6 +298,4 @@ def _remember(recipe: Recipe, stage: str) -> None:
     files = _files_of(recipe, stage)
     stats = {name: [(s := file.stat()).st_size, s.st_mtime_ns, file_digest(file)] for name, file in files.items()}
     here = {"settings": _digest(_settings(recipe, stage)), "files": stats}
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(_remembered(recipe) | {stage: here}, indent=1) + "\n")
-    os.replace(partial, path)
+    atomic_write(path, json.dumps(_remembered(recipe) | {stage: here}, indent=1) + "\n")

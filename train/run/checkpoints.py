@@ -19,8 +19,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from draftsmith.models.checkpoint import file_digest, sync_to_disk
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import sync_to_disk
+from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 
 MANIFEST = "manifest.json"

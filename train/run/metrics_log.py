@@ -1,11 +1,10 @@
 """metrics.jsonl of a run: one line for every logged step, each once, however often the run was killed."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from draftsmith.models.checkpoint import sync_to_disk
+from draftsmith.recipes.files.atomic import atomic_write, sync_to_disk
 from draftsmith.recipes.files.lines import append_line
 
 
@@ -26,17 +25,13 @@ class MetricsLog:
 
     def drop_after(self, step: int) -> None:
         """Lines of steps that a killed run logged but did not save would stand twice; what is no line goes, too."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         *lines, rest = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
         lines += [rest] if rest.endswith(b"}") else []  # else a kill cut it off: it was never a line
         steps = [_step_of(line) for line in lines]
         if damaged := [number for number, at in enumerate(steps, start=1) if at is None]:
             print(f"{self.path}: damaged lines dropped: {len(damaged)}, the first is line {damaged[0]}")
         kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-        partial = self.path.with_suffix(".partial")
-        partial.write_bytes(b"".join(line + b"\n" for line in kept))
-        sync_to_disk(partial)
-        os.replace(partial, self.path)
+        atomic_write(self.path, b"".join(line + b"\n" for line in kept))
 
     def tells_of(self, step: int) -> bool:
         """Whether the step was logged."""

@@ -18,7 +18,6 @@ from accelerate.utils import set_seed
 
 from draftsmith.data_gen.rows.training_data import usable_rows
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.capture_processes import alone_in
 from draftsmith.data_gen.states.stored_target import StoredTarget, stored_bytes
 from draftsmith.models.chat import (
     FINGERPRINT_COVERS,
@@ -51,6 +50,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import draft_vocab, need
 from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import DrafterSection, Recipe, TrainSection, other_than_published
