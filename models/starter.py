@@ -103,7 +103,7 @@ target:
 
 data:
   prompts: {_scalar(prompts)}{"" if own else " | or your own: my_prompts.jsonl"}
-{"" if own else f"  max_prompts: {5_000 if small else 50_000} | more raise acceptance: README, How much data"}
+{"" if own else f"  max_prompts: {5_000 if small else 50_000} | more raise acceptance: docs/training.md"}
   max_length: {length} | tokens of a training row
   contamination: remove | leaves out what eval.prompts ask
   generator: | a server is faster for large targets: docs/regeneration.md

@@ -214,7 +214,7 @@ def scripts(root: Path) -> list[Path]:
     calls = re.compile(r"^    .*(parse_command|parse_arguments|train_kind)\(__doc__", re.MULTILINE)
     texts = {path: path.read_text(encoding="utf-8") for _, path in modules(root)}
     # recipes/command/cli.py shows such a call in its docstring.
-    return [path for path, text in texts.items() if calls.search(text) and path != root / "recipes" / "cli.py"]
+    return [path for path, text in texts.items() if calls.search(text) and path != root / "recipes/command/cli.py"]
 
 
 def shown_commands(text: str) -> Iterator[list[str]]:
@@ -228,7 +228,8 @@ def shown_commands(text: str) -> Iterator[list[str]]:
                 words[0] = module.removeprefix("draftsmith.").replace(".", "/") + ".py"
             while words and words[0].startswith("--"):  # of the launcher, with its value
                 words = words[2:]
-            yield words
+            if words[0] != "-m":  # a module: of the study, or of another project
+                yield words
 
 
 def wrong_examples(root: Path, place: Path, text: str) -> list[str]:
@@ -275,6 +276,45 @@ def test_recipes_show_commands_that_run(at_root: None):
         head = path.read_text(encoding="utf-8").split("\noutput_dir:")[0]
         assert len(list(shown_commands(head))) >= 4
         assert wrong_examples(ROOT, path, head) == []
+
+
+DOCUMENTS = sorted(
+    path for folder in (ROOT, ROOT / "docs", ROOT / "recipes" / "demo_target") for path in folder.glob("*.md")
+)
+
+
+def anchors(text: str) -> set[str]:
+    """Of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def wrong_links(place: Path) -> list[str]:
+    """Links of a document to files or headings that do not exist."""
+    text, problems = place.read_text(encoding="utf-8"), []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = link.partition("#")
+        other = place.parent / path if path else place
+        if path.startswith(("http:", "https:")):
+            continue
+        if not other.exists():
+            problems.append(f"{place.relative_to(ROOT)}: {link}: no such file")
+        elif anchor and anchor not in anchors(other.read_text(encoding="utf-8")):
+            problems.append(f"{place.relative_to(ROOT)}: {link}: no such heading")
+    return problems
+
+
+@pytest.mark.parametrize("place", DOCUMENTS, ids=lambda place: str(place.relative_to(ROOT)))
+def test_documents_show_commands_that_run_and_links_that_lead_somewhere(place: Path, at_root: None):
+    assert wrong_links(place) == []
+    if place.name != "log.md":  # its commands are those of their day
+        assert wrong_examples(ROOT, place, place.read_text(encoding="utf-8")) == []
+
+
+def test_the_index_lists_every_page():
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
+    assert listed == pages
 
 
 def test_wrong_examples_are_caught(at_root: None):

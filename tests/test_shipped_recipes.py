@@ -27,6 +27,7 @@ from draftsmith.models.chat import load_tokenizer, render_marked, render_prompt
 from draftsmith.models.checkpoint import read_config, read_tensors
 from draftsmith.models.target import default_capture_layers
 from draftsmith.models.vocab import load_token_counts
+from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.schema import Recipe, TargetSection, TrainSection, other_than_published
@@ -309,9 +310,8 @@ def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.Monke
     assert recipe.output_dir == f"runs/{name}"
     head = (ROOT / f"recipes/{name}.yaml").read_text().split("\noutput_dir:")[0]
     assert all(line.startswith("#") for line in head.splitlines() if line)
-    train = f"train/{recipe.drafter.kind}.py"
-    for script in ("data_gen/regenerate.py", "data_gen/rank_vocab.py", train, "eval/acceptance.py"):
-        assert f"{script} recipes/{name}.yaml" in head
+    for stage in stages_of(recipe):
+        assert f"draftsmith {stage} recipes/{name}.yaml" in head
     assert "Measured" in head
 
 

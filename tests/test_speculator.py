@@ -65,10 +65,10 @@ def test_sampled_answers_follow_their_seed(target_dir: Path, drafter_dir: Path) 
     assert drawn(1) != drawn(2)
 
 
-README = (DEMO.parents[1] / "README.md").read_text().partition("## In Python\n")[2].partition("\n## ")[0]
+PAGE = (DEMO.parents[1] / "docs" / "python.md").read_text()
 
 
-@pytest.mark.parametrize("text", [README, speculator_module.__doc__], ids=["README", "docstring"])
+@pytest.mark.parametrize("text", [PAGE, speculator_module.__doc__], ids=["docs/python.md", "docstring"])
 def test_the_written_examples_run_and_are_token_identical(
     text: str, target_dir: Path, drafter_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -87,7 +87,7 @@ def test_the_written_examples_run_and_are_token_identical(
     assert names["speculator"].token_identical
 
 
-def test_the_readme_s_target_answers_in_its_own_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_s_target_answers_in_its_own_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped target, named and loaded as there: by its path from the root, and without a dtype."""
     monkeypatch.chdir(DEMO.parents[1])
     assert (DEMO / "model.safetensors").exists()

@@ -54,7 +54,7 @@ CPU_UTILISATION = 0.5
 # What CUDA itself takes on a device.
 CUDA_CONTEXT_BYTES = 500_000_000
 # Freed memory that an allocator keeps beside what is alive, as a share of a micro-batch's tensors. Batches differ in
-# length, and glibc's malloc keeps the pieces: 0.4 on the demo, by docs/recipes.md.
+# length, and glibc's malloc keeps the pieces: 0.4 on the demo, by docs/training.md.
 CPU_RESERVE = 1.5
 GPU_RESERVE = 0.15
 
