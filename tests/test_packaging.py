@@ -74,14 +74,14 @@ def unpackaged(root: Path) -> list[str]:
 
 
 def shadowing(root: Path) -> list[str]:
-    """Files that bear the name of an importable module: a script's own folder comes first on sys.path."""
+    """Files and folders beside scripts that bear the name of an importable module: a script's folder comes first on
+    sys.path."""
     taken = set(sys.stdlib_module_names) | set(installed()) | OFTEN_INSTALLED
     problems = []
-    for _, path in modules(root):
-        name = path.parent.name if path.name == "__init__.py" else path.stem
-        is_room = path.parent.parent == root and path.name == "__init__.py"
-        if name in taken and not is_room:
-            problems.append(f"{path.relative_to(root)} hides the installed module {name}")
+    for room, path in modules(root):
+        named = path.parent if path.name == "__init__.py" else path
+        if named.stem in taken and named.parent == root / room:
+            problems.append(f"{path.relative_to(root)} hides the installed module {named.stem}")
     return problems
 
 
@@ -123,7 +123,7 @@ def undeclared(root: Path) -> list[str]:
     for _, path in [*modules(root), *tests]:
         for line, name in imports(path):
             top = name.split(".")[0]
-            if top in ("", "draftsmith", "tests") or top in sys.stdlib_module_names:
+            if top in ("", "draftsmith", "tests", "docs") or top in sys.stdlib_module_names:
                 continue
             distributions = {distribution.lower() for distribution in installed().get(top, [top])}
             if not distributions & declared:
@@ -165,10 +165,11 @@ def test_missing_subpackage_is_caught(tree: Path):
 @pytest.mark.parametrize("name", ["queue", "datasets", "yaml", "_pytest", "openai", "profile"])
 def test_shadowed_module_is_caught(tree: Path, name: str):
     (tree / "eval" / f"{name}.py").touch()
-    (tree / "models" / "sub" / name).mkdir(parents=True)
-    (tree / "models" / "sub" / name / "__init__.py").touch()
+    (tree / "models" / name / "sub").mkdir(parents=True)
+    (tree / "models" / name / "__init__.py").touch()
+    (tree / "models" / name / "sub" / f"{name}.py").touch()  # no script's folder
     assert shadowing(tree) == [
-        f"models/sub/{name}/__init__.py hides the installed module {name}",
+        f"models/{name}/__init__.py hides the installed module {name}",
         f"eval/{name}.py hides the installed module {name}",
     ]
 
