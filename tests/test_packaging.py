@@ -305,11 +305,18 @@ def wrong_links(place: Path) -> list[str]:
     return problems
 
 
+def missing_files(place: Path) -> list[str]:
+    """Files of this repository that a text names and that do not exist."""
+    text = place.read_text(encoding="utf-8")
+    named = re.findall(rf"(?<![\w/.])((?:{'|'.join(ROOMS)}|tests|docs)/[\w/.-]+\.(?:py|md|yaml|jinja))\b", text)
+    return [f"{place.relative_to(ROOT)}: {path}: no such file" for path in named if not (ROOT / path).exists()]
+
+
 @pytest.mark.parametrize("place", DOCUMENTS, ids=lambda place: str(place.relative_to(ROOT)))
 def test_documents_show_commands_that_run_and_links_that_lead_somewhere(place: Path, at_root: None):
     assert wrong_links(place) == []
-    if place.name != "log.md":  # its commands are those of their day
-        assert wrong_examples(ROOT, place, place.read_text(encoding="utf-8")) == []
+    if place.name != "log.md":  # its commands and files are those of their day
+        assert missing_files(place) + wrong_examples(ROOT, place, place.read_text(encoding="utf-8")) == []
 
 
 def test_the_index_lists_every_page():
