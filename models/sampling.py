@@ -13,10 +13,13 @@ import hashlib
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+if TYPE_CHECKING:
+    from draftsmith.recipes.schema import EvalSection
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Sampling:
             raise ValueError(f"top_p: {self.top_p} must be above 0 and at most 1 (off)")
         if isinstance(self.top_k, float) or self.top_k < 0:
             raise ValueError(f"top_k: {self.top_k} must be a whole number, 0 (off) or above")
+
+    @classmethod
+    def of(cls, section: "EvalSection") -> "Sampling":
+        return cls(section.temperature, section.top_p, section.top_k)
 
     @property
     def greedy(self) -> bool:

@@ -23,7 +23,7 @@ from draftsmith.eval.measured.metrics import summarise
 from draftsmith.eval.plan import main as plan_main
 from draftsmith.eval.planner import cost_model
 from draftsmith.eval.planner import search as planner
-from draftsmith.eval.planner.command import choose_tree, lean, line_of, print_choice, print_noise
+from draftsmith.eval.planner.command import choose_tree, lean, line_of, print_choice
 from draftsmith.eval.planner.cost_model import (
     BEAMS,
     NODES,
@@ -341,20 +341,9 @@ def test_a_machine_s_pace_cancels_out(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = measure_costs(target, lambda tree: made, [tree_of(policy="chain", nodes=2)], [[11, 12, 13]], 3, repeats=4)
     assert costs.probes == {"chain, 2 nodes, 1 calls": pytest.approx((2.0,) * 4)}
     assert costs.verify["chain"]([2]) / costs.verify["chain"]([1]) == pytest.approx(2.0, rel=0.05)
-    assert len(costs.repeats) == 4 and not costs.disagreeing
+    assert len(costs.repeats) == 4
     assert costs.busy  # it is told all the same
     assert costs.to_dict()["probes_in_plain_rounds_by_repeat"] == {"chain, 2 nodes, 1 calls": [2.0] * 4}
-
-
-def test_probes_whose_repeats_disagree_are_named(capsys: pytest.CaptureFixture) -> None:
-    costs = replace(
-        made_up_costs(CHAIN), plain=1.0, probes={"calm": (1.0, 1.1, 1.05), "wild": (1.0, 2.0), "so so": (1.0, 1.3)}
-    )
-    assert list(costs.disagreeing.items()) == [("wild", (1.0, 2.0)), ("so so", (1.0, 1.3))]
-    print_noise(costs)
-    assert "repeats of 2 of 3 probes are more than 20% apart; farthest wild: 1.00 to 2.00" in capsys.readouterr().out
-    print_noise(replace(costs, probes={"calm": (1.0, 1.1)}))
-    assert capsys.readouterr().out == ""
 
 
 def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,7 +614,7 @@ def test_a_plan_from_recorded_answers_to_measured_ones(recipe_path: Path, tmp_pa
 
     done = plan_script(recipe_path, "--measure", "2")
     assert done.returncode == 0, done.stderr
-    assert "Prediction against measurement" in done.stdout
+    assert "measured" in done.stdout and "The best 3 of 3 candidates" in done.stdout
     plan = json.loads((tmp_path / "out/plan.json").read_text())
     assert plan["answers"]["answers"] == 4
     assert plan["answers"]["agreement"].startswith("0 of ")
@@ -694,15 +683,15 @@ def test_auto_chooses_for_small_models_too(recipe_path: Path, target_dir: Path) 
         assert sum(g.rounds for g in row.rounds) == rounds
 
 
-def test_answers_that_were_drawn_otherwise_are_noted(recipe_path: Path) -> None:
+def test_answers_that_were_sampling_note_are_noted(recipe_path: Path) -> None:
     _, answers = planner_answers(load_recipe(recipe_path))
-    assert planner.drawn_otherwise(load_recipe(recipe_path), answers) is None
+    assert planner.sampling_note(load_recipe(recipe_path), answers) is None
     warm = load_recipe(recipe_path, ["eval.temperature=0.7"])
-    assert "drawn otherwise (greedy)" in str(planner.drawn_otherwise(warm, answers))
+    assert "drawn otherwise (greedy)" in str(planner.sampling_note(warm, answers))
     drawn = [replace(answer, sampling=Sampling(0.7)) for answer in answers]
-    assert planner.drawn_otherwise(warm, drawn) is None
-    assert "(temperature 0.7)" in str(planner.drawn_otherwise(load_recipe(recipe_path), drawn))
-    assert planner.drawn_otherwise(warm, [replace(answer, sampling=None) for answer in answers]) is None
+    assert planner.sampling_note(warm, drawn) is None
+    assert "(temperature 0.7)" in str(planner.sampling_note(load_recipe(recipe_path), drawn))
+    assert planner.sampling_note(warm, [replace(answer, sampling=None) for answer in answers]) is None
 
 
 def test_auto_is_the_first_of_the_plan(recipe_path: Path, capsys: pytest.CaptureFixture) -> None:

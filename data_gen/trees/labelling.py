@@ -33,7 +33,7 @@ from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
     Recording,
-    check_answers,
+    check_answers_before_loading,
     check_recorded_from,
     drawn_unlike,
     kept_for_validation,
@@ -62,14 +62,14 @@ def main(command: Command) -> None:
     contender = labelled_contender(recipe, command.contender)
     yet_to_train = command.plan and contender.drafter == recipe.drafter_dir and not recipe.drafter_dir.exists()
     with _named():
-        check_contenders(recipe, [contender], recipe.drafter_dir if yet_to_train else None)
+        check_contenders(recipe, [contender], command.plan)
         recording, answers = answers_to_label(recipe)
     made_of = identity_of(recipe, contender, answers, known=not yet_to_train)
     directory = recipe.labelled_trees_dir
     manifest = begun(directory, made_of, len(answers))
     if recording.note:
         print(f"note: {recording.note}")
-    if said := drawn_unlike(answers, Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)):
+    if said := drawn_unlike(answers, Sampling.of(recipe.eval)):
         print(
             f"note: labels.answers were drawn otherwise ({said}) than eval.temperature, top_p and top_k say. A node "
             "counts as accepted where the answer has its token, so the classifier learns what such answers accept"
@@ -177,10 +177,7 @@ def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
             )
     recording = read_answers(path, only=only)
     recording.note = note
-    config = load_config(recipe.target).get_text_config(decoder=True)
-    fingerprint = tokenizer_fingerprint(load_tokenizer(recipe.target))
-    check_recorded_from(recording, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint))
-    check_answers(recording, config.vocab_size, config.max_position_embeddings)
+    check_answers_before_loading(recording, recipe.target)
     answers = [answer for answer in recording.of(PLAIN, PLAIN) if len(answer.tokens) > 1]
     if not answers:
         raise UserError(f"labels.answers: {path} holds no answer of two tokens or more, and such take no round")

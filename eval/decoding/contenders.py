@@ -313,11 +313,11 @@ def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None
         raise UserError(problems)
 
 
-def check_contenders(recipe: Recipe, contenders: Sequence[Contender], yet_to_come: Path | None = None) -> None:
+def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool = False) -> None:
     """Refuses what cannot be measured, before weights are loaded: all problems at once.
 
     Args:
-        yet_to_come: a drafter that need not be there: a plan may come before the training.
+        plan: the recipe's own drafter need not be there; a plan may come before the training.
 
     Raises:
         UserError: the target, or a drafter, classifier, draft model or list of token counts that is not there, not
@@ -327,8 +327,10 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], yet_to_com
     section = recipe.target
     tokenizer, config = load_tokenizer(section), load_config(section).get_text_config(decoder=True)
     fingerprint, stops = tokenizer_fingerprint(tokenizer), stop_ids(tokenizer, load_generation_config(section))
-    sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
+    sampling = Sampling.of(recipe.eval)
     places: dict[str, list[str]] = {}  # of each problem, in order
+    may_be_untrained = plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
+    untrained = recipe.drafter_dir if may_be_untrained else None
 
     for contender in contenders:
 
@@ -344,7 +346,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], yet_to_com
                 return False
 
         tree, drafter = contender.tree, contender.drafter
-        there = drafter != yet_to_come or drafter is None
+        there = drafter is None or drafter != untrained
         if drafter is not None and there:
             there = holds("eval.drafter", check_drafter, section, drafter)
         if contender.draft_model is not None:

@@ -8,7 +8,7 @@ prompts, is decoded by everyone in turn, in an order that rotates: a machine tha
 import json
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +22,10 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Conversation, Rejects, questions, read_conversations
 from draftsmith.recipes.prompts.sources import short_names
+from draftsmith.recipes.schema import Recipe
+
+if TYPE_CHECKING:
+    from draftsmith.eval.decoding.contenders import Contender, Lineup
 
 PLAIN = "plain decoding"
 
@@ -199,6 +203,30 @@ class Bench:
             "question": as_text(asked)[0]["content"],
             "token_texts": token_texts(self.tokenizer, generation.token_ids),
         }
+
+
+def decode_all(
+    lineup: "Lineup",
+    recipe: Recipe,
+    contenders: Sequence["Contender"],
+    asked: list[Question],
+    file: IO[str],
+    rejects: Rejects,
+) -> dict[str, list[Generation]]:
+    """Everyone's answers, plain decoding's too, as `Bench.run` returns them. The first contender is the main one."""
+    sampling = Sampling.of(recipe.eval)
+    bench = Bench(
+        lineup.target,
+        lineup.tokenizer,
+        lineup.stop_ids,
+        recipe.eval.max_new_tokens,
+        lineup.target.config.max_position_embeddings,
+        sampling,
+        recipe.eval.seed,
+        recipe.eval.batch_size,
+    )
+    proposers: dict[str, Proposer | None] = {c.name: lineup.proposer(c, sampling) for c in contenders}
+    return bench.run(asked, proposers, contenders[0].name, file, rejects)
 
 
 @dataclass

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, tree_in_words
-from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured.benchmarks import PLAIN, Bench, Question, load_questions
+from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all, load_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page.files import (
@@ -29,8 +28,6 @@ from draftsmith.eval.recorded.evaluation import main_replay
 from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import provenance, weight_bytes
 from draftsmith.models.costs import decoding_lines, hardware
-from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path
@@ -49,9 +46,7 @@ def main(command: Command) -> None:
         return
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
-    # A plan may come before the training; a drafter that the recipe names must be there.
-    yet_to_train = command.plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
-    check_contenders(recipe, contenders, recipe.drafter_dir if yet_to_train else None)
+    check_contenders(recipe, contenders, command.plan)
     full = no_room(recipe)
     if full and not command.plan:
         raise UserError(full)
@@ -112,30 +107,6 @@ def keeping_answers(partial: Path) -> Iterator[None]:
         else:
             partial.unlink(missing_ok=True)
         raise
-
-
-def decode_all(
-    lineup: Lineup,
-    recipe: Recipe,
-    contenders: Sequence[Contender],
-    asked: list[Question],
-    file: IO[str],
-    rejects: Rejects,
-) -> dict[str, list[Generation]]:
-    """Everyone's answers, plain decoding's too, as `Bench.run` returns them."""
-    sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
-    proposers: dict[str, Proposer | None] = {c.name: lineup.proposer(c, sampling) for c in contenders}
-    bench = Bench(
-        lineup.target,
-        lineup.tokenizer,
-        lineup.stop_ids,
-        recipe.eval.max_new_tokens,
-        lineup.target.config.max_position_embeddings,
-        sampling,
-        recipe.eval.seed,
-        recipe.eval.batch_size,
-    )
-    return bench.run(asked, proposers, contenders[0].name, file, rejects)
 
 
 def check_automatic(recipe: Recipe, contenders: Sequence[Contender]) -> None:

@@ -1,25 +1,24 @@
-"""What a round of decoding costs on this machine, and the speed that follows from it: the planner's formula.
+"""The planner's formula: what a round of decoding costs on this machine, and the speed-up that follows.
 
     T_sd / T_t = (T_draft + T_v(n) + T_rest) / (T_t * tau)          seconds per token over those of plain decoding
 
-(SpecMQuant, arXiv 2505.22179: d * T_d in place of T_draft.) T_draft is what d calls of the drafter take together with
-the policy's own work on what they give, T_v(n) one forward of the target over n nodes, T_rest everything else: accept,
-commit, bookkeeping. T_t is a round of plain decoding. Deviations: the paper counts forwards alone and takes T_t =
-T_v(1); here the rest of a round counts, on both sides, for on small models it is a tenth of the time. Rounds differ in
-n and d (policies that stop early), so costs are summed over the rounds of recorded answers, of which the formula is the
-mean. That the drafter reads an answer's prompt in its first round is counted, too.
+(SpecMQuant, arXiv 2505.22179, with d * T_d for T_draft.) T_draft is the time of a round's d draft calls and of the
+policy's work on them, T_v(n) one forward of the target over n nodes, T_rest everything else: accept, commit,
+bookkeeping. T_t is a round of plain decoding. Deviations: the paper counts forwards alone and takes T_t = T_v(1); here
+the rest of a round counts on both sides, because it is a tenth of the time on small models. Rounds differ in n and d
+(policies that stop early), so costs are summed over the rounds of recorded answers; the formula is their mean. The time
+in which the drafter reads an answer's prompt is added.
 
 All costs come from real rounds of the decoding loop (`eval.decoding.decode.run_rounds`) over recorded text, at one
-length of context, in repeats in which all probes take turns. Others on the machine slow some seconds and not the next
-ones, so plain rounds stand between the probes, and what a probe took counts in those around it. Between measured
-numbers of nodes and calls the curves are straight lines, and so they go on beyond.
+length of context, in repeats in which all probes take turns. Plain rounds stand between the probes, and a probe's time
+is scaled by those around it, because other work slows some seconds more than others. Between the measured numbers of
+nodes and calls the curves are straight lines, and beyond them, too.
 
-Answers side by side share a round, which costs what its largest tree and most calls cost: policies that stop early are
-then predicted a little too fast, for each answer is replayed as if alone.
+Answers side by side share a round, which costs as much as its largest tree and most calls. Each answer is replayed
+alone, so policies that stop early are then predicted a little too fast.
 """
 
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -47,9 +46,7 @@ REPEATS = 4
 BUSY = 0.2  # of a plain round between its quartiles; 0.35 and 0.46 were seen with 18 processes on two cores
 FEWEST = 4  # samples that a point inside a curve needs
 TURNS = 2  # probes between plain rounds
-TOLD = 2.0  # seconds of a warm-up from which on it is said how long the rest takes
 PLAIN = ""  # among the names of probes
-DISAGREEING = 0.2  # of a probe's time between its fastest and slowest repeat
 BEAMS = ("eagle2", "ddd", "svip_tree")
 
 
@@ -82,46 +79,22 @@ class Curve:
 class Costs:
     """Seconds of the parts of a round, for the target and drafter that were measured."""
 
-    plain: float
-    """T_t: a round of plain decoding, its rest included."""
-    plain_spread: tuple[float, float]
-    """The quartiles of such rounds as they were: far apart where others use the machine."""
-    verify: dict[str, Curve]
-    """T_v(n), of `chain` and of `tree`, over the nodes, the root included."""
-    rest: dict[str, Curve]
-    """T_rest, likewise."""
-    draft: dict[str, Curve]
-    """T_draft over the draft calls of a round, by `family`: reading what was committed included."""
-    prompt: float
-    """Seconds for each token of a prompt, which the drafter reads in an answer's first round."""
-    context: int
-    """Committed tokens at which this was measured."""
-    rows: int = 1
-    """Answers side by side; seconds are those of a round of all of them."""
-    probes: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """What a round of each probe took in each repeat, in plain rounds of that moment."""
-    repeats: tuple["Costs", ...] = ()
-    """The same costs as each repeat alone has them."""
-
-    @property
-    def disagreeing(self) -> dict[str, tuple[float, float]]:
-        """Least and most plain rounds of the probes whose repeats are more than DISAGREEING apart, the worst first."""
-        ends = {name: (min(took), max(took)) for name, took in self.probes.items()}
-        apart = {name: (high - low) / median(self.probes[name]) for name, (low, high) in ends.items()}
-        return {n: ends[n] for n in sorted(apart, key=lambda n: -apart[n]) if apart[n] > DISAGREEING}
+    plain: float  # T_t: a round of plain decoding, its rest included
+    plain_spread: tuple[float, float]  # quartiles of such rounds: far apart where others use the machine
+    verify: dict[str, Curve]  # T_v(n), of `chain` and of `tree`, over the nodes, the root included
+    rest: dict[str, Curve]  # T_rest, likewise
+    draft: dict[str, Curve]  # T_draft over the draft calls of a round, by `family`; reading committed tokens included
+    prompt: float  # for each token of a prompt, which the drafter reads in an answer's first round
+    context: int  # committed tokens at which this was measured
+    rows: int = 1  # answers side by side; seconds are those of a round of all of them
+    probes: dict[str, tuple[float, ...]] = field(default_factory=dict)  # each probe's round, by repeat, in plain rounds
+    repeats: tuple["Costs", ...] = ()  # the same costs by each repeat alone
 
     @property
     def busy(self) -> bool:
         """Did something else use the machine while this was measured?"""
         low, high = self.plain_spread
         return high - low > BUSY * self.plain
-
-    def of_rounds(
-        self, tree: TreeSection, nodes: Sequence[int], calls: Sequence[int]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds (T_draft, T_v, T_rest) of rounds with so many nodes and calls."""
-        shape = shape_of(tree)
-        return self.draft[family(tree)](calls), self.verify[shape](nodes), self.rest[shape](nodes)
 
     def to_dict(self) -> dict[str, Any]:
         """For plan.json: curves as lists of [x, milliseconds], everything in milliseconds."""
@@ -182,16 +155,16 @@ def predicted(costs: Costs, tree: TreeSection | None, recorded: Sequence[Generat
 
 
 def _timed(costs: Costs, tree: TreeSection | None, generation: Generation) -> Generation:
+    draft = verify = total = 0.0
     if tree is None:
-        verify = float(costs.verify["chain"]([1]).item())
-        draft, verify, total = 0.0, generation.rounds * verify, generation.rounds * costs.plain
+        verify = generation.rounds * float(costs.verify["chain"]([1]).item())
+        total = generation.rounds * costs.plain
     elif generation.rounds:
-        parts = costs.of_rounds(tree, generation.tree_nodes, generation.draft_calls)
-        draft, verify, rest = (float(seconds.sum()) for seconds in parts)
+        nodes, shape = generation.tree_nodes, shape_of(tree)
+        draft = float(costs.draft[family(tree)](generation.draft_calls).sum())
         draft += costs.prompt * len(generation.prompt_token_ids)
-        total = draft + verify + rest
-    else:
-        draft = verify = total = 0.0
+        verify = float(costs.verify[shape](nodes).sum())
+        total = draft + verify + float(costs.rest[shape](nodes).sum())
     return replace(generation, draft_seconds=draft, verify_seconds=verify, decode_seconds=total)
 
 
@@ -208,6 +181,10 @@ class TimedRound:
     draft: float
     verify: float
     rest: float
+
+    @property
+    def seconds(self) -> float:
+        return self.draft + self.verify + self.rest
 
 
 def measure_costs(
@@ -238,41 +215,31 @@ def measure_costs(
     names = list(probes)
     turns = -(-len(names) // TURNS)  # each behind plain rounds; after the last there are more
     raw: list[_Repeat] = []
-    began = time.monotonic()
-    progress = Bar(total=len(names) + turns + 1, desc="costs, warm-up", unit="probe", leave=False)
+    total = (repeats + 1) * (len(names) + turns + 1)
+    with Bar(total=total, desc="costs", unit="probe", leave=False) as progress:
 
-    def timed(name: str, asked: Sequence[Sequence[int]]) -> list[TimedRound]:
-        found = list(timed_rounds(target, probes[name][1] if name in probes else None, asked, sampling))
-        progress.update()
-        return found
+        def timed(name: str, asked: Sequence[Sequence[int]]) -> list[TimedRound]:
+            progress.update()
+            return list(timed_rounds(target, probes[name][1] if name in probes else None, asked, sampling))
 
-    for repeat in range(repeats + 1):
-        first = repeat * len(names) // (repeats + 1)
-        order = names[first:] + names[:first]
-        asked = [prompts[(repeat * rows + row) % len(prompts)] for row in range(rows)]
-        plain, taken = [timed(PLAIN, asked)], list[tuple[str, int, list[TimedRound]]]()
-        for turn in range(turns):
-            taken += [(name, turn, timed(name, asked)) for name in order[turn * TURNS : (turn + 1) * TURNS]]
-            plain.append(timed(PLAIN, asked))
-        if repeat:
-            raw.append(_Repeat(plain, taken))
-            continue
-        # What was first of its kind tells nothing of costs, but how long the rest takes.
-        passed = time.monotonic() - began
-        progress.close()
-        if passed > TOLD:
-            print(f"costs: {len(names) + turns + 1} probes in {passed:.0f} s; {repeats} times more, all in all")
-            print(f"       about {repeats * passed:.0f} s", flush=True)
-        progress = Bar(total=repeats * (len(names) + turns + 1), desc="costs", unit="probe", leave=False)
-    progress.close()
-    plainly = [_seconds(r) for one in raw for timed in one.plain for r in _settled(timed)]
+        for repeat in range(repeats + 1):
+            first = repeat * len(names) // (repeats + 1)
+            order = names[first:] + names[:first]
+            asked = [prompts[(repeat * rows + row) % len(prompts)] for row in range(rows)]
+            plain, taken = [timed(PLAIN, asked)], list[tuple[str, int, list[TimedRound]]]()
+            for turn in range(turns):
+                taken += [(name, turn, timed(name, asked)) for name in order[turn * TURNS : (turn + 1) * TURNS]]
+                plain.append(timed(PLAIN, asked))
+            if repeat:  # the first one is a warm-up
+                raw.append(_Repeat(plain, taken))
+    plainly = [r.seconds for one in raw for rounds in one.plain for r in _settled(rounds)]
     measured = [one.evened(median(plainly)) for one in raw]
     kept = {name: tree for name, (tree, _) in probes.items()}
     whole = {name: [r for one in measured for r in one[name]] for name in (PLAIN, *names)}
     each = tuple(_costs(kept, one, context, rows) for one in measured)
     took = {
         name: tuple(
-            median(_seconds(r) for r in _settled(one[name])) / costs.plain
+            median(r.seconds for r in _settled(one[name])) / costs.plain
             for one, costs in zip(measured, each, strict=True)
         )
         for name in names
@@ -298,10 +265,6 @@ def room_for(positions: int, trees: Sequence[TreeSection]) -> int:
     return room
 
 
-def _seconds(r: TimedRound) -> float:
-    return r.draft + r.verify + r.rest
-
-
 def _settled(timed: Sequence[TimedRound]) -> list[TimedRound]:
     return [r for r in timed if r.number >= SETTLING]
 
@@ -315,7 +278,7 @@ class _Repeat:
 
     def evened(self, usual: float) -> dict[str, list[TimedRound]]:
         """The rounds by probe, as if plain rounds had taken `usual` seconds all the time."""
-        pace = [median(_seconds(r) for r in _settled(timed)) for timed in self.plain]
+        pace = [median(r.seconds for r in _settled(timed)) for timed in self.plain]
         result = {name: _scaled(timed, 2 * usual / (pace[i] + pace[i + 1])) for name, i, timed in self.taken}
         plain = [_scaled(timed, usual / seconds) for timed, seconds in zip(self.plain, pace, strict=True)]
         return result | {PLAIN: [*chain.from_iterable(plain)]}
@@ -347,7 +310,7 @@ def _costs(probes: dict[str, TreeSection], rounds: dict[str, list[TimedRound]], 
                 draft[family(tree)][r.calls].append(r.draft)
         usual = median(r.draft for r in later)
         reading += [r.draft - usual for r in rounds[name] if r.number == 0]
-    plain = [_seconds(r) for r in settled[PLAIN]]
+    plain = [r.seconds for r in settled[PLAIN]]
     low, high = np.percentile(plain, (25, 75))
     return Costs(
         plain=median(plain),

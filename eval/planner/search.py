@@ -1,12 +1,11 @@
-"""The planner: which draft trees are expected to be fastest on this machine, and are they? `eval/plan.py` shows it.
+"""The planner's search: which draft trees are predicted to be fastest on this machine.
 
-Every candidate is replayed along recorded answers (`eval.recorded.replay`), which gives its rounds: tokens, nodes,
-draft calls. What such rounds cost is measured here and now (`eval.planner.cost_model`). Both together are the predicted
-speed-up over plain decoding, with a bootstrap interval over conversations, widened by how far apart the repeats of the
-measurement are.
+Every candidate is replayed along recorded answers (`eval.recorded.replay`), which gives its rounds: tokens, nodes and
+draft calls. `eval.planner.cost_model` measures what such rounds cost here. Both together give the predicted speed-up
+over plain decoding, with a bootstrap interval over conversations, widened by how far apart repeats of the measurement
+are.
 """
 
-import heapq
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,30 +15,27 @@ from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, named
 from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured.benchmarks import PLAIN, Bench, Question
+from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
 from draftsmith.eval.measured.metrics import summarise, summarise_all
-from draftsmith.eval.page.file_shapes import load
 from draftsmith.eval.planner.cost_model import Costs, measure_costs, predicted, room_for
 from draftsmith.eval.recorded.answers import (
     EVERYONE,
     RecordedAnswer,
     Recording,
-    check_answers,
+    check_answers_before_loading,
     check_recorded_from,
     drawn_unlike,
+    kept_for_validation,
     read_answers,
     tokens_of,
 )
 from draftsmith.eval.recorded.replay import Agreement, plain_rounds, replay_all
-from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Policy, Recipe, TreeSection
-from draftsmith.recipes.validation import validation_rank
 
 DEFAULT_CANDIDATES = (
     *({"policy": "chain", "nodes": tokens + 1} for tokens in range(1, 9)),
@@ -59,22 +55,23 @@ DEFAULT_CANDIDATES = (
     {"policy": "svip_tree", "nodes": 32, "draft_calls": 8, "top_k": 8},
     {"policy": "svip_tree", "nodes": 60, "draft_calls": 8},
 )
+SVIP_H = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)
 SWEEPS: dict[Policy, tuple[str, str, tuple[float, ...]]] = {  # section, key, values
-    "svip": ("svip", "h", (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)),
-    "svip_tree": ("svip", "h", (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)),
+    "svip": ("svip", "h", SVIP_H),
+    "svip_tree": ("svip", "h", SVIP_H),
     "ddd": ("ddd", "threshold", (-0.05, -0.1, -0.2, -0.3, -0.45, -0.6, -0.8, -1.0, -1.5, -2.0, -3.0)),
 }
 
 
 @dataclass
 class Row:
-    """One candidate, and what is expected of it."""
+    """One candidate and its prediction."""
 
     contender: Contender
     rounds: list[Generation]  # along the recorded answers, with the seconds that they are expected to take
     numbers: dict[str, Any]  # of `metrics.summarise`
-    measured: dict[str, Any] = field(default_factory=dict)
-    by_repeat: list[float] = field(default_factory=list)  # the speed-up, by each repeat of the measured costs alone
+    by_repeat: list[float]  # the speed-up, by each repeat of the measured costs alone
+    measured: dict[str, Any] = field(default_factory=dict)  # where it was decoded, too
 
     @property
     def name(self) -> str:
@@ -82,7 +79,7 @@ class Row:
 
     @property
     def short_name(self) -> str:
-        """All candidates of a plan have one drafter: without it."""
+        """The name without the drafter: all candidates of a plan have the same one."""
         return self.name.removeprefix(f"{self.contender.kind}, ")
 
     @property
@@ -95,7 +92,7 @@ class Row:
 
     @property
     def as_fast_as_plain(self) -> bool:
-        """Does the interval of its speed-up contain 1? Then it cannot be told from plain decoding."""
+        """Whether the interval of its speed-up contains 1: it cannot be told from plain decoding."""
         low, high = self.numbers["speedup_interval"] or (self.speedup, self.speedup)
         return low <= 1 <= high
 
@@ -114,20 +111,20 @@ class Plan:
         return self.rows[0] if self.rows[0].speedup > 1 else None
 
 
-# What is chosen among.
+# The candidates.
 
 
 def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[TreeSection]:
     """eval.planner.candidates, or the default ones.
 
     Args:
-        asked: the section whose policy is `auto` (None: eval.tree); its vocabulary is that of all candidates which name
-            none of their own.
+        asked: the section whose policy is `auto` (None: eval.tree). Candidates without a vocabulary of their own take
+            its one.
 
     Raises:
         UserError: one that cannot be a candidate.
     """
-    trees = list(recipe.eval.planner.candidates) or _defaults()
+    trees = _candidates(recipe)
     problems = []
     for i, tree in enumerate(trees):
         where = f"eval.planner.candidates.{i}"
@@ -140,18 +137,18 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
     if problems:
         raise UserError(problems)
     asked = asked or recipe.eval.tree
-    if asked.policy != "auto" or asked.vocab_size is None:
-        return trees
-    return [tree if tree.vocab_size else tree.model_copy(update={"vocab_size": asked.vocab_size}) for tree in trees]
+    cut_to = asked.vocab_size if asked.policy == "auto" else None
+    return [tree.model_copy(update={"vocab_size": tree.vocab_size or cut_to}) if cut_to else tree for tree in trees]
 
 
-def _defaults() -> list[TreeSection]:
-    return [TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES]
+def _candidates(recipe: Recipe) -> list[TreeSection]:
+    return list(recipe.eval.planner.candidates) or [TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES]
 
 
 def sweep_of(recipe: Recipe, policy: Policy) -> list[TreeSection]:
     """The recipe's own tree of this policy (eval.tree, a candidate, or the default one) with every threshold."""
-    base = next(t for t in (recipe.eval.tree, *recipe.eval.planner.candidates, *_defaults()) if t.policy == policy)
+    defaults = (TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES)
+    base = next(t for t in (recipe.eval.tree, *recipe.eval.planner.candidates, *defaults) if t.policy == policy)
     section, key, values = SWEEPS[policy]
     return [
         base.model_copy(update={section: getattr(base, section).model_copy(update={key: value})}) for value in values
@@ -159,31 +156,24 @@ def sweep_of(recipe: Recipe, policy: Policy) -> list[TreeSection]:
 
 
 def contenders_from(recipe: Recipe, base: Contender, trees: Sequence[TreeSection]) -> list[Contender]:
-    """Everyone drafts as `base` does, each with a tree of these."""
-    counts = recipe.token_counts_path
-    return named(
-        [
-            replace(
-                base,
-                name="",
-                tree=tree,
-                place=f"eval.planner.candidates.{i}",
-                token_counts=counts if tree.vocab_size is not None else None,
-            )
-            for i, tree in enumerate(trees)
-        ]
-    )
+    """`base` with each of these trees, named."""
+    return named([_with_tree(recipe, base, tree, f"eval.planner.candidates.{i}") for i, tree in enumerate(trees)])
 
 
-# What it is predicted from.
+def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = "") -> Contender:
+    counts = recipe.token_counts_path if tree.vocab_size is not None else None
+    return replace(base, name="", tree=tree, place=place, token_counts=counts)
+
+
+# The recorded answers.
 
 
 def planner_answers(
     recipe: Recipe, trees: Sequence[TreeSection] | None = None
 ) -> tuple[Recording, list[RecordedAnswer]]:
     """A file of recorded answers, and at most eval.planner.max_answers of them: of the file that the recipe names,
-    spread evenly over it; else of the conversations that training keeps for validation. All is checked that can be
-    before weights are loaded.
+    spread evenly over it; else of the conversations that training keeps for validation. Everything is checked that can
+    be before weights are loaded.
 
     Args:
         trees: whose costs are to be measured; None: those of `candidates_of`.
@@ -192,7 +182,7 @@ def planner_answers(
         UserError: there are none, or they are another target's; eval.planner.context is more than the target has.
     """
     section, most = recipe.eval.planner, recipe.eval.planner.max_answers
-    with _named("eval.planner.answers"):
+    with _naming_its_key():
         if section.answers is not None:
             recording = read_answers(Path(section.answers))
         else:
@@ -202,43 +192,29 @@ def planner_answers(
                     f"eval.planner.answers: not given, and there are no conversations in {path}; "
                     "data_gen/regenerate.py writes them, or name a generations.jsonl of eval/acceptance.py"
                 )
-            recording = read_answers(path, only=validation_ids(path, most))
-        config = load_config(recipe.target).get_text_config(decoder=True)
-        fingerprint = tokenizer_fingerprint(load_tokenizer(recipe.target))
-        check_recorded_from(
-            recording, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint)
-        )
-        check_answers(recording, config.vocab_size, config.max_position_embeddings)
-        positions: int = config.max_position_embeddings
-        _check_context(recipe, candidates_of(recipe) if trees is None else trees, positions)
-        answers = [answer for answer in _anyone_s(recording) if len(answer.tokens) > 1]
+            recording = read_answers(path, only=kept_for_validation(path, most, of=1))
+        positions = check_answers_before_loading(recording, recipe.target)
+        room = room_for(positions, candidates_of(recipe) if trees is None else trees)
+        if section.context is not None and section.context > room:
+            raise UserError(
+                f"eval.planner.context: {section.context:,} tokens, but the target has {positions:,} positions, and "
+                f"the rounds that are timed behind the context take {positions - room:,} of them; set it to {room:,} "
+                "or less"
+            )
+        answers = [answer for answer in _answers_for_all(recording) if len(answer.tokens) > 1]
     if not answers:
         raise UserError(
-            f"eval.planner.answers: {recording.path} holds no answer of two tokens or more, and such take no round"
+            f"eval.planner.answers: {recording.path} holds no answer of two tokens or more; shorter ones take no round"
         )
     if len(answers) > most:
         answers = [answers[i * len(answers) // most] for i in range(most)]
     return recording, answers
 
 
-def _check_context(recipe: Recipe, trees: Sequence[TreeSection], positions: int) -> None:
-    """Costs are measured at the context that was asked for, or not at all."""
-    context, room = recipe.eval.planner.context, room_for(positions, trees)
-    if context is not None and context > room:
-        raise UserError(
-            f"eval.planner.context: {context:,} tokens, but the target has {positions:,} positions, and the rounds "
-            f"that are timed behind the context take {positions - room:,} of them; set it to {room:,} or less"
-        )
-
-
-def _anyone_s(recording: Recording) -> list[RecordedAnswer]:
-    """Plain decoding's answers, or the only ones there are, or anyone's greedy ones: those are the same for all."""
+def _answers_for_all(recording: Recording) -> list[RecordedAnswer]:
+    """Plain decoding's answers, or the only ones, or a contender's greedy ones: greedy answers are the same for all."""
     if len(recording.answers) > 1 and not {PLAIN, EVERYONE} & set(recording.answers):
-        greedy = [
-            answers
-            for answers in recording.answers.values()
-            if all(answer.sampling is not None and answer.sampling.greedy for answer in answers)
-        ]
+        greedy = [each for each in recording.answers.values() if all(answer.known_greedy for answer in each)]
         if not greedy:
             drawn = any(answer.sampling is not None for answer in recording)
             why = "were drawn, so that no two agree" if drawn else "may have been drawn (no acceptance.json beside it)"
@@ -250,48 +226,32 @@ def _anyone_s(recording: Recording) -> list[RecordedAnswer]:
     return recording.of(PLAIN, PLAIN)
 
 
-def validation_ids(path: Path, most: int) -> set[str]:
-    """Ids of the first conversations that training keeps for validation: those whose hash is lowest."""
-
-    def ids() -> Iterator[str]:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    if line.strip() and isinstance(name := load(line).get("id"), str):
-                        yield name
-                except ValueError as error:
-                    raise UserError(f"eval.planner.answers: {path}:{number}: {error}") from None
-
-    return set(heapq.nsmallest(most, ids(), key=validation_rank))
-
-
 @contextmanager
-def _named(key: str) -> Iterator[None]:
-    """Replay's messages name its own key of the recipe."""
+def _naming_its_key() -> Iterator[None]:
+    """Messages name eval.planner.answers where replay's name eval.answers."""
     try:
         yield
     except UserError as error:
-        raise UserError([problem.replace("eval.answers", key) for problem in error.problems]) from error
+        raise UserError([p.replace("eval.answers", "eval.planner.answers") for p in error.problems]) from error
 
 
-def drawn_otherwise(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:
-    """What is to be said where the answers were drawn otherwise than the evaluation draws: their tau is another one."""
-    said = drawn_unlike(answers, Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k))
-    if said is None:
+def sampling_note(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:
+    """A note where the answers were sampled with other settings than the evaluation's: their tau is another one."""
+    if (settings := drawn_unlike(answers, Sampling.of(recipe.eval))) is None:
         return None
     return (
-        f"eval.planner.answers were drawn otherwise ({said}) than eval.temperature, top_p and top_k say; tau is "
+        f"eval.planner.answers were drawn otherwise ({settings}) than eval.temperature, top_p and top_k say; tau is "
         "predicted for answers like those"
     )
 
 
 def mean_context(answers: Sequence[RecordedAnswer]) -> int:
-    """Committed tokens of a round, on average over the answers' tokens."""
+    """Mean number of committed tokens before a round."""
     summed = sum(len(a.tokens) * (len(a.prompt) + len(a.tokens) / 2) for a in answers)
     return max(1, round(summed / tokens_of(answers)))
 
 
-# The plan.
+# The prediction, and the measurement that checks it.
 
 
 def make_plan(
@@ -310,35 +270,32 @@ def make_plan(
     Raises:
         UserError: the answers are another target's; no room in the target's positions for such trees.
     """
-    target, section = lineup.target, recipe.eval.planner
-    sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
+    target, section, sampling = lineup.target, recipe.eval, Sampling.of(recipe.eval)
     proposers = {contender.name: lineup.proposer(contender, sampling) for contender in contenders}
     agreement = Agreement.of(target)
-    with (
-        _named("eval.planner.answers"),
-        Bar(total=tokens_of(answers) * len(contenders), desc="replay", unit="token", leave=False) as progress,
-    ):
+    total = tokens_of(answers) * len(contenders)
+    with _naming_its_key(), Bar(total=total, desc="replay", unit="token", leave=False) as progress:
         check_recorded_from(recording, lineup.identity)
-        rounds = replay_all(target, proposers, answers, recipe.eval.replay_batch_size, agreement, progress.update)
+        rounds = replay_all(target, proposers, answers, section.replay_batch_size, agreement, progress.update)
 
     def proposer_of(tree: TreeSection) -> Proposer:
-        return lineup.proposer(replace(contenders[0], tree=tree, token_counts=recipe.token_counts_path), sampling)
+        return lineup.proposer(_with_tree(recipe, contenders[0], tree), sampling)
 
     costs = measure_costs(
         target,
         proposer_of,
         [_as_grown(contender.tree, rounds[contender.name]) for contender in contenders],
         [[*answer.prompt, *answer.tokens] for answer in answers],
-        section.context or mean_context(answers),
+        section.planner.context or mean_context(answers),
         sampling,
-        recipe.eval.batch_size,
+        section.batch_size,
     )
-    rows = ranked(costs, contenders, rounds, answers, recipe.eval.bootstrap_samples, recipe.eval.seed)
+    rows = ranked(costs, contenders, rounds, answers, section.bootstrap_samples, section.seed)
     return Plan(costs, rows, recording, answers, str(agreement))
 
 
 def _as_grown(tree: TreeSection, rounds: Sequence[Generation]) -> TreeSection:
-    """C2T's limit is what its classifier lets pass: costs are measured up to the largest tree that was seen."""
+    """A C2T tree limited to the largest one seen: its size depends on what the classifier lets pass."""
     if tree.policy != "c2t":
         return tree
     seen = max((nodes for generation in rounds for nodes in generation.tree_nodes), default=2)
@@ -358,67 +315,51 @@ def ranked(
     Args:
         rounds: of every contender, along `answers`.
 
-    The interval of a speed-up is the bootstrap's over conversations, and wider on either side by as much as the lowest
-    and the highest speed-up that single repeats of the measurement give lie beside that of all.
+    The interval of a speed-up is the bootstrap's over conversations, widened on either side by the ratio of the lowest
+    and the highest speed-up that a single repeat of the measurement gives to that of all repeats.
     """
     undrafted = [plain_rounds(answer) for answer in answers]
-    plain = predicted(costs, None, undrafted)
     rows = []
     for contender in contenders:
-        expected = predicted(costs, contender.tree, rounds[contender.name])
+
+        def both(costs: Costs, contender: Contender = contender) -> tuple[list[Generation], list[Generation]]:
+            return predicted(costs, contender.tree, rounds[contender.name]), predicted(costs, None, undrafted)
+
+        expected, plain = both(costs)
         numbers = summarise(expected, plain, bootstrap_samples, seed, sampled=True)
-        by_repeat = [
-            _seconds(predicted(one, None, undrafted)) / _seconds(predicted(one, contender.tree, rounds[contender.name]))
-            for one in costs.repeats
-        ]
+        by_repeat = [_speedup(*both(one)) for one in costs.repeats]
         if by_repeat and numbers["speedup_interval"] is not None:
             low, high = numbers["speedup_interval"]
-            usual = _seconds(plain) / _seconds(expected)
+            usual = _speedup(expected, plain)
             widened = low * min(1.0, min(by_repeat) / usual), high * max(1.0, max(by_repeat) / usual)
             numbers["speedup_interval"] = [round(bound, 4) for bound in widened]
-        rows.append(Row(contender, expected, numbers, by_repeat=[round(each, 4) for each in by_repeat]))
+        rows.append(Row(contender, expected, numbers, [round(each, 4) for each in by_repeat]))
     return sorted(rows, key=lambda row: -row.speedup)
 
 
 def measure(lineup: Lineup, recipe: Recipe, plan: Plan, most: int, asked: list[Question], rejects: Rejects) -> None:
     """Decodes the evaluation's prompts by the best rows of the plan, and plainly; fills in their `measured`."""
-    target = lineup.target
-    sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
-    bench = Bench(
-        target,
-        lineup.tokenizer,
-        lineup.stop_ids,
-        recipe.eval.max_new_tokens,
-        target.config.max_position_embeddings,
-        sampling,
-        recipe.eval.seed,
-        recipe.eval.batch_size,
-    )
     rows = plan.rows[:most]
-    proposers: dict[str, Proposer | None] = {row.name: lineup.proposer(row.contender, sampling) for row in rows}
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        results = bench.run(asked, proposers, rows[0].name, nowhere, rejects)
-    samples, seed = recipe.eval.bootstrap_samples, recipe.eval.seed
-    measured = summarise_all(results, PLAIN, samples, seed, not sampling.greedy)["contenders"]
+        results = decode_all(lineup, recipe, [row.contender for row in rows], asked, nowhere, rejects)
+    settings = recipe.eval.bootstrap_samples, recipe.eval.seed
+    measured = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0)["contenders"]
+    plain = predicted(plan.costs, None, results[PLAIN])
     for row in rows:
-        # What the same rounds should have taken: apart from tau, is the cost model right?
-        expected = predicted(plan.costs, row.tree, results[row.name])
-        plain = predicted(plan.costs, None, results[PLAIN])
+        decoded = results[row.name]
+        # What the measured rounds should have taken: an error in tau aside, is the cost model right?
+        expected = predicted(plan.costs, row.tree, decoded)
         row.measured = measured[row.name] | {
-            "round_in_plain_rounds": in_plain_rounds(results[row.name], results[PLAIN]),
-            "predicted_speedup_of_these_rounds": summarise(expected, plain, samples, seed, sampled=True)["speedup"],
+            "round_in_plain_rounds": round(round_seconds(decoded) / round_seconds(results[PLAIN]), 4),
+            "predicted_speedup_of_these_rounds": summarise(expected, plain, *settings, sampled=True)["speedup"],
         }
 
 
-def _seconds(generations: Sequence[Generation]) -> float:
-    return sum(g.decode_seconds for g in generations)
+def _speedup(generations: Sequence[Generation], plain: Sequence[Generation]) -> float:
+    """Of the same answers."""
+    return sum(g.decode_seconds for g in plain) / sum(g.decode_seconds for g in generations)
 
 
 def round_seconds(generations: Sequence[Generation]) -> float:
     """Mean time of a round."""
-    return _seconds(generations) / max(1, sum(g.rounds for g in generations))
-
-
-def in_plain_rounds(generations: Sequence[Generation], plain: Sequence[Generation]) -> float:
-    """Mean time of a round, in rounds of plain decoding."""
-    return round(round_seconds(generations) / round_seconds(plain), 4)
+    return sum(g.decode_seconds for g in generations) / max(1, sum(g.rounds for g in generations))

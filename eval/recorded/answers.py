@@ -18,9 +18,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from draftsmith.eval.page.file_shapes import Count, Shape, Text, check, load
-from draftsmith.models.chat import FINGERPRINT_COVERS
+from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
 from draftsmith.recipes.validation import validation_rank
 
 SHOWN_FAULTS = 3
@@ -44,6 +46,10 @@ class RecordedAnswer:
     @property
     def key(self) -> tuple[str, str, int]:
         return self.benchmark, self.conversation_id, self.turn
+
+    @property
+    def known_greedy(self) -> bool:
+        return self.sampling is not None and self.sampling.greedy
 
 
 @dataclass
@@ -194,13 +200,14 @@ def _whose(contender: str) -> str:
     return "the " if contender == EVERYONE else f"{contender!r}: the "
 
 
-def kept_for_validation(path: Path, most: int) -> set[str]:
+def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
     """Ids of the conversations in a file of `data_gen.regenerate` that training on it keeps for validation.
 
     Args:
         most: train.validation_conversations.
+        of: one in so many conversations at most; training keeps one in five.
 
-    As in training, a fifth of the conversations at most. Training does not count those that it cannot use for other
+    Training does not count those that it cannot use for other
     reasons than short answers; where there are such, and few conversations, the last of these may be trained on.
     """
     ids = set()
@@ -213,7 +220,7 @@ def kept_for_validation(path: Path, most: int) -> set[str]:
                 continue
             if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # one token alone trains nothing
                 ids.add(record["id"])
-    return set(heapq.nsmallest(min(most, len(ids) // 5), ids, key=validation_rank))
+    return set(heapq.nsmallest(min(most, len(ids) // of), ids, key=validation_rank))
 
 
 def _answers_of(
@@ -295,6 +302,15 @@ def check_answers(recording: Recording, vocab_size: int, positions: int) -> None
                 f"eval.answers: {answer.place}: prompt and answer are {length} tokens, the target has {positions} "
                 "positions"
             )
+
+
+def check_answers_before_loading(recording: Recording, target: TargetSection) -> int:
+    """`check_recorded_from` and `check_answers`, by the target's config and tokenizer alone; returns its positions."""
+    config = load_config(target).get_text_config(decoder=True)
+    fingerprint = tokenizer_fingerprint(load_tokenizer(target))
+    check_recorded_from(recording, config_identity(config, target.model, target.revision, fingerprint))
+    check_answers(recording, config.vocab_size, config.max_position_embeddings)
+    return config.max_position_embeddings
 
 
 def check_recorded_from(recording: Recording, here: dict[str, Any]) -> None:

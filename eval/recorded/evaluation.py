@@ -27,7 +27,7 @@ from draftsmith.eval.page.files import (
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
     Recording,
-    check_answers,
+    check_answers_before_loading,
     check_recorded_from,
     kept_for_validation,
     read_answers,
@@ -42,8 +42,8 @@ from draftsmith.eval.recorded.replay import (
     replay_all,
     replay_bytes,
 )
-from draftsmith.models.chat import decode_answer, load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity, read_config
+from draftsmith.models.chat import decode_answer, load_config
+from draftsmith.models.checkpoint import read_config
 from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_size
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
@@ -64,9 +64,7 @@ def main_replay(
     Raises:
         UserError: what `check_contenders` and `recording_of` refuse; answers of another target.
     """
-    # A plan may come before the training; a drafter that the recipe names must be there.
-    yet_to_train = plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
-    check_contenders(recipe, contenders, recipe.drafter_dir if yet_to_train else None)
+    check_contenders(recipe, contenders, plan)
     recording = recording_of(recipe, contenders)
     recipe = as_replayed(recipe, recording)
     if recording.note:
@@ -107,21 +105,18 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
         UserError: no answers, damaged ones, another target's; contenders that cannot be replayed along them.
     """
     path = Path(recipe.eval.answers) if recipe.eval.answers else generations_path(recipe)
-    sampling = Sampling(recipe.eval.temperature, recipe.eval.top_p, recipe.eval.top_k)
+    sampling = Sampling.of(recipe.eval)
     only, note = _not_trained_on(recipe, path)
     recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first", only)
     recording.note = note
-    config = load_config(recipe.target).get_text_config(decoder=True)
-    fingerprint = tokenizer_fingerprint(load_tokenizer(recipe.target))
-    check_recorded_from(recording, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint))
-    check_answers(recording, config.vocab_size, config.max_position_embeddings)
+    check_answers_before_loading(recording, recipe.target)
     problems = []
     turns = [answer.key for answer in _baseline(recording, contenders)]
     for contender in contenders:
         own = recording.of(contender.name, PLAIN)
         if contender.tree.policy == "auto":
             problems.append(f"{contender.place}: policy auto goes by speeds, and replay has none; name a policy")
-        if contender.tree.draw == "sampled" and not all(_greedy(answer) for answer in own):
+        if contender.tree.draw == "sampled" and not all(answer.known_greedy for answer in own):
             problems.append(
                 f"{contender.place}: draw: sampled cannot be replayed along answers that were drawn (or may have "
                 "been): which tokens the drafter drew is not recorded; leave draw out, or decode"
@@ -134,10 +129,6 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     if problems:
         raise UserError(problems)
     return recording
-
-
-def _greedy(answer: RecordedAnswer) -> bool:
-    return answer.sampling is not None and answer.sampling.greedy  # None: nobody knows
 
 
 def _not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
