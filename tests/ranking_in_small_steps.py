@@ -7,7 +7,7 @@ from draftsmith.data_gen.corpus import reader as corpus_reader
 
 
 def main() -> None:
-    corpus_reader.PIECE_BYTES, corpus_reader.BATCH_CHARACTERS = 200, 600
+    corpus_reader.PIECE_BYTES, corpus_reader.CHUNK_CHARACTERS = 200, 600
     corpus_counts.SECONDS_BETWEEN_SAVES = 0.0
-    corpus_counts.BATCHES_BEFORE_PROCESSES = 1
+    corpus_counts.CHUNKS_BEFORE_PROCESSES = 1
     rank_vocab.main()

@@ -366,7 +366,7 @@ def test_script_counts_what_training_reads(run_script) -> None:
     vocab = DraftVocab.load(path)
     assert vocab.target_ids.tolist() == expected and vocab.target_vocab_size == VOCAB_SIZE
     total, covered = counts.total(), sum(counts[token] for token in expected)
-    assert f"{total:,} supervised tokens, {len(counts):,} distinct ones seen" in printed
+    assert f"answers: {total:,} tokens in 24 conversations; 6 records rejected" in printed
     assert "6 longer than data.max_length" in printed
     rejects = run_script.out / "conversations.training_rejects.jsonl"
     assert str(rejects) in printed
@@ -375,7 +375,7 @@ def test_script_counts_what_training_reads(run_script) -> None:
     assert [(entry["line"], entry["record"]) for entry in entries] == long
     run_script("drafter.vocab_size=12")
     assert len(rejects.read_text().splitlines()) == 6  # none twice
-    assert f"{covered / total:.2%} of the supervised ones covered" in printed
+    assert f"{covered / total:.2%} of answers covered" in printed
     metadata = load_metadata(path)
     assert metadata["counted_tokens"] == str(total)
     assert float(metadata["covered_share"]) == pytest.approx(covered / total, abs=1e-6)
@@ -387,7 +387,6 @@ def test_script_writes_what_decoding_cuts_by(run_script) -> None:
     outputs = [line["turns"][0]["output_token_ids"] for line in run_script.lines]
     expected = Counter(token for output in outputs if len(output) < 17 for token in output)
     path = run_script.out / "token_counts.safetensors"
-    assert f"{path}: written" in printed
     counts, metadata = load_token_counts(path)
     assert {token: count for token, count in enumerate(counts.tolist()) if count} == expected
     assert len(counts) == VOCAB_SIZE
@@ -429,7 +428,7 @@ def test_script_never_changes_a_mapping_under_a_drafter(run_script) -> None:
 
 def test_script_without_a_size_takes_the_whole_vocabulary(run_script) -> None:
     printed = run_script()
-    assert "whole vocabulary" in printed and "100.00% of the supervised ones covered" in printed
+    assert "whole vocabulary" in printed and "100.00% of answers covered" in printed
     assert DraftVocab.load(run_script.out / "draft_vocab.safetensors").same_as(DraftVocab.full(VOCAB_SIZE))
 
 

@@ -1,15 +1,14 @@
 """Token counts and draft vocabularies, behind data_gen/rank_vocab.py."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.corpus.counts import Processes, TextCounter, cores, count_corpus, progress_of, progress_path
-from draftsmith.data_gen.corpus.coverage import SIZES_SHOWN, Coverage, sizes_below
-from draftsmith.data_gen.corpus.reader import ANSWERS, check_corpora, overlaps
+from draftsmith.data_gen.corpus.counts import Processes, TextCounter, cores, count_corpus
+from draftsmith.data_gen.corpus.reader import ANSWERS, check_corpora
 from draftsmith.data_gen.corpus.template_tokens import template_tokens
 from draftsmith.data_gen.rows.overlap import training_check
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
@@ -24,25 +23,27 @@ from draftsmith.models.vocab import CorpusCounts, DraftVocab, blend, covered_sha
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 
 # Tokens gathered before they are added to the counts: a large vocabulary is not walked through for every row.
 COUNTED_AT_ONCE = 1 << 20
+# Sizes that a table shows: so many powers of two below the target's vocabulary, and the vocabulary itself.
+SIZES_SHOWN = 7
+COLUMN = 20  # characters of a corpus's name that a table shows
 
 
 def main(command: Command) -> None:
-    recipe, section = command.recipe, command.recipe.target
-    vocab_size = load_config(section).get_text_config().vocab_size
+    recipe = command.recipe
+    vocab_size = load_config(recipe.target).get_text_config().vocab_size
     size = recipe.drafter.vocab_size or vocab_size
     if size > vocab_size:
         raise UserError(f"drafter.vocab_size: {size} is more than the target's vocabulary of {vocab_size} tokens")
     if command.plan:
         print("\n".join(plan(recipe, size, vocab_size)))
-    elif recipe.data.ranking.sources:
-        rank_by_corpora(recipe, size, vocab_size)
     else:
-        rank_by_answers(recipe, size, vocab_size)
+        choose_vocab(recipe, size, vocab_size)
 
 
 def counts_path_of(recipe: Recipe) -> Path:
@@ -63,91 +64,64 @@ def plan(recipe: Recipe, size: int, vocab_size: int) -> Iterator[str]:
     """What would be done, in lines."""
     conversations, sources = recipe.conversations_path, recipe.data.ranking.sources
     there = "" if conversations.exists() else ", which data_gen/regenerate.py has yet to write"
+    answers = f"the supervised tokens of {conversations}{there}"
+    check_corpora(sources, look=False)
     if not sources:
-        yield f"counts the supervised tokens of {conversations}{there}"
-    else:
-        checked = check_corpora(sources, look=False)
-        yield from overlaps(checked)
-        corpora = {corpus.name: corpus for corpus in checked}
-        for source in sources:
-            most = f", {source.max_documents:,} documents at most" if source.max_documents else ""
-            if source.source == ANSWERS:
-                what = f"the supervised tokens of {conversations}{there}"
-            else:
-                total = corpora[source.source].total
-                bytes_ = "" if total is None else f", {total / 1e6:,.1f} MB"
-                begun = progress_path(ranking_dir_of(recipe), source.source).exists()
-                what = f"{source.source}{bytes_}{most}{', of which some is counted already' if begun else ''}"
-            yield f"counts {what}; weight {source.weight:g}"
-        workers = recipe.data.ranking.workers or cores()
-        yield f"tokenises texts in {workers} processes; keeps what it has in {ranking_dir_of(recipe)}"
+        yield f"counts {answers}"
+    for source in sources:
+        most = f", {source.max_documents:,} documents at most" if source.max_documents else ""
+        yield f"counts {answers if source.source == ANSWERS else source.source}{most}; weight {source.weight:g}"
     yield f"writes {size:,} of {vocab_size:,} target tokens to {recipe.draft_vocab_path}"
     yield f"writes how often each was seen to {counts_path_of(recipe)}"
-    if sources:
-        yield f"writes which share of each corpus is covered to {coverage_path_of(recipe)}"
 
 
-def rank_by_answers(recipe: Recipe, size: int, vocab_size: int) -> None:
-    """By the supervised tokens alone."""
+def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
+    """Ranks by the blend of data.ranking.sources, or by the target's own answers where there are none; writes files."""
+    sources = recipe.data.ranking.sources
     tokenizer = load_tokenizer(recipe.target)
-    stops = stop_ids(tokenizer, load_generation_config(recipe.target))
-    must_have = sorted({*stops, *template_tokens(tokenizer).in_answers})
-    rejects = Rejects(recipe.training_rejects_path)
-    counts = count_answers(recipe, tokenizer, vocab_size, rejects)
-    vocab = rank(counts, size, must_have)
-    total, covered = int(counts.sum()), covered_share(counts, vocab)
-    print(f"{total:,} supervised tokens, {int((counts > 0).sum()):,} distinct ones seen; {rejects.summary()}")
-    if recipe.drafter.vocab_size is None:
-        print("drafter.vocab_size is not set: the drafter proposes the target's whole vocabulary")
-    print(coverage_table(counts, must_have))
     fingerprint = tokenizer_fingerprint(tokenizer)
-    metadata = {
-        "tokenizer_fingerprint": fingerprint,
-        "counted_tokens": str(total),
-        "covered_share": f"{covered:.6f}",
-    }
-    done = write(recipe, vocab, metadata)
-    save_token_counts(counts_path_of(recipe), counts, fingerprint, stops, set(must_have).difference(stops))
-    print(
-        f"{recipe.draft_vocab_path}: {done}; {vocab.size:,} of {vocab_size:,} target tokens, "
-        f"{covered:.2%} of the supervised ones covered"
+    stops = set(stop_ids(tokenizer, load_generation_config(recipe.target)))
+    template = template_tokens(tokenizer)
+    others = set(template.all) if sources else set(template.in_answers) - stops
+    must_have = sorted(stops | others)
+    corpora = (
+        count_corpora(recipe, tokenizer, vocab_size) if sources else [answers_of(recipe, tokenizer, vocab_size, 1)]
     )
-    print(f"{counts_path_of(recipe)}: written")
-
-
-def rank_by_corpora(recipe: Recipe, size: int, vocab_size: int) -> None:
-    """By the blend of data.ranking.sources."""
-    tokenizer = load_tokenizer(recipe.target)
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    stops = stop_ids(tokenizer, load_generation_config(recipe.target))
-    template = template_tokens(tokenizer).all
-    must_have = sorted({*stops, *template})
-    corpora = count_corpora(recipe, tokenizer, vocab_size)
     blended = [corpus for corpus in corpora if corpus.weight is not None]
     counts = blend([(corpus.counts, corpus.weight or 0.0) for corpus in blended])
-    vocab = rank(counts, size, must_have, " and ".join(corpus.source for corpus in blended))
+    names = " and ".join(corpus.source for corpus in blended)
+    vocab = rank(counts, size, must_have, names if sources else None)
     if recipe.drafter.vocab_size is None:
         print("drafter.vocab_size is not set: the drafter proposes the target's whole vocabulary")
-    coverage = Coverage.of(corpora, counts, must_have)
-    print(coverage.table())
+    coverage = coverage_of(corpora, counts, must_have)
+    print(coverage_table(coverage))
     covered = covered_share(counts, vocab)
-    facts = [corpus.facts() for corpus in corpora]
     metadata = {
         "tokenizer_fingerprint": fingerprint,
         "counted_tokens": str(int(counts.sum())),
         "covered_share": f"{covered:.6f}",
-        "corpora": json.dumps(facts, ensure_ascii=False),
     }
+    facts = [corpus.facts() for corpus in corpora]
+    if sources:
+        metadata["corpora"] = json.dumps(facts, ensure_ascii=False)
     done = write(recipe, vocab, metadata)
-    save_token_counts(counts_path_of(recipe), counts, fingerprint, stops, template, corpora)
-    always = [{"id": token, "token": tokenizer.convert_ids_to_tokens(token)} for token in must_have]
-    coverage.write(coverage_path_of(recipe), facts, always)
-    print(f"always inside: {', '.join(str(entry['token']) for entry in always)}")
+    save_token_counts(counts_path_of(recipe), counts, fingerprint, stops, others, corpora if sources else ())
+    if sources:
+        shares = {name: {n: round(share, 6) for n, share in column.items()} for name, column in coverage.items()}
+        content = {
+            "corpora": facts,
+            "always_inside": [{"id": id_, "token": tokenizer.convert_ids_to_tokens(id_)} for id_ in must_have],
+            "sizes": list(next(iter(shares.values()))),
+            "covered_share": {name: list(column.values()) for name, column in shares.items()},
+        }
+        atomic_write(coverage_path_of(recipe), json.dumps(content, ensure_ascii=False, indent=1) + "\n")
     print(
         f"{recipe.draft_vocab_path}: {done}; {vocab.size:,} of {vocab_size:,} target tokens, "
-        f"{covered:.2%} of the {'blend' if len(blended) > 1 else 'corpus'} covered"
+        f"{covered:.2%} of {'the blend' if len(blended) > 1 else names} covered"
     )
-    print(f"{counts_path_of(recipe)}: written\n{coverage_path_of(recipe)}: written")
+
+
+# What is counted.
 
 
 def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[CorpusCounts]:
@@ -170,27 +144,18 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
         raise UserError([*problems, *error.problems]) from None
     if problems:
         raise UserError(problems)
-    for note in overlaps(corpora):
-        print(note)
-    fingerprint, found = tokenizer_fingerprint(tokenizer), dict[str, CorpusCounts]()
+    found: dict[str, CorpusCounts] = {}
     if ANSWERS in weights:
-        found[ANSWERS] = _answers(recipe, tokenizer, vocab_size, weights[ANSWERS])
+        found[ANSWERS] = answers_of(recipe, tokenizer, vocab_size, weights[ANSWERS])
     elif answers_there:  # wanted for comparison alone: whatever is wrong with them, the ranking can do without
         try:
-            answers = _answers(recipe, tokenizer, vocab_size, None)
-            found |= {ANSWERS: answers} if answers.tokens else {}
-            problem = "" if answers.tokens else f"{recipe.conversations_path} holds no token to count"
+            found[ANSWERS] = answers_of(recipe, tokenizer, vocab_size, None)
         except UserError as error:
-            problem = "; ".join(error.problems)
-        if problem:
-            print(f"note: the coverage of the target's own answers is not told: {problem}")
-    counter = TextCounter(tokenizer, vocab_size)
-    with Processes(recipe.target, counter, vocab_size, ranking.workers or cores()) as processes:
+            print(f"note: the coverage of the target's own answers is not told: {'; '.join(error.problems)}")
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    with Processes(recipe.target, TextCounter(tokenizer, vocab_size), ranking.workers or cores()) as processes:
         for corpus in corpora:
-            progress = progress_of(corpus, ranking_dir_of(recipe), fingerprint, vocab_size)
-            if progress.found:
-                print(f"{corpus.name}: {progress.found}")
-            found[corpus.name] = count_corpus(corpus, progress, processes)
+            found[corpus.name] = count_corpus(corpus, ranking_dir_of(recipe), fingerprint, processes)
     empty = [
         f"data.ranking.sources: {corpus.source} holds no token to count: {corpus.documents:,} documents, "
         f"{corpus.rejected:,} records rejected"
@@ -202,43 +167,31 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
     return [found[name] for name in (*weights, *(name for name in found if name not in weights))]
 
 
-def _answers(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, weight: float | None) -> CorpusCounts:
-    rejects, documents = Rejects(recipe.training_rejects_path), set[str]()
+def answers_of(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, weight: float | None
+) -> CorpusCounts:
+    """Counts of the supervised tokens of the rows that training reads.
 
-    def noted(rows: Iterable[TrainingRow]) -> Iterator[TrainingRow]:
-        for row in rows:
-            documents.add(row.id)
-            yield row
-
-    counts = count_answers(recipe, tokenizer, vocab_size, rejects, noted)
-    print(f"{ANSWERS}: {int(counts.sum()):,} tokens in {len(documents):,} conversations; {rejects.summary()}")
-    return CorpusCounts(ANSWERS, counts, weight, len(documents), rejects.total)
-
-
-def count_answers(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int,
-    rejects: Rejects,
-    noted: Callable[[Iterable[TrainingRow]], Iterable[TrainingRow]] = iter,
-) -> torch.Tensor:
-    """[V] of the rows that training reads. `noted` sees them on the way."""
-    check = training_check(recipe)
+    Raises:
+        UserError: there is none, or one beyond the target's vocabulary.
+    """
+    check, rejects = training_check(recipe), Rejects(recipe.training_rejects_path)
     leave_out = check.leave_out if check else None
     rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
-    counts = count_supervised(noted(Bar(rows, desc="counting", unit="row")), vocab_size)
+    ids: set[str] = set()
+
+    def noted() -> Iterator[TrainingRow]:
+        for row in Bar(rows, desc="counting", unit="row"):
+            ids.add(row.id)
+            yield row
+
+    counts = count_supervised(noted(), vocab_size)
     if check:
         check.report()
-    return counts
-
-
-def coverage_table(counts: torch.Tensor, must_have: Sequence[int]) -> str:
-    """The share of the supervised tokens that the most frequent ones cover, at a few vocabulary sizes."""
-    whole = DraftVocab.full(len(counts))
-    lines = ["    tokens  of the supervised ones"]
-    for size in sizes_below(len(counts), len(must_have))[-SIZES_SHOWN - 1 :]:
-        lines.append(f"{size:>10,}  {covered_share(counts, cut(whole, counts, size, must_have)):>7.2%}")
-    return "\n".join(lines)
+    if not counts.any():
+        raise UserError(f"{recipe.conversations_path} holds no token to count; {rejects.summary()}")
+    print(f"{ANSWERS}: {int(counts.sum()):,} tokens in {len(ids):,} conversations; {rejects.summary()}")
+    return CorpusCounts(ANSWERS, counts, weight, len(ids), rejects.total)
 
 
 def count_supervised(rows: Iterable[TrainingRow], vocab_size: int) -> torch.Tensor:
@@ -266,6 +219,35 @@ def count_supervised(rows: Iterable[TrainingRow], vocab_size: int) -> torch.Tens
             add()
     add()
     return counts
+
+
+# What is covered.
+
+
+def coverage_of(
+    corpora: Sequence[CorpusCounts], counts: torch.Tensor, must_have: Sequence[int]
+) -> dict[str, dict[int, float]]:
+    """{column: {size of the vocabulary: share of the corpus that its tokens make up}}, by the ranking `counts` [V].
+
+    Columns are the blend where there is one, then each corpus. Sizes are powers of two with room for `must_have`, and
+    the target's whole vocabulary.
+    """
+    whole, columns = DraftVocab.full(len(counts)), {corpus.source: corpus.counts for corpus in corpora}
+    if sum(corpus.weight is not None for corpus in corpora) > 1:
+        columns = {"blend": counts} | columns
+    powers = [1 << exponent for exponent in range((len(counts) - 1).bit_length())]
+    sizes = [*(power for power in powers if power >= len(must_have)), len(counts)]
+    vocabs = {size: cut(whole, counts, size, must_have) for size in sizes}
+    return {name: {n: covered_share(of, vocab) for n, vocab in vocabs.items()} for name, of in columns.items()}
+
+
+def coverage_table(coverage: dict[str, dict[int, float]]) -> str:
+    """Its greatest sizes, for people."""
+    names = [name if len(name) <= COLUMN else f"..{name[2 - COLUMN :]}" for name in coverage]
+    lines = ["    tokens" + "".join(f"  {name:>{COLUMN}}" for name in names)]
+    for size in list(next(iter(coverage.values())))[-SIZES_SHOWN - 1 :]:
+        lines.append(f"{size:>10,}" + "".join(f"  {column[size]:>{COLUMN}.2%}" for column in coverage.values()))
+    return "\n".join(lines)
 
 
 def write(recipe: Recipe, vocab: DraftVocab, metadata: dict[str, str]) -> str:

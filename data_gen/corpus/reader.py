@@ -9,25 +9,30 @@
                          a dataset of the `datasets` library, streamed; a record per row; the split is `train` unless
                          given, and `org/name` may be a local folder
 
-Nothing is parsed here that can be parsed by whoever counts: lines are passed on as they stand. Where a run goes on,
-files are opened at the byte or row group that was reached; a packed file is unpacked again up to there, and a dataset
-takes up the state of its stream. A damaged file is read up to the damage; of a table, the other row groups, too.
+Lines are not parsed here but by the processes that count. A run that goes on opens files at the byte or row group that
+was reached, unpacks a packed file again up to there, and gives a dataset the state of its stream.
+
+`datasets` does not read the files: in 5.2 its state of a file counts examples, so going on reads the file again from
+its beginning, and one malformed line ends the corpus. A damaged file ends here at the damage, as one rejected record.
+Of a table only the damaged row groups are lost. Up to a buffer of good text (128 KiB) before the damage of a .gz is
+lost with it.
 """
 
 import glob
+import gzip
 import hashlib
-import io
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+import zlib
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from draftsmith.data_gen.corpus.gzip_reader import GzipReader
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.records import COLUMNS, LIST_COLUMNS, json_type
-from draftsmith.recipes.prompts.sources import check_source, hub_parts, plain_row, rows_of_batch
+from draftsmith.recipes.prompts.sources import check_source, hub_parts, open_dataset, plain_row, rows_of_batch
 from draftsmith.recipes.schema import RankingSource
 
 ANSWERS = "answers"
@@ -35,15 +40,18 @@ TEXT_FIELD = "text"  # where the recipe names none
 # A piece of a text file. Tokens that would reach over its end are cut there: one in tens of thousands.
 PIECE_BYTES = 1 << 16
 # What is handed to a process at a time: large enough that handing it over costs nothing.
-BATCH_CHARACTERS = 1 << 20
+CHUNK_CHARACTERS = 1 << 20
 LOOKED_AT_FIRST = 50  # records, to tell a wrong text_field before anything is counted
 ROWS_AT_ONCE = 256
+_DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
+# The end of a UTF-8 text that stops inside a character.
+_TORN_CHARACTER = re.compile(rb"(?:[\xc0-\xdf]|[\xe0-\xef][\x80-\xbf]?|[\xf0-\xff][\x80-\xbf]{0,2})?\Z")
 
 Position = dict[str, Any]  # JSON
 
 
 class Item(NamedTuple):
-    """A document, or a piece of one, as it stood."""
+    """A document or a piece of one, not yet parsed."""
 
     kind: str  # text, piece (bytes of a text file), line (bytes of a .jsonl), row, or bad: `content` is the reason
     place: str  # its file, or the dataset
@@ -52,11 +60,12 @@ class Item(NamedTuple):
     opens: bool = True  # a document begins here
 
 
-class Batch(NamedTuple):
+class Chunk(NamedTuple):
+    """Items that are counted at once."""
+
     items: list[Item]
     documents: int  # that begin in it
     position: Position  # behind it
-    done: int  # bytes of all files, or rows, up to there
 
 
 def content_of(record: Any, text_field: str) -> str | None:
@@ -89,22 +98,18 @@ class Corpus:
     """One source of a ranking. `items` goes on behind a position, `position` tells the one behind the last item."""
 
     unit = "B"
+    total: int | None = None  # in units; None where nobody knows
 
     def __init__(self, section: RankingSource):
         self.section, self.name = section, section.source
 
-    def problems(self) -> list[str]:
-        """What is wrong with it, before anything is counted. Reads a few records."""
+    def name_problems(self) -> list[str]:
+        """What is wrong with the source as it is written, before anything is read."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
         """JSON by which a changed corpus is told from the one that was counted."""
         raise NotImplementedError
-
-    @property
-    def total(self) -> int | None:
-        """Bytes of all its files; None where nobody knows."""
-        return None
 
     def items(self, start: Position) -> Iterator[Item]:
         raise NotImplementedError
@@ -112,10 +117,10 @@ class Corpus:
     def position(self) -> Position:
         raise NotImplementedError
 
-    def done(self) -> int:
+    def units_before(self, position: Position) -> int:
         raise NotImplementedError
 
-    def batches(self, start: Position, documents: int) -> Iterator[Batch]:
+    def chunks(self, start: Position, documents: int) -> Iterator[Chunk]:
         """All that stands behind `start`, where `documents` had begun; no more documents than the recipe wants."""
         most = self.section.max_documents
         items: list[Item] = []
@@ -130,39 +135,36 @@ class Corpus:
             items.append(item)
             begun += item.opens
             characters += len(item.content) if isinstance(item.content, str | bytes) else len(str(item.content))
-            if characters >= BATCH_CHARACTERS:
-                yield Batch(items, begun, self.position(), self.done())
+            if characters >= CHUNK_CHARACTERS:
+                yield Chunk(items, begun, self.position())
                 documents, items, begun, characters = documents + begun, [], 0, 0
         if items:
-            yield Batch(items, begun, self.position() | end, self.done())
+            yield Chunk(items, begun, self.position() | end)
 
-    def _no_text(self, where: str) -> list[str]:
-        """A problem, if none of the first records can be used."""
+    def record_problems(self) -> list[str]:
+        """One problem if none of the first records can be used."""
         reason = ""
-        for number, item in enumerate(self.items({})):
-            if number == LOOKED_AT_FIRST:
-                break
-            try:
-                if item.kind in ("text", "piece"):
+        try:
+            for item in islice(self.items({}), LOOKED_AT_FIRST):
+                try:
+                    if item.kind == "bad":
+                        raise ValueError(item.content)
+                    if item.kind in ("line", "row"):
+                        record = parse_json(item.content) if item.kind == "line" else item.content
+                        content_of(record, self.section.text_field)
                     return []
-                if item.kind != "bad":
-                    content_of(parse_json(item.content.decode()) if item.kind == "line" else item.content, self._field)
-                    return []
-                reason = reason or f"{item.place}:{item.line}: {item.content}"
-            except ValueError as error:
-                reason = reason or f"{item.place}:{item.line}: {error}"
+                except ValueError as error:
+                    reason = reason or f"{item.place}:{item.line}: {error}"
+        except UserError as error:
+            return error.problems
         if not reason:
-            return [f"{where}: there is no record in it"]
+            return [f"{self.name}: there is no record in it"]
         hint = ""
         if "no text" in reason:
             hint = "; name the field that holds the text in text_field"
         elif "damaged file" in reason:
             hint = "; fetch it anew, or leave it out"
-        return [f"{where}: none of its first records can be used: {reason}{hint}"]
-
-    @property
-    def _field(self) -> str:
-        return self.section.text_field
+        return [f"{self.name}: none of its first records can be used: {reason}{hint}"]
 
 
 # Files.
@@ -175,209 +177,154 @@ class FileCorpus(Corpus):
         by_place: dict[Path, str] = {}  # a pattern may find a file on several ways
         for path in sorted(path for path in found if not Path(path).is_dir()):
             by_place.setdefault(Path(path).resolve(), path)
-        self.files, self.places = list(by_place.values()), set(by_place)
+        self.files = list(by_place.values())
         self._sizes = [Path(path).stat().st_size for path in self.files]
+        self.total = sum(self._sizes)
         self._at = (0, 0, 0)  # file, and in it the byte (unpacked) or row, and lines before it
-        self._done = 0
 
-    def problems(self) -> list[str]:
+    def name_problems(self) -> list[str]:
         name = self.name
         if Path(name).is_dir():
             return [f"{name}: is a folder; name its files by a pattern, for example {name.rstrip('/')}/*.txt"]
         if not self.files:
             return [f"{name}: no such file (a dataset is written hf:org/name:split, the target's answers `{ANSWERS}`)"]
-        wrong = [f"{path}: {problem}" for path in self.files if (problem := _wrong_file(path))]
-        if wrong:
-            more = f" (and {len(wrong) - 3:,} more files)" if len(wrong) > 3 else ""
-            return [*wrong[:2], f"{wrong[2]}{more}"] if len(wrong) > 2 else wrong
-        if not any(self._sizes):
-            return [f"{name}: empty"]
-        try:
-            return self._no_text(name)
-        except UserError as error:
-            return error.problems
+        if arrays := [path for path in self.files if _ending(path) == ".json"]:
+            return [f"{arrays[0]}: a .json array cannot be read piece by piece; write one record a line, as .jsonl"]
+        return [] if self.total else [f"{name}: empty"]
 
     def identity(self) -> dict[str, Any]:
         changed = [Path(path).stat().st_mtime_ns for path in self.files]
         digest = hashlib.sha256(json.dumps([self.files, self._sizes, changed]).encode()).hexdigest()
         return {"files": f"{len(self.files)} files, {digest}"}
 
-    @property
-    def total(self) -> int | None:
-        return sum(self._sizes)
-
     def items(self, start: Position) -> Iterator[Item]:
         first, offset, line = start.get("file", 0), start.get("offset", 0), start.get("line", 0)
-        for index in range(first, len(self.files)):
+        for index, path in islice(enumerate(self.files), first, None):
             self._at = (index, offset, line)
-            yield from self._items_of(self.files[index], index, offset, line)
+            try:
+                if _ending(path) == ".parquet":
+                    yield from self._rows(path)
+                else:
+                    yield from self._lines_or_pieces(path)
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
             offset = line = 0
 
     def position(self) -> Position:
         return dict(zip(("file", "offset", "line"), self._at, strict=True))
 
-    def done(self) -> int:
-        return self._done
+    def units_before(self, position: Position) -> int:
+        """Bytes of the files before it; of the one that it is in, where that is not packed."""
+        index = position.get("file", 0)
+        packed = (
+            index == len(self.files) or _ending(self.files[index]) == ".parquet" or self.files[index].endswith("gz")
+        )
+        return sum(self._sizes[:index]) + (0 if packed else position.get("offset", 0))
 
-    def _items_of(self, path: str, index: int, offset: int, line: int) -> Iterator[Item]:
-        before = sum(self._sizes[:index])
-        if _ending(path) == ".parquet":
-            for item, row, rows in _table_rows(path, offset, self._field):
-                self._at = (index, row, row)
-                self._done = before + self._sizes[index] * row // max(1, rows)
-                yield item
+    def _lines_or_pieces(self, path: str) -> Iterator[Item]:
+        index, offset, line = self._at
+        kind = "line" if _ending(path) == ".jsonl" else "piece"
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            try:
+                file.seek(offset)
+                for content in file if kind == "line" else _pieces(file):
+                    opens, place = kind == "line" or offset == 0, line + 1
+                    if kind == "piece" and opens and b"\0" in content:
+                        reason = "is no text; known are text, .jsonl and .parquet, and .gz of the first two"
+                        yield Item("bad", path, place, reason)
+                        return
+                    offset += len(content)
+                    line += content.count(b"\n") if kind == "piece" else 1
+                    self._at = (index, offset, line)
+                    if kind == "piece" or content.removeprefix(b"\xef\xbb\xbf").strip():
+                        yield Item(kind, path, place, content, opens)
+            except _DAMAGED as error:
+                self._at = (index + 1, 0, 0)
+                yield Item("bad", path, line + 1, f"damaged file: {error}; what follows is lost", opens=False)
+
+    def _rows(self, path: str) -> Iterator[Item]:
+        """Rows of a parquet file. What is damaged of a row group is lost, the other groups are not."""
+        import pyarrow
+        import pyarrow.parquet
+
+        index, start, _ = self._at
+        field, end = self.section.text_field, 0
+        try:
+            file = pyarrow.parquet.ParquetFile(path)
+        except (pyarrow.ArrowException, OSError) as error:
+            yield Item("bad", path, 1, f"damaged file: cannot be read as parquet: {_first_line(error)}", opens=False)
             return
-        with open(path, "rb") as raw:
-            packed = GzipReader(raw) if path.endswith(".gz") else None
-            file: IO[bytes] = raw if packed is None else io.BufferedReader(packed, PIECE_BYTES)
-            _skip(file, offset)
-            kind = "line" if _ending(path) == ".jsonl" else "piece"
-            for content in file if kind == "line" else _pieces(file):
-                if kind == "line" and packed and packed.damage and not content.endswith(b"\n"):
-                    break  # torn by the damage, which is told once
-                opens, place = kind == "line" or offset == 0, line + 1
-                offset += len(content)
-                line += content.count(b"\n") if kind == "piece" else 1
-                self._at, self._done = (index, offset, line), before + raw.tell()
-                if kind == "piece" or content.removeprefix(b"\xef\xbb\xbf").strip():
-                    yield Item(kind, path, place, content, opens)
-            if packed and packed.damage:
-                self._at, self._done = (index + 1, 0, 0), before + self._sizes[index]
-                reason = f"damaged file: {packed.damage}; what follows is lost"
-                yield Item("bad", path, line + 1, reason, opens=False)
-
-
-def _skip(file: IO[bytes], offset: int) -> None:
-    if file.seekable():
-        file.seek(offset)
-        return
-    while offset and (passed := len(file.read(min(offset, BATCH_CHARACTERS)))):
-        offset -= passed
+        with file:
+            names = file.schema_arrow.names
+            only_text = field in names and (field != TEXT_FIELD or not set(names) & set(LIST_COLUMNS))
+            for group in range(file.num_row_groups):
+                number, end = end, end + file.metadata.row_group(group).num_rows
+                if end <= start:
+                    continue
+                try:
+                    for batch in file.iter_batches(ROWS_AT_ONCE, [group], [field] if only_text else None):
+                        for row in rows_of_batch(batch):
+                            number += 1
+                            if number > start:
+                                self._at = (index, number, number)
+                                yield _row_item(path, number, row, field)
+                except (pyarrow.ArrowException, OSError) as error:
+                    if isinstance(error, OSError) and error.errno is not None:
+                        raise  # the disk, not what stands on it
+                    self._at = (index, end, end)
+                    reason = f"damaged file: {_first_line(error)}; rows {number + 1:,} to {end:,} are lost"
+                    yield Item("bad", path, number + 1, reason, opens=False)
 
 
 def _ending(path: str) -> str:
     return Path(path.removesuffix(".gz")).suffix.lower()
 
 
-def _wrong_file(path: str) -> str | None:
-    if _ending(path) == ".json":
-        return "a .json array cannot be read piece by piece; write its records one a line, as .jsonl"
-    try:
-        if _ending(path) == ".parquet":
-            if path.endswith(".gz"):
-                return "parquet is packed already; unpack it"
-            import pyarrow.parquet
-
-            pyarrow.parquet.ParquetFile(path).close()
-            return None
-        with open(path, "rb") as raw:
-            packed = GzipReader(raw) if path.endswith(".gz") else None
-            file: IO[bytes] = raw if packed is None else io.BufferedReader(packed)
-            beginning = file.read(1 << 12)
-            if packed and packed.damage and not beginning:
-                return f"cannot be read as gzip: {packed.damage}; fetch it anew, or leave it out"
-    except OSError as error:
-        return f"cannot be read: {error.strerror or error}"
-    except Exception as error:  # pyarrow's, which is imported only where it is needed
-        return f"cannot be read as parquet: {str(error).splitlines()[0]}; fetch it anew, or leave it out"
-    if b"\0" in beginning:
-        return "is no text; known are text, .jsonl and .parquet, and .gz of the first two"
-    return None
-
-
-def _pieces(file: IO[bytes]) -> Iterator[bytes]:
+def _pieces(file: Any) -> Iterator[bytes]:
     """The file in pieces of `PIECE_BYTES` at most: cut behind a line, else before a blank, else between characters.
 
     Where a piece ends follows from where it begins: a run that goes on cuts as the one that was killed. What is left
-    at the end of the file is not cut.
+    at the end of the file, or before damage, is not cut.
     """
-    rest = b""
-    while block := file.read(PIECE_BYTES - len(rest)):
-        text = rest + block
-        cut = len(text)
-        if cut == PIECE_BYTES:
-            cut = text.rfind(b"\n") + 1 or max(text.rfind(b" "), 0) or _whole_characters(text) or cut
-        yield text[:cut]
-        rest = text[cut:]
-    if rest:
-        yield rest
-
-
-def _whole_characters(text: bytes) -> int:
-    """Bytes before a UTF-8 character that begins in the last three and ends beyond; all where there is none."""
-    for behind in range(1, min(3, len(text)) + 1):
-        byte = text[-behind]
-        if byte < 0x80:
+    text = b""
+    while True:
+        try:
+            block = file.read1(PIECE_BYTES - len(text))
+        except _DAMAGED:
+            if text:
+                yield text
+            raise
+        text += block
+        if not block:
             break
-        if byte >= 0xC0:  # the first one of a character
-            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return len(text) - behind if behind < length else len(text)
-    return len(text)
-
-
-def _table_rows(path: str, start: int, field: str) -> Iterator[tuple[Item, int, int]]:
-    """(row, its number from 1, how many there are) behind the first `start` rows of a parquet file.
-
-    What is damaged of a row group is lost, the other groups are not.
-    """
-    import pyarrow
-    import pyarrow.parquet
-
-    unreadable = (pyarrow.ArrowException, OSError)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            rows, names, end = file.metadata.num_rows, file.schema_arrow.names, 0
-            only_text = field in names and (field != TEXT_FIELD or not set(names) & set(LIST_COLUMNS))
-            columns = [field] if only_text else None
-            for group in range(file.num_row_groups):
-                number, end = end, end + file.metadata.row_group(group).num_rows
-                if end <= start:
-                    continue
-                try:
-                    for batch in file.iter_batches(ROWS_AT_ONCE, [group], columns):
-                        if number + batch.num_rows <= start:
-                            number += batch.num_rows
-                            continue
-                        for row in rows_of_batch(batch):
-                            number += 1
-                            if number > start:
-                                yield _row_item(path, number, row, field), number, rows
-                except unreadable as error:
-                    if isinstance(error, OSError) and error.errno is not None:
-                        raise  # the disk, not what stands on it
-                    reason = f"damaged file: {_said(error)}; rows {number + 1:,} to {end:,} are lost"
-                    yield Item("bad", path, number + 1, reason, opens=False), end, rows
-    except unreadable as error:
-        raise UserError(f"{path}: cannot be read as parquet: {_said(error)}") from None
+        if len(text) == PIECE_BYTES:
+            cut = text.rfind(b"\n") + 1 or max(text.rfind(b" "), 0)
+            if not cut and (torn := _TORN_CHARACTER.search(text)):
+                cut = torn.start()
+            yield text[: cut or len(text)]
+            text = text[cut or len(text) :]
+    if text:
+        yield text
 
 
 def _row_item(place: str, number: int, row: Any, field: str) -> Item:
     """A row of a table, or the error in its place. Texts may be stored as bytes; dates and numbers are none."""
     if isinstance(row, Exception):
         return Item("bad", place, number, f"malformed cell: {row}")
-    if isinstance(row, dict) and isinstance(value := row.get(field), bytes):
-        try:
-            row = row | {field: value.decode("utf-8-sig")}
-        except UnicodeDecodeError as error:
-            return Item("bad", place, number, f"not UTF-8: byte {error.start + 1} of `{field}`")
+    plain = plain_row(row)
+    value = row.get(field) if isinstance(row, dict) else None
+    if isinstance(value, bytes) and not isinstance(plain[field], str):
+        return Item("bad", place, number, f"not UTF-8: {len(value)} bytes in `{field}`")
+    if isinstance(plain, dict) and isinstance(plain.get(field), str) and not isinstance(value, str | bytes):
+        return Item("bad", place, number, f"wrong type: `{field}` must be text, this is {json_type(value)}")
     try:
-        text = content_of(row, field)
-    except ValueError as error:
-        if isinstance(row, dict) and isinstance(plain_row(row.get(field)), str):  # no text but for `plain_row`
-            return Item("bad", place, number, str(error))
+        text = content_of(plain, field)
+    except ValueError:
         text = None
-    return Item("row", place, number, plain_row(row)) if text is None else Item("text", place, number, text)
+    return Item("row", place, number, plain) if text is None else Item("text", place, number, text)
 
 
 # Datasets.
-
-
-@dataclass
-class _Stream:
-    """A dataset as it streams."""
-
-    rows: Iterable[Any]
-    facts: dict[str, Any]
 
 
 class HubCorpus(Corpus):
@@ -385,80 +332,52 @@ class HubCorpus(Corpus):
 
     def __init__(self, section: RankingSource):
         super().__init__(section)
-        self._stream: _Stream | None = None
+        self._rows: Any = None
         self._number = 0
+        self.total = section.max_documents
 
-    def problems(self) -> list[str]:
-        if problem := self.wrong_name():
-            return [problem]
-        try:
-            return self._no_text(self.name)
-        except UserError as error:
-            return error.problems
-
-    def wrong_name(self) -> str | None:
-        """What can be told without the hub."""
+    def name_problems(self) -> list[str]:
         if "[" in self.name:
-            return f"{self.name}: parts of a split cannot be asked for; the first N are max_documents"
-        return check_source(self.name)
+            return [f"{self.name}: parts of a split cannot be asked for; the first N are max_documents"]
+        return [problem] if (problem := check_source(self.name)) else []
 
     def identity(self) -> dict[str, Any]:
-        return self._open().facts
-
-    def items(self, start: Position) -> Iterator[Item]:
-        self._number = start.get("row", 0)
-        stream = self._open(anew=True).rows
-        skipped = self._number
-        if (state := start.get("stream")) is not None and hasattr(stream, "load_state_dict"):
-            stream.load_state_dict(state)  # type: ignore[attr-defined]
-            skipped = 0
-        try:
-            for number, row in enumerate(stream):
-                if number < skipped:
-                    continue
-                self._number += 1
-                yield _row_item(self.name, self._number, row, self._field)
-        except UserError:
-            raise
-        except Exception as error:  # the network, a shard that is none, ...
-            raise UserError(
-                f"{self.name}: datasets cannot read on behind row {self._number:,}: {_said(error)}; started again, the "
-                "counting goes on from there"
-            ) from None
-
-    def position(self) -> Position:
-        rows = self._open().rows
-        state = rows.state_dict() if hasattr(rows, "state_dict") else None  # type: ignore[attr-defined]
-        return {"row": self._number, "stream": state}
-
-    def done(self) -> int:
-        return self._number
-
-    def _open(self, anew: bool = False) -> _Stream:
-        if self._stream is not None and not anew:
-            return self._stream
-        import datasets
-
-        parts = hub_parts(self.name)
-        assert parts is not None, "problems() has checked it"
-        name, config, split = parts
-        try:
-            rows = datasets.load_dataset(name, config, split=split, streaming=True)
-        except Exception as error:  # many kinds: no such name, no access, no network, no such split, a script dataset
-            raise UserError(f"{self.name}: datasets cannot load it: {_said(error)}") from None
-        info = getattr(rows, "info", None)
-        split_info = (getattr(info, "splits", None) or {}).get(split)
-        facts = {
-            "features": str(getattr(rows, "features", None)),
+        if self._rows is None:
+            self._rows = open_dataset(self.name)
+        info, parts = getattr(self._rows, "info", None), hub_parts(self.name)
+        split_info = (getattr(info, "splits", None) or {}).get(parts[2] if parts else None)
+        return {
+            "features": str(getattr(self._rows, "features", None)),
             "rows": getattr(split_info, "num_examples", None),
             "version": str(getattr(info, "version", None)),
         }
-        self._stream = _Stream(rows, facts)
-        return self._stream
+
+    def items(self, start: Position) -> Iterator[Item]:
+        self._number = skipped = start.get("row", 0)
+        self._rows = open_dataset(self.name)
+        if (state := start.get("stream")) is not None and hasattr(self._rows, "load_state_dict"):
+            self._rows.load_state_dict(state)
+            skipped = 0
+        try:
+            for row in islice(self._rows, skipped, None):
+                self._number += 1
+                yield _row_item(self.name, self._number, row, self.section.text_field)
+        except Exception as error:  # the network, a shard that is none, ...
+            raise UserError(
+                f"{self.name}: datasets cannot read on behind row {self._number:,}: {type(error).__name__}: "
+                f"{_first_line(error)}; started again, the counting goes on from there"
+            ) from None
+
+    def position(self) -> Position:
+        state = self._rows.state_dict() if hasattr(self._rows, "state_dict") else None
+        return {"row": self._number, "stream": state}
+
+    def units_before(self, position: Position) -> int:
+        return position.get("row", 0)
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def corpus_of(section: RankingSource) -> Corpus:
@@ -478,43 +397,17 @@ def check_corpora(sections: list[RankingSource], look: bool = True) -> list[Corp
     problems, corpora = [], []
     names = [section.source for section in sections]
     for i, section in enumerate(sections):
-        place = f"data.ranking.sources.{i}"
-        if names.index(section.source) < i:
-            problems.append(f"{place}: {section.source} stands there twice; give it one weight")
+        found = [f"{section.source} stands there twice; give it one weight"] if section.source in names[:i] else []
         if section.source == ANSWERS:
-            unused = [key for key in ("max_documents", "text_field") if key in _meant(section)]
-            if unused:
-                problems.append(
-                    f"{place}: {' and '.join(unused)}: the target's own answers are counted as training reads them"
+            if section.max_documents or section.text_field != TEXT_FIELD:
+                found.append(
+                    f"{ANSWERS} take no max_documents and no text_field: they are counted as training reads them"
                 )
-            continue
-        corpus = corpus_of(section)
-        corpora.append(corpus)
-        if isinstance(corpus, HubCorpus) and not look:
-            found = [problem] if (problem := corpus.wrong_name()) else []
         else:
-            found = corpus.problems()
-        problems += [f"{place}: {problem}" for problem in found]
+            corpus = corpus_of(section)
+            corpora.append(corpus)
+            found += corpus.name_problems() or (corpus.record_problems() if look else [])
+        problems += [f"data.ranking.sources.{i}: {problem}" for problem in found]
     if problems:
         raise UserError(problems)
     return corpora
-
-
-def overlaps(corpora: list[Corpus]) -> list[str]:
-    """A note for every two corpora that have files in common, whatever they call them."""
-    notes = []
-    files = [corpus for corpus in corpora if isinstance(corpus, FileCorpus)]
-    for i, second in enumerate(files):
-        for first in files[:i]:
-            if both := first.places & second.places:
-                n = f"{len(both):,} file{'s' if len(both) > 1 else ''}"
-                notes.append(
-                    f"note: data.ranking.sources: {n} of {second.name} also belong{'' if len(both) > 1 else 's'} to "
-                    f"{first.name} ({min(both)}), and count with both weights"
-                )
-    return notes
-
-
-def _meant(section: RankingSource) -> set[str]:
-    """Keys that say something else than the default."""
-    return {key for key, field in type(section).model_fields.items() if getattr(section, key) != field.default}

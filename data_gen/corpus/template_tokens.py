@@ -2,16 +2,13 @@
 
 A drafter that lacks a token ends its round at every one. Two kinds:
 
-    control tokens      added tokens that stand anywhere in a rendered conversation: <|im_start|>, <think>, <tool_call>.
-                        Some open other turns and never have to be drafted; there are a handful, and lists that
-                        engines share are expected to hold them
+    control tokens      added tokens anywhere in a rendered conversation: <|im_start|>, <think>, <tool_call>. Lists that
+                        engines share are expected to hold them, also those that open other turns
     in the answer       whatever the template writes into the assistant's turn, and so the target into its answers:
-                        control tokens of thoughts and calls, "\\n\\n" behind an empty thought, `final` between two
-                        marks of Harmony
-Ordinary words that a template puts elsewhere (a default system prompt, "USER:") are of neither.
+                        control tokens of thoughts and calls, "\\n\\n" behind an empty thought, `final` in Harmony
 
-A ranking by foreign text holds both inside, as it counts none of them. One by the target's own answers holds those in
-the answer inside, seen or not; those of other turns no answer holds, and no place is spent on them.
+Ordinary words that a template puts elsewhere (a default system prompt, "USER:") are of neither kind. A ranking by
+foreign text always holds both kinds, one by the target's own answers the second.
 """
 
 from typing import Any, NamedTuple

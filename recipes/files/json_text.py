@@ -14,6 +14,8 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
     except RecursionError:
         raise too_deep() from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start + 1}") from None
     except ValueError as error:
         raise ValueError(f"malformed JSON: {error}") from None
     check_depth(value, text.count("[") + text.count("{"))

@@ -300,20 +300,33 @@ def hub_parts(source: str) -> tuple[str, str | None, str] | None:
     return parts[0], parts[1] or None if len(parts) == 3 else None, (parts[-1] if len(parts) > 1 else "") or "train"
 
 
-def _hub_rows(source: str) -> Iterator[Any]:
-    """Streamed: what is not asked for is not downloaded."""
+def open_dataset(source: str) -> Any:
+    """The rows of a source on the hub as `datasets` streams them: what is not asked for is not downloaded."""
     import datasets
 
     parts = hub_parts(source)
     if parts is None:
         raise UserError(f"{source}: write {HUB_FORMS}")
     name, config, split = parts
-    check_dataset(name)
+    if not Path(name).exists():
+        check_dataset(name)
     try:
-        yield from datasets.load_dataset(name, config, split=split, streaming=True)
+        return datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # many kinds: no such name, no access, no network, no such split, a script dataset
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(f"{source}: datasets cannot load it: {type(error).__name__}: {reason}") from None
+        raise _not_loaded(source, error) from None
+
+
+def _hub_rows(source: str) -> Iterator[Any]:
+    rows = open_dataset(source)
+    try:
+        yield from rows
+    except Exception as error:  # likewise
+        raise _not_loaded(source, error) from None
+
+
+def _not_loaded(source: str, error: Exception) -> UserError:
+    reason = str(error).strip().split("\n")[0]
+    return UserError(f"{source}: datasets cannot load it: {type(error).__name__}: {reason}")
 
 
 def plain_row(row: Any) -> Any:
