@@ -261,10 +261,8 @@ def test_a_damaged_packed_file_is_read_up_to_the_damage(tmp_path: Path, monkeypa
             positions.append(corpus.position())
         assert items[-1].content == b"behind"
         bad = [item for item in items if item.kind == "bad"]
-        assert [(item.opens, item.content) for item in bad] == (
-            [(False, item.content) for item in bad if reason in item.content] if reason else []
-        )
-        assert len(bad) == (reason is not None), content[-9:]
+        assert len(bad) == (reason is not None)
+        assert all(str(reason) in item.content and not item.opens for item in bad)
         text = b"".join(item.content for item in items[:-1] if item.kind != "bad")
         assert words.startswith(text) and len(text) >= len(words) - lost
         assert all(item.line == 1 + text.count(b"\n") for item in bad)
@@ -717,12 +715,7 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     source = {"source": str(write_lines(place / "a.jsonl", [{"text": text} for text in some_texts(30, 10)]))}
     rank_by([source], "drafter.vocab_size=12")
     report = json.loads((place / "out/ranking_coverage.json").read_text())
-    assert [entry["token"] for entry in report["always_inside"]] == [
-        "<|system|>",
-        "<|user|>",
-        "<|assistant|>",
-        "<|end|>",
-    ]
+    assert [entry["id"] for entry in report["always_inside"]] == TEMPLATE
     vocab = DraftVocab.load(place / "out/draft_vocab.safetensors")
     counts, metadata = load_token_counts(token_counts(place))
     assert not counts[TEMPLATE].any()  # foreign text holds none of them
