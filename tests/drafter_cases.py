@@ -88,6 +88,12 @@ CASES: dict[str, Case] = {
     "poss3-2, detached": _poss3(6, 2, 2, detach=True, fc_norm=True),
 }
 SPECIALISTS = [name for name in CASES if name.startswith("poss")]
+# A few that between them have every part in every place: each kind, several layers, biases with and without, every
+# norm, a scaled embedding, a draft vocabulary, specialists of one and of several positions.
+STRUCTURES = [
+    *("hass, not detached", "eagle, two layers", "eagle, other biases", "eagle3.1", "eagle3, two layers"),
+    *("poss-2 of three", "poss3-1", "poss3-2, detached"),
+]
 
 
 @cache

@@ -11,6 +11,7 @@ from draftsmith.train.loss.unroll import unroll
 from tests.drafter_cases import (
     CASES,
     SPECIALISTS,
+    STRUCTURES,
     VOCAB_SIZE,
     Case,
     chain_of,
@@ -19,9 +20,7 @@ from tests.drafter_cases import (
     make_rows,
     states_of,
 )
-
-# Those that differ in what they draft, not only in how they are trained.
-each_case = pytest.mark.parametrize("name", [name for name in CASES if name not in ("hass", "eagle3, fc_norm")])
+from tests.thinning import pairwise
 
 
 def drafted_steps(case: Case) -> int:
@@ -46,8 +45,9 @@ def unrolled(
         return torch.cat([torch.log_softmax(drafter.logits(output[0]), -1) for output in outputs])
 
 
-@each_case
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "rows"), [*((name, 3) for name in STRUCTURES), ("eagle, two layers", 1), ("poss3-1", 1)]
+)
 def test_several_rounds(name: str, rows: int) -> None:
     """Roots advance by what was accepted, and every round's chain is the unroll of the text so far.
 
@@ -117,9 +117,7 @@ TREES = {
 }
 
 
-@each_case
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("name", "tree", "rows"), pairwise(STRUCTURES, TREES, [1, 2]))
 def test_a_trees_distributions_are_those_of_its_paths_as_chains(name: str, tree: str, rows: int) -> None:
     """Two rounds; the second one stands where the first one's tree stood."""
     drafter, chance = drafter_of(CASES[name]), random.Random(5)

@@ -33,8 +33,7 @@ class Columns:
                 slots[layer].clear()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("rows", "seed"), [(1, 0), (2, 1), (2, 2), (5, 3), (5, 4), (5, 5)])
 def test_buffers_hold_what_lists_of_columns_hold(rows: int, seed: int) -> None:
     chance = random.Random(100 * rows + seed)
     torch.manual_seed(seed)

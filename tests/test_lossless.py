@@ -1,7 +1,9 @@
 """Greedy decoding gives the target's own tokens, whoever drafts, however trees grow, whatever is draftable.
 
-A combination is (target, proposer, policy, vocabulary, answers side by side). `make test` runs a set in which every two
-values of different axes meet; all of them are the slow test. Sampling is tests/test_sampling.py's matter.
+A combination is (target, proposer, policy, vocabulary, answers side by side). The slow test runs all of them. `make
+test` runs a few in which values meet in pairs: every policy with EAGLE-3, every other proposer with a chain and with a
+tree. A policy reads distributions and nothing else of its proposer. Sampling is tested in tests/test_sampling.py,
+families of targets in tests/test_targets.py.
 """
 
 import itertools
@@ -50,6 +52,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 VOCABULARIES = ("full", "draft", "cut of full", "cut of draft")
 ROWS = (1, 3)
+TRIED = ("chain", "eagle2")  # with every proposer
 
 
 class BrokenNow(Drafting):
@@ -151,7 +154,14 @@ def name_of(combination: tuple[Any, ...]) -> str:
     return ", ".join(map(str, combination))
 
 
-@pytest.mark.parametrize("combination", list(meeting(EVERYTHING)), ids=name_of)
+FAST = [
+    each
+    for each in EVERYTHING
+    if each[0] in ("llama", "gemma2", "gpt2") and (each[1] == "eagle3" or (each[0] == "llama" and each[2] in TRIED))
+]
+
+
+@pytest.mark.parametrize("combination", list(meeting(FAST)), ids=name_of)
 def test_every_two_meet(combination: tuple[Any, ...]) -> None:
     answers = decoded(combination)
     assert [answer.token_ids for answer in answers] == expected_of(combination[0])[: len(answers)]
@@ -178,8 +188,9 @@ def lengths_and_prompts(family: str) -> tuple[Target, list[list[int]], set[int]]
 
 
 ROUNDS_OF = [
-    *((family, "eagle3", policy) for family in ("llama", "gemma2") for policy in POLICIES),
-    *(("gemma2", kind, policy) for kind in DRAFTERS[1:] for policy in ("chain", "eagle2")),
+    *(("llama", "eagle3", policy) for policy in POLICIES),
+    *(("gemma2", "eagle3", policy) for policy in TRIED),
+    *(("llama", kind, policy) for kind in DRAFTERS[1:] for policy in TRIED),
 ]
 
 
@@ -191,7 +202,8 @@ def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, kind: str
     proposer = proposer_of((family, kind, policy, "full", 4))
     alone = [decode(target, proposer, prompt, stops, NEW_TOKENS) for prompt in prompts]
     assert len({len(answer.token_ids) for answer in alone}) > 1
-    assert sum(sum(answer.accepted_per_round) for answer in alone) > 0 or policy == "static"
+    accepted, written = sum(sum(a.accepted_per_round) for a in alone), sum(len(a.token_ids) for a in alone)
+    assert accepted > 0.3 * written or policy == "static"  # drafts that never count would prove nothing
     check_rounds(decode_batch(target, proposer, prompts, stops, NEW_TOKENS), alone)
     check_rounds(queued(target, proposer, prompts, stops, rows=2), alone)
 
@@ -225,8 +237,10 @@ def queued(
     return [answers[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize("rows", [2, 5])
-@pytest.mark.parametrize("proposer", ["plain", "prompt lookup", "causal_lm", "eagle3", "poss"])
+@pytest.mark.parametrize(
+    ("proposer", "rows"),
+    [("plain", 2), ("prompt lookup", 5), ("causal_lm", 2), ("causal_lm", 5), ("eagle3", 2), ("poss", 5)],
+)
 def test_the_next_answers_take_the_rows_of_those_that_ended(proposer: str, rows: int) -> None:
     """Rows that draft by their own text, by an LM's cache of it, and by the target's states. Some answers end with
     their first token, beside others that are admitted with them."""
@@ -287,50 +301,3 @@ def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None
         draws = [SeededDraws(seed, row) for row in range(len(prompts))]
         check_rounds(queued(target, proposer, prompts, stops, 2, sampling, draws), alone)
     assert len(lengths) > 1
-
-
-@pytest.mark.parametrize("kind", DRAFTERS)
-@torch.no_grad()
-def test_a_drafted_tree_s_distributions_are_those_of_its_paths_as_chains(kind: str) -> None:
-    """Branches must not see each other, nor must a specialist mistake another branch's columns for its own."""
-    target, drafter = pair_of_kind(kind, "llama", None)
-    prompts = [[11, 12, 13, 14, 15], [21, 22, 23]]
-    reads = drafter.config.capture_layers
-    states = [target.states(torch.tensor([prompt]), reads).captured[0] for prompt in prompts]
-    features = torch.stack([torch.cat((s, s.new_zeros(5 - len(s), s.shape[1]))) for s in states])
-    committed = [[*prompt, 7] for prompt in prompts]
-
-    def begun(rows: Sequence[int]) -> FeatureDrafting:
-        drafting = FeatureDrafting(drafter)
-        drafting.reset(len(rows))
-        counts = [len(prompts[row]) for row in rows]
-        drafting.observe([committed[row] for row in rows], features[list(rows), : max(counts)], counts)
-        return drafting
-
-    tree = begun([0, 1])
-    first = torch.tensor([[31, 32, 33], [41, 42, 43]])
-    second = torch.tensor([[51, 52, 53], [61, 62, 63]])
-    parents = torch.tensor([[2, 1, 2], [3, 3, 1]])  # slots of the first level
-    at_first = tree.expand(torch.zeros_like(first), first, 1)
-    at_second = tree.expand(parents, second, 2)
-    for row in range(2):
-        for node in range(3):
-            parent = int(parents[row, node]) - 1
-            chain = begun([row])
-            found = chain.expand(torch.tensor([[0]]), first[row, parent].view(1, 1), 1)
-            torch.testing.assert_close(found[0, 0], at_first[row, parent], rtol=1e-4, atol=1e-4)
-            found = chain.expand(torch.tensor([[1]]), second[row, node].view(1, 1), 2)
-            torch.testing.assert_close(found[0, 0], at_second[row, node], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        *(("eagle3", policy) for policy in POLICIES if policy != "static"),
-        *((kind, policy) for kind in DRAFTERS[1:] for policy in ("chain", "eagle2")),
-    ],
-)
-def test_drafts_are_accepted(kind: str, policy: str) -> None:
-    """So that the tests above are not passed by drafts that never count."""
-    answers = decoded(("llama", kind, policy, "full", 3))
-    assert sum(sum(answer.accepted_per_round) for answer in answers) > 0.3 * sum(len(a.token_ids) for a in answers)

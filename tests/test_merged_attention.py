@@ -13,6 +13,7 @@ from draftsmith.models.alignment import Columns, Documents, Run, columns_of
 from draftsmith.train.attention import kernels as attention_kernels
 from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel, flop_formulas, is_right, kernel_for
 from draftsmith.train.attention.merged import merged_attention, runs_of_documents
+from tests.thinning import pairwise
 
 CPU = torch.device("cpu")
 KERNELS = [BLOCKS, FLASH_CPU]
@@ -59,10 +60,9 @@ def close(mine: torch.Tensor, its: torch.Tensor, columns: Columns | None = None)
     torch.testing.assert_close(mine, its, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-@pytest.mark.parametrize("elements", [1, 1 << 21], ids=["small blocks", "large blocks"])
+@pytest.mark.parametrize(
+    ("kernel", "groups", "steps", "elements"), pairwise(KERNELS, [1, 2, 4], [0, 1, 3], [1, 1 << 21])
+)
 def test_merged_attention_equals_its_definition_in_value_and_gradient(
     kernel: Kernel, groups: int, steps: int, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,9 +96,8 @@ STOPPING = ("svip", "ddd", "svip_tree", "c2t")
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("rows", [1, 4])
-def test_every_policy_grows_the_tree_of_its_slow_twin(name: str, rows: int) -> None:
-    different_calls = different_sizes = 0
+def test_every_policy_grows_the_tree_of_its_slow_twin(name: str) -> None:
+    rows, different_calls, different_sizes = 4, 0, 0
     for seed in range(40):
         policy, twin = CASES[name](random.Random(f"{name} {seed}"))
         tables = [Table(seed * rows + row) for row in range(rows)]
@@ -116,7 +115,7 @@ def test_every_policy_grows_the_tree_of_its_slow_twin(name: str, rows: int) -> N
         assert (tree.sizes is None) == (min(sizes) == max(sizes))  # a batch of equal trees is not padded
         different_calls += len(set(calls)) > 1
         different_sizes += len(set(sizes)) > 1
-    if rows > 1 and name in STOPPING:
+    if name in STOPPING:
         assert different_calls > 5
         assert different_sizes > 5
 
@@ -155,24 +154,15 @@ class Odd(Table):
         return row
 
 
-ODD = {
-    "mixed": Odd.KINDS,
-    "all nan": ("nan",),
-    "no token is possible": ("nothing",),
-    "ties everywhere": ("uniform",),
-    "certain tokens": ("certain",),
-    "zeros": ("zeros",),
-}
+# All kinds mixed; NaN alone; no possible token; ties everywhere; certain tokens; zeros.
+ODD = (Odd.KINDS, ("nan",), ("nothing",), ("uniform",), ("certain",), ("zeros",))
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, VOCAB])
-@pytest.mark.parametrize("kinds", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("name", [*CASES, "drawn", "drawn svip"])
-def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_alone(
-    name: str, kinds: Sequence[str], vocab_size: int
-) -> None:
-    for seed in range(12):
-        chance = random.Random(f"{name} {seed}")
+def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_alone(name: str, vocab_size: int) -> None:
+    for seed in range(24):
+        chance, kinds = random.Random(f"{name} {seed}"), ODD[seed % len(ODD)]
         if name.startswith("drawn"):
             stop = Svip(0.15, 0.4) if name == "drawn svip" else None
             policy: TreePolicy = Chain(chance.randint(1, 5), stop, Sampling(0.8, top_p=0.9))
@@ -202,10 +192,9 @@ def test_whatever_the_drafter_gives_trees_are_connected_and_those_of_each_row_al
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, VOCAB])
-@pytest.mark.parametrize("kinds", ODD.values(), ids=ODD)
-def test_c2t_stays_connected_where_children_tie(kinds: Sequence[str], vocab_size: int) -> None:
-    for seed in range(12):
-        policy, _ = c2t_case(random.Random(seed))
+def test_c2t_stays_connected_where_children_tie(vocab_size: int) -> None:
+    for seed in range(36):
+        policy, kinds = c2t_case(random.Random(seed))[0], ODD[seed % len(ODD)]
         for tables in ([Odd(seed * 4 + row, vocab_size, kinds) for row in range(rows)] for rows in (1, 3)):
             tree, calls = policy.grow(Scripted(tables), roots(len(tables)))
             for row, made in enumerate(calls):
@@ -213,7 +202,7 @@ def test_c2t_stays_connected_where_children_tie(kinds: Sequence[str], vocab_size
 
 
 @pytest.mark.parametrize("size", [LARGE - 1, LARGE, LARGE + 1, 4 * LARGE + 100])
-@pytest.mark.parametrize("count", [1, 10, 31, 64, 500])
+@pytest.mark.parametrize("count", [1, 31, 500])
 def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, count: int) -> None:
     generator = torch.Generator().manual_seed(size + count)
     log_probs = torch.randn(2, 3, size, generator=generator)

@@ -10,7 +10,6 @@ import torch
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
-from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.layers import GatedMLP, RmsNorm, rotary
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel
@@ -21,6 +20,7 @@ from draftsmith.train.run.batches import Batch, collate, collate_as
 from tests.drafter_cases import (
     CASES,
     SPECIALISTS,
+    STRUCTURES,
     VOCAB_SIZE,
     assert_same_gradients,
     chain_of,
@@ -33,11 +33,18 @@ from tests.drafter_cases import (
     trainee_of,
 )
 from tests.slow_drafters import SlowDrafter, slow_loss
+from tests.thinning import pairwise
 
 each_case = pytest.mark.parametrize("name", CASES)
+each_structure = pytest.mark.parametrize("name", STRUCTURES)
+# What is summed over a batch depends on the losses and on the weights of steps, too. Noise is drawn for a row.
+LESSONS = ["hass", "eagle, log acceptance", "eagle3, hybrid and rank"]
+in_batches = pytest.mark.parametrize(
+    ("name", "noisy"), [*((name, False) for name in STRUCTURES + LESSONS), ("hass", True), ("eagle3.1", True)]
+)
 
 
-@each_case
+@each_structure
 def test_unroll_equals_drafting_a_chain_with_a_cache(name: str) -> None:
     """At every step and column: the same outputs as the decoder's cache, whose prefix comes from target states."""
     case, drafter = CASES[name], drafter_of(CASES[name])
@@ -59,40 +66,6 @@ def test_unroll_equals_drafting_a_chain_with_a_cache(name: str) -> None:
                 compared += 1
     assert compared == int(columns.depth.sum()) > 40
     assert int(columns.depth.max()) == steps
-
-
-@each_case
-def test_chains_side_by_side_equal_the_unroll(name: str) -> None:
-    """Columns of a batch drafted at once, each a row with a prefix of its own length; some drop out on the way."""
-    case, drafter = CASES[name], drafter_of(CASES[name])
-    ids, span = make_rows([25, 14])
-    steps = max(case.steps, 4)
-    columns = columns_of(span, steps)
-    captured, _ = states_of(drafter, ids)
-    with torch.no_grad():
-        outputs = list(unroll(drafter, captured, ids, columns, steps))
-    rows = [(b, c, int(columns.index[b, c])) for b, c in (columns.depth >= steps).nonzero().tolist()]
-    assert len({t for *_, t in rows[1:]}) > 3
-    drafting = FeatureDrafting(drafter)
-    drafting.reset(len(rows))
-    # The columns up to t in two portions of different lengths; padding is far from zero.
-    first = [max(1, t // 2) for *_, t in rows]
-    rest = [t + 1 - done for (*_, t), done in zip(rows, first, strict=True)]
-    for counts, done in ((first, [0] * len(rows)), (rest, first)):
-        if counts is rest:
-            drafting.keep(range(1, len(rows)))
-            rows, counts, done = rows[1:], rest[1:], first[1:]
-        features = torch.full((len(rows), max(counts), captured.shape[2]), 1e3)
-        for i, (b, _, _) in enumerate(rows):
-            features[i, : counts[i]] = captured[b, done[i] : done[i] + counts[i]]
-        committed = [ids[b, : d + n + 1].tolist() for (b, *_), d, n in zip(rows, done, counts, strict=True)]
-        drafting.observe(committed, features, counts)
-    for step in range(steps):
-        if step > 0:
-            tokens = torch.stack([ids[b, t + 1 + step] for b, _, t in rows])[:, None]
-            drafting.expand(torch.full((len(rows), 1), step - 1), tokens, step)
-        expected = torch.stack([outputs[step][b, c] for b, c, _ in rows])
-        torch.testing.assert_close(drafting.outputs[:, step], expected, atol=2e-5, rtol=2e-5)
 
 
 @each_case
@@ -139,7 +112,7 @@ def test_unroll_equals_the_slow_twin_in_value_and_gradient(name: str) -> None:
     assert_same_gradients(gradients(drafter), found)
 
 
-@each_case
+@pytest.mark.parametrize("name", STRUCTURES + LESSONS)
 def test_every_parameter_is_trained_with_and_without_checkpointing(name: str) -> None:
     case, drafter = CASES[name], drafter_of(CASES[name])
     ids, span = make_rows([20, 16])
@@ -162,8 +135,7 @@ def test_a_specialist_that_no_step_reaches_gets_no_gradient(name: str) -> None:
     assert {key.split(".")[1] for key in gradients(drafter) if key.startswith("specialists")} == {"0"}
 
 
-@each_case
-@pytest.mark.parametrize("noisy", [False, True], ids=["clean", "noisy"])
+@in_batches
 def test_padding_and_splitting_change_neither_loss_nor_gradient(name: str, noisy: bool) -> None:
     """Noise is drawn for each row by its name, so that it does not matter with whom the row stands."""
     case, drafter = CASES[name], drafter_of(CASES[name])
@@ -238,8 +210,7 @@ def tallies(sums: UnrollSums) -> list[list[int]]:
     return [sums.columns[None].tolist(), sums.reached.tolist(), sums.correct.tolist(), sums.trained.tolist()]
 
 
-@each_case
-@pytest.mark.parametrize("noisy", [False, True], ids=["clean", "noisy"])
+@in_batches
 def test_any_layout_gives_the_loss_and_gradient_of_one_document_at_a_time(name: str, noisy: bool) -> None:
     """Within what float32 makes of sums in another order: a millionth or so of the largest, ten times that allowed.
     Noise makes the softmax peaked, and its gradient a difference of numbers far larger: a hundred thousandth.
@@ -268,53 +239,6 @@ def test_any_layout_gives_the_loss_and_gradient_of_one_document_at_a_time(name: 
             assert_same_gradients(gradients(drafter), expected, 1e-4 if noisy else 2e-5)
 
 
-@each_case
-def test_packed_documents_equal_the_slow_twin(name: str) -> None:
-    """Which reads them one by one, column by column, in float64; tolerances as for rows side by side."""
-    case, target = CASES[name], small_target()
-    drafter = drafter_of(case).double()
-    two_layers = drafter.config.num_layers > 1
-    lengths = [9, 7] if two_layers else [12, 10]
-    ids, _ = make_rows(lengths)
-    rows = [TrainingRow(str(b), ids[b, :n].tolist(), [], [(0, n // 3), (n // 3 + 1, n)]) for b, n in enumerate(lengths)]
-    batch = collate(rows, packed=True)
-    assert batch.documents is not None
-    alone = [target.states(torch.tensor([row.input_ids]), drafter.config.capture_layers) for row in rows]
-    captured = [states.captured[0].double() for states in alone]
-    last = [states.last[0].double() for states in alone]
-    columns = columns_of(batch.span, case.steps)
-    trainee = trainee_of(case, drafter)
-    laid_out = batch.lay_out(last).float()
-    teacher = teacher_of(target, laid_out, batch.ids, columns, drafter.vocab)
-    sums = trainee(batch.lay_out(captured), batch.ids, columns, teacher, batch.documents)
-    sums.loss.backward()
-
-    weights = {key: p.detach().clone().requires_grad_() for key, p in drafter.named_parameters()}
-    table, head = target.embedding_table.detach().double(), target.head_weight.detach().double()
-    loss, reached, trained, correct = slow_loss(
-        SlowDrafter(weights, table, head, drafter.config),
-        captured,
-        [states @ head.T for states in last],
-        last,
-        [row.input_ids for row in rows],
-        [
-            [
-                sum((start <= t < end) * n for n, (start, end) in enumerate(row.spans, 1))
-                for t in range(len(row.input_ids))
-            ]
-            for row in rows
-        ],
-        drafter.vocab.target_ids.tolist(),
-        trainee,
-    )
-    loss.backward()
-    assert [sums.reached.tolist(), sums.trained.tolist(), sums.correct.tolist()] == [reached, trained, correct]
-    assert reached[0] > 0
-    torch.testing.assert_close(sums.loss.double(), loss, rtol=1e-5, atol=1e-5)
-    found = {key: weight.grad for key, weight in weights.items() if weight.grad is not None}
-    assert_same_gradients(gradients(drafter), found)
-
-
 def test_positions_restart_with_each_document() -> None:
     """Rotary positions are distances, but for scalings that begin at a length: no document here reaches that of the
     drafter, all of them together do."""
@@ -329,7 +253,7 @@ def test_positions_restart_with_each_document() -> None:
     torch.testing.assert_close(packed.loss, padded.loss, rtol=1e-5, atol=1e-5)
 
 
-@each_case
+@each_structure
 def test_nothing_leaks_from_one_document_into_another(name: str) -> None:
     """In value: a document's outputs stay, to the bit, when its neighbours' states and tokens change. In gradient: what
     is computed of it hangs on its own states alone."""
@@ -366,7 +290,7 @@ def test_nothing_leaks_from_one_document_into_another(name: str) -> None:
     assert not nonzero.any()
 
 
-@each_case
+@each_structure
 def test_outputs_see_neither_what_comes_later_nor_padding_nor_other_rows(name: str) -> None:
     """Masked scores take no part in the softmax: not even a share of exp(0), as where scores are multiplied by 0."""
     case, drafter = CASES[name], drafter_of(CASES[name])
@@ -424,9 +348,9 @@ def test_products_in_bfloat16_teach_the_same(name: str, kernel: Kernel) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
-@pytest.mark.parametrize("name", ["hass", "eagle3", "poss3-2"])
+@pytest.mark.parametrize(
+    ("name", "bf16", "packed"), pairwise(["hass", "eagle3", "poss3-2"], [False, True], [False, True])
+)
 def test_the_unroll_on_a_gpu_is_the_cpu_s(name: str, bf16: bool, packed: bool) -> None:
     """By plain blocks in float32, by a fused kernel in bfloat16, whose products round to 2^-9."""
     case, drafter, device = CASES[name], drafter_of(CASES[name]), torch.device("cuda")

@@ -1,4 +1,4 @@
-"""A few of many combinations for `make test`; the others are slow tests."""
+"""A few of many combinations, in which values still meet in pairs."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +18,11 @@ def meeting(combinations: Sequence[tuple[Any, ...]], together: int = 2) -> Itera
         best = max(combinations, key=lambda each: len(groups(each) & left))
         left -= groups(best)
         yield best
+
+
+def pairwise(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Some combinations of the axes' values: any two values of different axes meet in one of them."""
+    return list(meeting(list(itertools.product(*axes))))
 
 
 def thinned(*axes: Iterable[Any], together: int = 1) -> list[Any]:
