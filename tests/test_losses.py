@@ -20,7 +20,8 @@ from tests.thinning import pairwise
 COUNTED = [True, False, True, True, False, True]
 OBJECTIVES = get_args(TokenObjective)
 MIXTURES = {
-    **{name: LossWeights(objective=name) for name in OBJECTIVES},
+    **{name: LossWeights(token=0.7, objective=name) for name in OBJECTIVES},
+    "soft_ce alone": LossWeights(),
     "top 3": LossWeights(token=0.0, top_k=1.0, top_k_tokens=3),
     "top 50 of 11": LossWeights(token=0.0, top_k=2.0, top_k_tokens=50),
     "HASS": LossWeights(token=0.1, top_k=1.0, top_k_tokens=4),
