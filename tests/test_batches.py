@@ -23,7 +23,8 @@ from draftsmith.train.run.batches import Batch, BatchOrder, collate, collate_as,
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
-from tests.test_train import metrics, recipe_path, train  # noqa: F401 - a fixture
+from tests.training_runs import metrics, train
+from tests.training_runs import recipe_path as recipe_path
 
 
 def row_of(ids: list[int], spans: list[tuple[int, int]]) -> TrainingRow:
@@ -317,7 +318,7 @@ def test_a_batch_of_one_document_a_row_takes_the_path_without_masks() -> None:
 
 
 def test_a_packed_run_follows_the_padded_one_and_either_goes_on_with_the_other(
-    recipe_path: Path,  # noqa: F811
+    recipe_path: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

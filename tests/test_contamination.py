@@ -21,7 +21,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
 from draftsmith.train.run import processes, trainer
 from tests.conftest import make_tokenizer
-from tests.test_train import train
+from tests.training_runs import train
 
 chance = random.Random(0)
 WORDS = ["".join(chance.choices("abcdefghijklmnop", k=6)) for _ in range(400)]

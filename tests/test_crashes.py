@@ -27,7 +27,7 @@ from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.run.checkpoints import list_checkpoints, publish, settle
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
-from tests.test_train import metrics, to_train
+from tests.training_runs import metrics, to_train
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 

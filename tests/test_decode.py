@@ -24,6 +24,7 @@ from draftsmith.models.target import Target, TargetSession
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TreeSection
 from tests import reference
+from tests.clock import Clock as WallClock
 from tests.conftest import make_target
 
 STOP = 4
@@ -298,26 +299,26 @@ def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.Monkey
 
 
 def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
+    clock = WallClock()
 
     def read_clock() -> float:
-        now[0] += 1e-9  # as a real one: two readings differ
-        return now[0]
+        clock.now += 1e-9  # as a real one: two readings differ
+        return clock.now
 
     monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=read_clock))
     target = Target(make_target("llama"))
     prefill, verify, root_only = TargetSession.prefill, TargetSession.verify, DraftTree.root_only
 
     def slow_prefill(session: TargetSession, prompts: Sequence[Sequence[int]]) -> Any:
-        now[0] += 5 * len(prompts)
+        clock.now += 5 * len(prompts)
         return prefill(session, prompts)
 
     def slow_verify(session: TargetSession, tree: DraftTree) -> Any:
-        now[0] += 2 * tree.rows
+        clock.now += 2 * tree.rows
         return verify(session, tree)
 
     def slow_root_only(tokens: Sequence[int], device: torch.device) -> DraftTree:
-        now[0] += len(tokens)
+        clock.now += len(tokens)
         return root_only(tokens, device)
 
     monkeypatch.setattr(TargetSession, "prefill", slow_prefill)
@@ -325,7 +326,7 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
     monkeypatch.setattr(DraftTree, "root_only", slow_root_only)
     requests = [Request(i, [11, 12 + i], 1 + 2 * i) for i in range(5)]
     for key, answer in decode_queue(target, None, iter(requests), (), rows=2):
-        now[0] += 100
+        clock.now += 100
         assert len(answer.token_ids) == 1 + 2 * key
         assert answer.prefill_seconds == pytest.approx(5)
         assert answer.verify_seconds == pytest.approx(2 * answer.rounds)

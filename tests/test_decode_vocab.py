@@ -164,7 +164,7 @@ def test_sampled_answers_have_the_target_s_law_whatever_is_cut(
     policy: str, temperature: float, own: tuple[int, ...] | None, length: int
 ) -> None:
     """Enumerated: q is zero outside the cut, the residual is formed over the target's whole vocabulary."""
-    target, drafter = small_pair(own and list(own))
+    target, drafter = small_pair(None if own is None else list(own))
     part = cut(drafter.vocab, torch.tensor([0, 3, 9, 7, 1]), 2, [])
     assert part.target_ids.tolist() == ([1, 3] if own else [2, 3])
     prompt, sampling = [1, 3, 0, 1, 3], Sampling(temperature)

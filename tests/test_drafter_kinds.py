@@ -38,7 +38,7 @@ from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.run import trainer
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import KINDS, untaught
-from tests.test_train import ROOT, metrics, write_conversations
+from tests.training_runs import ROOT, metrics, write_conversations
 
 SCRIPTS: dict[str, Callable[[], None]] = {"eagle3": eagle3.main, "eagle": eagle.main, "poss": poss.main}
 # What a recipe says of drafter and training; what it leaves out is as published, noise and detached steps included.

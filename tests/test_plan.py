@@ -59,7 +59,7 @@ from draftsmith.train.measure.plan import (
 from draftsmith.train.run.loop import total_steps
 from draftsmith.train.run.trainer import drafter_shape
 from tests.conftest import make_target, make_tokenizer
-from tests.test_train import train, write_conversations
+from tests.training_runs import train, write_conversations
 
 GPU = Device("NVIDIA H100 80GB HBM3", 85_000_000_000, is_cpu=False)
 

@@ -62,6 +62,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
 from draftsmith.train.run.trainer import read_rows
 from tests import reference
+from tests.clock import Clock
 from tests.conftest import make_target
 from tests.pairs import PROMPTS, greedy, pair_of
 
@@ -242,10 +243,6 @@ def test_costs_are_those_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> N
         list(timed_rounds(target, proposer, [PROMPTS[0]]))
     assert seen == [True] * 2 * ROUNDS
     assert not torch.is_inference_mode_enabled()
-
-
-class Clock:
-    now = 0.0
 
 
 class SlowProposer:

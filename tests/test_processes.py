@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.models.vocab import DraftVocab
 from tests.ranks import run_ranks
-from tests.test_train import metrics, write_conversations
+from tests.training_runs import metrics, write_conversations
 
 # Without keep_group this hangs before the thirtieth time, mostly before the tenth, where two ranks share a core.
 PARTING = """

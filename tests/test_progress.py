@@ -11,6 +11,7 @@ from draftsmith.models import target
 from draftsmith.recipes.command import progress
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.schema import TargetSection
+from tests.clock import Clock
 
 
 class Screen(io.StringIO):
@@ -22,19 +23,14 @@ class Screen(io.StringIO):
         return self.terminal
 
 
-class Clock:
-    """The clocks of bars, moved by hand."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.now = 1000.0
-        monkeypatch.setattr("tqdm.std.time", lambda: self.now)
-        monkeypatch.setattr(time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(Bar, "monitor_interval", 0)  # no thread that refreshes
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    """The clock of bars."""
+    clock = Clock(1000.0)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(Bar, "monitor_interval", 0)  # no thread that refreshes
+    return clock
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, clock: Clock, terminal: bool, seconds: float, steps: int = 4) -> str:

@@ -27,7 +27,7 @@ from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.ranks import ON_CPUS
 from tests.test_crashes import arguments, check_trained, cut, flip, logged, told
-from tests.test_train import metrics, to_train, write_conversations
+from tests.training_runs import metrics, to_train, write_conversations
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 

@@ -17,7 +17,8 @@ from draftsmith.train.measure.clock import Clock
 from draftsmith.train.run import loop
 from draftsmith.train.run.checkpoints import list_checkpoints
 from tests.test_crashes import flip
-from tests.test_train import metrics, recipe_path, train
+from tests.training_runs import metrics, train
+from tests.training_runs import recipe_path as recipe_path
 
 __all__ = ["recipe_path"]  # a fixture
 

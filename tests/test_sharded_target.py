@@ -22,7 +22,7 @@ from tests.conftest import make_target
 from tests.ranks import run_ranks
 from tests.test_plan import plan, recipe_file
 from tests.test_processes import POISON, STEPS, Place, check_same
-from tests.test_train import metrics, write_conversations
+from tests.training_runs import metrics, write_conversations
 
 SHARDED = "train.shard_target=true"
 # Validation that leaves one of two ranks with less to do, or with nothing.

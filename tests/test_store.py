@@ -59,7 +59,7 @@ from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.drafter_cases import assert_same_gradients, gradients
 from tests.ranks import run_ranks
 from tests.test_crashes import cut, kill_until_it_ends, told
-from tests.test_train import SIX_STEPS, metrics, run_main, to_train
+from tests.training_runs import SIX_STEPS, metrics, run_main, to_train
 
 ROOT = Path(__file__).parent.parent
 CAPTURE = "draftsmith.data_gen.capture"

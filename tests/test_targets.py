@@ -150,11 +150,11 @@ def test_states_and_embeddings_are_those_of_output_hidden_states(name: str) -> N
     torch.testing.assert_close(states.captured, expected, rtol=0, atol=0)
     torch.testing.assert_close(states.last, theirs[-1], rtol=0, atol=0)
     # State L, behind the final norm, is captured like any other: in the pass of training, and where a pass ends early.
-    reads = (2, target.num_layers)
+    reads = (0, 2, target.num_layers)
     expected = torch.cat([theirs[layer] for layer in reads], dim=-1)
     torch.testing.assert_close(target.states(ids, reads).captured, expected, rtol=0, atol=0)
     torch.testing.assert_close(target.captured_states(ids, reads), expected, rtol=0, atol=0)
-    torch.testing.assert_close(target.captured_states(ids, reads[1:]), theirs[-1], rtol=0, atol=0)
+    torch.testing.assert_close(target.captured_states(ids, reads[2:]), theirs[-1], rtol=0, atol=0)
     alone = target.states(ids[1:, :25], reads).captured  # padding changes nothing but rounding
     assert_close(expected[1, :25], alone[0])
     assert_close(target.logits(states.last), target.model(ids, use_cache=False).logits)

@@ -1,123 +1,32 @@
 """train/eagle3.py as users run it: resume, accumulation, checkpointing, refusals. On the tiny target, in seconds."""
 
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.recorded.answers import RecordedAnswer
-from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, target_identity
-from draftsmith.models.costs import TargetSize, TrainingStates
-from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, default_capture_layers, load_causal_lm
-from draftsmith.models.vocab import DraftVocab, save_token_counts
+from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train import eagle3
 from draftsmith.train.measure.clock import CLOCK_KEYS
-from draftsmith.train.measure.dry_run import UnrollCost
-from draftsmith.train.measure.plan import HOW_TO_LOWER, memory_of
-from draftsmith.train.measure.plan import REPLAY as REPLAYED
 from draftsmith.train.run import trainer
 from draftsmith.train.run.batches import BatchOrder, collate
 from draftsmith.train.run.loop import Loop
 from tests.conftest import make_target, make_tokenizer
-
-ROOT = Path(__file__).parent.parent
-
-
-def write_conversations(path: Path, count: int, seed: int = 0) -> None:
-    """Regenerated conversations with their token ids: every second one has two turns."""
-    chance = random.Random(seed)
-    lines = []
-    for i in range(count):
-        turns, history = [], []
-        for _ in range(1 + i % 2):
-            prompt = [*history, 2, *(chance.randrange(5, 320) for _ in range(chance.randint(3, 9))), 4, 3]
-            answer = [*(chance.randrange(5, 320) for _ in range(chance.randint(4, 14))), 4]
-            turns.append({"prompt_token_ids": prompt, "output_token_ids": answer, "finish_reason": "stop"})
-            history = prompt + answer
-        messages = [{"role": role, "content": "x"} for _ in turns for role in ("user", "assistant")]
-        lines.append(json.dumps({"id": f"c{i}", "messages": messages, "turns": turns}))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n")
-
-
-def to_train(output: Path, conversations: int = 24) -> Path:
-    """An output_dir that holds what training reads."""
-    write_conversations(output / "conversations.jsonl", conversations)
-    DraftVocab(torch.arange(0, 320, 2), 320).save(output / "draft_vocab.safetensors")
-    return output
-
-
-SIX_STEPS = {
-    "max_steps": 6,
-    "batch_size": 4,
-    "learning_rate": 0.003,
-    "save_every_steps": 3,
-    "log_every_steps": 1,
-    "validate_every_steps": 3,
-    "validation_conversations": 4,
-    "ttt_steps": 3,
-    "mixed_precision": "no",
-}
-
-
-@pytest.fixture
-def recipe_path(tmp_path: Path, target_dir: Path) -> Path:
-    """A recipe of six steps with its conversations and draft vocabulary in place."""
-    recipe = {
-        "output_dir": str(to_train(tmp_path / "run")),
-        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-        "drafter": {"vocab_size": 160},
-        "train": SIX_STEPS,
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
-
-
-def run_main(module: Any, recipe_path: Path, *arguments: str) -> None:
-    """Runs a script in this process."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    argv, sys.argv = sys.argv, ["script.py", str(recipe_path), *arguments]
-    try:
-        module.main()
-    finally:
-        sys.argv = argv
-
-
-def train(recipe_path: Path, *overrides: str) -> Path:
-    """Runs eagle3.py in this process; returns its output_dir."""
-    run_main(eagle3, recipe_path, *overrides)
-    return Path(load_recipe(recipe_path, [each for each in overrides if not each.startswith("--")]).output_dir)
-
-
-def metrics(output: Path) -> list[dict]:
-    """metrics.jsonl without what a clock decides."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in CLOCK_KEYS} for line in lines]
+from tests.training_runs import metrics, train, write_conversations
+from tests.training_runs import recipe_path as recipe_path
 
 
 def test_a_run_writes_what_it_promises(recipe_path: Path) -> None:
@@ -169,30 +78,6 @@ def test_resumed_equals_uninterrupted_bit_for_bit(recipe_path: Path, tmp_path: P
     assert all(torch.equal(mine[name], expected[name]) for name in expected)
 
 
-@pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on(recipe_path: Path, tmp_path: Path) -> None:
-    """kill -9 in the middle of a real process, twice, then run to the end: the uninterrupted run's metrics."""
-    overrides = ["train.max_steps=30", "train.save_every_steps=5"]
-    whole = train(recipe_path, *overrides)
-    killed = tmp_path / "killed"
-    killed.mkdir()
-    for name in ("conversations.jsonl", "draft_vocab.safetensors"):
-        shutil.copy(whole / name, killed / name)
-    command = [sys.executable, "train/eagle3.py", str(recipe_path), *overrides, f"output_dir={killed}"]
-    # Bit for bit needs the same number of threads: sums are split by it.
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    for wanted in (7, 18):
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 120
-        while not ((killed / "metrics.jsonl").exists() and len(metrics_text(killed)) >= wanted):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
-    assert metrics(killed) == metrics(whole)
-
-
 def test_damaged_metrics_and_stray_files_do_not_stop_a_resumed_run(
     recipe_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,10 +93,6 @@ def test_damaged_metrics_and_stray_files_do_not_stop_a_resumed_run(
     assert f"{path}: damaged lines dropped: 6, the first is line 2" in capsys.readouterr().out
     names = sorted(file.name for file in (output / "checkpoints").glob("step-*.*"))
     assert names == ["step-00000002.damaged"]  # leftovers go, what was set aside stays
-
-
-def metrics_text(output: Path) -> list[str]:
-    return (output / "metrics.jsonl").read_text().splitlines()
 
 
 def test_accumulation_and_checkpointing_follow_one_trajectory(recipe_path: Path, tmp_path: Path) -> None:
@@ -366,10 +247,10 @@ def test_a_drafter_for_another_target_is_refused(recipe_path: Path, target_dir: 
         load_drafter(drafter, target, identity)
 
 
-@pytest.mark.parametrize("layers", [[1, 1, 2], [3, 2, 1], [0, 8], [-1, 2], []])
-def test_colliding_capture_layers_are_refused(layers: list[int]) -> None:
-    with pytest.raises(UserError, match="ascending and distinct"):
-        Target(make_target(), layers)
+def test_colliding_capture_layers_are_refused() -> None:
+    for layers in ([1, 1, 2], [3, 2, 1], [0, 8], [-1, 2], []):
+        with pytest.raises(UserError, match="ascending and distinct"):
+            Target(make_target(), layers)
 
 
 def test_default_capture_layers() -> None:
@@ -377,209 +258,6 @@ def test_default_capture_layers() -> None:
     assert [default_capture_layers(n) for n in (32, 28, 7)] == [(2, 16, 29), (2, 14, 25), (2, 3, 4)]
     with pytest.raises(UserError, match="collides for a target of 6 layers"):
         default_capture_layers(6)
-
-
-def test_captured_states_are_hidden_states() -> None:
-    """In `hidden_states` numbering, as transformers counts them: state i is the input of layer i."""
-    model = make_target()
-    ids = torch.tensor([[5, 6, 7, 8]])
-    expected = model.get_decoder()(input_ids=ids, output_hidden_states=True)
-    states = Target(model, [0, 3, 6]).states(ids)
-    torch.testing.assert_close(states.captured, torch.cat([expected.hidden_states[i] for i in (0, 3, 6)], dim=-1))
-    torch.testing.assert_close(states.last, expected.last_hidden_state)
-
-
-REPLAY = ("train.eval_replay=3", "eval.tree.nodes=10", "eval.tree.draft_calls=3", "eval.tree.top_k=4")
-
-
-def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path, target_dir: Path) -> None:
-    """Along the turns of the first three validation conversations, in full; and training does not notice."""
-    output = train(recipe_path, *REPLAY, "train.log_every_steps=4", "train.learning_rate=0.02")
-    lines = metrics(output)
-    assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]  # step 3 is a checkpoint, not a log step
-    assert [line["step"] for line in lines] == [3, 4, 6]
-
-    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
-    target = Target(load_causal_lm(section))
-    identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(tokenizer))
-    drafter = load_drafter(output / "drafter", target, identity)
-    recipe = load_recipe(recipe_path, REPLAY)
-    _, validation = trainer.read_rows(recipe, tokenizer, Rejects())
-    ids = list(dict.fromkeys(row.id for row in validation))[:3]
-    assert len(ids) == 3
-    answers = [
-        RecordedAnswer(turn["prompt_token_ids"], turn["output_token_ids"])
-        for record in map(json.loads, (output / "conversations.jsonl").read_text().splitlines())
-        if record["id"] in ids
-        for turn in record["turns"]
-    ]
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(recipe.eval.tree))
-    rounds = [replay(target, proposer, [answer], 1)[0] for answer in answers]
-    tokens = sum(len(answer.tokens) - 1 for answer in answers)
-    assert lines[-1]["replay_tau"] == pytest.approx(tokens / sum(g.rounds for g in rounds), abs=1e-4)
-    first = [g.accepted_per_round[i] > 0 for g in rounds for i in range(g.rounds)]
-    cut_at_once = sum(g.last_round_cut and g.accepted_per_round[-1] == 0 for g in rounds)
-    assert cut_at_once == 0
-    shares = lines[-1]["replay_accepted_by_position"]
-    assert (shares[0] if shares else 0) == pytest.approx(sum(first) / len(first), abs=1e-4)
-
-    without = recipe_path.parent / "without"
-    shutil.copytree(output, without, ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"))
-    train(recipe_path, "train.log_every_steps=4", "train.learning_rate=0.02", f"output_dir={without}")
-    mine, expected = (load_file(d / "drafter/model.safetensors") for d in (output, without))
-    assert all(torch.equal(mine[name], expected[name]) for name in expected)
-
-
-def test_a_run_with_replay_resumes_bit_for_bit(recipe_path: Path, tmp_path: Path) -> None:
-    whole = train(recipe_path, *REPLAY)
-    resumed = tmp_path / "resumed"
-    resumed.mkdir()
-    for name in ("conversations.jsonl", "draft_vocab.safetensors", "metrics.jsonl"):
-        shutil.copy(whole / name, resumed / name)
-    shutil.copytree(whole / "checkpoints/step-00000003", resumed / "checkpoints/step-00000003")
-    train(recipe_path, *REPLAY, f"output_dir={resumed}")
-    assert metrics(resumed) == metrics(whole)
-    assert_same_tensors(resumed / "checkpoints/step-00000006", whole / "checkpoints/step-00000006")
-
-
-def assert_same_tensors(mine: Path, expected: Path) -> None:
-    """Of two checkpoints, which hold nothing pickled and no random state: all that is drawn is drawn by name."""
-    names = {path.name for path in expected.iterdir()}
-    assert names == {"manifest.json", "trainer_state.json", "model.safetensors", "optimizer.safetensors"}
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        found, wanted = load_file(mine / name), load_file(expected / name)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-
-class Killed(BaseException):
-    """What nothing in the loop catches, as a kill."""
-
-
-@pytest.mark.parametrize("at", [3, 6])
-def test_a_kill_between_checkpoint_and_replay_loses_neither(
-    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
-    """The checkpoint comes first; each line stands once, with its replay, wherever the run was killed."""
-    replayed, log = Loop.replayed, Loop._log
-    whole = train(recipe_path, *REPLAY)
-    for moment in ("replay", "log"):
-        killed = tmp_path / moment
-        killed.mkdir()
-        for name in ("conversations.jsonl", "draft_vocab.safetensors"):
-            shutil.copy(whole / name, killed / name)
-        with monkeypatch.context() as patched:
-
-            def kill(killed: Path = killed) -> None:
-                if (killed / f"checkpoints/step-0000000{at}").exists():
-                    raise Killed
-
-            def replayed_or_killed(self: Loop) -> dict:
-                kill()
-                return replayed(self)
-
-            def half_logged(self: Loop, line: dict, killed: Path = killed) -> None:
-                if line["step"] == at:
-                    with (killed / "metrics.jsonl").open("a") as file:
-                        file.write(json.dumps(line)[:20])
-                    kill()
-                log(self, line)
-
-            patched.setattr(Loop, *(("replayed", replayed_or_killed) if moment == "replay" else ("_log", half_logged)))
-            with pytest.raises(Killed):
-                train(recipe_path, *REPLAY, f"output_dir={killed}")
-        assert (killed / f"checkpoints/step-0000000{at}").exists()
-        assert (killed / "metrics.jsonl").read_text().count("\n") == at - 1
-        assert not (killed / "drafter").exists()
-        for _ in range(2):  # a run that is complete writes no line again
-            train(recipe_path, *REPLAY, f"output_dir={killed}")
-            assert metrics(killed) == metrics(whole)
-        mine, expected = (load_file(d / "drafter/model.safetensors") for d in (killed, whole))
-        assert all(torch.equal(mine[name], expected[name]) for name in expected)
-
-
-def test_a_line_that_waits_for_a_replay_is_logged_without_one_if_it_is_switched_off(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The way out where the replay itself is what ends the run."""
-    with monkeypatch.context() as patched:
-        patched.setattr(Loop, "replayed", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("too much")))
-        with pytest.raises(torch.OutOfMemoryError):
-            train(recipe_path, *REPLAY)
-    lines = metrics(train(recipe_path, "train.eval_replay=0"))
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    assert not any("replay_tau" in line for line in lines)
-
-
-def test_sigterm_does_not_wait_for_a_replay(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes in the step whose checkpoint a replay would follow: the next start catches up on that."""
-    expected = metrics(train(recipe_path, *REPLAY))
-    output = recipe_path.parent / "stopped"
-    shutil.copytree(
-        recipe_path.parent / "run",
-        output,
-        ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"),
-    )
-    step = Loop._step
-    with monkeypatch.context() as patched:
-
-        def step_and_stop(self: Loop, number: int) -> tuple[float, float, bool]:
-            if number == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return step(self, number)
-
-        patched.setattr(Loop, "_step", step_and_stop)
-        patched.setattr(Loop, "replayed", lambda _: pytest.fail("it waited"))
-        train(recipe_path, *REPLAY, f"output_dir={output}")
-    assert [line["step"] for line in metrics(output)] == [1, 2]
-    train(recipe_path, *REPLAY, f"output_dir={output}")
-    assert metrics(output) == expected
-
-
-def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
-    output = recipe_path.parent / "run"
-    counts = torch.zeros(320, dtype=torch.long)
-    counts[torch.arange(0, 320, 2)] = torch.arange(160).flip(0) + 1
-    save_token_counts(output / "token_counts.safetensors", counts, tokenizer_fingerprint(make_tokenizer()), [4])
-    train(recipe_path, *REPLAY, "eval.tree.vocab_size=7")
-    with pytest.raises(UserError, match=r"eval\.tree\.vocab_size: 200 is more than the 160 tokens"):
-        train(recipe_path, *REPLAY, "eval.tree.vocab_size=200")
-
-
-def test_what_cannot_be_replayed_in_training_is_told_at_once(
-    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainer, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
-    chain = "eval.tree={policy: chain, draw: sampled}"
-    for overrides, message in (
-        (("train.validation_conversations=0",), "train.validation_conversations is 0"),
-        (("eval.tree={policy: auto}",), "policy auto goes by speeds"),
-        (("eval.tree={nodes: 600, top_k: 30}",), r"eval_replay: eval\.tree: 600 nodes, .* a target of 512 positions"),
-        (("eval.tree={policy: svip, draft_calls: 512}",), "513 nodes, 512 draft calls deep, in a target of 512"),
-        ((chain, "eval.temperature=1"), "draw: sampled cannot be replayed"),
-        (("eval.tree.vocab_size=9",), r"token_counts\.safetensors, which does not exist"),
-    ):
-        for plan in ((), ("--plan",)):
-            with pytest.raises(UserError, match=message):
-                train(recipe_path, "train.eval_replay=2", *overrides, *plan)
-
-
-def test_the_plan_tells_of_replay_and_its_memory(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(recipe_path, "--plan")
-    assert "replay_tau" not in capsys.readouterr().out
-    train(recipe_path, *REPLAY, "--plan")
-    said = capsys.readouterr().out
-    assert "3 validation conversations at every checkpoint, eval.tree eagle2: replay_tau in metrics.jsonl" in said
-
-
-def test_memory_of_replay_counts_where_it_is_the_widest_moment() -> None:
-    size = TargetSize(1000, 0, 1000, 100, 4000.0, "exact", torch.float32, eager_attention=False)
-    unroll = UnrollCost(100, {"layer": 100}, 1)
-    states = TrainingStates.of(10)
-    small, large = (memory_of(size, unroll, 50, False, states, True, replay_bytes=count) for count in (99.0, 9000.0))
-    assert REPLAYED not in small.parts and large.parts[REPLAYED] == 9000
-    assert large.total > small.total
-    assert large.largest == REPLAYED and "eval.replay_batch_size" in HOW_TO_LOWER[REPLAYED]
 
 
 def test_an_epoch_ends_where_its_rows_end(recipe_path: Path, tmp_path: Path) -> None:

@@ -1,0 +1,225 @@
+"""Replay while training: tau at every checkpoint, what a kill leaves of it, and what cannot be replayed."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import replay
+from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.checkpoint import load_drafter, target_identity
+from draftsmith.models.costs import TargetSize, TrainingStates
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import save_token_counts
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.schema import TargetSection
+from draftsmith.train.measure.dry_run import UnrollCost
+from draftsmith.train.measure.plan import HOW_TO_LOWER, memory_of
+from draftsmith.train.measure.plan import REPLAY as REPLAYED
+from draftsmith.train.run import trainer
+from draftsmith.train.run.loop import Loop
+from tests.conftest import make_tokenizer
+from tests.training_runs import metrics, train
+from tests.training_runs import recipe_path as recipe_path
+
+REPLAY = ("train.eval_replay=3", "eval.tree.nodes=10", "eval.tree.draft_calls=3", "eval.tree.top_k=4")
+
+
+def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path, target_dir: Path) -> None:
+    """Along the turns of the first three validation conversations, in full; and training does not notice."""
+    output = train(recipe_path, *REPLAY, "train.log_every_steps=4", "train.learning_rate=0.02")
+    lines = metrics(output)
+    assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]  # step 3 is a checkpoint, not a log step
+    assert [line["step"] for line in lines] == [3, 4, 6]
+
+    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
+    target = Target(load_causal_lm(section))
+    identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(tokenizer))
+    drafter = load_drafter(output / "drafter", target, identity)
+    recipe = load_recipe(recipe_path, REPLAY)
+    _, validation = trainer.read_rows(recipe, tokenizer, Rejects())
+    ids = list(dict.fromkeys(row.id for row in validation))[:3]
+    assert len(ids) == 3
+    answers = [
+        RecordedAnswer(turn["prompt_token_ids"], turn["output_token_ids"])
+        for record in map(json.loads, (output / "conversations.jsonl").read_text().splitlines())
+        if record["id"] in ids
+        for turn in record["turns"]
+    ]
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(recipe.eval.tree))
+    rounds = [replay(target, proposer, [answer], 1)[0] for answer in answers]
+    tokens = sum(len(answer.tokens) - 1 for answer in answers)
+    assert lines[-1]["replay_tau"] == pytest.approx(tokens / sum(g.rounds for g in rounds), abs=1e-4)
+    first = [g.accepted_per_round[i] > 0 for g in rounds for i in range(g.rounds)]
+    cut_at_once = sum(g.last_round_cut and g.accepted_per_round[-1] == 0 for g in rounds)
+    assert cut_at_once == 0
+    shares = lines[-1]["replay_accepted_by_position"]
+    assert (shares[0] if shares else 0) == pytest.approx(sum(first) / len(first), abs=1e-4)
+
+    without = recipe_path.parent / "without"
+    shutil.copytree(output, without, ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"))
+    train(recipe_path, "train.log_every_steps=4", "train.learning_rate=0.02", f"output_dir={without}")
+    mine, expected = (load_file(d / "drafter/model.safetensors") for d in (output, without))
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def test_a_run_with_replay_resumes_bit_for_bit(recipe_path: Path, tmp_path: Path) -> None:
+    whole = train(recipe_path, *REPLAY)
+    resumed = tmp_path / "resumed"
+    resumed.mkdir()
+    for name in ("conversations.jsonl", "draft_vocab.safetensors", "metrics.jsonl"):
+        shutil.copy(whole / name, resumed / name)
+    shutil.copytree(whole / "checkpoints/step-00000003", resumed / "checkpoints/step-00000003")
+    train(recipe_path, *REPLAY, f"output_dir={resumed}")
+    assert metrics(resumed) == metrics(whole)
+    assert_same_tensors(resumed / "checkpoints/step-00000006", whole / "checkpoints/step-00000006")
+
+
+def assert_same_tensors(mine: Path, expected: Path) -> None:
+    """Of two checkpoints, which hold nothing pickled and no random state: all that is drawn is drawn by name."""
+    names = {path.name for path in expected.iterdir()}
+    assert names == {"manifest.json", "trainer_state.json", "model.safetensors", "optimizer.safetensors"}
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        found, wanted = load_file(mine / name), load_file(expected / name)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+class Killed(BaseException):
+    """What nothing in the loop catches, as a kill."""
+
+
+@pytest.mark.parametrize("at", [3, 6])
+def test_a_kill_between_checkpoint_and_replay_loses_neither(
+    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """The checkpoint comes first; each line stands once, with its replay, wherever the run was killed."""
+    replayed, log = Loop.replayed, Loop._log
+    whole = train(recipe_path, *REPLAY)
+    for moment in ("replay", "log"):
+        killed = tmp_path / moment
+        killed.mkdir()
+        for name in ("conversations.jsonl", "draft_vocab.safetensors"):
+            shutil.copy(whole / name, killed / name)
+        with monkeypatch.context() as patched:
+
+            def kill(killed: Path = killed) -> None:
+                if (killed / f"checkpoints/step-0000000{at}").exists():
+                    raise Killed
+
+            def replayed_or_killed(self: Loop) -> dict:
+                kill()
+                return replayed(self)
+
+            def half_logged(self: Loop, line: dict, killed: Path = killed) -> None:
+                if line["step"] == at:
+                    with (killed / "metrics.jsonl").open("a") as file:
+                        file.write(json.dumps(line)[:20])
+                    kill()
+                log(self, line)
+
+            patched.setattr(Loop, *(("replayed", replayed_or_killed) if moment == "replay" else ("_log", half_logged)))
+            with pytest.raises(Killed):
+                train(recipe_path, *REPLAY, f"output_dir={killed}")
+        assert (killed / f"checkpoints/step-0000000{at}").exists()
+        assert (killed / "metrics.jsonl").read_text().count("\n") == at - 1
+        assert not (killed / "drafter").exists()
+        for _ in range(2):  # a run that is complete writes no line again
+            train(recipe_path, *REPLAY, f"output_dir={killed}")
+            assert metrics(killed) == metrics(whole)
+        mine, expected = (load_file(d / "drafter/model.safetensors") for d in (killed, whole))
+        assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
+def test_a_line_that_waits_for_a_replay_is_logged_without_one_if_it_is_switched_off(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way out where the replay itself is what ends the run."""
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "replayed", lambda _: (_ for _ in ()).throw(torch.OutOfMemoryError("too much")))
+        with pytest.raises(torch.OutOfMemoryError):
+            train(recipe_path, *REPLAY)
+    lines = metrics(train(recipe_path, "train.eval_replay=0"))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert not any("replay_tau" in line for line in lines)
+
+
+def test_sigterm_does_not_wait_for_a_replay(recipe_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes in the step whose checkpoint a replay would follow: the next start catches up on that."""
+    expected = metrics(train(recipe_path, *REPLAY))
+    output = recipe_path.parent / "stopped"
+    shutil.copytree(
+        recipe_path.parent / "run",
+        output,
+        ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"),
+    )
+    step = Loop._step
+    with monkeypatch.context() as patched:
+
+        def step_and_stop(self: Loop, number: int) -> tuple[float, float, bool]:
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(self, number)
+
+        patched.setattr(Loop, "_step", step_and_stop)
+        patched.setattr(Loop, "replayed", lambda _: pytest.fail("it waited"))
+        train(recipe_path, *REPLAY, f"output_dir={output}")
+    assert [line["step"] for line in metrics(output)] == [1, 2]
+    train(recipe_path, *REPLAY, f"output_dir={output}")
+    assert metrics(output) == expected
+
+
+def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
+    output = recipe_path.parent / "run"
+    counts = torch.zeros(320, dtype=torch.long)
+    counts[torch.arange(0, 320, 2)] = torch.arange(160).flip(0) + 1
+    save_token_counts(output / "token_counts.safetensors", counts, tokenizer_fingerprint(make_tokenizer()), [4])
+    train(recipe_path, *REPLAY, "eval.tree.vocab_size=7")
+    with pytest.raises(UserError, match=r"eval\.tree\.vocab_size: 200 is more than the 160 tokens"):
+        train(recipe_path, *REPLAY, "eval.tree.vocab_size=200")
+
+
+def test_what_cannot_be_replayed_in_training_is_told_at_once(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    chain = "eval.tree={policy: chain, draw: sampled}"
+    for overrides, message in (
+        (("train.validation_conversations=0",), "train.validation_conversations is 0"),
+        (("eval.tree={policy: auto}",), "policy auto goes by speeds"),
+        (("eval.tree={nodes: 600, top_k: 30}",), r"eval_replay: eval\.tree: 600 nodes, .* a target of 512 positions"),
+        (("eval.tree={policy: svip, draft_calls: 512}",), "513 nodes, 512 draft calls deep, in a target of 512"),
+        ((chain, "eval.temperature=1"), "draw: sampled cannot be replayed"),
+        (("eval.tree.vocab_size=9",), r"token_counts\.safetensors, which does not exist"),
+    ):
+        for plan in ((), ("--plan",)):
+            with pytest.raises(UserError, match=message):
+                train(recipe_path, "train.eval_replay=2", *overrides, *plan)
+
+
+def test_the_plan_tells_of_replay_and_its_memory(recipe_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(recipe_path, "--plan")
+    assert "replay_tau" not in capsys.readouterr().out
+    train(recipe_path, *REPLAY, "--plan")
+    said = capsys.readouterr().out
+    assert "3 validation conversations at every checkpoint, eval.tree eagle2: replay_tau in metrics.jsonl" in said
+
+
+def test_memory_of_replay_counts_where_it_is_the_widest_moment() -> None:
+    size = TargetSize(1000, 0, 1000, 100, 4000.0, "exact", torch.float32, eager_attention=False)
+    unroll = UnrollCost(100, {"layer": 100}, 1)
+    states = TrainingStates.of(10)
+    small, large = (memory_of(size, unroll, 50, False, states, True, replay_bytes=count) for count in (99.0, 9000.0))
+    assert REPLAYED not in small.parts and large.parts[REPLAYED] == 9000
+    assert large.total > small.total
+    assert large.largest == REPLAYED and "eval.replay_batch_size" in HOW_TO_LOWER[REPLAYED]

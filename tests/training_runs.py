@@ -1,0 +1,93 @@
+"""Tiny training runs, in this process: what they read, a recipe of six steps, and the lines that they log."""
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.train import eagle3
+from draftsmith.train.measure.clock import CLOCK_KEYS
+
+ROOT = Path(__file__).parent.parent
+
+
+def write_conversations(path: Path, count: int, seed: int = 0) -> None:
+    """Regenerated conversations with their token ids: every second one has two turns."""
+    chance = random.Random(seed)
+    lines = []
+    for i in range(count):
+        turns, history = [], []
+        for _ in range(1 + i % 2):
+            prompt = [*history, 2, *(chance.randrange(5, 320) for _ in range(chance.randint(3, 9))), 4, 3]
+            answer = [*(chance.randrange(5, 320) for _ in range(chance.randint(4, 14))), 4]
+            turns.append({"prompt_token_ids": prompt, "output_token_ids": answer, "finish_reason": "stop"})
+            history = prompt + answer
+        messages = [{"role": role, "content": "x"} for _ in turns for role in ("user", "assistant")]
+        lines.append(json.dumps({"id": f"c{i}", "messages": messages, "turns": turns}))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def to_train(output: Path, conversations: int = 24) -> Path:
+    """An output_dir that holds what training reads."""
+    write_conversations(output / "conversations.jsonl", conversations)
+    DraftVocab(torch.arange(0, 320, 2), 320).save(output / "draft_vocab.safetensors")
+    return output
+
+
+SIX_STEPS = {
+    "max_steps": 6,
+    "batch_size": 4,
+    "learning_rate": 0.003,
+    "save_every_steps": 3,
+    "log_every_steps": 1,
+    "validate_every_steps": 3,
+    "validation_conversations": 4,
+    "ttt_steps": 3,
+    "mixed_precision": "no",
+}
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path, target_dir: Path) -> Path:
+    """A recipe of six steps with its conversations and draft vocabulary in place."""
+    recipe = {
+        "output_dir": str(to_train(tmp_path / "run")),
+        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
+        "drafter": {"vocab_size": 160},
+        "train": SIX_STEPS,
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def run_main(module: Any, recipe_path: Path, *arguments: str) -> None:
+    """Runs a script in this process."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    argv, sys.argv = sys.argv, ["script.py", str(recipe_path), *arguments]
+    try:
+        module.main()
+    finally:
+        sys.argv = argv
+
+
+def train(recipe_path: Path, *overrides: str) -> Path:
+    """Runs eagle3.py in this process; returns its output_dir."""
+    run_main(eagle3, recipe_path, *overrides)
+    return Path(load_recipe(recipe_path, [each for each in overrides if not each.startswith("--")]).output_dir)
+
+
+def metrics(output: Path) -> list[dict]:
+    """metrics.jsonl without what a clock decides."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in CLOCK_KEYS} for line in lines]
