@@ -129,9 +129,9 @@ def test_a_causal_lm_is_known_by_its_weights(
         assert "all is labelled" in script(label_trees, *settings, small_lm(path))
     script(c2t, *settings[:2])
     sweep = f"eval.out={tmp_path / 'eval'}", "--betas", "0.3", "0.3000001", "--nodes", "4", "9"
-    said = script(c2t_sweep, *settings[1:], small_lm(tmp_path / "copy"), *sweep)
+    script(c2t_sweep, *settings[1:], small_lm(tmp_path / "copy"), *sweep)
     found = json.loads((tmp_path / "eval/c2t_sweep.json").read_text())
-    assert found["drafter"] == str(tmp_path / "copy") and "0.3000001" in said
+    assert found["drafter"] == str(tmp_path / "copy")
     assert [row["value"] for row in found["points"]] == [0.3000001, 0.3, 4, 9]
     assert found["points"][-1]["tau"] > 1.5  # a copy of the target is often right
     with pytest.raises(UserError, match=r"another drafter \(kind: 'causal_lm' there, 'eagle3' here"):

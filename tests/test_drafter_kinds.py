@@ -23,7 +23,7 @@ from draftsmith.eval.decoding.contenders import Lineup, contenders_of, main_cont
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.eval.recorded.answers import Recording
-from draftsmith.eval.recorded.evaluation import planned_bytes
+from draftsmith.eval.recorded.replay_contenders import planned_bytes
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, read_config, save_drafter, target_identity
 from draftsmith.models.draft_tree import Drafting

@@ -29,7 +29,6 @@ from draftsmith.eval.recorded.answers import (
     kept_for_validation,
     read_answers,
 )
-from draftsmith.eval.recorded.evaluation import planned_bytes, recording_of
 from draftsmith.eval.recorded.replay import (
     Agreement,
     RecordedVerifier,
@@ -41,6 +40,7 @@ from draftsmith.eval.recorded.replay import (
     replay,
     replay_all,
 )
+from draftsmith.eval.recorded.replay_contenders import planned_bytes, recording_of
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
@@ -889,7 +889,7 @@ def test_every_cache_is_gone_when_its_batch_is_done() -> None:
 def test_what_cannot_be_replayed_is_told_before_weights_are_loaded(
     place: Path, target_dir: Path, measure: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from draftsmith.eval.recorded import evaluation as replayed
+    from draftsmith.eval.recorded import replay_contenders as replayed
 
     def loaded(*_: object) -> None:
         raise AssertionError("the target was loaded")

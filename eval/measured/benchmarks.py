@@ -164,9 +164,8 @@ class Bench:
                             generation = done[name][row]
                             talk.sign(generation)
                             results[name].append(generation)
-                            texts = self._shown(generation, talk.asked) if name == shown else None
-                            text = decode_answer(self.tokenizer, generation.token_ids)
-                            file.write(json.dumps(record_of(generation, name, text, texts)) + "\n")
+                            question = talk.words if name == shown else None
+                            file.write(answer_line(self.tokenizer, generation, name, question))
                         talk.history.append(answer_message(self.tokenizer, done[PLAIN][row].token_ids))
                     file.flush()
                     tokens += sum(len(generation.token_ids) - 1 for generation in done[shown])
@@ -196,13 +195,16 @@ class Bench:
                 going.append(talk)
         return going
 
-    def _shown(self, generation: Generation, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """What the report shows of an answer: the user's words before it, and its tokens' texts."""
-        asked = [message for message in messages if message["role"] == "user"][-1:]
-        return {
-            "question": as_text(asked)[0]["content"],
-            "token_texts": token_texts(self.tokenizer, generation.token_ids),
-        }
+
+def answer_line(
+    tokenizer: PreTrainedTokenizerBase, generation: Generation, contender: str, question: str | None = None
+) -> str:
+    """A line of generations.jsonl. `question`: of the main contender, whose lines hold what the report shows."""
+    shown: dict[str, Any] = {}
+    if question is not None:
+        shown = {"question": question, "token_texts": token_texts(tokenizer, generation.token_ids)}
+    record = record_of(generation, contender, decode_answer(tokenizer, generation.token_ids), shown)
+    return json.dumps(record) + "\n"
 
 
 def decode_all(
@@ -239,9 +241,10 @@ class _Talk:
     prompt: list[int] = field(default_factory=list)  # of the turn
 
     @property
-    def asked(self) -> list[dict[str, Any]]:
-        """The messages of the turn."""
-        return self.question.turns[self.turn - 1]
+    def words(self) -> str:
+        """The user's words in this turn."""
+        asked = [message for message in self.question.turns[self.turn - 1] if message["role"] == "user"][-1:]
+        return as_text(asked)[0]["content"]
 
     def key(self, contender: str) -> Hashable:
         """What the draws of its answer hang on."""

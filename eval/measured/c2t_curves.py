@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.metrics import bootstrap
 from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, write_png
+from draftsmith.eval.page.files import print_written
 from draftsmith.eval.recorded.answers import Recording, tokens_of
-from draftsmith.eval.recorded.evaluation import recording_of, replay_contenders
 from draftsmith.eval.recorded.replay import Agreement
+from draftsmith.eval.recorded.replay_contenders import recording_of, replay_contenders
 from draftsmith.models.c2t import read_config
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
@@ -26,7 +28,7 @@ from draftsmith.recipes.schema import C2tSection, Recipe, TreeSection
 BETAS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 NODES = (4, 8, 16, 24, 32, 48, 60, 100, 180, 300)
 EAGLE2 = "eagle2"
-COLUMNS = 3  # tokens, rounds, nodes of each point
+COLUMNS = ("tokens", "rounds", "nodes", "calls")  # sums of each point
 Beam = tuple[int | None, tuple[float, ...] | None]  # K2 (None: all), and betas of its own
 UNDEFINED = 0.025  # share of resamples beyond the curve: with more, an interval would lack one of its ends
 
@@ -61,7 +63,7 @@ def main(command: Command) -> None:
     print(f"answers of {recording.path}: {agreement}")
     numbers = sweep_numbers(points, found, recipe.eval.bootstrap_samples, recipe.eval.seed)
     print_numbers(numbers)
-    print("\n".join(["", *written(recipe, contenders[0], recording, numbers, str(agreement))]))
+    print_written(write_sweep(recipe, contenders[0], recording, numbers, str(agreement)))
 
 
 def points_of(
@@ -135,25 +137,24 @@ def sweep_numbers(
     """{points: [...], at_equal_tau: [...]}, as c2t_sweep.json holds them.
 
     Where EAGLE-2's tau lies beyond a curve's end, `share` is None. `beyond` is the end, "below" or "above" the curve's
-    taus, and `share_at_end` what its last point there takes: below, a share that reaches more than EAGLE-2's tau.
+    taus, and `share_at_end` the share of its last point there: below, a share that reaches more than EAGLE-2's tau.
 
     Args:
         found: of every point's contender, one generation per answer, in the same order.
     """
-    sums, prompts = _sums([found[point.contender.name] for point in points])
+    sums = _sums([found[point.contender.name] for point in points])
     interval = bootstrap(sums, bootstrap_samples, seed)
     total = sums.sum(0)[None]
-    answers = found[points[0].contender.name]
     rows = [
         {
             "curve": point.curve,
             "value": point.value,
-            "tau": round(float(_tau(total, i)[0]), 4),
-            "tau_interval": interval(lambda s, i=i: _tau(s, i)),
-            "candidates": int(_candidates(total, i)[0]),
-            "nodes_per_round": round(float(_nodes(total, i)[0]), 4),
-            "nodes_per_round_interval": interval(lambda s, i=i: _nodes(s, i)),
-            "calls_per_round": round(_calls(found[point.contender.name]), 4),
+            "tau": round(float(_tau(total)[0, i]), 4),
+            "tau_interval": interval(lambda s, i=i: _tau(s)[:, i]),
+            "candidates": int(_column(total, "nodes")[0, i]),
+            "nodes_per_round": round(float(_per_round(total, "nodes")[0, i]), 4),
+            "nodes_per_round_interval": interval(lambda s, i=i: _per_round(s, "nodes")[:, i]),
+            "calls_per_round": round(float(_per_round(total, "calls")[0, i]), 4),
         }
         for i, point in enumerate(points)
     ]
@@ -182,52 +183,48 @@ def sweep_numbers(
                     "share_at_end": None if end is None else round(rows[end]["candidates"] / rows[i]["candidates"], 4),
                 }
             )
-    return {"conversations": prompts, "answers": len(answers), "points": rows, "at_equal_tau": equal}
+    answers = len(found[points[0].contender.name])
+    return {"conversations": len(sums), "answers": answers, "points": rows, "at_equal_tau": equal}
 
 
-def _sums(of_points: Sequence[Sequence[Generation]]) -> tuple[np.ndarray, int]:
-    """([conversations, points * COLUMNS], conversations): what is resampled together."""
+def _sums(of_points: Sequence[Sequence[Generation]]) -> np.ndarray:
+    """[conversations, points * COLUMNS]: rows that are resampled together."""
     numbers: dict[tuple[str, str], int] = {}
     row_of = [
         numbers.setdefault((g.benchmark, g.conversation_id or f"#{i}"), len(numbers))
         for i, g in enumerate(of_points[0])
     ]
-    sums = np.zeros((len(numbers), len(of_points) * COLUMNS))
+    sums = np.zeros((len(numbers), len(of_points), len(COLUMNS)))
     for point, generations in enumerate(of_points):
         for row, g in zip(row_of, generations, strict=True):
-            at = slice(point * COLUMNS, (point + 1) * COLUMNS)
-            sums[row, at] += (len(g.token_ids) - 1, g.rounds, sum(g.tree_nodes))
-    return sums, len(numbers)
+            sums[row, point] += (len(g.token_ids) - 1, g.rounds, sum(g.tree_nodes), sum(g.draft_calls))
+    return sums.reshape(len(numbers), -1)
 
 
-def _tau(sums: np.ndarray, point: int) -> np.ndarray:
-    return sums[:, point * COLUMNS] / sums[:, point * COLUMNS + 1]
+def _column(sums: np.ndarray, name: str) -> np.ndarray:
+    """[samples, points] of sums [samples, points * COLUMNS]."""
+    return sums[:, COLUMNS.index(name) :: len(COLUMNS)]
 
 
-def _candidates(sums: np.ndarray, point: int) -> np.ndarray:
-    return sums[:, point * COLUMNS + 2]
+def _per_round(sums: np.ndarray, name: str) -> np.ndarray:
+    return _column(sums, name) / _column(sums, "rounds")
 
 
-def _nodes(sums: np.ndarray, point: int) -> np.ndarray:
-    return sums[:, point * COLUMNS + 2] / sums[:, point * COLUMNS + 1]
-
-
-def _calls(generations: Sequence[Generation]) -> float:
-    return sum(sum(g.draft_calls) for g in generations) / max(1, sum(g.rounds for g in generations))
+def _tau(sums: np.ndarray) -> np.ndarray:
+    return _per_round(sums, "tokens")
 
 
 def _share(sums: np.ndarray, curve: Sequence[int], point: int) -> np.ndarray:
     """[samples] candidates of `curve` at `point`'s tau over those of `point`; NaN beyond the ends of the curve."""
-    taus = np.stack([_tau(sums, i) for i in curve], axis=1)  # [samples, points of the curve]
-    logs = np.log(np.stack([_candidates(sums, i) for i in curve], axis=1))
-    order = taus.argsort(axis=1, kind="stable")
-    taus, logs = np.take_along_axis(taus, order, axis=1), np.take_along_axis(logs, order, axis=1)
-    wanted, of_point = _tau(sums, point), _candidates(sums, point)
+    taus, candidates = _tau(sums), _column(sums, "nodes")
+    order = taus[:, curve].argsort(axis=1, kind="stable")
+    by_tau = np.take_along_axis(taus[:, curve], order, axis=1)
+    logs = np.take_along_axis(np.log(candidates[:, curve]), order, axis=1)
     needed = [
         np.interp(tau, its_taus, its_logs, left=np.nan, right=np.nan)
-        for tau, its_taus, its_logs in zip(wanted, taus, logs, strict=True)
+        for tau, its_taus, its_logs in zip(taus[:, point], by_tau, logs, strict=True)
     ]
-    return np.exp(np.array(needed)) / of_point
+    return np.exp(np.array(needed)) / candidates[:, point]
 
 
 def _mostly(shares: np.ndarray) -> np.ndarray:
@@ -235,54 +232,43 @@ def _mostly(shares: np.ndarray) -> np.ndarray:
     return np.full_like(shares, np.nan) if np.isnan(shares).mean() > UNDEFINED else shares
 
 
-# What is told.
+# What is printed and written.
 
 
 def print_numbers(numbers: dict[str, Any]) -> None:
-    print(f"\n{numbers['answers']:,} answers of {numbers['conversations']:,} conversations")
-    print(f"{'curve':<16}{'value':>7}{'tau':>8}  {'95 %':<14}{'nodes':>8}  {'95 %':<16}{'candidates':>11}{'calls':>7}")
-    for row in numbers["points"]:
-        print(
-            f"{row['curve']:<16}{row['value']!r:>7}{row['tau']:>8.3f}  {_bounds(row['tau_interval']):<14}"
-            f"{row['nodes_per_round']:>8.1f}  {_bounds(row['nodes_per_round_interval'], 1):<16}"
-            f"{row['candidates']:>11,}{row['calls_per_round']:>7.1f}"
-        )
-    print("\nat equal tau")
+    """The candidates that C2T takes at the taus of EAGLE-2's trees; the points of the curves are in the JSON."""
+    print(f"\nAt equal tau, by {numbers['answers']:,} answers of {numbers['conversations']:,} conversations")
     print(f"{'curve':<16}{'eagle2 nodes':>13}{'tau':>8}{'its candidates':>16}{'c2t':>11}{'share':>8}  95 %")
     for row in numbers["at_equal_tau"]:
-        reached = f"{row['candidates']:>11,}{row['share']:>8.2f}" if row["share"] is not None else f"{_beyond(row):>19}"
+        if row["share"] is not None:
+            reached = f"{row['candidates']:>11,}{row['share']:>8.2f}"
+        else:
+            share = f"< {row['share_at_end']:.2f}" if row["beyond"] == "below" else "not reached"
+            reached = f"{share:>19}"
+        bounds = "-" if row["share_interval"] is None else "{:.2f}-{:.2f}".format(*row["share_interval"])
         print(
             f"{row['curve']:<16}{row['eagle2_nodes']:>13}{row['tau']:>8.3f}{row['eagle2_candidates']:>16,}{reached}"
-            f"  {_bounds(row['share_interval'])}"
+            f"  {bounds}"
         )
 
 
-def _beyond(row: dict[str, Any]) -> str:
-    """The share that has been shown where the tau itself was not met."""
-    return f"< {row['share_at_end']:.2f}" if row["beyond"] == "below" else "not reached"
-
-
-def _bounds(interval: Sequence[float] | None, digits: int = 2) -> str:
-    return "-" if interval is None else f"{interval[0]:.{digits}f}-{interval[1]:.{digits}f}"
-
-
-def written(
+def write_sweep(
     recipe: Recipe, contender: Contender, recording: Recording, numbers: dict[str, Any], agreement: str
-) -> list[str]:
-    """Writes both files; their places. Of the contender its drafter is told."""
+) -> list[Path]:
+    """Writes c2t_sweep.json and c2t_sweep.png; returns their paths."""
     folder = recipe.eval_out
     folder.mkdir(parents=True, exist_ok=True)
-    words = {
+    content = {
         "drafter": describe(contender)["drafter"],
-        "recorded_answers": {"file": str(recording.path), "agreement": agreement, "note": recording.note or None},
+        "recorded_answers": recording.described(agreement),
         **numbers,
         "recipe": recipe.model_dump(mode="json"),
     }
-    places = folder / "c2t_sweep.json", folder / "c2t_sweep.png"
-    with atomic_path(places[0]) as numbers_file, atomic_path(places[1]) as plot_file:
-        numbers_file.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
+    paths = folder / "c2t_sweep.json", folder / "c2t_sweep.png"
+    with atomic_path(paths[0]) as numbers_file, atomic_path(paths[1]) as plot_file:
+        numbers_file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         write_png(sweep_plot(numbers), plot_file)
-    return list(map(str, places))
+    return list(paths)
 
 
 def sweep_plot(numbers: dict[str, Any]) -> Plot:

@@ -1,4 +1,4 @@
-"""Decodes every prompt plainly and by each contender, behind eval/acceptance.py."""
+"""Decodes or replays a recipe's contenders and writes their numbers, behind eval/acceptance.py."""
 
 import os
 import sys
@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, tree_in_words
-from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all, load_questions
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, load_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page.files import (
@@ -24,8 +25,9 @@ from draftsmith.eval.page.files import (
     write_report,
 )
 from draftsmith.eval.planner.search import candidates_of, contenders_from, planner_answers
-from draftsmith.eval.recorded.evaluation import main_replay
-from draftsmith.models.chat import load_config
+from draftsmith.eval.recorded.replay import Agreement
+from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
+from draftsmith.models.chat import decode_answer, load_config
 from draftsmith.models.checkpoint import provenance, weight_bytes
 from draftsmith.models.costs import decoding_lines, hardware
 from draftsmith.recipes.command.cli import Command
@@ -40,43 +42,90 @@ def main(command: Command) -> None:
     for note in notes:
         print(f"note: {note}")
     if recipe.eval.mode == "replay":
-        if not command.plan:
-            make_out(recipe)
-        main_replay(recipe, contenders, command.plan, lambda lineup: how_made(recipe, lineup, contenders))
-        return
+        replay(recipe, contenders, command.plan)
+    else:
+        decode(recipe, contenders, command.plan)
+
+
+def decode(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
+    """Decodes every prompt plainly and by each contender; with `plan` prints what it would do."""
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
-    check_contenders(recipe, contenders, command.plan)
+    check_contenders(recipe, contenders, plan)
     full = no_room(recipe)
-    if full and not command.plan:
+    if full and not plan:
         raise UserError(full)
-    if not command.plan:
+    if not plan:
         check_automatic(recipe, contenders)
         make_out(recipe)
-    rejects = Rejects(None if command.plan else recipe.eval_out / "prompts.rejects.jsonl")
+    rejects = Rejects(None if plan else recipe.eval_out / "prompts.rejects.jsonl")
     asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
-    if command.plan:
+    if plan:
         print_plan(recipe, asked, contenders)
         if full:
             print(f"CANNOT WORK: {full}")
         return
-
     lineup = Lineup(recipe.target)
     contenders = [chosen(lineup, recipe, contender) for contender in contenders]
-    shown = contenders[0].name
-    log = generations_path(recipe)
-    partial = partial_path(log)  # an older run's numbers and answers stay together until this one's
-    with keeping_answers(partial):
-        with partial.open("w", encoding="utf-8") as file:
-            results = decode_all(lineup, recipe, contenders, asked, file, rejects)
-        settings = recipe.eval.bootstrap_samples, recipe.eval.seed
-        numbers = summarise_all(results, PLAIN, *settings, sampled=recipe.eval.temperature > 0, main=shown)
-        described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
-        made = how_made(recipe, lineup, contenders)  # reads whole drafters: before either file takes its place
-        os.replace(partial, log)
-    path = write_acceptance(recipe, numbers, described, shown, PLAIN, made)
-    if rejects.total:
-        print(rejects.summary())
+    with keeping_answers(partial_path(generations_path(recipe))) as file:
+        results = decode_all(lineup, recipe, contenders, asked, file, rejects)
+        file.close()
+        publish(recipe, lineup, contenders, results, notes=[rejects.summary()] if rejects.total else [])
+
+
+def replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
+    """Replays every contender along recorded answers; with `plan` prints what it would do."""
+    if not plan:
+        make_out(recipe)
+    check_contenders(recipe, contenders, plan)
+    recording = recording_of(recipe, contenders)
+    recipe = as_replayed(recipe, recording)
+    if recording.note:
+        print(f"note: {recording.note}")
+    if plan:
+        print_replay_plan(recipe, recording, contenders)
+        return
+    lineup = Lineup(recipe.target)
+    agreement = Agreement.of(lineup.target)
+    results = replay_contenders(lineup, contenders, recording, recipe.eval.replay_batch_size, agreement)
+    print(f"answers of {recording.path}: {agreement}")
+    make_out(recipe)
+    with keeping_answers(partial_path(generations_path(recipe))) as file:
+        for name, generations in results.items():
+            for generation in generations:
+                # The file need not say what the user asked: the report shows the prompt.
+                shown = name == contenders[0].name
+                question = decode_answer(lineup.tokenizer, generation.prompt_token_ids) if shown else None
+                file.write(answer_line(lineup.tokenizer, generation, name, question))
+        file.close()
+        publish(recipe, lineup, contenders, results, {"recorded_answers": recording.described(str(agreement))})
+
+
+def publish(
+    recipe: Recipe,
+    lineup: Lineup,
+    contenders: Sequence[Contender],
+    results: dict[str, list[Generation]],
+    about: dict[str, Any] | None = None,
+    notes: Sequence[str] = (),
+) -> None:
+    """Puts acceptance.json, generations.jsonl and report.html in place and prints the table.
+
+    Args:
+        contenders: the main one first.
+        results: everyone's answers; their lines stand in the partial file of generations.jsonl.
+        about: further keys of acceptance.json.
+        notes: printed above the table.
+    """
+    main, log = contenders[0].name, generations_path(recipe)
+    unlike = recipe.eval.mode == "replay" or recipe.eval.temperature > 0
+    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, unlike, main)
+    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
+    made = how_made(recipe, lineup, contenders) | (about or {})  # reads whole drafters: before a file takes its place
+    os.replace(partial_path(log), log)
+    path = write_acceptance(recipe, numbers, described, main, PLAIN, made)
+    for note in notes:
+        print(note)
     print_table(read_acceptance(path))
     print_written([path, log, *write_report(recipe)])
 
@@ -97,10 +146,11 @@ def make_out(recipe: Recipe) -> None:
 
 
 @contextmanager
-def keeping_answers(partial: Path) -> Iterator[None]:
-    """Where the run ends early, what was decoded stays in `partial` and is told; an empty file does not stay."""
+def keeping_answers(partial: Path) -> Iterator[IO[str]]:
+    """The file `partial`, open for writing. If the run ends early, it stays and the user is told; empty, it goes."""
     try:
-        yield
+        with partial.open("w", encoding="utf-8") as file:
+            yield file
     except BaseException:
         if partial.exists() and partial.stat().st_size:
             print(f"answers decoded so far: {partial} (the next run begins anew and replaces them)", file=sys.stderr)

@@ -80,6 +80,10 @@ class Recording:
             f"and none of {plain!r}, whose serve for everyone"
         )
 
+    def described(self, agreement: str) -> dict[str, Any]:
+        """For files of numbers that rest on these answers."""
+        return {"file": str(self.path), "agreement": agreement, "note": self.note or None}
+
     def __iter__(self) -> Iterator[RecordedAnswer]:
         return (answer for answers in self.answers.values() for answer in answers)
 

@@ -1,29 +1,18 @@
-"""eval.mode=replay: a recipe's contenders along recorded answers (`recorded.replay`), with decoding's table and page.
+"""eval.mode=replay: the rounds of a recipe's contenders along recorded answers (`eval.recorded.replay`).
 
-Answers are eval.answers, or the generations.jsonl of the last decoding in eval.out. Everyone goes along its own where
-the file holds them, else along plain decoding's (`Recording.of`); answers that several share are read by the target
-once. What is written goes to <eval.out>/replay, beside the decoding's own numbers, which have speeds.
+Answers are eval.answers, or the generations.jsonl of the last decoding in eval.out. Each contender goes along its own
+answers where the file holds them, else along plain decoding's (`Recording.of`). The target reads answers that several
+contenders share only once.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe
+from draftsmith.eval.decoding.contenders import Contender, Lineup
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN
-from draftsmith.eval.measured.generation_log import record_of, token_texts
-from draftsmith.eval.measured.metrics import summarise_all
-from draftsmith.eval.page.files import (
-    UNDRAFTED,
-    generations_path,
-    print_table,
-    print_written,
-    read_acceptance,
-    write_acceptance,
-    write_report,
-)
+from draftsmith.eval.page.files import generations_path
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
     Recording,
@@ -42,60 +31,13 @@ from draftsmith.eval.recorded.replay import (
     replay_all,
     replay_bytes,
 )
-from draftsmith.models.chat import decode_answer, load_config
+from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import read_config
 from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_size
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.schema import Recipe
-
-
-def main_replay(
-    recipe: Recipe, contenders: Sequence[Contender], plan: bool, how_made: Callable[[Lineup], dict[str, Any]]
-) -> None:
-    """Replays, writes and prints, as eval/acceptance.py does for decoding. The first contender is the main one.
-
-    Args:
-        plan: only say what would be done.
-        how_made: what acceptance.json says of the run, once the models are loaded.
-
-    Raises:
-        UserError: what `check_contenders` and `recording_of` refuse; answers of another target.
-    """
-    check_contenders(recipe, contenders, plan)
-    recording = recording_of(recipe, contenders)
-    recipe = as_replayed(recipe, recording)
-    if recording.note:
-        print(f"note: {recording.note}")
-    if plan:
-        print_plan(recipe, recording, contenders)
-        return
-
-    lineup = Lineup(recipe.target)
-    agreement = Agreement.of(lineup.target)
-    results = replay_contenders(lineup, contenders, recording, recipe.eval.replay_batch_size, agreement)
-    print(f"answers of {recording.path}: {agreement}")
-
-    main = contenders[0].name
-    log = generations_path(recipe)
-    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, sampled=True, main=main)
-    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
-    about = {
-        "recorded_answers": {"file": str(recording.path), "agreement": str(agreement), "note": recording.note or None}
-    }
-    made = how_made(lineup) | about  # reads whole drafters: before either file takes its place
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(log) as partial, partial.open("w", encoding="utf-8") as file:
-        for name, generations in results.items():
-            for generation in generations:
-                text = decode_answer(lineup.tokenizer, generation.token_ids)
-                shown = _shown(lineup, generation) if name == main else None
-                file.write(json.dumps(record_of(generation, name, text, shown)) + "\n")
-    path = write_acceptance(recipe, numbers, described, main, PLAIN, made)
-    print_table(read_acceptance(path))
-    print_written([path, log, *write_report(recipe)])
 
 
 def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
@@ -132,8 +74,7 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
 
 
 def _not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
-    """(ids of the conversations to replay, None: all; what is to be said of that): a drafter knows what it was trained
-    on, and would be taken for better than it is."""
+    """(ids of the conversations to replay, None: all; a note). Answers that the drafter was trained on flatter it."""
     if not path.exists() or path.resolve() != recipe.conversations_path.resolve():
         return None, ""
     kept = kept_for_validation(path, recipe.train.validation_conversations)
@@ -186,14 +127,6 @@ def replay_contenders(
     return {PLAIN: plain} | {contender.name: found[contender.name] for contender in contenders}
 
 
-def _shown(lineup: Lineup, generation: Generation) -> dict[str, Any]:
-    """What the report shows of an answer: its tokens, and the prompt, for the file need not say what the user asked."""
-    return {
-        "question": decode_answer(lineup.tokenizer, generation.prompt_token_ids),
-        "token_texts": token_texts(lineup.tokenizer, generation.token_ids),
-    }
-
-
 def _draft_model_bytes(contenders: Sequence[Contender]) -> list[int]:
     """Keys and values of a token, of every causal LM that drafts."""
     found = []
@@ -224,7 +157,7 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
     return most + checking_bytes(text.vocab_size)
 
 
-def print_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
+def print_replay_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
     answers = _baseline(recording, contenders)
     print(f"replayed by  {'; '.join(contender.name for contender in contenders)}")
     print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens_of(answers):,} tokens")
