@@ -13,8 +13,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Detach, StepWeight
 from draftsmith.train.loss.losses import LossWeights
-from draftsmith.train.loss.noise import add_noise
-from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
+from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, add_noise, teacher_of
 from tests.conftest import make_target
 
 VOCAB_SIZE = 48

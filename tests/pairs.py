@@ -17,6 +17,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
+from draftsmith.train.run.settings import trainee_of
 from tests.conftest import make_target
 
 PROMPTS = ([11, 12, 13], [21, 22, 23, 24, 25, 26, 27, 28, 29], [7], [5, 6, 5, 6, 5, 6, 5])
@@ -105,7 +106,7 @@ def taught_of_kind(
 ) -> FeatureDrafter:
     """A drafter of this kind that learnt some of the target's greedy answers, by the kind's own losses."""
     drafter = untaught(kind, target, vocab)
-    _teach(TrainingTimeTest.of(drafter, recipe_of_kind(kind).train), target, prompts, 40, TAUGHT_STEPS)
+    _teach(trainee_of(recipe_of_kind(kind).train, drafter), target, prompts, 40, TAUGHT_STEPS)
     return drafter
 
 

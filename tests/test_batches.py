@@ -18,8 +18,8 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Documents, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.loss.noise import add_noise
-from draftsmith.train.run.batches import Batch, BatchOrder, collate, collate_as, counted_length, efficiency
+from draftsmith.train.loss.unroll import add_noise
+from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate, collate_as, counted_length, efficiency
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
@@ -309,7 +309,7 @@ def test_a_batch_of_one_document_a_row_takes_the_path_without_masks() -> None:
     forward = model.model.forward
     target = Target(model)
     model.model.forward = lambda **inputs: (seen.append(inputs), forward(**inputs))[1]
-    batch: Batch = collate(documents_of())
+    batch: MicroBatch = collate(documents_of())
     target.states(batch.ids, documents=batch.documents)
     assert [set(inputs) for inputs in seen] == [{"input_ids", "use_cache"}]
 

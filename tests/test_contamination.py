@@ -19,7 +19,7 @@ from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
-from draftsmith.train.run import processes, trainer
+from draftsmith.train.run import inputs, processes
 from tests.conftest import make_tokenizer
 from tests.training_runs import train
 
@@ -210,7 +210,7 @@ def test_rank_vocab_and_training_leave_out_the_same(
     tokenizer = make_tokenizer()
     digits = {n: tokenizer(str(n), add_special_tokens=False)["input_ids"][-1] for n in range(6)}
     rejects = Rejects()
-    training, validation = trainer.read_rows(recipe, tokenizer, rejects)
+    training, validation = inputs.read_rows(recipe, tokenizer, rejects)
     ids = {row.id for row in training + validation}
     if action == "remove":
         assert ids == {"t0", "t2", "t3", "t5"} and rejects.counts == {"contaminated": 2}
@@ -258,7 +258,7 @@ def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: P
     assert overlap.training_check(recipe) is None
     # Removal looks again: the file may be older than the wish.
     removing = recipe_of(tmp_path, target_dir, "remove", prompts=str(tmp_path / "p.jsonl"))
-    rows, _ = trainer.read_rows(removing, make_tokenizer(), Rejects())
+    rows, _ = inputs.read_rows(removing, make_tokenizer(), Rejects())
     assert {row.id for row in rows} <= {"t0", "t2", "t3", "t5"}
 
 
@@ -291,7 +291,7 @@ def test_evaluation_prompts_that_cannot_be_read(
     removing = recipe("remove", sources)
     for check in (
         lambda: screen(removing, conversations, Rejects()),
-        lambda: trainer.read_rows(removing, make_tokenizer(), Rejects()),
+        lambda: inputs.read_rows(removing, make_tokenizer(), Rejects()),
     ):
         with pytest.raises(UserError) as caught:
             check()

@@ -36,6 +36,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import DrafterSection, TargetSection, TreeSection
 from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.run import trainer
+from draftsmith.train.run.initial_drafter import new_drafter, start_from
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import KINDS, untaught
 from tests.training_runs import ROOT, metrics, write_conversations
@@ -215,7 +216,7 @@ def test_the_plan_of_every_kind(
     train(path, "--plan", "train.eval_replay=2", "eval.tree={policy: chain, nodes: 4}")
     said = {line[:14].strip(): line[15:] for line in capsys.readouterr().out.splitlines() if line[:1] != " "}
     recipe, target = load_recipe(path), Target(make_target())
-    drafter = trainer.new_drafter(
+    drafter = new_drafter(
         recipe.drafter,
         drafter_config(recipe.drafter, target.config, (2, 3, 4)),
         DraftVocab.load(path.with_suffix("") / "draft_vocab.safetensors"),
@@ -242,7 +243,7 @@ def test_every_specialist_starts_from_the_single_layer(
     before = load_drafter(single_dir, target, identity, read_config(single_dir)[0].capture_layers)
     drafter = untaught(specialists, target)
     untrained = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    trainer.start_from(single_dir, drafter, identity)
+    start_from(single_dir, drafter, identity)
     with torch.no_grad():
         assert not all(torch.equal(untrained[name], tensor) for name, tensor in drafter.state_dict().items())
         for stack in drafter.stacks:

@@ -21,7 +21,10 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection, TrainSection
 from draftsmith.train.loss.head_loss import Teacher
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums
+from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.loop import Loop
+from draftsmith.train.run.settings import adamw_settings, loop_settings, loss_weights, schedule_of
+from draftsmith.train.run.state_sources import OnlineStates
 from tests.conftest import make_target
 from tests.drafter_cases import CASES, drafter_of, make_rows, small_target, states_of
 
@@ -78,12 +81,23 @@ def loop_of(tmp_path: Path, **settings: Any) -> tuple[Loop, Recorder]:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     section = TrainSection(**{"batch_size": 2, "max_steps": 2, "ttt_steps": 3, "feature_loss": 1.0, **settings})
-    trainee = Recorder.of(drafter_of(CASES["hass"]), section)
-    assert isinstance(trainee, Recorder)
+    drafter, how = drafter_of(CASES["hass"]), {"weights": loss_weights(section), "detach": section.detach_features}
+    trainee = Recorder(drafter, section.ttt_steps, section.step_weight, **how)
     trainee.seen = []
     target = Target(small_target().model, trainee.drafter.config.capture_layers)
     rows, accelerator = rows_of(LENGTHS), Accelerator(cpu=True)
-    loop = Loop(accelerator, trainee, target, rows, rows, section, tmp_path, tmp_path / "metrics.jsonl", {})
+    loop = Loop(
+        Engine(accelerator, trainee, adamw_settings(section), bf16=False),
+        target,
+        OnlineStates(target),
+        rows,
+        rows,
+        schedule_of(section, len(rows), 1),
+        loop_settings(section),
+        tmp_path,
+        tmp_path / "metrics.jsonl",
+        {},
+    )
     loop.engine.start()
     return loop, trainee
 

@@ -16,9 +16,8 @@ from accelerate.utils import DeepSpeedPlugin
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TrainSection
-from draftsmith.train.run.engine import _agreed as agreed
-from draftsmith.train.run.engine import _plugin_of_launcher as plugin_of_launcher
-from draftsmith.train.run.engine import accelerator_of
+from draftsmith.train.run.accelerator import accelerator_of, launcher_plugin, with_recipe_settings
+from draftsmith.train.run.settings import zero_settings
 from tests.test_processes import Place, check_same
 
 # What accelerate's questions lead to; what answers they take is `deepspeed_config`.
@@ -145,7 +144,7 @@ def test_a_config_that_trains_otherwise_is_refused_at_once(place: Place, tmp_pat
     said = str(failure.value)
     assert "DeepSpeed's fp16.enabled: drafters train in float32" in said
     assert "DeepSpeed's gradient_accumulation_steps is 8, the recipe's is 2: set it to auto" in said
-    assert "DeepSpeed's optimizer: the recipe's train section says it; leave it out" in said
+    assert "DeepSpeed's optimizer: the recipe's train section decides it; leave it out" in said
     assert not (place.folder / "eagle3-refused/metrics.jsonl").exists()
 
 
@@ -193,15 +192,15 @@ def test_processes_that_would_each_train_by_themselves_are_refused(monkeypatch: 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"^2 processes were started \(WORLD_SIZE\), and this run would have 1: "):
-        accelerator_of(TrainSection())
+        accelerator_of(zero_settings(TrainSection()))
 
 
 def test_a_stage_or_offload_that_the_launcher_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
-    settings = TrainSection(zero_stage=3, offload_optimizer=True)
+    settings = zero_settings(TrainSection(zero_stage=3, offload_optimizer=True))
     with pytest.raises(UserError) as refused:
-        agreed(plugin_of_launcher(settings), settings)
+        with_recipe_settings(launcher_plugin(settings), settings)
     assert [problem.partition(", ")[0] for problem in refused.value.problems] == [
         "train.zero_stage is 3",
         "train.offload_optimizer is true",
@@ -209,10 +208,10 @@ def test_a_stage_or_offload_that_the_launcher_was_given_stays(monkeypatch: pytes
 
 
 def problems_of(config: dict[str, Any], **recipe: Any) -> list[str]:
-    settings = TrainSection(**{"gradient_accumulation_steps": 2, "batch_size": 4, "max_grad_norm": 0.5} | recipe)
+    section = TrainSection(**{"gradient_accumulation_steps": 2, "batch_size": 4, "max_grad_norm": 0.5} | recipe)
     given = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"} | config
     try:
-        agreed(DeepSpeedPlugin(hf_ds_config=given), settings)
+        with_recipe_settings(DeepSpeedPlugin(hf_ds_config=given), zero_settings(section))
     except UserError as error:
         return error.problems
     return []
@@ -242,7 +241,7 @@ def test_configs_that_train_as_the_recipe_says_are_taken() -> None:
             "DeepSpeed's train_micro_batch_size_per_gpu is 1, the recipe's is 4",
         ),
         ({"train_batch_size": 64}, {}, "DeepSpeed's train_batch_size is 64, the recipe's is 8"),
-        ({"scheduler": {"type": "WarmupLR"}}, {}, "DeepSpeed's scheduler: the recipe's train section says it"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, "DeepSpeed's scheduler: the recipe's train section decides it"),
         ({}, {"zero_stage": 3}, "train.zero_stage is 3, accelerate was given 2"),
         ({"zero_optimization": {"stage": 0}}, {}, "accelerate's config asks for DeepSpeed without ZeRO (stage 0)"),
         ({}, {"offload_optimizer": True}, "train.offload_optimizer is true, accelerate was given none"),

@@ -13,7 +13,8 @@ from draftsmith.recipes.schema import TokenObjective, TrainSection
 from draftsmith.train.loss import head_loss
 from draftsmith.train.loss.head_loss import HeadLoss, Teacher
 from draftsmith.train.loss.losses import Lesson, LossWeights, feature_regression
-from draftsmith.train.loss.noise import add_noise
+from draftsmith.train.loss.unroll import add_noise
+from draftsmith.train.run.settings import loss_weights
 from tests import reference, slow_drafters
 from tests.thinning import pairwise
 
@@ -68,7 +69,7 @@ def test_a_recipe_s_losses_are_those_that_are_summed() -> None:
     expected = LossWeights(
         token=0.5, feature=0.25, top_k=0.125, top_k_tokens=3, objective="hybrid", rank=0.75, rank_tokens=4
     )
-    assert LossWeights.of(TrainSection(**settings)) == expected
+    assert loss_weights(TrainSection(**settings)) == expected
 
 
 def test_losses_from_a_cold_start() -> None:

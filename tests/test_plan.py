@@ -35,6 +35,7 @@ from draftsmith.models.costs import (
     target_size,
     torch_dtype,
 )
+from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -44,20 +45,13 @@ from draftsmith.recipes.prompts.reader import Rejects, read_conversations
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
-from draftsmith.train.measure import plan as training
+from draftsmith.train.measure import memory as peak_memory
 from draftsmith.train.measure.dry_run import LAYER, LOGITS, UnrollCost, unroll_cost
-from draftsmith.train.measure.plan import (
-    RESERVE,
-    DataSize,
-    counted_data,
-    expected_data,
-    last_logged,
-    memory_of,
-    trainable_parameters,
-    training_plan,
-)
-from draftsmith.train.run.loop import total_steps
-from draftsmith.train.run.trainer import drafter_shape
+from draftsmith.train.measure.memory import RESERVE, Memory, memory_of
+from draftsmith.train.measure.plan import last_logged, plan_lines
+from draftsmith.train.measure.planned_run import DataSize, PlannedRun, counted_data, expected_data
+from draftsmith.train.run.initial_drafter import drafter_shape
+from draftsmith.train.run.settings import schedule_of, trainee_of
 from tests.conftest import make_target, make_tokenizer
 from tests.training_runs import train, write_conversations
 
@@ -203,6 +197,11 @@ def micro_batch(
     return lambda: loss().backward()
 
 
+def cost_of(shape: Eagle3Config, section: TrainSection, bf16: bool, *sizes: int, device: str = "cpu") -> UnrollCost:
+    """The dry run's result for rows, tokens and columns in these numbers."""
+    return unroll_cost(shape, None, torch.float32, partial(trainee_of, section), False, bf16, *sizes, device=device)
+
+
 @pytest.mark.parametrize(
     ("rows", "tokens", "columns", "changes", "bf16"),
     [
@@ -217,7 +216,7 @@ def test_the_dry_run_counts_what_a_real_one_takes(
 ) -> None:
     """To the byte, by torch's own counting; operations as torch's counter sees them."""
     settings, shape = TrainSection.model_validate({"ttt_steps": 3} | changes), shape_of()
-    planned = unroll_cost(shape, None, torch.float32, settings, bf16, rows, tokens, columns)
+    planned = cost_of(shape, settings, bf16, rows, tokens, columns)
     real = micro_batch(shape, settings, bf16, rows, tokens, columns)
     real()  # the kernel of attention was tried
     with Meter(lambda tensor: "") as meter:
@@ -233,7 +232,7 @@ def test_the_dry_run_names_the_parts() -> None:
     """What the MLPs of three steps keep for the backward pass; and logits, of which a long row has no more alive."""
     shape = shape_of(draft_vocab=300)
     short, long = (
-        unroll_cost(shape, None, torch.float32, TrainSection(ttt_steps=3), False, 2, tokens, tokens - 50).peak_by_kind
+        cost_of(shape, TrainSection(ttt_steps=3), False, 2, tokens, tokens - 50).peak_by_kind
         for tokens in (8_000, 16_000)
     )
     assert short[LAYER] >= 3 * 2 * 7950 * 2 * shape.intermediate_size * 4
@@ -243,7 +242,7 @@ def test_the_dry_run_names_the_parts() -> None:
 
 def test_a_device_with_longer_products_has_more_logits_alive() -> None:
     """As its head's pass has it: chunks of 2^27 in place of 2^21, here all 300 * 3 * 7,950 at once."""
-    cost = partial(unroll_cost, shape_of(draft_vocab=300), None, torch.float32, TrainSection(ttt_steps=3), False, 1)
+    cost = partial(cost_of, shape_of(draft_vocab=300), TrainSection(ttt_steps=3), False, 1)
     here, there = (cost(8000, 7950, device=device).peak_by_kind[LOGITS] for device in ("cpu", "cuda"))
     assert there >= 300 * 3 * 7949 * 4 > here
 
@@ -275,7 +274,7 @@ def test_planned_memory_is_what_the_operating_system_counts() -> None:
     command = [sys.executable, "-c", REAL_MEMORY]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
     settings, shape = TrainSection(ttt_steps=3), shape_of(*MEASURED)
-    planned = unroll_cost(shape, None, torch.float32, settings, False, 4, 400, 300)
+    planned = cost_of(shape, settings, False, 4, 400, 300)
     assert 0.9 < int(done.stdout) / planned.peak_bytes < 2
 
 
@@ -304,7 +303,7 @@ def test_memory_takes_the_widest_moment() -> None:
     size = target_size(make_target().config, "float32")
     unroll = UnrollCost(peak_bytes=1000, peak_by_kind={LAYER: 1000}, flops=0)
 
-    def memory(parameters: int, target_pass: float, accumulates: bool = False, processes: int = 1) -> training.Memory:
+    def memory(parameters: int, target_pass: float, accumulates: bool = False, processes: int = 1) -> Memory:
         states = TrainingStates.of(parameters, processes)
         return memory_of(size, unroll, target_pass, accumulates, states, on_cpu=False)
 
@@ -345,7 +344,7 @@ def test_zero_shares_out_what_its_stage_says() -> None:
 @pytest.fixture
 def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of words: the dry run takes a second or two."""
-    monkeypatch.setattr(training, "unroll_cost", lambda *_, **__: UnrollCost(10_000_000, {LAYER: 10_000_000}, 10**9))
+    monkeypatch.setattr(peak_memory, "unroll_cost", lambda *_, **__: UnrollCost(10_000_000, {LAYER: 10_000_000}, 10**9))
 
 
 def test_plan_tells_the_steps_and_files_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -501,7 +500,9 @@ def lines_of(path: Path, data: DataSize, device: Device, **settings: Any) -> str
     config = make_target().config
     size = target_size(config, "float32")
     return "\n".join(
-        training_plan(recipe, drafter_shape(recipe, config), config, size, data, True, False, device, **settings)
+        plan_lines(
+            PlannedRun(recipe, drafter_shape(recipe, config), config, size, data, True, False, device, **settings)
+        )
     )
 
 
@@ -517,7 +518,7 @@ def test_plan_compares_with_the_device_and_names_what_to_lower(tmp_path: Path) -
     assert "assumed: --flops 2" in lines_of(path, rows, GPU, flops_per_second=2e12)
     assert "CANNOT WORK" not in lines_of(path, rows, GPU)
     four = lines_of(path, rows, GPU, processes=4)
-    assert f"{total_steps(TrainSection(batch_size=4), 100, 4)} of 16 rows on 4 processes" in four
+    assert f"{schedule_of(TrainSection(batch_size=4), 100, 4).steps} of 16 rows on 4 processes" in four
 
 
 def test_counted_data_is_in_the_rows() -> None:
@@ -526,7 +527,7 @@ def test_counted_data_is_in_the_rows() -> None:
     rows = list(rows_of("a", [([1, 2, 3], [4, 5, 6]), ([1, 2, 3, 4, 5, 6, 7], [8, 9])])) + list(
         rows_of("b", [([1], [2, 3])])
     )
-    data = counted_data(rows, [], TrainSection(batch_size=2))
+    data = counted_data(rows, [], batch_size=2, seed=0, packing=False)
     assert (data.rows, data.tokens, data.supervised) == (2, 12, 7)
     assert (data.longest_tokens, data.longest_columns) == (9, 3)
     assert data.mean_padded_tokens == 9  # both rows in one micro-batch

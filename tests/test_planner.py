@@ -60,7 +60,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
-from draftsmith.train.run.trainer import read_rows
+from draftsmith.train.run.inputs import read_rows
 from tests import reference
 from tests.clock import Clock
 from tests.conftest import make_target

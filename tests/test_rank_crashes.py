@@ -22,7 +22,7 @@ import yaml
 
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.run.checkpoints import list_checkpoints
-from draftsmith.train.run.loop import Loop
+from draftsmith.train.run.processes import StopRequest
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.ranks import ON_CPUS
@@ -212,16 +212,15 @@ def test_ctrl_c_is_answered_once(place: Place, tmp_path: Path) -> None:
 
 
 def test_a_later_sigterm_ends_a_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, now, sent = Loop.__new__(Loop), [100.0], list[int]()
-    loop.stopping = False
+    request, now, sent = StopRequest(), [100.0], list[int]()
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(os, "kill", lambda _, number: sent.append(number))
     monkeypatch.setattr(signal, "signal", lambda *given: sent.extend(given))
     for now[0] in (100.0, 100.5, 104.9):
-        loop._stop_soon()
-        assert loop.stopping and not sent
+        request.note()
+        assert request.came and not sent
     now[0] = 105.1
-    loop._stop_soon()
+    request.note()
     assert sent == [signal.SIGTERM, signal.SIG_DFL, signal.SIGTERM]
 
 

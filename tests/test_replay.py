@@ -56,7 +56,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
-from draftsmith.train.run.trainer import read_rows
+from draftsmith.train.run.inputs import read_rows
 from tests import reference
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import blurred_copy, greedy, pair_of, pair_of_kind, taught
@@ -677,7 +677,7 @@ def test_answers_that_stand_there_twice_are_refused(tmp_path: Path) -> None:
 
 
 def test_kept_for_validation_is_what_training_keeps(tmp_path: Path) -> None:
-    """The same conversations as `train.run.trainer.read_rows`, whatever their order."""
+    """The same conversations as `train.run.inputs.read_rows`, whatever their order."""
     lines = [conversation(i) for i in range(40)]
     for number in (3, 4):  # one token alone trains nothing
         for turn in lines[number]["turns"]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.train.measure.clock import Clock
+from draftsmith.train.measure.metrics_line import ThroughputMeter
 from draftsmith.train.run import loop
 from draftsmith.train.run.checkpoints import list_checkpoints
 from tests.test_crashes import flip
@@ -109,7 +109,10 @@ def test_a_damaged_best_checkpoint_does_not_cost_the_one_behind_it(
 def test_too_few_conversations_to_find_the_best_are_told(recipe_path: Path) -> None:
     lines = (recipe_path.parent / "run/conversations.jsonl").read_text().splitlines()
     (recipe_path.parent / "run/conversations.jsonl").write_text("\n".join(lines[:4]) + "\n")
-    with pytest.raises(UserError, match=r"train\.keep_best: simulated_tau, but of so few conversations none is kept"):
+    with pytest.raises(
+        UserError,
+        match=r"train\.keep_best: simulated_tau, but there are too few conversations to keep any for validation",
+    ):
         train(recipe_path, "train.keep_best=simulated_tau")
 
 
@@ -167,7 +170,7 @@ def test_without_trackers_nobody_is_told(recipe_path: Path) -> None:
     assert not (train(recipe_path, "train.trackers=[]") / "tensorboard").exists()
 
 
-# A profile, and what the clock tells.
+# A profile, and the meter of throughput.
 
 
 def test_a_profile_shows_the_parts_of_a_step_and_changes_nothing(
@@ -204,15 +207,15 @@ def test_a_profile_of_no_steps_is_refused(recipe_path: Path, wrong: str, capsys:
     assert end.value.code == 2 and f"argument --profile: {wrong!r} is not a whole number above 0" in said
 
 
-def test_the_clock_tells_of_what_came_since_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_meter_measures_what_came_since_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 10.0, 12.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    clock = Clock(torch.device("cpu"), peak=1000.0)
-    clock.start({"tokens": 100.0, "columns": 50.0, "flops": 4000.0})
-    clock.step()
-    clock.step()
-    told = clock.read({"tokens": 300.0, "columns": 60.0, "flops": 5000.0}, steps_left=10)
+    meter = ThroughputMeter(torch.device("cpu"), peak_flops_per_second=1000.0)
+    meter.start({"tokens": 100.0, "columns": 50.0, "flops": 4000.0})
+    meter.step()
+    meter.step()
+    told = meter.read({"tokens": 300.0, "columns": 60.0, "flops": 5000.0}, steps_left=10)
     assert (told["tokens_per_second"], told["columns_per_second"], told["mfu"]) == (100, 5, 0.5)
     assert told["eta_seconds"] == 10
     monkeypatch.undo()
-    assert "mfu" not in Clock(torch.device("cpu")).read({"tokens": 1.0, "columns": 1.0, "flops": 1.0}, 1)
+    assert "mfu" not in ThroughputMeter(torch.device("cpu")).read({"tokens": 1.0, "columns": 1.0, "flops": 1.0}, 1)

@@ -16,7 +16,7 @@ from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.run import command, engine
+from draftsmith.train.run import accelerator, command
 from draftsmith.train.run.sharded_target import check_sharding
 from tests.conftest import make_target
 from tests.ranks import run_ranks
@@ -141,7 +141,7 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UserError, match=r"target\.dtype: auto, but the target's config names none"):
         check_sharding(recipe_of(tmp_path, target={"dtype": "auto"}))
 
-    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    monkeypatch.setattr(accelerator, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"train\.shard_target: .* DeepSpeed's, which is not installed"):
         check_sharding(recipe_of(tmp_path))
 

@@ -28,8 +28,7 @@ from safetensors import safe_open
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from draftsmith.data_gen import capture as script
-from draftsmith.data_gen.rows.training_data import usable_rows
-from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states import capturing
 from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.capturing import Job, estimated_bytes, layers_of
@@ -49,10 +48,17 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TreeSection
 from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
-from draftsmith.train.run.batches import Batch, BatchOrder, collate
-from draftsmith.train.run.state_sources import OnlineStates, StateSource
-from draftsmith.train.run.stored_states import AHEAD, ShardOrder, StoredStates, Turn
-from draftsmith.train.run.trainer import new_drafter
+from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
+from draftsmith.train.run.initial_drafter import new_drafter
+from draftsmith.train.run.settings import trainee_of as trainee_of_section
+from draftsmith.train.run.state_sources import (
+    BATCHES_AHEAD,
+    OnlineStates,
+    ShardOrder,
+    StateSource,
+    StoredStates,
+    numbers_of_rank,
+)
 from draftsmith.train.run.validation_replay import ValidationReplay, answers_of, in_numbers
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
@@ -247,7 +253,7 @@ def test_rows_with_states_that_are_not_finite_are_named_and_kept(
 # Training from a store.
 
 
-def sums_of(source: StateSource, target: Target, trainee: TrainingTimeTest, batch: Batch) -> UnrollSums:
+def sums_of(source: StateSource, target: Target, trainee: TrainingTimeTest, batch: MicroBatch) -> UnrollSums:
     columns = columns_of(batch.span, trainee.steps)
     captured, last = source.of(batch)
     teacher = teacher_of(target, last, batch.ids, columns, trainee.drafter.vocab)
@@ -261,7 +267,7 @@ def trainee_of(recipe: Recipe, target: Target) -> TrainingTimeTest:
     shape = drafter_config(recipe.drafter, target.config, target.capture_layers)
     full = DraftVocab.full(320)
     vocab = DraftVocab(torch.arange(0, 320, 2), 320) if recipe.drafter.vocab_size else full
-    return TrainingTimeTest.of(new_drafter(recipe.drafter, shape, vocab, target, {}), recipe.train)
+    return trainee_of_section(recipe.train, new_drafter(recipe.drafter, shape, vocab, target, {}))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -450,7 +456,7 @@ def test_ranks_take_turns_as_the_loop_has_it() -> None:
             numbers = [(step * ranks + rank) * each + i for step in range(5) for i in range(each)]  # `Loop._step`
             for at, number in enumerate(numbers):
                 first = at - at % each
-                coming = Turn(ranks, each).from_step_of(number)
+                coming = numbers_of_rank(number, ranks, each)
                 assert [next(coming) for _ in numbers[first:]] == numbers[first:]
 
 
@@ -479,7 +485,7 @@ def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store:
         of_rows = [plain.of(collate([rows[i]], False, [i]))[0][0] for i in (30, step)]
         assert torch.equal(ahead.captured(read), torch.cat([of_rows[0][:5], of_rows[1][:7], of_rows[0][:9]]))
         assert ahead.begun == begun
-    assert 2 < most <= 2 * (2 + AHEAD)
+    assert 2 < most <= 2 * (2 + BATCHES_AHEAD)
     assert served >= 30  # most micro-batches were under way when they were asked for
     assert not plain.begun
 

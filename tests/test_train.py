@@ -20,8 +20,8 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.measure.clock import CLOCK_KEYS
-from draftsmith.train.run import trainer
+from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
+from draftsmith.train.run import run_identity, trainer
 from draftsmith.train.run.batches import BatchOrder, collate
 from draftsmith.train.run.loop import Loop
 from tests.conftest import make_target, make_tokenizer
@@ -37,7 +37,7 @@ def test_a_run_writes_what_it_promises(recipe_path: Path) -> None:
     assert len(lines[0]["accuracy"]) == 3
     assert {"validation_loss", "validation_accuracy", "validation_simulated_tau"} <= lines[2].keys()
     assert all(
-        set(CLOCK_KEYS) - {"mfu"} <= json.loads(line).keys()
+        set(THROUGHPUT_KEYS) - {"mfu"} <= json.loads(line).keys()
         for line in (output / "metrics.jsonl").read_text().splitlines()
     )
     assert {p.name for p in (output / "drafter").iterdir()} == {
@@ -164,7 +164,7 @@ def test_a_checkpoint_without_a_key_is_gone_on_with_unless_the_key_says_somethin
 ) -> None:
     """As one of an older version, which knew fewer keys."""
     with monkeypatch.context() as older:
-        older.setattr(trainer, "MAY_CHANGE", {*trainer.MAY_CHANGE, "rank_loss"})
+        older.setattr(run_identity, "MAY_CHANGE", {*run_identity.MAY_CHANGE, "rank_loss"})
         train(recipe_path)
     with pytest.raises(UserError, match=r"train\.rank_loss: the checkpoint has None, this run has 0\.5"):
         train(recipe_path, "train.max_steps=8", "train.rank_loss=0.5")

@@ -24,9 +24,10 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.measure.dry_run import UnrollCost
-from draftsmith.train.measure.plan import HOW_TO_LOWER, memory_of
-from draftsmith.train.measure.plan import REPLAY as REPLAYED
+from draftsmith.train.measure.memory import HOW_TO_LOWER, memory_of
+from draftsmith.train.measure.memory import REPLAY as REPLAYED
 from draftsmith.train.run import trainer
+from draftsmith.train.run.inputs import read_rows
 from draftsmith.train.run.loop import Loop
 from tests.conftest import make_tokenizer
 from tests.training_runs import metrics, train
@@ -47,7 +48,7 @@ def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path
     identity = target_identity(target, str(target_dir), None, tokenizer_fingerprint(tokenizer))
     drafter = load_drafter(output / "drafter", target, identity)
     recipe = load_recipe(recipe_path, REPLAY)
-    _, validation = trainer.read_rows(recipe, tokenizer, Rejects())
+    _, validation = read_rows(recipe, tokenizer, Rejects())
     ids = list(dict.fromkeys(row.id for row in validation))[:3]
     assert len(ids) == 3
     answers = [

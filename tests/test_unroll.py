@@ -14,9 +14,17 @@ from draftsmith.models.layers import GatedMLP, RmsNorm, rotary
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel
 from draftsmith.train.loss.head_loss import Teacher
-from draftsmith.train.loss.noise import add_noise
-from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, kernel_of, simulated_tau, teacher_of, unroll
-from draftsmith.train.run.batches import Batch, collate, collate_as
+from draftsmith.train.loss.unroll import (
+    TrainingTimeTest,
+    UnrollSums,
+    add_noise,
+    kernel_of,
+    simulated_tau,
+    teacher_of,
+    unroll,
+)
+from draftsmith.train.run import settings
+from draftsmith.train.run.batches import MicroBatch, collate, collate_as
 from tests.drafter_cases import (
     CASES,
     SPECIALISTS,
@@ -193,7 +201,7 @@ LAYOUTS = {
 }
 
 
-def sums_of_batch(trainee: TrainingTimeTest, batch: Batch, noisy: bool = False) -> UnrollSums:
+def sums_of_batch(trainee: TrainingTimeTest, batch: MicroBatch, noisy: bool = False) -> UnrollSums:
     """As the loop does it."""
     target, drafter = small_target(), trainee.drafter
     states = target.states(batch.ids, drafter.config.capture_layers, batch.documents)
@@ -375,7 +383,7 @@ def test_the_unroll_on_a_gpu_is_the_cpu_s(name: str, bf16: bool, packed: bool) -
 
 @pytest.mark.parametrize("attention", ["auto", "blocks"])
 def test_a_recipe_chooses_who_computes_attention(attention: Literal["auto", "blocks"]) -> None:
-    trainee = TrainingTimeTest.of(drafter_of(CASES["eagle3"]), TrainSection(attention=attention))
+    trainee = settings.trainee_of(TrainSection(attention=attention), drafter_of(CASES["eagle3"]))
     assert trainee.kernel is (BLOCKS if attention == "blocks" else None)
 
 

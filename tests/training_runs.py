@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.train import eagle3
-from draftsmith.train.measure.clock import CLOCK_KEYS
+from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
 
 ROOT = Path(__file__).parent.parent
 
@@ -90,4 +90,4 @@ def train(recipe_path: Path, *overrides: str) -> Path:
 def metrics(output: Path) -> list[dict]:
     """metrics.jsonl without what a clock decides."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in CLOCK_KEYS} for line in lines]
+    return [{k: v for k, v in line.items() if k not in THROUGHPUT_KEYS} for line in lines]

@@ -34,13 +34,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.corpus.reader import Chunk, Corpus, Item, Position, content_of
-from draftsmith.data_gen.rows.training_rows import is_regenerated, turns_of_messages
+from draftsmith.data_gen.rows.training_rows import turns_of_messages
 from draftsmith.models.chat import RenderError, as_text, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import CorpusCounts, read_tensors, write_tensors
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
-from draftsmith.recipes.prompts.records import to_conversation
+from draftsmith.recipes.prompts.records import is_regenerated, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.schema import TargetSection
 

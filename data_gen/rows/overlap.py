@@ -15,22 +15,24 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data_gen.rows.training_rows import LeaveOut, is_regenerated
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
-from draftsmith.recipes.prompts.records import Conversation, to_conversation
+from draftsmith.recipes.prompts.records import Conversation, is_regenerated, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe
+
+# Why a conversation is left out, or None where it stays: called with its id, its messages and its line.
+LeaveOut = Callable[[str, list[Any], int], str | None]
 
 GRAM = 13
 SHARE = 0.5

@@ -20,13 +20,14 @@ Where the pairs come from:
 The stop token belongs to its turn. What a template writes behind it (a line break) does not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.data_gen.rows.overlap import LeaveOut, left_out_of_training
 from draftsmith.models.chat import (
     FINGERPRINT_COVERS,
     RenderError,
@@ -37,11 +38,12 @@ from draftsmith.models.chat import (
     render_prompt,
     tokenizer_fingerprint,
 )
-from draftsmith.recipes.command.inputs import need
+from draftsmith.recipes.command.inputs import conversations, need
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.records import Conversation, to_conversation
+from draftsmith.recipes.prompts.records import Conversation, is_regenerated, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import check_source, records
+from draftsmith.recipes.schema import Recipe
 
 Turn = tuple[list[int], list[int]]  # prompt tokens, output tokens
 Span = tuple[int, int]  # half-open
@@ -58,8 +60,18 @@ class TrainingRow:
     spans: list[Span]  # one per assistant turn, its stop token included
 
 
-# Why a conversation is to be left out, or None; called with its id, its messages and its line.
-LeaveOut = Callable[[str, list[Any], int], str | None]
+def usable_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rejects: Rejects) -> list[TrainingRow]:
+    """The rows that a recipe trains and validates on, and captures states for: those with an answer of two tokens or
+    more, in the file's order.
+
+    Raises:
+        UserError: there are no conversations, or none can be trained on.
+    """
+    need(conversations(recipe))
+    rows = training_rows(
+        recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, left_out_of_training(recipe)
+    )
+    return [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
 
 
 def training_rows(
@@ -151,12 +163,6 @@ def _conversations(
             rejects.add(str(path), line, str(error), record)
             continue
         yield line, conversation_id, turns, record
-
-
-def is_regenerated(record: Any) -> bool:
-    """Does the record hold the token ids of its answers?"""
-    turns = record.get("turns") if isinstance(record, dict) else None
-    return bool(turns) and isinstance(turns, list) and isinstance(turns[0], dict) and "output_token_ids" in turns[0]
 
 
 def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, line: int) -> None:

@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from draftsmith.data_gen.rows.training_data import usable_rows
-from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.store import (
     ENCODINGS,

@@ -24,7 +24,7 @@ and x[t+2] lie in one span. So a span (s, e) needs the last states of s to e - 2
     last                      *  *  *  *
 
 Rows lie in shards by the order of their keys, that is, at random: a shard is a fair sample of the data, and training
-shuffles shards and what is in a few of them (`train.run.stored_states`). A shard is whole or not there
+shuffles shards and what is in a few of them (`train.run.state_sources`). A shard is whole or not there
 (`recipes.files.atomic`), and what the manifest does not name does not count. Reading compares sizes when a store
 is opened and sha256 when a shard is first read.
 

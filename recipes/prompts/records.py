@@ -297,3 +297,9 @@ def _check_content(content: Any, index: int) -> None:
 def json_type(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
+
+
+def is_regenerated(record: Any) -> bool:
+    """Whether the record holds the token ids of its answers, as regenerate writes them."""
+    turns = record.get("turns") if isinstance(record, dict) else None
+    return bool(turns) and isinstance(turns, list) and isinstance(turns[0], dict) and "output_token_ids" in turns[0]

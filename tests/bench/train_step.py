@@ -176,7 +176,7 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.models.vocab import DraftVocab
     from draftsmith.train.attention.kernels import BLOCKS
     from draftsmith.train.loss.unroll import TrainingTimeTest, kernel_of, teacher_of
-    from draftsmith.train.measure.clock import peak_flops_per_second
+    from draftsmith.train.measure.metrics_line import peak_flops_per_second
     from draftsmith.train.measure.step_flops import StepFlops
 
     lengths, spans = layout(wanted)

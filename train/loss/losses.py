@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from draftsmith.recipes.schema import TokenObjective, TrainSection
+from draftsmith.recipes.schema import TokenObjective
 
 HYBRID_DECAY = 3.0  # eta of lambda = exp(-eta alpha), as published
 
@@ -47,18 +47,6 @@ class LossWeights:
     objective: TokenObjective = "soft_ce"
     rank: float = 0.0
     rank_tokens: int = 10
-
-    @classmethod
-    def of(cls, settings: TrainSection) -> "LossWeights":
-        return cls(
-            token=settings.token_loss,
-            feature=settings.feature_loss,
-            top_k=settings.top_k_loss,
-            top_k_tokens=settings.top_k_tokens,
-            objective=settings.token_objective,
-            rank=settings.rank_loss,
-            rank_tokens=settings.rank_tokens,
-        )
 
 
 class Lesson:

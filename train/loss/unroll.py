@@ -27,10 +27,11 @@ from the same step-0 features, and from the drafted features of steps 1..k-1, ha
 Tokens are the data's at every step, never the drafter's own guesses (feeding guesses lowers acceptance: 5.0 to 4.44 in
 one published reproduction).
 
-Shapes: B rows, T tokens, C counted columns, A query heads, G key/value heads, R = A/G, D head dimension, H hidden size,
-W entry width, K steps, Vd draft vocabulary.
+Shapes: B rows, T tokens, F captured states, C counted columns, A query heads, G key/value heads, R = A/G, D head
+dimension, H hidden size, W entry width, K steps, Vd draft vocabulary.
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -44,15 +45,16 @@ from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, Feature
 from draftsmith.models.layers import for_products
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import Detach, StepWeight, TrainSection
-from draftsmith.train.attention.kernels import BLOCKS, Kernel, kernel_for
+from draftsmith.recipes.schema import Detach, StepWeight
+from draftsmith.train.attention.kernels import Kernel, kernel_for
 from draftsmith.train.attention.merged import merged_attention, runs_of_documents
 from draftsmith.train.loss.head_loss import HeadLoss, Teacher
 from draftsmith.train.loss.losses import LossWeights, feature_regression
 from draftsmith.train.loss.step_weights import acceptance_weights, fixed_weights
 
-# Of each layer: keys and values of the counted columns' steps 1, 2, ..., [B, G, C, D] each.
+# For each layer: keys and values of steps 1, 2, ... of the counted columns, [B, G, C, D] each.
 OwnColumns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+NOISE_TOKENS = 512  # tokens of a row whose feature noise has the width that was asked for
 
 
 class _Chains:
@@ -197,6 +199,35 @@ def unroll(
         yield output
 
 
+def add_noise(
+    captured_BTF: torch.Tensor,
+    width: float,
+    lengths: Sequence[int],
+    draws: Sequence[str],
+    documents: Documents | None = None,
+) -> torch.Tensor:
+    """captured + (u - 1/2) * width * 512 / length of the training row, u uniform on [0, 1).
+
+    Feature noise (EAGLE-1, arXiv 2401.15077, section 3.2): the drafter will read features that it drafted itself, so it
+    learns from features that differ a little from the target's. Every training row has random numbers of its own.
+    Padding and other rows of the batch do not change them, and a resumed run draws the same ones.
+
+    Args:
+        lengths: tokens of each training row without padding. Padding stays as it is.
+        draws: names the random numbers of each row, for example by seed, epoch and row.
+        documents: places of the rows; None: row i begins row i of the batch.
+    """
+    places = documents.places if documents is not None else [(i, 0, length) for i, length in enumerate(lengths)]
+    noisy = captured_BTF.float() if captured_BTF.dtype != torch.float64 else captured_BTF
+    noisy = noisy.clone()
+    for (row, start, length), draw in zip(places, draws, strict=True):
+        seed = int.from_bytes(hashlib.sha256(draw.encode()).digest()[:7], "big")
+        generator = torch.Generator(device=captured_BTF.device).manual_seed(seed)
+        u = torch.rand(length, captured_BTF.shape[2], generator=generator, device=captured_BTF.device)
+        noisy[row, start : start + length] += (u - 0.5) * (width * NOISE_TOKENS / length)
+    return noisy.to(captured_BTF.dtype)
+
+
 @torch.no_grad()
 def teacher_of(
     target: Target, last_BTH: torch.Tensor, ids_BT: torch.Tensor, columns: Columns, vocab: DraftVocab
@@ -236,6 +267,7 @@ class TrainingTimeTest(nn.Module):
         gradient_checkpointing: bool = False,
         weights: LossWeights | None = None,
         detach: Detach = False,
+        kernel: Kernel | None = None,
     ):
         super().__init__()
         self.drafter = drafter
@@ -244,25 +276,10 @@ class TrainingTimeTest(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
         self.weights = weights or LossWeights()
         self.detach: Detach = detach
-        self.kernel: Kernel | None = None  # of attention; None: what suits the device
+        self.kernel = kernel
         self.logits_at_once: int | None = None  # of a chunk in the head's pass; None: what suits the device
         self.bf16 = False  # products in bfloat16
         self.caches_casts = True  # of weights; not where weights are freed after use
-
-    @classmethod
-    def of(cls, drafter: FeatureDrafter, settings: TrainSection) -> "TrainingTimeTest":
-        """As a recipe's section has it."""
-        trainee = cls(
-            drafter,
-            settings.ttt_steps,
-            settings.step_weight,
-            settings.gradient_checkpointing,
-            LossWeights.of(settings),
-            settings.detach_features,
-        )
-        if settings.attention == "blocks":
-            trainee.kernel = BLOCKS
-        return trainee
 
     def forward(
         self,

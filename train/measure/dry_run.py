@@ -1,11 +1,12 @@
-"""What one micro-batch of training takes, found by running it on fake tensors: no memory, no arithmetic, seconds.
+"""What one micro-batch of training costs, found by running it on fake tensors: no memory, no arithmetic, seconds.
 
-The unroll is not described by formulas that could grow stale. The real one, with the real teacher and loss, runs
-forward and backward in the size that is asked for, while a meter counts the bytes alive and the operations.
+Formulas for the unroll could grow stale. Instead the real unroll, with the real teacher and loss, runs forward and
+backward at the requested size, while a meter counts the bytes that are alive and the operations.
 
 Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -19,14 +20,12 @@ from draftsmith.models.alignment import Columns, Run
 from draftsmith.models.costs import Meter
 from draftsmith.models.drafters import build_drafter
 from draftsmith.models.families import scaled_logits
-from draftsmith.models.feature_drafter import DrafterConfig, FrozenHead
+from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.attention.kernels import FLASH_CPU
 from draftsmith.train.loss.head_loss import elements_of
-from draftsmith.train.loss.noise import add_noise
-from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
+from draftsmith.train.loss.unroll import TrainingTimeTest, add_noise, teacher_of
 
 LOGITS = "logits of a chunk of columns, the teacher's and the unroll steps'"
 WEIGHT_SHAPED = "gradients and casts of the drafter's weights"
@@ -35,7 +34,7 @@ LAYER = "states, and the drafter's layer in the unroll steps"
 
 @dataclass(frozen=True)
 class UnrollCost:
-    """One micro-batch, teacher and backward pass included; the drafter's weights and the target's are not counted."""
+    """One micro-batch with teacher and backward pass. The weights of drafter and target are not counted."""
 
     peak_bytes: int
     peak_by_kind: dict[str, int]
@@ -46,7 +45,8 @@ def unroll_cost(
     shape: DrafterConfig,
     target_config: Any,
     target_dtype: torch.dtype,
-    settings: TrainSection,
+    trainee_of: Callable[[FeatureDrafter], TrainingTimeTest],
+    noisy: bool,
     bf16: bool,
     rows: int,
     tokens: int,
@@ -56,27 +56,29 @@ def unroll_cost(
     """Runs teacher, unroll, loss and backward on fake tensors of these sizes: seconds, more for more chunks of logits.
 
     Args:
-        bf16: mixed precision, as the run would use it.
-        device: type of the one that it is for, which decides how many logits are alive.
+        trainee_of: adds the run's unroll and loss to a drafter.
+        noisy: whether there is feature noise.
+        bf16: whether products are in bfloat16.
+        device: type of the run's device, which decides how many logits are alive.
     """
     columns = max(1, min(columns, tokens))
     vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
-    # Some kinds of rotary scaling look at positions, which fake tensors do not have; none needs more memory.
+    # Some kinds of rotary scaling read positions, which fake tensors do not hold; none needs more memory.
     shape = replace(shape, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
     with FakeTensorMode(allow_non_fake_inputs=True):
         embedding = torch.empty(shape.vocab_size, shape.hidden_size, dtype=target_dtype)
         head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=target_dtype)
         frozen = FrozenHead(head.weight, None, partial(scaled_logits, target_config))
-        trainee = TrainingTimeTest.of(build_drafter(shape, vocab, embedding, frozen), settings)
+        trainee = trainee_of(build_drafter(shape, vocab, embedding, frozen))
         trainee.logits_at_once = elements_of(device)
         target: Any = SimpleNamespace(head=head, config=target_config)
         target.logits = partial(Target.logits, target)
-        trainee.kernel = trainee.kernel or FLASH_CPU  # fake tensors have no numbers to try a kernel on
+        trainee.kernel = trainee.kernel or FLASH_CPU  # a kernel cannot be tried on fake tensors
         ids = torch.zeros(rows, tokens, dtype=torch.long)
         first = max(0, tokens - columns - 2)  # one span, at the end of each row
         index = torch.arange(first, first + columns).expand(rows, columns).contiguous()
         runs = tuple(Run(row, 0, columns, 0, first) for row in range(rows))
-        counted = Columns(index, torch.full((rows, columns), settings.ttt_steps), runs)
+        counted = Columns(index, torch.full((rows, columns), trainee.steps), runs)
         weights = {tuple(p.shape) for p in trainee.parameters()} | {tuple(p.shape[::-1]) for p in trainee.parameters()}
 
         def kind(tensor: torch.Tensor) -> str:
@@ -86,12 +88,12 @@ def unroll_cost(
             return LOGITS if sizes[-1:] in ((shape.draft_vocab_size,), (shape.vocab_size,)) else LAYER
 
         def micro_batch() -> torch.Tensor:
-            """As `Loop._forward`: what the target leaves dies when the unroll no longer needs it."""
+            """As `Loop._forward`: the target's states are freed once the unroll no longer needs them."""
             captured = torch.empty(rows, tokens, shape.hidden_size * len(shape.capture_layers), dtype=target_dtype)
             last = torch.empty(rows, tokens, shape.hidden_size, dtype=target_dtype)
             teacher = teacher_of(target, last, ids, counted, vocab)
-            if settings.feature_noise:
-                captured = add_noise(captured, settings.feature_noise, [tokens] * rows, [""] * rows)
+            if noisy:
+                captured = add_noise(captured, 1.0, [tokens] * rows, [""] * rows)
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 return trainee(captured, ids, counted, teacher).loss
 

@@ -1,4 +1,4 @@
-"""The operations that a training step cannot do without: what model FLOPs utilisation (MFU) counts.
+"""The operations that a training step needs: what model FLOPs utilisation (MFU) counts.
 
     what                                      for                               times
     the target's layers                       every token                       1 (no gradient; 0 from a store)
@@ -13,11 +13,11 @@
     scores and weighted values                each key that a query sees        3
     the drafter's head; the target's, frozen  column and step                   3; 2
 
-Two operations a multiplication and addition; times 3 is one forward and the two products of the backward pass. Columns
-are counted ones (`models.alignment`) at the steps at which they count. Padding, masked scores and what is computed
-twice are left out, and so are norms, activations, softmax and the optimiser: an implementation does more than this.
-With several layers the lower ones take step 0 for every token. Layers of the target that see a window are counted as if
-they saw everything.
+A multiplication with its addition counts as two operations. "3 times" is the forward product and two products of the
+backward pass. Columns are the counted ones (`models.alignment`), at the steps at which they count. Padding, masked
+scores, recomputation, norms, activations, softmax and the optimiser are left out, so an implementation does more than
+this. With several layers the lower ones run step 0 for every token. Sliding-window layers of the target are counted
+with full attention.
 """
 
 from collections.abc import Sequence
@@ -31,17 +31,17 @@ from draftsmith.models.costs import TargetSize, attention_shapes
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.schema import Detach
 from draftsmith.train.loss.unroll import TrainingTimeTest
-from draftsmith.train.run.batches import Batch
+from draftsmith.train.run.batches import MicroBatch
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Of one run.
+    """Counts the operations of one run's micro-batches.
 
-    Args:
-        stacks: which stack of layers drafts each step (`FeatureDrafter.stack_of`), one entry a step.
-        detached: whether no gradient flows from a step to the one before, or none from a stack to the one before.
-        size: the target's; None: its states are read, and its head alone runs.
+    Attributes:
+        stacks: the stack of layers that drafts each step (`FeatureDrafter.stack_of`).
+        detached: whether gradients stop at every step, or where the stack changes.
+        size: the target's; None: its states are read from a store, and only its head runs.
         head_parameters: of the target's head.
     """
 
@@ -54,14 +54,18 @@ class StepFlops:
 
     @classmethod
     def of(cls, trainee: TrainingTimeTest, target_config: Any, size: TargetSize, states_are_read: bool) -> "StepFlops":
-        """Of what this trainee does; of the target with this text config its layers too, unless they are spared."""
+        """
+        Args:
+            target_config: the target's text config.
+            states_are_read: from a store, so that the target's layers do not run.
+        """
         drafter = trainee.drafter
         stacks = tuple(drafter.stack_of(step) for step in range(trainee.steps))
         layers = None if states_are_read else size
         return cls(drafter.config, stacks, trainee.detach, target_config, layers, size.head_parameters)
 
-    def of_batch(self, batch: Batch, columns: Columns) -> torch.Tensor:
-        """Of one micro-batch: a scalar on its device, which nobody has to wait for."""
+    def of_batch(self, batch: MicroBatch, columns: Columns) -> torch.Tensor:
+        """The operations of one micro-batch: a scalar on its device, so that nothing waits for it."""
         position = columns.gather(batch.position)
         counted = [columns.counted(step) for step in range(len(self.stacks))]
         return self.of_counts(
@@ -74,15 +78,16 @@ class StepFlops:
     def of_counts(self, tokens: int, causal_keys: Any, pairs: Sequence[Any], keys: Sequence[Any]) -> Any:
         """
         Args:
-            causal_keys: over all tokens, the tokens of its document up to and with each.
-            pairs: columns that count at each step. keys: what their queries see at that step, over all of them.
+            causal_keys: keys that causal attention reads, summed over all tokens.
+            pairs: columns that count at each step.
+            keys: keys that their queries see at each step, summed over these columns.
         """
         s = self.shape
         hidden, heads = s.hidden_size, s.num_attention_heads * s.head_dim
         groups = 2 * s.num_key_value_heads * s.head_dim  # keys and values
         width = hidden if self._reads_features else 2 * hidden
         block = 2 * heads * hidden + 6 * hidden * s.intermediate_size  # output projection and MLP
-        first, upper = 2 * width * heads + block, 2 * hidden * heads + block  # and queries, of such a layer
+        first, upper = 2 * width * heads + block, 2 * hidden * heads + block  # with queries: first and upper layers
         first_keys, upper_keys = 2 * width * groups, 2 * hidden * groups
         score, layers = 4 * heads, s.num_layers
 
@@ -90,7 +95,7 @@ class StepFlops:
         entry = 4 * hidden * hidden if self._reads_features else 0
         fused = 0 if self._reads_features else 2 * hidden * hidden * len(s.capture_layers)
         total = tokens * (2 * entry + (3 if getattr(s, "fc_norm", False) else 2) * fused)
-        # Step 0 gives every layer's keys to all tokens, and lets the last layer alone answer for counted columns only.
+        # Step 0 makes keys of every layer for all tokens. Only the last layer runs on counted columns alone.
         of_tokens = tokens * (len(set(self.stacks)) * first_keys + (layers - 1) * upper_keys)
         if layers > 1:
             of_tokens += tokens * (first + (layers - 2) * upper) + (layers - 1) * causal_keys * score
@@ -103,7 +108,7 @@ class StepFlops:
             new_stack = self.stacks[step] != self.stacks[step - 1]
             cut = self.detached is True or (new_stack and bool(self.detached))
             total += (2 if cut else 3) * pairs[step] * entry
-            if new_stack:  # which reads the chain's earlier features with its own weights
+            if new_stack:  # it reads the chain's earlier features with its own weights
                 of_columns += (step - 1) * pairs[step] * first_keys
                 total += (2 if cut else 3) * (step - 1) * pairs[step] * entry
         total += 3 * (of_tokens + of_columns)
@@ -119,5 +124,5 @@ class StepFlops:
 
     @property
     def _reads_features(self) -> bool:
-        """EAGLE-1's form: one captured state, which fc reads beside the embedding."""
+        """Whether the drafter has EAGLE-1's form: fc reads one captured state beside the embedding."""
         return (self.shape.base or self.shape.kind) == "eagle"

@@ -1,7 +1,7 @@
 """Where the time of a step goes: `--profile N` of the training scripts.
 
-Traces of N steps, made by torch's profiler after a warm-up, in <output_dir>/profile: for every process a trace to look
-at in https://ui.perfetto.dev, in which the parts of a step have names, and a table of what took longest.
+After a warm-up torch's profiler traces N steps. For every process it writes into <output_dir>/profile a trace for
+https://ui.perfetto.dev, in which the parts of a step have names, and a table of the slowest operators.
 """
 
 import warnings
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-WARM_UP = 2  # steps: kernels are chosen, memory is fetched
-ROWS = 25  # of the table
+WARM_UP_STEPS = 2  # in which kernels are chosen and memory is allocated
+TABLE_ROWS = 25
 
 
 class StepProfile:
-    """Is told of every step's end.
+    """Records steps. `step` is called at the end of each one.
 
     Args:
-        steps: to record.
-        say: prints, on one process.
+        steps: how many to record.
+        say: prints a message on one process.
     """
 
     def __init__(self, steps: int, directory: Path, rank: int, say: Callable[[str], object] = print):
@@ -33,13 +33,14 @@ class StepProfile:
     def start(self, first: int, last: int) -> None:
         """
         Args:
-            first, last: steps of this run, from 0; of a run with too few of them the warm-up is shorter.
+            first: the first step of this run, from 0; last: the step behind its last one. If there are too few steps,
+                the warm-up is shorter.
         """
-        warm_up = max(0, min(WARM_UP, last - first - self.steps))
+        warm_up = max(0, min(WARM_UP_STEPS, last - first - self.steps))
         self.first = first + warm_up
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of a warm-up of no steps
+            warnings.simplefilter("ignore", UserWarning)  # torch warns of a warm-up without steps
             steps = schedule(wait=0, warmup=warm_up, active=self.steps, repeat=1)
         self._profile = profile(
             activities=activities,
@@ -57,7 +58,7 @@ class StepProfile:
                 self.finish()
 
     def finish(self) -> None:
-        """Writes what there is, if the run ends before all is recorded."""
+        """Stops. Writes the recorded steps if the run ends early."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -71,7 +72,7 @@ class StepProfile:
         table = trace.with_name(f"rank{self.rank}.txt")
         recorded.export_chrome_trace(str(trace))
         by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table.write_text(recorded.key_averages().table(sort_by=by, row_limit=ROWS) + "\n")
+        table.write_text(recorded.key_averages().table(sort_by=by, row_limit=TABLE_ROWS) + "\n")
         self.say(
-            f"profile: {trace}, from step {self.first + 1} on, for https://ui.perfetto.dev; what took longest: {table}"
+            f"profile: {trace}, from step {self.first + 1} on, for https://ui.perfetto.dev; slowest operators: {table}"
         )

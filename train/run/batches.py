@@ -1,11 +1,11 @@
-"""From training rows to micro-batches: which rows stand together, in which order, on which rank.
+"""Micro-batches: which training rows they hold, in which order, and how their tokens are laid out.
 
-The order is a pure function of (seed, epoch), and a micro-batch is named by one number that counts through all epochs,
-so that a resumed run and a run on other ranks read exactly the same batches.
+The order is a pure function of (seed, epoch). One number counts micro-batches through all epochs, so a resumed run and
+a run on other ranks read exactly the same micro-batches.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -15,10 +15,12 @@ import torch
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Documents
 
+POOL_BATCHES = 32  # micro-batches whose rows are sorted by length together
+
 
 @dataclass(frozen=True)
-class Batch:
-    """Training rows laid out in rows of a batch: one a row and right-padded, or as documents one behind the other.
+class MicroBatch:
+    """Training rows laid out as a [B, T] batch: one a row and right-padded, or packed as documents.
 
         collate(rows)                packed                       collate_as(rows, [[2, 0], [1]])
         a a a a a                    a a a a a b b c c c          c c c a a a a a
@@ -26,14 +28,14 @@ class Batch:
         c c c . .
 
     Attributes:
-        ids: [B, T] 0 in padding, which nothing ever looks at.
-        span: [B, T] 0 outside supervised spans, else the number of the span in its document. 0 at the first token of
-            each document, too, which no chain has for a root: so the spans of neighbours never touch.
-        document: [B, T] 0 in padding, else the number of the document in its row, from 1.
-        position: [B, T] of each token in its document; 0 in padding.
-        rows: which training rows stand here, in the order of the layout: row by row, along each row.
-        places: (row, first column, tokens) of each of them, in that order.
-        tokens_at: [N] where the tokens stand in B * T, padding left out, in that order.
+        ids: [B, T] token ids; 0 in padding, which is never read.
+        span: [B, T] number of the supervised span in its document; 0 outside spans. The first token of a document is
+            never a chain's root, so it has 0 too. This keeps the spans of neighbouring documents apart.
+        document: [B, T] number of the document in its row, from 1; 0 in padding.
+        position: [B, T] position of the token in its document; 0 in padding.
+        rows: indices of the training rows in layout order: row by row, left to right.
+        places: (row, first column, tokens) of each training row, in that order.
+        tokens_at: [N] indices of the tokens in the flattened B * T, without padding, in that order.
     """
 
     ids: torch.Tensor
@@ -51,18 +53,20 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Without padding."""
+        """Number of tokens without padding."""
         return sum(self.lengths)
 
     @property
     def documents(self) -> Documents | None:
-        """What keeps documents apart; None: each has a row to itself, and the order of columns is all that it takes."""
+        """Where documents stand; None where each has a row to itself, so that a causal mask alone keeps them apart."""
         return Documents(self.position, self.places) if any(start for _, start, _ in self.places) else None
 
     def lay_out(self, per_row: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What each training row brings, [tokens, ...] in the order of `rows`, as the ids are laid out: [B, T, ...].
+        """Lays out values like the ids: [B, T, ...], with zeros in padding.
 
-        Zeros in padding. What a training row brings for tokens behind those of this batch is cut, as its ids are.
+        Args:
+            per_row: [tokens, ...] for each training row in the order of `rows`. Surplus values at the end are cut, as
+                surplus ids are.
         """
         like = per_row[0]
         laid_out = torch.zeros(*self.ids.shape, *like.shape[1:], dtype=like.dtype, device=like.device)
@@ -73,31 +77,31 @@ class Batch:
         return laid_out
 
     @cached_property
-    def one_row(self) -> "Batch":
-        """The same training rows one behind the other in a single row, as `collate` packs them: so the unroll reads
-        them, which has no use for padding, however the target read them."""
+    def one_row(self) -> "MicroBatch":
+        """The same training rows packed into a single row. The unroll reads this form whatever the target read, because
+        it computes nothing for padding."""
         if len(self.ids) == 1:
             return self
         starts = list(accumulate(self.lengths, initial=0))
         places = tuple((0, start, tokens) for start, tokens in zip(starts, self.lengths, strict=False))
         ids, span, position = (self.in_one_row(each) for each in (self.ids, self.span, self.position))
         every = torch.arange(self.tokens, device=ids.device)
-        return Batch(ids, span, (position == 0).cumsum(1), position, self.rows, places, every)
+        return MicroBatch(ids, span, (position == 0).cumsum(1), position, self.rows, places, every)
 
     def in_one_row(self, values_BT: torch.Tensor) -> torch.Tensor:
-        """What is laid out as the ids are, [B, T, ...], as those of `one_row` are: [1, N, ...]."""
+        """Values laid out like the ids, [B, T, ...], in the layout of `one_row`: [1, N, ...]."""
         return values_BT if len(self.ids) == 1 else values_BT.flatten(0, 1)[self.tokens_at][None]
 
-    def to(self, device: torch.device) -> "Batch":
+    def to(self, device: torch.device) -> "MicroBatch":
         names = "ids", "span", "document", "position", "tokens_at"
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
-def collate(rows: Sequence[TrainingRow], packed: bool = False, indices: Sequence[int] | None = None) -> Batch:
-    """All rows of a micro-batch: padded, one a row; or packed, all in one row without padding.
+def collate(rows: Sequence[TrainingRow], packed: bool = False, indices: Sequence[int] | None = None) -> MicroBatch:
+    """Lays training rows out: one a row with padding, or all packed into one row.
 
     Args:
-        indices: the numbers of these rows, for `Batch.rows`; None: 0, 1, 2, ...
+        indices: the indices of these rows, for `MicroBatch.rows`; None: 0, 1, 2, ...
     """
     each = range(len(rows))
     return collate_as(rows, [list(each)] if packed else [[i] for i in each], indices)
@@ -105,8 +109,8 @@ def collate(rows: Sequence[TrainingRow], packed: bool = False, indices: Sequence
 
 def collate_as(
     rows: Sequence[TrainingRow], layout: Sequence[Sequence[int]], indices: Sequence[int] | None = None
-) -> Batch:
-    """`layout`: places in `rows` of those that stand in each row of the batch, in their order."""
+) -> MicroBatch:
+    """Lays training rows out by `layout`: for each row of the batch, places in `rows`, left to right."""
     lengths = [[counted_length(rows[i]) for i in line] for line in layout]
     shape = len(layout), max(map(sum, lengths))
     ids, span, document, position = (torch.zeros(shape, dtype=torch.long) for _ in range(4))
@@ -124,21 +128,20 @@ def collate_as(
             start += length
     order = [i if indices is None else indices[i] for line in layout for i in line]
     tokens_at = torch.cat([torch.arange(shape[1] * b + start, shape[1] * b + start + n) for b, start, n in places])
-    return Batch(ids, span, document, position, tuple(order), tuple(places), tokens_at)
+    return MicroBatch(ids, span, document, position, tuple(order), tuple(places), tokens_at)
 
 
 def counted_length(row: TrainingRow) -> int:
-    """Tokens of a row up to the end of its last span: behind it nothing counts, so nothing is computed."""
+    """Tokens of a row up to the end of its last span. Nothing behind it counts, so nothing there is computed."""
     return max((end for _, end in row.spans), default=1)
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What the micro-batches of an epoch lay out for the target: of all tokens that are computed those that are no
-    padding, and the columns that count, where the drafter learns something."""
+    """Of the tokens that the target computes in an epoch, how many are tokens of rows, and how many columns count."""
 
-    tokens: int
-    columns: int
+    tokens: int  # without padding
+    columns: int  # counted at step 0
     computed: int
 
     def in_words(self) -> str:
@@ -149,7 +152,7 @@ class Efficiency:
 
 
 def efficiency(order: "BatchOrder", rows: Sequence[TrainingRow], packed: bool) -> Efficiency:
-    """Of the first epoch."""
+    """The efficiency of the first epoch."""
     tokens = columns = computed = 0
     for number in range(order.batches_per_epoch):
         batch = [rows[i] for i in order.rows(number)]
@@ -161,11 +164,11 @@ def efficiency(order: "BatchOrder", rows: Sequence[TrainingRow], packed: bool) -
 
 
 class BatchOrder:
-    """Micro-batch number -> row indices, for all ranks alike.
+    """Maps the number of a micro-batch to its row indices, the same on all ranks.
 
-    Rows of similar length stand together (less padding): each epoch shuffles all rows, sorts by length inside pools of
-    32 micro-batches, cuts micro-batches and shuffles those. Every row is read once an epoch; the last micro-batch of an
-    epoch may be smaller.
+    Rows of similar length share a micro-batch, which saves padding. Each epoch shuffles all rows, sorts them by length
+    inside pools of POOL_BATCHES micro-batches, cuts the pools into micro-batches and shuffles those. Every row is read
+    once an epoch; the last micro-batch of the last pool may be smaller.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int):
@@ -180,17 +183,21 @@ class BatchOrder:
         """Row indices of micro-batch `number`, counted from 0 through all epochs."""
         epoch, position = divmod(number, self.batches_per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._batches = epoch, self._cut(epoch)
+            self._epoch, self._batches = epoch, self.batches_of(epoch)
         return self._batches[position]
 
-    def _cut(self, epoch: int) -> list[list[int]]:
-        order = random.Random(f"{self.seed}/{epoch}")
+    def batches_of(self, epoch: int) -> list[list[int]]:
+        """Row indices of every micro-batch of an epoch, in order."""
+        chance = random.Random(f"{self.seed}/{epoch}")
         rows = list(range(len(self.lengths)))
-        order.shuffle(rows)
-        pool = 32 * self.batch_size
-        batches = []
-        for start in range(0, len(rows), pool):
-            pooled = sorted(rows[start : start + pool], key=self.lengths.__getitem__)
-            batches += [pooled[i : i + self.batch_size] for i in range(0, len(pooled), self.batch_size)]
-        order.shuffle(batches)
+        chance.shuffle(rows)
+        batches = [batch for pool in self.pools_of(rows) for batch in pool]
+        chance.shuffle(batches)
         return batches
+
+    def pools_of(self, rows: Sequence[int]) -> Iterator[list[list[int]]]:
+        """The micro-batches of each pool of shuffled rows."""
+        size = POOL_BATCHES * self.batch_size
+        for start in range(0, len(rows), size):
+            pool = sorted(rows[start : start + size], key=self.lengths.__getitem__)
+            yield [pool[i : i + self.batch_size] for i in range(0, len(pool), self.batch_size)]

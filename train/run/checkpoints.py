@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run: each is whole or not there, and checked again when it is read.
+"""Checkpoint folders of a run. Each one is complete or missing, and is checked again when it is read.
 
     step-00000030            model.safetensors, optimizer.safetensors (`train.run.engine`), trainer_state.json,
                              manifest.json (size and sha256 of all others)
@@ -6,7 +6,7 @@
     step-00000030.old        is being removed; likewise
     step-00000030.damaged    was found damaged and set aside; nothing reads it
 
-Files reach the disk before the rename that makes a folder count: no power cut leaves a name without its content.
+Files are synced to disk before the folder gets its name, so a power cut leaves no name without its content.
 """
 
 import json
@@ -16,15 +16,18 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
+from draftsmith.models.checkpoint import differences
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import sync_to_disk
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.schema import is_default
 
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "trainer_state.json"
 _COMPLETE = re.compile(r"step-\d+")
 
 
@@ -33,7 +36,7 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Those that were completed, oldest first."""
+    """Complete checkpoints, oldest first."""
     complete = (path for path in directory.glob("step-*") if _COMPLETE.fullmatch(path.name))
     return sorted(complete, key=step_of)
 
@@ -43,13 +46,17 @@ def step_of(checkpoint: Path) -> int:
 
 
 def best_of(checkpoints: Sequence[Path], values: Mapping[int, float]) -> list[Path]:
-    """Those that have a value, by step; the highest first, of equals the later one."""
+    """The checkpoints that have a value, the highest first; of equal ones the later first.
+
+    Args:
+        values: by step.
+    """
     measured = [path for path in checkpoints if step_of(path) in values]
     return sorted(measured, key=lambda path: (values[step_of(path)], step_of(path)), reverse=True)
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Seals a folder that holds all its files and gives it its name."""
+    """Writes the manifest of a folder that holds all its files, and renames it."""
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     files = {
         path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
@@ -65,7 +72,7 @@ def publish(partial: Path, final: Path) -> None:
 
 @contextmanager
 def full_disk_is_told(partial: Path) -> Iterator[None]:
-    """Makes a UserError of what writers raise on a full disk; torch's raises a RuntimeError from inline_container."""
+    """Turns the errors of a full disk into a UserError. torch raises a RuntimeError from inline_container."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -73,12 +80,12 @@ def full_disk_is_told(partial: Path) -> Iterator[None]:
             raise
         raise UserError(
             f"{partial}: cannot be written ({str(error).splitlines()[0]}): make room, if the disk is full, and start "
-            "again; what was written before it is whole, and training goes on from there"
+            "again; what was written before is whole, and training resumes from there"
         ) from error
 
 
 def remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint; killed midway, no half of it counts as one."""
+    """Deletes a checkpoint. A kill leaves no half checkpoint that counts as one."""
     retired = checkpoint.with_suffix(".old")
     _delete(retired)
     os.replace(checkpoint, retired)
@@ -86,14 +93,14 @@ def remove(checkpoint: Path) -> None:
 
 
 def keep_last(directory: Path, count: int, also: Collection[Path] = ()) -> None:
-    """Removes all but the newest `count` checkpoints, and those named."""
+    """Removes all checkpoints but the newest `count` and those in `also`."""
     for old in list_checkpoints(directory)[:-count]:
         if old not in also:
             remove(old)
 
 
 def _delete(path: Path) -> None:
-    """Whatever bears the name, if anything does: a folder, or a file or link that somebody put there."""
+    """Deletes the path if it exists: a folder, or a file or link that somebody put there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -101,7 +108,7 @@ def _delete(path: Path) -> None:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """What is wrong with its files, or None."""
+    """The first problem with a checkpoint's files; None: it is whole."""
     try:
         promised = parse_json((checkpoint / MANIFEST).read_bytes())["files"]
         sealed = {name: (entry["bytes"], entry["sha256"]) for name, entry in promised.items()}
@@ -122,10 +129,11 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def settle(directory: Path) -> None:
-    """Before a run goes on: what kills left is removed, damaged checkpoints newer than a whole one are set aside.
+    """Prepares the folder for a run: removes what kills left, and sets aside damaged checkpoints behind the last whole
+    one.
 
     Raises:
-        UserError: there are checkpoints, and not one is whole. Nothing was renamed then.
+        UserError: there are checkpoints, but none is whole. Nothing is renamed then.
     """
     for leftover in (*directory.glob("step-*.partial"), *directory.glob("step-*.old")):
         _delete(leftover)
@@ -140,12 +148,44 @@ def settle(directory: Path) -> None:
             raise UserError(
                 [
                     *(f"{checkpoint}: damaged: {problem}" for checkpoint, problem in damaged),
-                    f"no checkpoint in {directory} can be gone on from: delete the folder to start anew, or choose "
-                    "another output_dir",
+                    f"no checkpoint in {directory} can be resumed: delete the folder to start anew, or choose another "
+                    "output_dir",
                 ]
             )
     for checkpoint, problem in damaged:
         aside = checkpoint.with_suffix(".damaged")
         _delete(aside)
         os.replace(checkpoint, aside)
-        print(f"{checkpoint}: damaged: {problem}; set aside as {aside.name}, going on from the one before")
+        print(f"{checkpoint}: damaged: {problem}; set aside as {aside.name}, the one before is used")
+
+
+def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint's trainer_state.json.
+
+    Args:
+        identity: of the run that is to be resumed from it (`train.run.run_identity`).
+
+    Raises:
+        UserError: another run or an older version wrote it, or this process does not see it.
+    """
+    try:
+        state = json.loads((checkpoint / STATE).read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{checkpoint}: rank 0 resumes from it, and another process does not see it: output_dir must be one folder "
+            "that all of them see"
+        ) from None
+    if not {"windows", "name", "micro_batches"} <= state.keys():
+        raise UserError(f"{checkpoint}: was written by an older version; choose another output_dir to start anew")
+    here = json.loads(json.dumps(identity))  # as it was written, with lists for tuples
+    different = [
+        f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
+        for key, theirs, mine in differences(state["identity"], here)
+        if key in state["identity"] or not is_default(key, mine)  # an older version had no such key
+    ]
+    if different:
+        raise UserError(
+            f"{checkpoint} belongs to another run ({'; '.join(different)}); restore these values, or choose another "
+            "output_dir to start anew"
+        )
+    return state

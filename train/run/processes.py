@@ -1,6 +1,9 @@
-"""The processes of a run: what they must have alike, how they fail together, and how they part."""
+"""The processes of a run: they must agree on their inputs, fail together, stop together and shut down cleanly."""
 
+import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,27 +15,57 @@ from draftsmith.models.checkpoint import differences
 from draftsmith.recipes.command.cli import tell
 from draftsmith.recipes.errors import UserError
 
-_KEPT: list[object] = []  # groups, to the end of the process
+# A scheduler signals all processes of a job, and the launcher among them signals the others again. SIGTERMs that come
+# this close together ask for one stop.
+SAME_SIGTERM_SECONDS = 5.0
+_KEPT: list[object] = []  # process groups, until the process ends
 
 
 def keep_group() -> None:
-    """Keeps the default process group until this process ends, whatever destroys it before. One process: nothing.
+    """Keeps the default process group alive until this process ends, even if it is destroyed before. Does nothing for a
+    single process.
 
-    The last reference to a gloo group must be one of Python's. Its destructor waits for the threads that did the work,
-    and these need the interpreter's lock to let go of the last collective's tensors. Python's reference gives the lock
-    away before it destroys; DistributedDataParallel's does not, and where it is the last, the process hangs now and
-    then, after all is done.
+    Python must hold the last reference to a gloo group. The group's destructor waits for its worker threads, which need
+    the interpreter's lock to release the last collective's tensors. Python's reference releases the lock before it
+    destroys the group; DistributedDataParallel's does not. If that one is the last, the process sometimes hangs at its
+    end.
     """
     if distributed.is_available() and distributed.is_initialized():
         _KEPT.append(distributed.group.WORLD)
 
 
+class StopRequest:
+    """Notes SIGTERM while it is entered, so that a run can finish its step. A second SIGTERM, at another moment, ends
+    the process at once."""
+
+    def __init__(self) -> None:
+        self.came, self._at = False, 0.0
+
+    def __enter__(self) -> "StopRequest":
+        self._default = signal.signal(signal.SIGTERM, self.note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The launcher's SIGTERM of the same moment may still come.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if self.came else self._default or signal.SIG_DFL)
+
+    def note(self, *_: object) -> None:
+        """The signal's handler."""
+        now = time.monotonic()
+        if not self.came:
+            self.came, self._at = True, now
+        elif now - self._at > SAME_SIGTERM_SECONDS:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """A UserError of one process inside is the end of all: the first that has one says it, once, and all exit with 2.
+    """Makes a UserError of one process end all of them: the first rank with an error prints it, and all exit with 2.
 
-    None is then left waiting for another one, or tells with a traceback that it has lost it. All processes come to the
-    end, and meet there; what is inside must not fail before a collective. One process: nothing.
+    So no process waits for another that has ended, or dies with a traceback because it lost the other. All processes
+    must reach the end of the block, where they meet: the block may not raise before a collective of its own. A single
+    process just raises the error.
     """
     problem: UserError | None = None
     try:
@@ -48,18 +81,15 @@ def failing_together() -> Iterator[None]:
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         if failed.index(True) == rank:
             tell(problem.problems)
-    gather_object([None])  # a launcher ends all when one of them has ended: it must have spoken by then
+    gather_object([None])  # a launcher ends all processes once one has ended: the message must be out by then
     sys.exit(2)
 
 
 def check_ranks_agree(here: dict[str, Any]) -> None:
-    """Every rank reads recipe and data itself, and what one of them cannot read, or reads elsewhere, it has otherwise.
-
-    Args:
-        here: what all must have alike.
+    """Checks that all ranks have the same values. Each rank reads recipe and data by itself, so they may differ.
 
     Raises:
-        UserError, or SystemExit after it was told: they do not.
+        UserError: they differ. With several processes: SystemExit, after the message.
     """
     by_rank = gather_object([here])
     with failing_together():

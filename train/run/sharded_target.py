@@ -25,7 +25,7 @@ from draftsmith.models.costs import gigabytes, named_dtype, torch_dtype
 from draftsmith.models.target import Target, decoder_layers, read_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, TargetSection
-from draftsmith.train.run.engine import check_deepspeed, deepspeed_on_cpus
+from draftsmith.train.run.accelerator import check_deepspeed, deepspeed_on_cpus
 
 
 def check_sharding(recipe: Recipe) -> None:

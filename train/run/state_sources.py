@@ -1,41 +1,253 @@
-"""Where training has the target's states from: the target itself, or a store that data_gen/capture.py wrote.
+"""Where training takes the target's states from: the target itself, or a store that data_gen/capture.py wrote.
 
-Shapes: B rows, T tokens, F captured states, H hidden size.
+A thread reads a store ahead of training, few shards at a time. Each epoch shuffles the shards, then the rows of each
+window of WINDOW_SHARDS neighbouring shards:
+
+    shards     5 2 | 7 0 | 3 ...             here two a window
+    rows       those of 5 and 2, shuffled | those of 7 and 0, shuffled | ...
+    pools      the micro-batches of POOL_BATCHES * batch size rows each, as `BatchOrder` cuts them, shuffled
+
+A pool spans two windows, or more where a window has fewer rows than a pool. Rows lie in random shards, so a window is a
+fair sample. The order is a pure function of seed and epoch, the same on all ranks. A store of no more than
+WINDOW_SHARDS shards is read in the same order as training with the target.
+
+Memory holds the encoded rows that were read ahead. The page cache may hold shards beside them, in memory that is free.
+
+Shapes: B rows, T tokens, F captured states (S layers of H), H hidden size, P tokens of several rows.
 """
 
-from typing import Protocol
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
 
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.store import RowStates, Store, key_of, teacher_positions, unlike, words_of_rows
+from draftsmith.data_gen.states.stored_target import words_of_config
+from draftsmith.models.chat import FINGERPRINT_COVERS
+from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.target import Target
-from draftsmith.train.run.batches import Batch, BatchOrder
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.run.batches import BatchOrder, MicroBatch
+
+WINDOW_SHARDS = 8
+BATCHES_AHEAD = 4  # micro-batches that the thread reads before they are asked for
 
 
 class StateSource(Protocol):
-    """What the loop asks for a micro-batch's states."""
+    """Gives the loop the states of a micro-batch."""
 
-    def of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(captured [B, T, F], last [B, T, H]), where `last` may be zero for tokens that are no column's teacher."""
+    def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(captured [B, T, F], last [B, T, H]). `last` may be zero for tokens that teach no column."""
         ...
 
-    def ordered(self, order: BatchOrder, ranks: int, micro_batches_per_step: int) -> BatchOrder:
-        """The order in which this source is read: `order`, or one that it is read faster in.
+    def ordered(self, order: BatchOrder, ranks: int, micro_batches_per_rank: int) -> BatchOrder:
+        """`order`, or another order in which this source is faster to read.
 
         Args:
-            ranks: of a step's micro-batches, each rank has `micro_batches_per_step` in a row.
+            micro_batches_per_rank: micro-batches that each rank reads in a row in every step.
         """
         ...
 
 
 class OnlineStates:
-    """The target runs on every micro-batch."""
+    """Runs the target on every micro-batch."""
 
     def __init__(self, target: Target):
         self.target = target
 
-    def of(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         states = self.target.states(batch.ids, documents=batch.documents)
         return states.captured, states.last
 
-    def ordered(self, order: BatchOrder, ranks: int, micro_batches_per_step: int) -> BatchOrder:
+    def ordered(self, order: BatchOrder, ranks: int, micro_batches_per_rank: int) -> BatchOrder:
         return order
+
+
+class ShardOrder(BatchOrder):
+    """The order of a store.
+
+    Args:
+        shard_of: the shard of every row.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        seed: int,
+        shard_of: Sequence[int],
+        window_shards: int = WINDOW_SHARDS,
+    ):
+        super().__init__(lengths, batch_size, seed)
+        self.window_shards = window_shards
+        self.by_shard: dict[int, list[int]] = {}
+        for row, shard in enumerate(shard_of):
+            self.by_shard.setdefault(shard, []).append(row)
+
+    def batches_of(self, epoch: int) -> list[list[int]]:
+        if len(self.by_shard) <= self.window_shards:
+            return super().batches_of(epoch)
+        chance = random.Random(f"{self.seed}/{epoch}")
+        shards = sorted(self.by_shard)
+        chance.shuffle(shards)
+        rows: list[int] = []
+        for start in range(0, len(shards), self.window_shards):
+            window = [row for shard in shards[start : start + self.window_shards] for row in self.by_shard[shard]]
+            chance.shuffle(window)
+            rows += window
+        batches = []
+        for pool in self.pools_of(rows):
+            chance.shuffle(pool)
+            batches += pool
+        return batches
+
+
+def numbers_of_rank(number: int, ranks: int, micro_batches_per_rank: int) -> Iterator[int]:
+    """Numbers of the micro-batches that a rank reads, without end, from the first one of the step that `number` is in.
+
+    `number` is one of the rank's own. A step has `ranks * micro_batches_per_rank` micro-batches; each rank reads
+    `micro_batches_per_rank` of them in a row.
+    """
+    first = number - number % micro_batches_per_rank
+    while True:
+        yield from range(first, first + micro_batches_per_rank)
+        first += ranks * micro_batches_per_rank
+
+
+class AheadOrder(BatchOrder):
+    """Announces the next rows to a store's source whenever a micro-batch is asked for."""
+
+    def __init__(self, order: BatchOrder, source: "StoredStates", ranks: int, micro_batches_per_rank: int):
+        self.order, self.source = order, source
+        self.ranks, self.micro_batches_per_rank = ranks, micro_batches_per_rank
+        self.batches_per_epoch = order.batches_per_epoch
+
+    def rows(self, number: int) -> list[int]:
+        epoch, each = number // self.batches_per_epoch, self.micro_batches_per_rank
+        coming = islice(numbers_of_rank(number, self.ranks, each), each + max(each, BATCHES_AHEAD))
+        # Only of this epoch: an order keeps the batches of one epoch.
+        wanted = [self.order.rows(n) for n in coming if n // self.batches_per_epoch == epoch]
+        self.source.expect([row for batch in wanted for row in batch])
+        return self.order.rows(number)
+
+
+class StoredStates:
+    """Reads the states of micro-batches from a store.
+
+    Args:
+        rows: training rows, followed by validation rows; `MicroBatch.rows` are indices of this list.
+        dtype: precision of the returned states: that of the target's head, which reads them.
+    """
+
+    def __init__(self, store: Store, rows: Sequence[TrainingRow], device: torch.device, dtype: torch.dtype):
+        self.store, self.all_rows, self.device, self.dtype = store, rows, device, dtype
+        self.reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="states")
+        self.begun: dict[int, Future[RowStates]] = {}
+        self.wanted: list[int] = []
+
+    def ordered(self, order: BatchOrder, ranks: int, micro_batches_per_rank: int) -> BatchOrder:
+        shard_of = [self.store.shard_of(row) for row in self.all_rows[: len(order.lengths)]]
+        by_shards = ShardOrder(order.lengths, order.batch_size, order.seed, shard_of)
+        return AheadOrder(by_shards, self, ranks, micro_batches_per_rank)
+
+    def expect(self, rows: Sequence[int]) -> None:
+        """Announces the rows that will be asked for next, in order. The next call of `of` starts to read them."""
+        self.wanted = list(rows)
+
+    def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `StateSource.of`. Raises UserError where a shard is damaged."""
+        now, later = list(batch.rows), set(self.wanted)
+        for row in self.begun.keys() - later.union(now):
+            self.begun.pop(row).cancel()
+        for row in [*now, *self.wanted]:
+            if row not in self.begun:
+                self.begun[row] = self.reader.submit(self._read, self.all_rows[row])
+        decoded = [self._decoded(row, self.begun[row].result()) for row in now]
+        for row in set(now):
+            del self.begun[row]
+        self.wanted = [row for row in self.wanted if row not in now]
+        return batch.lay_out([captured for captured, _ in decoded]), batch.lay_out([last for _, last in decoded])
+
+    def captured(self, read: Sequence[tuple[TrainingRow, int]]) -> torch.Tensor:
+        """Captured states [P, F] of the first tokens of rows, one row after another. A row may occur several times.
+
+        Args:
+            read: (row, number of its tokens). What is being read ahead for coming micro-batches stays as it is.
+        """
+        begun = {id(row): self.reader.submit(self._read, row) for row in {id(row): row for row, _ in read}.values()}
+        parts = []
+        for row, tokens in read:
+            states = begun[id(row)].result()
+            scales = None if states.captured_scale is None else states.captured_scale[:tokens].to(self.device)
+            values = states.captured[:tokens].to(self.device)
+            parts.append(self.store.encoding.decode(values, scales, self.dtype).flatten(1))
+        return torch.cat(parts)
+
+    def _read(self, row: TrainingRow) -> RowStates:
+        states = self.store.read(row)
+        return states.pinned() if self.device.type == "cuda" else states
+
+    def _decoded(self, row: int, stored: RowStates) -> tuple[torch.Tensor, torch.Tensor]:
+        """(captured [T, F], last [T, H])"""
+        encoding, states = self.store.encoding, stored.to(self.device)
+        captured_TSH = encoding.decode(states.captured, states.captured_scale, self.dtype)
+        if states.last is None:
+            return captured_TSH.flatten(1), captured_TSH[:, -1]
+        taught = torch.tensor(teacher_positions(self.all_rows[row].spans), dtype=torch.long, device=self.device)
+        last_TH = torch.zeros_like(captured_TSH[:, 0])
+        last_TH[taught] = encoding.decode(states.last, states.last_scale, self.dtype)
+        return captured_TSH.flatten(1), last_TH
+
+
+# The recipe's store.
+
+
+def store_of(
+    recipe: Recipe, config: Any, layers: Sequence[int], rows: Sequence[TrainingRow], fingerprint: str
+) -> Store | None:
+    """The store that the recipe names, checked; None where it names none.
+
+    Args:
+        config: the target's text config.
+        layers: captured layers that the drafter reads.
+        rows: training and validation rows; the store may hold others beside them.
+        fingerprint: the tokenizer's.
+
+    Raises:
+        UserError: the store is missing, damaged, or made for another target, tokenizer, dtype, or other layers or rows.
+    """
+    if recipe.data.states is None:
+        return None
+    store, section = Store(recipe.states_dir), recipe.target
+    target = config_identity(config, section.model, section.revision, fingerprint)
+    made_of = store.manifest.made_of
+    asked = {
+        "target": made_of["target"] | target | words_of_config(config),  # the rest is known only from the weights
+        "capture_layers": list(layers),
+        "dtype": recipe.data.capture.dtype,
+    }
+    problems = unlike(store.manifest, asked)
+    covers = f" (a fingerprint covers {FINGERPRINT_COVERS})" * ("tokenizer_fingerprint: " in "".join(problems))
+    if missing := store.missing(rows):
+        problems.append(
+            f"rows: the store has {made_of['rows']}, asked for are {words_of_rows({key_of(row) for row in rows})}; "
+            f"{len(missing):,} of these are not in it, the first is {missing[0].id!r} with {len(missing[0].input_ids)} "
+            "tokens"
+        )
+    if problems:
+        raise UserError(
+            f"data.states: {store.directory} is not what the recipe asks for: {'; '.join(problems)}{covers}; restore "
+            "these values, or capture into another folder with data_gen/capture.py"
+        )
+    return store
+
+
+def words_of_store(store: Store | None) -> dict[str, Any] | None:
+    """The parts of a store's manifest that a resumed run must find unchanged: they decide values and reading order."""
+    names = ("dtype", "capture_layers", "rows", "computed_in", "shard_megabytes", "batch_tokens")
+    return None if store is None else {name: store.manifest.made_of.get(name) for name in names}

@@ -31,8 +31,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, always_inside, check_counts, cut, load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.run.state_sources import StateSource
-from draftsmith.train.run.stored_states import StoredStates
+from draftsmith.train.run.state_sources import StateSource, StoredStates
 
 
 def check_replay(recipe: Recipe) -> None:

@@ -1,0 +1,227 @@
+"""Joins the processes of a run, alone, by DistributedDataParallel or by DeepSpeed's ZeRO.
+
+Optimiser steps are the same in every case (`train.run.engine`). The launcher's DeepSpeed settings are
+used where they agree with the recipe, and refused where they do not.
+"""
+
+import os
+import socket
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, DistributedDataParallelKwargs, DistributedType, InitProcessGroupKwargs
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from accelerate.utils.versions import compare_versions
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from draftsmith.recipes.command.launch import check_joined, world_size
+from draftsmith.recipes.errors import UserError
+from draftsmith.train.run.processes import keep_group
+
+OLDEST_DEEPSPEED = "0.19"  # tested with 0.19.8; `Engine` reads attributes of its optimisers
+ALONE_OR_COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
+# Keys of a DeepSpeed config that the recipe decides.
+DECIDED_BY_RECIPE = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+)
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What the recipe says to DeepSpeed.
+
+    Attributes:
+        stage: of ZeRO; 0: the recipe asks for none.
+        max_grad_norm: by which DeepSpeed clips the global norm; 0: it does not.
+    """
+
+    stage: int
+    offload_optimizer: bool
+    rows_per_micro_batch: int
+    micro_batches_per_rank: int  # of an optimiser step
+    max_grad_norm: float
+
+    def config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration."""
+        zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": torch.accelerator.is_available()}
+        if self.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu"}
+        return {
+            "train_micro_batch_size_per_gpu": self.rows_per_micro_batch,
+            "gradient_accumulation_steps": self.micro_batches_per_rank,
+            "gradient_clipping": self.max_grad_norm,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # PyTorch's AdamW on the CPU too: the same steps, nothing to compile
+        }
+
+
+def accelerator_of(settings: ZeroSettings) -> Accelerator:
+    """The processes of this run: those that a launcher started, or this one.
+
+    ZeRO's stage is the recipe's (`train.zero_stage`), or the one that `accelerate launch` was given.
+
+    Raises:
+        UserError: ZeRO without DeepSpeed, a DeepSpeed config that contradicts the recipe, a way of distributing that is
+            neither DDP nor ZeRO, or processes that would each train by themselves.
+    """
+    handlers: list[Any] = [
+        # Buffers are constants (the vocabulary, the target's embeddings): equal on all ranks from the start.
+        DistributedDataParallelKwargs(broadcast_buffers=False)
+    ]
+    started = world_size()  # as the launcher set it: the environment is changed below
+    by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    plugin = None
+    if settings.offload_optimizer and not (settings.stage or by_launcher):
+        raise UserError(
+            "train.offload_optimizer: only ZeRO can offload the optimiser; set train.zero_stage to 1, 2 or 3, or leave "
+            "it out"
+        )
+    if settings.stage or by_launcher:
+        check_deepspeed(
+            "accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage: ZeRO is DeepSpeed's"
+        )
+        if deepspeed_on_cpus():
+            os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate would not take DeepSpeed
+            handlers.append(InitProcessGroupKwargs(backend="gloo"))
+        _join_group_of_one()
+        if by_launcher:
+            plugin = with_recipe_settings(launcher_plugin(settings), settings)
+        else:
+            plugin = DeepSpeedPlugin(hf_ds_config=settings.config())
+    accelerator = Accelerator(
+        # Without an accelerator accelerate joins processes only if it is told to use the CPU.
+        cpu=plugin is None and started > 1 and not torch.accelerator.is_available(),
+        kwargs_handlers=handlers,
+        mixed_precision="no",  # autocast is `Engine.autocast`
+        deepspeed_plugin=plugin,
+    )
+    check_joined(started, accelerator.num_processes)
+    kind = accelerator.distributed_type
+    if plugin is None and kind.name not in ALONE_OR_COPIED:
+        raise UserError(f"accelerate's config asks for {kind.value}; drafters are trained by DDP or DeepSpeed's ZeRO")
+    if plugin is not None and kind != DistributedType.DEEPSPEED:
+        raise UserError(
+            "train.zero_stage: accelerate does not use DeepSpeed where it is told to use the CPU beside an "
+            "accelerator: hide the accelerator (CUDA_VISIBLE_DEVICES=) instead"
+        )
+    if plugin is not None:
+        unset_hf_deepspeed_config()  # else transformers shards the target, which is loaded later
+    keep_group()
+    return accelerator
+
+
+def deepspeed_on_cpus() -> bool:
+    """Whether there are only CPUs. DeepSpeed, which must not be imported yet, is then told to use them.
+
+    It is also told not to compile an operator that only inference calls. A process that is killed while it compiles
+    leaves the compiler's lock behind, and every later start waits for it for ever.
+    """
+    if torch.accelerator.is_available():
+        return False
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from deepspeed import ops
+
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return True
+
+
+def check_deepspeed(reason: str) -> None:
+    """Checks that DeepSpeed is installed.
+
+    Args:
+        reason: why it is needed; ends with its name.
+
+    Raises:
+        UserError: it is missing or too old.
+    """
+    if find_spec("deepspeed") is None:
+        raise UserError(f"{reason}, which is not installed: pip install 'deepspeed>={OLDEST_DEEPSPEED}'")
+    if compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):
+        raise UserError(
+            f"{reason}, and {metadata.version('deepspeed')} is installed, but {OLDEST_DEEPSPEED} or newer is needed: "
+            f"pip install 'deepspeed>={OLDEST_DEEPSPEED}'"
+        )
+
+
+def _join_group_of_one() -> None:
+    """DeepSpeed needs a process group even for a single process that no launcher started."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(alone)
+
+
+def launcher_plugin(settings: ZeroSettings) -> DeepSpeedPlugin:
+    """The plugin that `accelerate launch` asks for by its options or config; the recipe fills in what these leave out.
+
+    Raises:
+        UserError: the launcher names a DeepSpeed config that cannot be read, or is none.
+    """
+    path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    # accelerate sets a variable only for what it was given. Without one its plugin takes its own default, stage 2.
+    ours: dict[str, Any] = {}
+    if settings.stage and "ACCELERATE_DEEPSPEED_ZERO_STAGE" not in os.environ:
+        ours["zero_stage"] = settings.stage
+    if settings.offload_optimizer and "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE" not in os.environ:
+        ours["offload_optimizer_device"] = "cpu"
+    try:
+        if path != "none":  # the file's own values stay
+            ours["hf_ds_config"] = HfDeepSpeedConfig(path).config
+            # Where it is left out, accelerate would take 1.
+            ours["hf_ds_config"].setdefault("gradient_accumulation_steps", "auto")
+        return DeepSpeedPlugin(**ours)
+    except (ValueError, OSError) as error:
+        raise UserError(f"accelerate's config, deepspeed_config_file {path}: {error}") from error
+
+
+def with_recipe_settings(plugin: DeepSpeedPlugin, settings: ZeroSettings) -> DeepSpeedPlugin:
+    """The launcher's plugin with the recipe's values written into it.
+
+    Raises:
+        UserError: its own values contradict the recipe.
+    """
+    config, problems = plugin.hf_ds_config.config, []
+    for name in ("bf16", "fp16"):
+        if config.get(name, {}).get("enabled") is True:
+            problems.append(
+                f"DeepSpeed's {name}.enabled: drafters train in float32 and multiply in train.mixed_precision; set it "
+                "to auto or leave it out"
+            )
+    if settings.stage and plugin.zero_stage != settings.stage:
+        problems.append(
+            f"train.zero_stage is {settings.stage}, accelerate was given {plugin.zero_stage} (--zero_stage, or its "
+            "config): leave one out"
+        )
+    if plugin.zero_stage == 0:
+        problems.append("accelerate's config asks for DeepSpeed without ZeRO (stage 0): leave DeepSpeed out of it")
+    for section in ("optimizer", "scheduler"):
+        if section in config:
+            problems.append(f"DeepSpeed's {section}: the recipe's train section decides it; leave it out")
+    offloads = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
+    if settings.offload_optimizer and not offloads:
+        problems.append(
+            "train.offload_optimizer is true, accelerate was given none (--offload_optimizer_device, or its config): "
+            "leave one out"
+        )
+    rows = settings.rows_per_micro_batch * settings.micro_batches_per_rank * world_size()
+    for key, value in {"train_batch_size": rows, **settings.config()}.items():
+        if key in DECIDED_BY_RECIPE:
+            if config.get(key, "auto") not in ("auto", value):
+                problems.append(f"DeepSpeed's {key} is {config[key]}, the recipe's is {value}: set it to auto")
+            config[key] = value
+        elif key != "zero_optimization":
+            config[key] = value
+    if problems:
+        raise UserError(problems)
+    return plugin

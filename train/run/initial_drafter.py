@@ -1,0 +1,108 @@
+"""The drafter that training starts from: fresh weights, or those of a trained drafter (drafter.init_from)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.models.checkpoint import check_identity, read_config, read_tensors
+from draftsmith.models.checkpoint import read_vocab as read_drafter_vocab
+from draftsmith.models.drafters import build_drafter, drafter_config, padded, words_of_kind
+from draftsmith.models.eagle3 import Eagle3Drafter
+from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
+from draftsmith.models.poss import specialists_of
+from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import DrafterSection, Recipe
+
+
+def drafter_shape(recipe: Recipe, config: Any) -> DrafterConfig:
+    """The drafter's shape for a target with this text config. Raises UserError where they do not fit."""
+    fused = recipe.drafter.extends == "eagle3"
+    layers = checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers) if fused else ()
+    return drafter_config(recipe.drafter, config, layers)
+
+
+def new_drafter(
+    section: DrafterSection, shape: DrafterConfig, vocab: DraftVocab, target: Target, identity: dict[str, Any]
+) -> FeatureDrafter:
+    """A drafter with the weights that training starts from, on the CPU.
+
+    Args:
+        identity: the target's.
+
+    Raises:
+        UserError: drafter.init_from was trained for another target or has another shape.
+    """
+    drafter = build_drafter(shape, vocab, target.embedding_table, target.frozen_head)
+    if section.init_head == "target" and isinstance(drafter, Eagle3Drafter):
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(target.head_weight[vocab.target_ids.to(target.device)])
+    if section.init_from is not None:
+        start_from(Path(section.init_from), drafter, identity)
+    return drafter
+
+
+def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any]) -> None:
+    """Copies the weights of a trained drafter: one of the same shape, one with narrower MLPs (`drafters.padded`), or a
+    single layer into all specialists.
+
+    Raises:
+        UserError: see `check_start`.
+    """
+    given = check_start(directory, drafter.config, drafter.vocab, identity)
+    tensors = read_tensors(directory)
+    if given.kind != drafter.config.kind:
+        tensors = specialists_of(tensors, drafter.config)
+    drafter.load_state_dict(padded(tensors, drafter))
+
+
+def check_start(
+    directory: Path,
+    shape: DrafterConfig,
+    vocab: DraftVocab,
+    identity: dict[str, Any],
+    unknown: Sequence[str] = (),
+) -> DrafterConfig:
+    """The shape of the drafter in `directory`, checked: a drafter of `shape` can start from its weights.
+
+    Args:
+        identity: the target's, as far as it is known.
+        unknown: fields of `shape` that are not known yet.
+
+    Raises:
+        UserError: the drafter is missing, or differs in target, kind, shape or draft vocabulary; the message names the
+            differences.
+    """
+    try:
+        given, trained_for = read_config(directory)
+        check_identity(directory, trained_for, identity)
+        its_vocab = read_drafter_vocab(directory, given)
+    except UserError as error:
+        raise UserError([f"drafter.init_from: {problem}" for problem in error.problems]) from None
+    has, wants = given.to_dict(), shape.to_dict()
+    if shape.kind == "poss" and given.kind == shape.base:
+        wants = {key: value for key, value in wants.items() if key not in ("positions_per_specialist", "specialists")}
+    elif (given.kind, given.base) != (shape.kind, shape.base):
+        also = f", which may also start from a single {shape.base}" * (shape.kind == "poss")
+        raise UserError(
+            f"drafter.init_from: {directory} is a drafter of kind {words_of_kind(given)}, the recipe asks for "
+            f"{words_of_kind(shape)}{also}"
+        )
+    if different := [
+        f"{key} is {has.get(key)!r} there, {value!r} here"
+        for key, value in wants.items()
+        if key not in unknown and has.get(key) != value
+        if not (key == "intermediate_size" and has[key] < value)  # a wider MLP can start as a narrow one
+    ]:
+        raise UserError(
+            f"drafter.init_from: {directory} has another shape: {'; '.join(different)}; ask for the same shape"
+        )
+    if not its_vocab.same_as(vocab.to(its_vocab.target_ids.device)):
+        raise UserError(
+            f"drafter.init_from: {directory} has another draft vocabulary than draft_vocab.safetensors of this run; "
+            "copy the one of the run that trained it"
+        )
+    return given

@@ -1,0 +1,75 @@
+"""What a resumed run must share with the run that wrote its checkpoint."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.models.checkpoint import written
+from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.schema import Recipe
+
+# Keys of the train section that may change when a run is resumed: they change neither the steps nor their order.
+MAY_CHANGE = {
+    "max_steps",
+    "epochs",
+    "resume",
+    "save_every_steps",
+    "keep_checkpoints",
+    "log_every_steps",
+    "validate_every_steps",
+    "eval_replay",
+    "keep_best",
+    "trackers",
+    "gradient_checkpointing",
+    "attention",
+    "gradient_accumulation_steps",  # "micro-batches a step" is compared instead
+    "zero_stage",
+    "offload_optimizer",
+    "shard_target",
+    "max_skipped_steps",
+    "packing",
+}
+
+
+def rows_digest(rows: Sequence[TrainingRow]) -> str:
+    """Identifies rows and their order: their number, and the sha256 of their ids and lengths."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.id, len(row.input_ids)]).encode() + b"\n")
+    return f"{len(rows)} rows, sha256 {digest.hexdigest()}"
+
+
+def run_identity(
+    recipe: Recipe,
+    drafter: FeatureDrafter,
+    target: dict[str, Any],
+    processes: int,
+    digests: dict[str, str],
+    states: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Data, order, settings, drafter and target of a run.
+
+    Args:
+        target: its identity.
+        digests: of the rows that are left after all checks. The contents of eval.prompts decide which these are, and
+            may have changed since the checkpoint.
+        states: describes the store that states are read from (`words_of_store`); None: the target computes them.
+    """
+    start = recipe.drafter.init_from
+    settings = {f"train.{key}": value for key, value in recipe.train.model_dump().items() if key not in MAY_CHANGE}
+    return {
+        "target": {key: value for key, value in target.items() if key not in ("model", "revision")},
+        "drafter": drafter.config.to_dict(),
+        "drafter.init_head": recipe.drafter.init_head,
+        "drafter.init_from": None if start is None else file_digest(written(Path(start)) / "model.safetensors"),
+        "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
+        "conversations_sha256": file_digest(recipe.conversations_path),
+        "data.states": states,
+        "data.max_length": recipe.data.max_length,
+        "left out for asking what is asked in": recipe.eval.prompts if recipe.data.contamination == "remove" else None,
+        "micro-batches a step": processes * recipe.train.gradient_accumulation_steps,
+    } | (digests | settings)

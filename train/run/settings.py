@@ -1,0 +1,93 @@
+"""From a recipe's train section to the plain settings of training. Nothing behind this file reads the section."""
+
+import torch
+
+from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.recipes.schema import TrainSection
+from draftsmith.train.attention.kernels import BLOCKS
+from draftsmith.train.loss.losses import LossWeights
+from draftsmith.train.loss.unroll import TrainingTimeTest
+from draftsmith.train.run.accelerator import ZeroSettings
+from draftsmith.train.run.engine import AdamWSettings
+from draftsmith.train.run.loop import LoopSettings
+from draftsmith.train.run.schedule import Schedule
+
+
+def loss_weights(section: TrainSection) -> LossWeights:
+    return LossWeights(
+        token=section.token_loss,
+        feature=section.feature_loss,
+        top_k=section.top_k_loss,
+        top_k_tokens=section.top_k_tokens,
+        objective=section.token_objective,
+        rank=section.rank_loss,
+        rank_tokens=section.rank_tokens,
+    )
+
+
+def trainee_of(section: TrainSection, drafter: FeatureDrafter) -> TrainingTimeTest:
+    """The drafter with its unroll and loss."""
+    return TrainingTimeTest(
+        drafter,
+        section.ttt_steps,
+        section.step_weight,
+        section.gradient_checkpointing,
+        loss_weights(section),
+        section.detach_features,
+        BLOCKS if section.attention == "blocks" else None,
+    )
+
+
+def schedule_of(section: TrainSection, rows: int, ranks: int) -> Schedule:
+    return Schedule(
+        rows=rows,
+        rows_per_micro_batch=section.batch_size,
+        micro_batches_per_rank=section.gradient_accumulation_steps,
+        ranks=ranks,
+        max_steps=section.max_steps,
+        epochs=section.epochs or 1,
+        peak_learning_rate=section.learning_rate,
+        warmup_steps=section.warmup_steps,
+        decay=section.schedule,
+    )
+
+
+def loop_settings(section: TrainSection) -> LoopSettings:
+    return LoopSettings(
+        seed=section.seed,
+        packing=section.packing,
+        feature_noise=section.feature_noise,
+        max_skipped_steps=section.max_skipped_steps,
+        resumes=section.resume == "auto",
+        save_every_steps=section.save_every_steps,
+        keep_checkpoints=section.keep_checkpoints,
+        keep_best=section.keep_best,
+        log_every_steps=section.log_every_steps,
+        validate_every_steps=section.validate_every_steps,
+    )
+
+
+def adamw_settings(section: TrainSection) -> AdamWSettings:
+    betas = section.adam_beta1, section.adam_beta2
+    return AdamWSettings(section.learning_rate, betas, section.weight_decay, section.clip, section.max_grad_norm)
+
+
+def zero_settings(section: TrainSection) -> ZeroSettings:
+    return ZeroSettings(
+        stage=section.zero_stage,
+        offload_optimizer=section.offload_optimizer,
+        rows_per_micro_batch=section.batch_size,
+        micro_batches_per_rank=section.gradient_accumulation_steps,
+        max_grad_norm=section.max_grad_norm if section.clip == "norm" else 0.0,
+    )
+
+
+def uses_bf16(section: TrainSection) -> bool:
+    """Whether products are in bfloat16.
+
+    `auto` is bf16 on accelerators that compute it natively and float32 on CPUs: there bf16 gains little at best
+    (docs/log.md), and float32 gives nearly the same losses on every machine.
+    """
+    if section.mixed_precision != "auto":
+        return section.mixed_precision == "bf16"
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
