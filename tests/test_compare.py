@@ -27,7 +27,7 @@ from draftsmith.eval.page import figures as plots
 from draftsmith.eval.page import files as report_files
 from draftsmith.eval.page import html as html_report
 from draftsmith.eval.page.comparison import LABEL, comparison_plot
-from draftsmith.eval.page.standing import FEW, Standing
+from draftsmith.eval.page.legend import FEW, Legend
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
@@ -649,13 +649,13 @@ def numbers_of(count: int) -> dict[str, Any]:
 def test_numbers_in_the_comparison_hide_nothing(count: int) -> None:
     """Of all contenders: a number in each panel and in the legend, no two over each other, dots near their nodes."""
     content = numbers_of(count)
-    standing = Standing.of(content)
-    plot = comparison_plot(standing)
+    legend = Legend.of(content)
+    plot = comparison_plot(legend)
     assert plot is not None
     figure: Figure = plot.draw(figures.LIGHT.__getitem__)
     *panels, legend = figure.axes
     assert len(panels) == 2
-    assert [text.get_text() for text in legend.texts][1::2] == list(standing.drafting)
+    assert [text.get_text() for text in legend.texts][1::2] == list(legend.drafting)
     for ax, key in zip(panels, ("tau", "speedup"), strict=True):
         texts = {text.get_text(): text for text in ax.texts}
         assert set(texts) == {str(i + 1) for i in range(count)}
@@ -667,10 +667,10 @@ def test_numbers_in_the_comparison_hide_nothing(count: int) -> None:
         assert len(dots) == count
         drawn = sorted(ax.transData.transform(dot[0])[0] for dot in dots)  # type: ignore[index]
         true = sorted(
-            ax.transData.transform((row["tree_nodes_per_round"], row[key]))[0] for row in standing.drafting.values()
+            ax.transData.transform((row["tree_nodes_per_round"], row[key]))[0] for row in legend.drafting.values()
         )
         assert max(abs(a - b) for a, b in zip(drawn, true, strict=True)) < 32
-    assert comparison_plot(Standing.of(numbers_of(1))) is None
+    assert comparison_plot(Legend.of(numbers_of(1))) is None
 
 
 def test_no_interval_runs_through_a_number_of_near_neighbours() -> None:
@@ -680,7 +680,7 @@ def test_no_interval_runs_through_a_number_of_near_neighbours() -> None:
     nodes = "tree_nodes_per_round"
     lookup |= {nodes: 4.6, f"{nodes}_interval": [3.9, 5.3], "tau": 1.58, "tau_interval": [1.39, 1.8]}
     chain |= {nodes: 5.0, f"{nodes}_interval": [5.0, 5.0], "tau": 1.44, "tau_interval": [1.34, 1.57]}
-    plot = comparison_plot(Standing.of(content))
+    plot = comparison_plot(Legend.of(content))
     assert plot is not None
     ax = plot.draw(figures.LIGHT.__getitem__).axes[0]
     intervals = [ax.transData.transform(line.get_xydata()) for line in ax.lines if line.get_linewidth() == 1.4]  # type: ignore[arg-type]
@@ -693,7 +693,7 @@ def test_no_interval_runs_through_a_number_of_near_neighbours() -> None:
 
 
 def test_many_contenders_are_told_apart_by_number_and_family() -> None:
-    few, many = Standing.of(numbers_of(FEW)), Standing.of(numbers_of(24))
+    few, many = Legend.of(numbers_of(FEW)), Legend.of(numbers_of(24))
     assert len({few.roles[name] for name in few.drafting}) == FEW and not few.many
     by_policy: dict[str, set[str]] = {}
     for name, role in many.roles.items():
@@ -703,7 +703,7 @@ def test_many_contenders_are_told_apart_by_number_and_family() -> None:
     ten = numbers_of(24)
     for i, row in enumerate(list(ten["contenders"].values())[1:13]):
         row["tree"] = {"policy": f"policy {i}", "nodes": 9, "vocab_size": None}
-    looks = Standing.of(ten)
+    looks = Legend.of(ten)
     assert len({looks.families[name] for name in looks.drafting}) > figures.SERIES
     seen = {looks.families[name]: (looks.roles[name], looks.markers[name]) for name in looks.drafting}
     assert len(set(seen.values())) == len(seen)
@@ -711,19 +711,19 @@ def test_many_contenders_are_told_apart_by_number_and_family() -> None:
     cut = numbers_of(7)
     for row, size in zip(list(cut["contenders"].values())[1:], (64, 128), strict=False):
         row["tree"]["vocab_size"] = size
-    assert Standing.of(cut).label("eagle2 0") == "eagle2 0, 64 tokens" and Standing.of(cut).label("ddd 4") == "ddd 4"
+    assert Legend.of(cut).label("eagle2 0") == "eagle2 0, 64 tokens" and Legend.of(cut).label("ddd 4") == "ddd 4"
     assert many.roles[PLAIN] == "plain" and many.numbers["eagle2 0"] == 1
 
 
 def test_lines_of_many_stand_family_by_family() -> None:
     content = numbers_of(24)
-    standing = Standing.of(content)
+    legend = Legend.of(content)
     (plot,) = [p for p in plots.acceptance_plots(content | PARTLESS) if p.name == "acceptance_by_position"]
     shown = [ax for ax in plot.draw(figures.LIGHT.__getitem__).axes if ax.get_visible()]
-    assert [ax.get_title(loc="left") for ax in shown] == list(standing.family_names.values())
+    assert [ax.get_title(loc="left") for ax in shown] == list(legend.family_names.values())
     numbers = [{text.get_text() for text in ax.texts} for ax in shown]
-    for name, family in standing.families.items():
-        assert [str(standing.numbers[name]) in panel for panel in numbers] == [i == family for i in range(len(shown))]
+    for name, family in legend.families.items():
+        assert [str(legend.numbers[name]) in panel for panel in numbers] == [i == family for i in range(len(shown))]
 
 
 def test_a_replay_shows_no_speeds(place: Path, tmp_path: Path) -> None:
@@ -731,10 +731,10 @@ def test_a_replay_shows_no_speeds(place: Path, tmp_path: Path) -> None:
     for row in content["contenders"].values():
         for key in ("speedup", "tokens_per_second", "speed_ratio", "mean_prompt_speedup", "overhead_share"):
             row[key] = row[f"{key}_interval"] = None
-    plot = comparison_plot(Standing.of(content))
+    plot = comparison_plot(Legend.of(content))
     assert plot is not None and len(plot.draw(figures.LIGHT.__getitem__).axes) == 2  # one panel, the legend
     assert plot.title == "tau by verified nodes" and "speed" not in plot.description
-    assert "times nothing" in html_report.verdict(Standing.of(content), "replay")[0]
+    assert "times nothing" in html_report.verdict(Legend.of(content), "replay")[0]
 
 
 def test_describe_names_what_was_asked_for() -> None:

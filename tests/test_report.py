@@ -21,7 +21,7 @@ from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page import drawing as figures
 from draftsmith.eval.page import files as report_files
 from draftsmith.eval.page import html as html_report
-from draftsmith.eval.page.standing import Standing
+from draftsmith.eval.page.legend import Legend
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
@@ -644,8 +644,8 @@ def verdicts() -> Iterator[tuple[str, dict[str, Any], str]]:
 
 @pytest.mark.parametrize(("rows", "said"), [v[1:] for v in verdicts()], ids=[v[0] for v in verdicts()])
 def test_the_verdict_says_what_the_intervals_allow(rows: dict[str, Any], said: str) -> None:
-    standing = Standing(speeds(**{PLAIN: (1.0, [1.0, 1.0])}) | rows, "a", PLAIN)
-    found = " ".join(html_report.verdict(standing))
+    legend = Legend(speeds(**{PLAIN: (1.0, [1.0, 1.0])}) | rows, "a", PLAIN)
+    found = " ".join(html_report.verdict(legend))
     assert found == said if said.endswith(".") else found.startswith(said)
 
 
@@ -654,7 +654,7 @@ def test_the_page_opens_with_the_verdict_tau_and_where_they_come_from(tmp_path: 
     evaluate(recipe, [("a", None, str(i), 1) for i in range(4)], contenders=(MAIN, "other"))
     content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")
     opening = re.sub(r"\s+", " ", Page(page_of(recipe)).text).partition("Result Contender")[0]
-    for sentence in html_report.verdict(Standing.of(content)):
+    for sentence in html_report.verdict(Legend.of(content)):
         assert sentence in opening
     low, high = content["tau_interval"]
     assert (

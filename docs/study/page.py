@@ -591,7 +591,7 @@ def _c2t_series(found: Found, arm: str) -> list[Series]:
 
 
 def _lines(colours: Colours, series: list[Series], gap: float = 0.1, log: bool = False) -> Figure:
-    figure, (ax,) = new_figure(colours, 280)
+    figure, (ax,) = new_figure(colours, [280])
     ends = []
     for name, role, x, y, intervals in series:
         ax.fill_between(x, *zip(*intervals, strict=True), color=colours(role), alpha=0.1, linewidth=0)  # type: ignore[arg-type]

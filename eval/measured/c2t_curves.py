@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, contender_named, describe
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.metrics import bootstrap
-from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, write_png
-from draftsmith.eval.page.files import print_written
+from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, octaves, write_png
+from draftsmith.eval.page.files import interval_text, print_written
 from draftsmith.eval.recorded.answers import Recording, tokens_of
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import recording_of, replay_contenders
@@ -245,10 +245,9 @@ def print_numbers(numbers: dict[str, Any]) -> None:
         else:
             share = f"< {row['share_at_end']:.2f}" if row["beyond"] == "below" else "not reached"
             reached = f"{share:>19}"
-        bounds = "-" if row["share_interval"] is None else "{:.2f}-{:.2f}".format(*row["share_interval"])
         print(
             f"{row['curve']:<16}{row['eagle2_nodes']:>13}{row['tau']:>8.3f}{row['eagle2_candidates']:>16,}{reached}"
-            f"  {bounds}"
+            f"  {interval_text(row['share_interval'])}"
         )
 
 
@@ -281,7 +280,7 @@ def sweep_plot(numbers: dict[str, Any]) -> Plot:
 
 
 def _draw(colours: Colours, rows: Sequence[dict[str, Any]]) -> Figure:
-    figure, (ax,) = new_figure(colours, 300)
+    figure, (ax,) = new_figure(colours, [300])
     ends = []
     for i, name in enumerate(dict.fromkeys(row["curve"] for row in rows)):
         curve = sorted((row for row in rows if row["curve"] == name), key=lambda row: row["candidates"])
@@ -291,10 +290,7 @@ def _draw(colours: Colours, rows: Sequence[dict[str, Any]]) -> Figure:
         ax.fill_between(x, *zip(*bounds, strict=True), color=colours(role), alpha=0.12, linewidth=0)  # type: ignore[arg-type]
         ax.plot(x, y, color=colours(role), linewidth=1.6, marker="s" if name == EAGLE2 else "o", markersize=3.5)
         ends.append((x[-1], y[-1], name, role))
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(LogLocator(2, numticks=7))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    ax.minorticks_off()
+    octaves(ax, 7, ",.0f")
     ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     name_lines(ax, colours, ends, gap=0.12)
     label(ax, colours, "candidates verified in all, roots included", "tau: tokens per verification")

@@ -6,30 +6,27 @@ would hide each other move sideways by a few pixels: equal trees stand side by s
 
 import itertools
 import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from draftsmith.eval.page.drawing import WIDTH, Colours, Plot, label, style_axes
-from draftsmith.eval.page.standing import Standing
+from draftsmith.eval.page.drawing import Colours, Plot, label, new_figure, octaves
+from draftsmith.eval.page.legend import ROW, Legend
 
 # Lengths are in pixels.
 PANEL = 190
-LEGEND_ROW = 17
 DOT = 6
 LINES_APART = 4  # of two intervals that overlap; three times that where there are few contenders
 LABEL = (13, 11)  # width and height of a number
-NAME = 46  # characters of a name in the legend
 
 
-def comparison_plot(standing: Standing) -> Plot | None:
+def comparison_plot(legend: Legend) -> Plot | None:
     """None where there is nothing to compare: one contender, or answers of a single token."""
-    shown = {name: row for name, row in standing.drafting.items() if row["rounds"]}
+    shown = {name: row for name, row in legend.drafting.items() if row["rounds"]}
     if len(shown) < 2:
         return None
     measured = {"tau": "tau: tokens per verification"}
@@ -37,7 +34,7 @@ def comparison_plot(standing: Standing) -> Plot | None:
         measured["speedup"] = "speed-up over plain decoding"
     titles = {"tau": "tau", "speedup": "speed-up"}
     words = "; ".join(
-        f"{standing.numbers[name]} {name}: {row['tree_nodes_per_round']:.3g} nodes, "
+        f"{legend.numbers[name]} {name}: {row['tree_nodes_per_round']:.3g} nodes, "
         + ", ".join(f"{titles[key]} {row[key]:.2f}" for key in measured)
         for name, row in shown.items()
     )
@@ -45,23 +42,17 @@ def comparison_plot(standing: Standing) -> Plot | None:
         "comparison",
         " and ".join(titles[key] for key in measured) + " by verified nodes",
         f"With 95 % intervals; nodes on a logarithmic scale. {words}.",
-        lambda colours: _draw(colours, standing, shown, measured),
+        lambda colours: _draw(colours, legend, shown, measured),
     )
 
 
-def _draw(colours: Colours, standing: Standing, shown: dict[str, Any], measured: dict[str, str]) -> Figure:
-    panels, legend = len(measured), LEGEND_ROW * len(shown)
-    figure = Figure(figsize=(WIDTH / 72, (panels * PANEL + legend + 40) / 72), dpi=72, layout="constrained")
-    figure.get_layout_engine().set(w_pad=4 / 72, h_pad=4 / 72, hspace=0.03)  # type: ignore[union-attr]
-    *axes, below = figure.subplots(panels + 1, 1, squeeze=False, height_ratios=[*[PANEL] * panels, legend])[:, 0]
+def _draw(colours: Colours, legend: Legend, shown: dict[str, Any], measured: dict[str, str]) -> Figure:
+    heights = [*[PANEL] * len(measured), ROW * len(shown)]
+    figure, (*axes, below) = new_figure(colours, heights, more=40)
     nodes = [bound for row in shown.values() for bound in _bounds(row, "tree_nodes_per_round")]
     for ax, (key, title) in zip(axes, measured.items(), strict=True):
-        style_axes(ax, colours)
-        ax.set_xscale("log", base=2)
+        octaves(ax, 12, "g")
         ax.set_xlim(min(nodes) / 1.4, max(nodes) * 1.4)
-        ax.xaxis.set_major_locator(LogLocator(2, numticks=12))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        ax.minorticks_off()
         bounds = [_bounds(row, key) for row in shown.values()]
         low, high = min(1.0, *(b[0] for b in bounds)), max(1.0, *(b[1] for b in bounds))
         margin = 0.12 * (high - low) or 0.1  # numbers stand above and below the intervals
@@ -72,17 +63,17 @@ def _draw(colours: Colours, standing: Standing, shown: dict[str, Any], measured:
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
     label(axes[-1], colours, "nodes verified a round, the root included")
-    write_legend(below, colours, standing, list(shown))
+    legend.draw(below, colours, list(shown))
 
     figure.draw_without_rendering()  # places the axes: from here on a point has a pixel
     marks = {key: _Mark.all_of(ax, key, shown) for ax, key in zip(axes, measured, strict=True)}
-    apart = LINES_APART if standing.many else 3 * LINES_APART
+    apart = LINES_APART if legend.many else 3 * LINES_APART
     _spread([[marks[key][name] for key in measured] for name in _by_nodes(shown)], apart)
     for ax, key in zip(axes, measured, strict=True):
-        _join_families(ax, colours, standing, shown, marks[key])
+        _join_families(ax, colours, legend, shown, marks[key])
         for name, mark in marks[key].items():
-            mark.draw(ax, colours(standing.roles[name]), name == standing.main, standing.markers[name])
-        _number(ax, colours, standing, marks[key])
+            mark.draw(ax, colours(legend.roles[name]), name == legend.main, legend.markers[name])
+        _number(ax, colours, legend, marks[key])
     return figure
 
 
@@ -160,7 +151,7 @@ def _outwards() -> Iterator[int]:
         yield -step
 
 
-def _number(ax: Axes, colours: Colours, standing: Standing, marks: dict[str, _Mark]) -> None:
+def _number(ax: Axes, colours: Colours, legend: Legend, marks: dict[str, _Mark]) -> None:
     """Each number above or below its interval, or beside its dot, or as near as others let it, then with a hair."""
     width, height = LABEL
     taken = [(mark.x, mark.y, DOT + 2.0, DOT + 2.0) for mark in marks.values()]  # centre, width, height
@@ -184,44 +175,26 @@ def _number(ax: Axes, colours: Colours, standing: Standing, marks: dict[str, _Ma
         far = ((mark.x, y) for step in itertools.count(3, 3) for y in (above + step, below - step))
         x, y = next(place for place in itertools.chain(clear, near, far) if is_free(*place))
         taken.append((x, y, width, height))
-        colour = colours(standing.roles[name])
+        colour = colours(legend.roles[name])
         if y > above + height or y < below - height:
             end = mark.high if y > mark.high else mark.low
             plot_pixels(ax, [(x, end), (x, y)], color=colour, linewidth=0.5, alpha=0.5, zorder=1)
         x_data, y_data = ax.transData.inverted().transform((x, y))
         ax.text(
-            *(x_data, y_data, str(standing.numbers[name])),
+            *(x_data, y_data, str(legend.numbers[name])),
             ha="center",
             va="center_baseline",
             fontsize=10,
-            fontweight="bold" if name == standing.main else "normal",
+            fontweight="bold" if name == legend.main else "normal",
             color=colour,
             zorder=4,
         )
 
 
-def _join_families(
-    ax: Axes, colours: Colours, standing: Standing, shown: dict[str, Any], marks: dict[str, _Mark]
-) -> None:
+def _join_families(ax: Axes, colours: Colours, legend: Legend, shown: dict[str, Any], marks: dict[str, _Mark]) -> None:
     """A thin line from the smaller trees of a family to the larger ones; none between trees of equal size."""
-    families: dict[int, list[str]] = {}
-    for name in _by_nodes(shown):
-        families.setdefault(standing.families[name], []).append(name)
-    for names in families.values():
+    for names in legend.grouped(_by_nodes(shown)).values():
         for one, other in itertools.pairwise(names):
             if shown[other]["tree_nodes_per_round"] > 1.05 * shown[one]["tree_nodes_per_round"]:
                 ends = [(marks[name].x, marks[name].y) for name in (one, other)]
-                plot_pixels(ax, ends, color=colours(standing.roles[one]), linewidth=0.9, alpha=0.4, zorder=1)
-
-
-def write_legend(ax: Axes, colours: Colours, standing: Standing, names: list[str]) -> None:
-    """A row for each contender: mark, number, name. `ax` is LEGEND_ROW pixels high for each."""
-    ax.set_axis_off()
-    ax.set_xlim(0, WIDTH)
-    ax.set_ylim(LEGEND_ROW * len(names), 0)
-    for row, name in enumerate(names):
-        y = LEGEND_ROW * (row + 0.5)
-        style: Any = {"va": "center_baseline", "fontsize": 11, "color": colours(standing.roles[name])}
-        ax.plot(4, y, standing.markers[name], markersize=5, color=style["color"], markeredgewidth=0)
-        ax.text(27, y, str(standing.numbers[name]), ha="right", **style)
-        ax.text(34, y, textwrap.shorten(standing.label(name), NAME, placeholder="…") or "?", ha="left", **style)
+                plot_pixels(ax, ends, color=colours(legend.roles[one]), linewidth=0.9, alpha=0.4, zorder=1)

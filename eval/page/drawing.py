@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 SERIES = 10  # colours of contenders, or of their families; then they repeat, with other marks
 MARKERS = "oDs^vPXp*hd"  # one more than colours: no two of the first 110 families look alike
@@ -113,11 +113,13 @@ def _style(settings: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def new_figure(colours: Colours, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """`rows` axes above each other that share the x axis, on `height` pixels."""
-    figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
+def new_figure(
+    colours: Colours, heights: Sequence[float], more: float = 0, sharex: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """Axes above each other with heights in these proportions; the figure is their sum and `more` pixels high."""
+    figure = Figure(figsize=(WIDTH / 72, (sum(heights) + more) / 72), dpi=72, layout="constrained")
     figure.get_layout_engine().set(w_pad=4 / 72, h_pad=4 / 72, hspace=0.03)  # type: ignore[union-attr]
-    axes = figure.subplots(rows, 1, sharex=True, squeeze=False)[:, 0]
+    axes = figure.subplots(len(heights), 1, sharex=sharex, squeeze=False, height_ratios=heights)[:, 0]
     for ax in axes:
         style_axes(ax, colours)
     return figure, list(axes)
@@ -137,6 +139,14 @@ def label(ax: Axes, colours: Colours, x: str | None = None, y: str | None = None
         ax.set_xlabel(x, color=colours("muted"), fontsize=11)
     if y is not None:
         ax.set_title(y, color=colours("muted"), fontsize=11, loc="left")
+
+
+def octaves(ax: Axes, ticks: int, form: str) -> None:
+    """A logarithmic x axis with ticks at powers of 2, written in `form`."""
+    ax.set_xscale("log", base=2)
+    ax.xaxis.set_major_locator(LogLocator(2, numticks=ticks))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:{form}}"))
+    ax.minorticks_off()
 
 
 def percent(ax: Axes) -> None:

@@ -1,11 +1,10 @@
 """The report's figures: acceptance by position, accepted tokens, time, parts of a benchmark, and the training's curves.
 
-Tables and figures stay readable with twenty contenders. Beyond `standing.FEW` of them a colour is a family (same
+Tables and figures stay readable with twenty contenders. Beyond `legend.FEW` of them a colour is a family (same
 drafter and policy, other sizes), and each contender is its number, which stands in the table and in the legend of the
 comparison (`eval.page.comparison`).
 """
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,9 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from draftsmith.eval.page.comparison import LEGEND_ROW, comparison_plot, write_legend
+from draftsmith.eval.page.comparison import comparison_plot
 from draftsmith.eval.page.drawing import WIDTH, Colours, Plot, label, name_lines, new_figure, percent, style_axes
-from draftsmith.eval.page.standing import Standing
+from draftsmith.eval.page.legend import ROW as LEGEND_ROW
+from draftsmith.eval.page.legend import Legend, shortened
 
 LINES = 345  # pixels of the lines by position, without their legend
 PANEL = 118  # pixels of a family's panel where there are many
@@ -44,12 +44,12 @@ def parts_of(acceptance: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[s
 
 def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
     """By position, histogram, time, tau by part where there are several parts, and the comparison of several."""
-    standing = Standing.of(acceptance)
-    drafting = {name: row for name, row in standing.drafting.items() if row["rounds"]}
+    legend = Legend.of(acceptance)
+    drafting = {name: row for name, row in legend.drafting.items() if row["rounds"]}
     if not drafting:
         return []
-    main = standing.main
-    timed = {name: row for name, row in standing.contenders.items() if row["tokens_per_second"]}
+    main = legend.main
+    timed = {name: row for name, row in legend.contenders.items() if row["tokens_per_second"]}
     shares = "; ".join(
         f"{name}: {', '.join(f'{share:.0%}' for share in row['acceptance_by_position']) or 'nothing accepted'}"
         for name, row in drafting.items()
@@ -58,34 +58,34 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
     times = "; ".join(
         f"{name}: {_milliseconds(row):.3g} ms a token, {_shares_in_words(row)}" for name, row in timed.items()
     )
-    compared = comparison_plot(standing)
+    compared = comparison_plot(legend)
     plots = [compared] if compared is not None else []
-    by_position = _by_family if standing.many else _by_position
+    by_position = _by_family if legend.many else _by_position
     plots.append(
         Plot(
             "acceptance_by_position",
-            "Acceptance by position" + ", family by family" * standing.many,
+            "Acceptance by position" + ", family by family" * legend.many,
             f"How often a drafted token is accepted when all before it were. {shares}.",
-            lambda colours: by_position(colours, standing, drafting),
+            lambda colours: by_position(colours, legend, drafting),
         )
     )
-    histograms = _shaded_histograms if standing.many else _histograms
+    histograms = _shaded_histograms if legend.many else _histograms
     plots.append(
         Plot(
             "accepted_histogram",
             "Drafted tokens accepted in a round, share of rounds",
-            f"Shares of rounds, a {'row' if standing.many else 'panel'} for each contender. {counts}.",
-            lambda colours: histograms(colours, standing, drafting),
+            f"Shares of rounds, a {'row' if legend.many else 'panel'} for each contender. {counts}.",
+            lambda colours: histograms(colours, legend, drafting),
         )
     )
     if timed:
-        draw = _times_in_rows if standing.many else _times
+        draw = _times_in_rows if legend.many else _times
         plots.append(
             Plot(
                 "time_per_token",
                 "Where the time of a token goes",
                 f"{times}.",
-                lambda colours: draw(colours, standing, timed),
+                lambda colours: draw(colours, legend, timed),
             )
         )
     parts = {
@@ -100,19 +100,16 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
                 "tau_by_part",
                 "tau by benchmark",
                 f"{main}, with 95 % intervals. {words}.",
-                lambda colours: _by_part(colours, standing, list(drafting), parts),
+                lambda colours: _by_part(colours, legend, list(drafting), parts),
             )
         )
     return plots
 
 
-def _by_position(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
+def _by_position(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> Figure:
     """One line for each contender, with its number at the end; who that is stands in the legend below."""
     heights = [LINES] if len(drafting) == 1 else [LINES, LEGEND_ROW * len(drafting)]
-    figure = Figure(figsize=(WIDTH / 72, sum(heights) / 72), dpi=72, layout="constrained")
-    figure.get_layout_engine().set(w_pad=4 / 72, h_pad=4 / 72, hspace=0.03)  # type: ignore[union-attr]
-    ax, *below = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    style_axes(ax, colours)
+    figure, (ax, *below) = new_figure(colours, heights)
     ends = []
     for name, row in drafting.items():
         shares = row["acceptance_by_position"]
@@ -120,12 +117,12 @@ def _by_position(colours: Colours, standing: Standing, drafting: dict[str, Any])
             continue
         positions = range(1, len(shares) + 1)
         bounds = [b or [share, share] for b, share in zip(row["acceptance_by_position_interval"], shares, strict=True)]
-        colour = colours(standing.roles[name])
-        if name == standing.main:  # all of them over each other would hide the lines
+        colour = colours(legend.roles[name])
+        if name == legend.main:  # all of them over each other would hide the lines
             ax.fill_between(positions, *zip(*bounds, strict=True), color=colour, alpha=0.13, linewidth=0)  # type: ignore[arg-type]
-        marker = standing.markers[name]
+        marker = legend.markers[name]
         ax.plot(positions, shares, color=colour, linewidth=1.8, marker=marker, markersize=4, clip_on=False)
-        ends.append((positions[-1], shares[-1], str(standing.numbers[name]), standing.roles[name]))
+        ends.append((positions[-1], shares[-1], str(legend.numbers[name]), legend.roles[name]))
     ax.set_ylim(0, 1)
     longest = max((x for x, *_ in ends), default=1)
     ax.set_xlim(0.7, longest + 0.3)
@@ -135,16 +132,13 @@ def _by_position(colours: Colours, standing: Standing, drafting: dict[str, Any])
     for legend_ax in below:
         for x in {x for x, *_ in ends}:
             name_lines(ax, colours, [end for end in ends if end[0] == x], gap=14 / (LINES - 60), right=x)
-        write_legend(legend_ax, colours, standing, list(drafting))
+        legend.draw(legend_ax, colours, list(drafting))
     return figure
 
 
-def _by_family(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
+def _by_family(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> Figure:
     """A panel for each family, on equal axes; the main contender's line stands faintly in all."""
-    families: dict[int, list[str]] = {}
-    for name, row in drafting.items():
-        if row["acceptance_by_position"]:
-            families.setdefault(standing.families[name], []).append(name)
+    families = legend.grouped(name for name, row in drafting.items() if row["acceptance_by_position"])
     rows = max(1, -(-len(families) // 2))
     most = max(map(len, families.values()), default=1)
     panel = max(PANEL, 30 + 11 * most)
@@ -152,7 +146,7 @@ def _by_family(colours: Colours, standing: Standing, drafting: dict[str, Any]) -
     figure.get_layout_engine().set(w_pad=3 / 72, h_pad=4 / 72, wspace=0.02, hspace=0.02)  # type: ignore[union-attr]
     axes = list(figure.subplots(rows, 2, sharex=True, sharey=True, squeeze=False).flat)
     longest = max((len(row["acceptance_by_position"]) for row in drafting.values()), default=1)
-    main = drafting.get(standing.main, {}).get("acceptance_by_position") or []
+    main = drafting.get(legend.main, {}).get("acceptance_by_position") or []
     for ax in axes[len(families) :]:
         ax.set_visible(False)
     for place, (ax, (family, names)) in enumerate(zip(axes, families.items(), strict=False)):
@@ -167,62 +161,62 @@ def _by_family(colours: Colours, standing: Standing, drafting: dict[str, Any]) -
         ends = []
         for name in names:
             shares = drafting[name]["acceptance_by_position"]
-            weight = 2.0 if name == standing.main else 1.3
-            style: Any = {"color": colours(standing.roles[name]), "marker": standing.markers[name], "markersize": 3}
+            weight = 2.0 if name == legend.main else 1.3
+            style: Any = {"color": colours(legend.roles[name]), "marker": legend.markers[name], "markersize": 3}
             ax.plot(range(1, len(shares) + 1), shares, linewidth=weight, markeredgewidth=0, **style)
-            ends.append((len(shares), shares[-1], str(standing.numbers[name]), standing.roles[name]))
+            ends.append((len(shares), shares[-1], str(legend.numbers[name]), legend.roles[name]))
         name_lines(ax, colours, ends, gap=13 / (panel - 30))
-        words = textwrap.shorten(standing.family_names[family], 24, placeholder="…")
-        ax.set_title(words or "?", color=colours(standing.roles[names[0]]), fontsize=11, loc="left")
+        words = shortened(legend.family_names[family], 24)
+        ax.set_title(words, color=colours(legend.roles[names[0]]), fontsize=11, loc="left")
     figure.supxlabel("position in the draft; grey: the main contender", fontsize=11, color=colours("muted"))
     return figure
 
 
-def _histograms(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
-    figure, axes = new_figure(colours, 46 + 88 * len(drafting), len(drafting))
+def _histograms(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> Figure:
+    figure, axes = new_figure(colours, [88] * len(drafting), more=46, sharex=True)
     deepest = max(len(row["accepted_histogram"]) for row in drafting.values())
     tallest = max(max(row["accepted_histogram"]) / row["rounds"] for row in drafting.values())
     for ax, (name, row) in zip(axes, drafting.items(), strict=True):
         shares = [count / row["rounds"] for count in row["accepted_histogram"]]
-        ax.bar(range(len(shares)), shares, width=0.82, color=colours(standing.roles[name]))
+        ax.bar(range(len(shares)), shares, width=0.82, color=colours(legend.roles[name]))
         ax.set_ylim(0, tallest * 1.08)
         ax.set_xlim(-0.6, max(deepest, 4) - 0.4)
         ax.yaxis.set_major_locator(MaxNLocator(2))
         ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
         percent(ax)
-        words = f"{textwrap.shorten(name, 40, placeholder='…') or '?'}: {row['accepted_per_round']:.2f} a round"
-        ax.set_title(words, color=colours(standing.roles[name]), fontsize=11, loc="left")
+        words = f"{shortened(name, 40)}: {row['accepted_per_round']:.2f} a round"
+        ax.set_title(words, color=colours(legend.roles[name]), fontsize=11, loc="left")
     label(axes[-1], colours, "drafted tokens accepted in a round")
     return figure
 
 
-def _shaded_histograms(colours: Colours, standing: Standing, drafting: dict[str, Any]) -> Figure:
+def _shaded_histograms(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> Figure:
     """A row for each contender, darker where more rounds ended."""
-    figure, (ax,) = new_figure(colours, 60 + ROW * len(drafting))
+    figure, (ax,) = new_figure(colours, [60 + ROW * len(drafting)])
     deepest = max(max(len(row["accepted_histogram"]) for row in drafting.values()), 5)
     tallest = max(max(row["accepted_histogram"]) / row["rounds"] for row in drafting.values())
     for place, (name, row) in enumerate(drafting.items()):
         for accepted, count in enumerate(row["accepted_histogram"]):
             shade = (count / row["rounds"] / tallest) ** 0.7  # so that rare rounds are seen
-            ax.barh(place, 0.94, 0.86, accepted - 0.47, color=colours(standing.roles[name]), alpha=shade, linewidth=0)
+            ax.barh(place, 0.94, 0.86, accepted - 0.47, color=colours(legend.roles[name]), alpha=shade, linewidth=0)
         ax.text(
             *(deepest - 0.3, place, f"{row['accepted_per_round']:.2f}"),
             va="center",
             fontsize=10,
-            color=colours(standing.roles[name]),
+            color=colours(legend.roles[name]),
         )
-    _numbered_rows(ax, colours, standing, list(drafting))
+    _numbered_rows(ax, colours, legend, list(drafting))
     ax.set_xlim(-0.6, deepest - 0.4 + 0.1 * deepest)
     ax.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     label(ax, colours, "drafted tokens accepted in a round", "darker: a larger share; at the right the mean")
     return figure
 
 
-def _numbered_rows(ax: Axes, colours: Colours, standing: Standing, names: list[str]) -> None:
+def _numbered_rows(ax: Axes, colours: Colours, legend: Legend, names: list[str]) -> None:
     """The contenders' numbers at the left; plain decoding's is a dash."""
-    ax.set_yticks(range(len(names)), [str(standing.numbers.get(name, DASH)) for name in names], fontsize=10)
+    ax.set_yticks(range(len(names)), [str(legend.numbers.get(name, DASH)) for name in names], fontsize=10)
     for tick, name in zip(ax.get_yticklabels(), names, strict=True):
-        tick.set_color(colours(standing.roles[name]))
+        tick.set_color(colours(legend.roles[name]))
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.grid(visible=False)
 
@@ -251,13 +245,13 @@ def _time_bar(ax: Axes, colours: Colours, place: int, row: dict[str, Any], heigh
         left += width
 
 
-def _times(colours: Colours, standing: Standing, timed: dict[str, Any]) -> Figure:
+def _times(colours: Colours, legend: Legend, timed: dict[str, Any]) -> Figure:
     """A bar for each contender, its name above and its shares below."""
-    figure, (ax,) = new_figure(colours, 64 + TIMED_ROW * len(timed))
+    figure, (ax,) = new_figure(colours, [64 + TIMED_ROW * len(timed)])
     longest = max(map(_milliseconds, timed.values()))
     for place, (name, row) in enumerate(timed.items()):
         _time_bar(ax, colours, place, row, 0.24)
-        shown = textwrap.shorten(name, 44, placeholder="…") or "?"
+        shown = shortened(name, 44)
         ax.text(0, place - 0.19, shown, fontsize=11, color=colours("ink"), va="bottom")
         whole = f"{_milliseconds(row):.3g} ms"
         ax.text(longest, place - 0.19, whole, ha="right", fontsize=11, color=colours("ink"), va="bottom")
@@ -271,12 +265,12 @@ def _times(colours: Colours, standing: Standing, timed: dict[str, Any]) -> Figur
     return figure
 
 
-def _times_in_rows(colours: Colours, standing: Standing, timed: dict[str, Any]) -> Figure:
+def _times_in_rows(colours: Colours, legend: Legend, timed: dict[str, Any]) -> Figure:
     """A bar for each contender, by its number."""
-    figure, (ax,) = new_figure(colours, 74 + ROW * len(timed))
+    figure, (ax,) = new_figure(colours, [74 + ROW * len(timed)])
     for place, row in enumerate(timed.values()):
         _time_bar(ax, colours, place, row, 0.72)
-    _numbered_rows(ax, colours, standing, list(timed))
+    _numbered_rows(ax, colours, legend, list(timed))
     ax.set_xlim(0, None)
     label(ax, colours, "milliseconds per token")
     _time_legend(ax, colours)
@@ -292,19 +286,19 @@ def _time_legend(ax: Axes, colours: Colours) -> None:
         text.set_color(colours("muted"))
 
 
-def _by_part(colours: Colours, standing: Standing, drafting: list[str], parts: dict[str, Any]) -> Figure:
-    figure, (ax,) = new_figure(colours, 60 + 20 * len(parts))
-    main = standing.main
+def _by_part(colours: Colours, legend: Legend, drafting: list[str], parts: dict[str, Any]) -> Figure:
+    figure, (ax,) = new_figure(colours, [60 + 20 * len(parts)])
+    main = legend.main
     for place, row in enumerate(parts.values()):
         if (bounds := row[main]["tau_interval"]) is not None:
-            colour = colours(standing.roles[main])
+            colour = colours(legend.roles[main])
             ax.plot(bounds, [place, place], color=colour, linewidth=2, alpha=0.5, solid_capstyle="round")
         for name in [*(other for other in drafting if other != main), *[main] * (main in drafting)]:
             if (value := row[name]["tau"]) is not None:
-                size, alpha = (6, 1.0) if name == main else (4, 0.6 if standing.many else 1.0)
-                colour, marker = colours(standing.roles[name]), standing.markers[name]
+                size, alpha = (6, 1.0) if name == main else (4, 0.6 if legend.many else 1.0)
+                colour, marker = colours(legend.roles[name]), legend.markers[name]
                 ax.plot(value, place, marker, markersize=size, color=colour, alpha=alpha)
-    ax.set_yticks(range(len(parts)), [textwrap.shorten(name, 24, placeholder="…") or "?" for name in parts])
+    ax.set_yticks(range(len(parts)), [shortened(name, 24) for name in parts])
     ax.set_ylim(len(parts) - 0.5, -0.5)
     ax.set_xlim(1, None)
     ax.grid(axis="x", color=colours("grid"), linewidth=0.8)
@@ -360,7 +354,7 @@ def _thinned(metrics: Sequence[dict[str, Any]], most: int = 240) -> list[dict[st
 
 
 def _curve(colours: Colours, lines: list[dict[str, Any]], name: str) -> Figure:
-    figure, (ax,) = new_figure(colours, 220)
+    figure, (ax,) = new_figure(colours, [220])
     ax.plot([line["step"] for line in lines], [line[name] for line in lines], color=colours("s1"), linewidth=1.4)
     ends = [(lines[-1]["step"], lines[-1][name], "training", "s1")]
     checked = [(line["step"], line[f"validation_{name}"]) for line in lines if f"validation_{name}" in line]
@@ -374,7 +368,7 @@ def _curve(colours: Colours, lines: list[dict[str, Any]], name: str) -> Figure:
 
 
 def _accuracy(colours: Colours, lines: list[dict[str, Any]]) -> Figure:
-    figure, (ax,) = new_figure(colours, 220)
+    figure, (ax,) = new_figure(colours, [220])
     count = len(lines[-1]["accuracy"])
     steps = [line["step"] for line in lines]
     for i in range(count):

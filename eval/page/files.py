@@ -192,11 +192,11 @@ def print_written(paths: list[Path]) -> None:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         _number(row["tau"], 2),
-        _interval(row["tau_interval"]),
+        interval_text(row["tau_interval"]),
         _number(row["tree_nodes_per_round"], 1),
         _number(row["tokens_per_second"], 0),
         _number(row["speedup"], 2),
-        _interval(row["speedup_interval"]),
+        interval_text(row["speedup_interval"]),
     )
 
 
@@ -229,5 +229,5 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _interval(bounds: list[float] | None) -> str:
+def interval_text(bounds: list[float] | None) -> str:
     return "-" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"

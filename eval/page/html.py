@@ -20,7 +20,7 @@ from draftsmith.eval.measured.generation_log import read_generations
 from draftsmith.eval.page import drawing as figures
 from draftsmith.eval.page import figures as plots
 from draftsmith.eval.page.file_shapes import FORBIDDEN, ShownRecord, clean
-from draftsmith.eval.page.standing import Standing
+from draftsmith.eval.page.legend import Legend
 from draftsmith.recipes.errors import UserError
 
 DASH = "\u2013"
@@ -61,7 +61,7 @@ def build_html(
     environment.filters |= {"number": number, "interval": interval, "brackets": brackets}
     contenders = acceptance["contenders"]
     main, plain = acceptance["contender"], acceptance["baseline"]
-    standing = Standing.of(acceptance)
+    legend = Legend.of(acceptance)
     longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(answers))))
     page = environment.get_template("report.html.jinja").render(
         acceptance=acceptance,
@@ -69,12 +69,12 @@ def build_html(
         main=main,
         plain=plain,
         numbers=contenders[main],
-        drafting=standing.drafting,
-        many=standing.many,
-        ranks=standing.numbers if len(standing.drafting) > 1 else {},
-        roles=standing.roles,
+        drafting=legend.drafting,
+        many=legend.many,
+        ranks=legend.numbers if len(legend.drafting) > 1 else {},
+        roles=legend.roles,
         replayed=acceptance["mode"] == "replay",
-        verdict=verdict(standing, acceptance["mode"]),
+        verdict=verdict(legend, acceptance["mode"]),
         downloads=[
             _download("acceptance.json", "application/json", json.dumps(acceptance)),
             _download("contenders.csv", "text/csv", contenders_csv(contenders)),
@@ -94,11 +94,11 @@ def build_html(
     return clean(page)
 
 
-def verdict(standing: Standing, mode: str = "decode") -> list[str]:
+def verdict(legend: Legend, mode: str = "decode") -> list[str]:
     """Who is fastest, as far as the intervals allow to say it: the verdict in a sentence, then what qualifies it."""
     if mode == "replay":
         return ["No verdict on speed: a replay of recorded answers times nothing."]
-    timed = {name: row for name, row in standing.drafting.items() if row["speedup"] is not None}
+    timed = {name: row for name, row in legend.drafting.items() if row["speedup"] is not None}
     if not timed:
         return ["No verdict on speed: no answer was long enough to time."]
     bounds = {name: row["speedup_interval"] or [row["speedup"]] * 2 for name, row in timed.items()}
@@ -116,12 +116,12 @@ def verdict(standing: Standing, mode: str = "decode") -> list[str]:
     else:
         said = "Nothing is clearly faster than plain decoding here. The fastest drafter is "
     sentences = [f"{said}{best}, {_speed(timed[best])}."]
-    ties = [name for name in timed if name != best and not _clearly_faster(standing, best, name)]
+    ties = [name for name in timed if name != best and not _clearly_faster(legend, best, name)]
     if gaining and measured and ties:
         more = f" and {len(ties) - TIES} more" if len(ties) > TIES else ""
         sentences.append(f"It is not clearly faster than {'; '.join(ties[:TIES])}{more}.")
-    if standing.main != best and standing.main in timed:
-        sentences.append(f"The main contender, {standing.main}: {_speed(timed[standing.main])}.")
+    if legend.main != best and legend.main in timed:
+        sentences.append(f"The main contender, {legend.main}: {_speed(timed[legend.main])}.")
     return sentences
 
 
@@ -131,12 +131,12 @@ def _speed(row: dict[str, Any]) -> str:
     return f"{row['speedup']:.2f} times plain decoding {spread}"
 
 
-def _clearly_faster(standing: Standing, one: str, other: str) -> bool:
+def _clearly_faster(legend: Legend, one: str, other: str) -> bool:
     """Whether the intervals tell the two apart; those of ratios to the main contender are paired, so they tell more."""
-    first, second = standing.drafting[one], standing.drafting[other]
-    if other == standing.main and first["speed_ratio_interval"] is not None:
+    first, second = legend.drafting[one], legend.drafting[other]
+    if other == legend.main and first["speed_ratio_interval"] is not None:
         return first["speed_ratio_interval"][0] > 1
-    if one == standing.main and second["speed_ratio_interval"] is not None:
+    if one == legend.main and second["speed_ratio_interval"] is not None:
         return second["speed_ratio_interval"][1] < 1
     bounds = first["speedup_interval"], second["speedup_interval"]
     return bounds[0] is not None and bounds[1] is not None and bounds[0][0] > bounds[1][1]

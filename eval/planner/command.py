@@ -14,6 +14,7 @@ from rich.text import Text
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, main_contender
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, load_questions
+from draftsmith.eval.page.files import interval_text
 from draftsmith.eval.planner.cost_model import REPEATS, probe_trees
 from draftsmith.eval.planner.search import (
     Plan,
@@ -149,16 +150,12 @@ def print_table(plan: Plan) -> None:
     for row in shown:
         n, m = row.numbers, row.measured
         cells = [f"{n['tree_nodes_per_round']:.1f}", f"{n['tau']:.2f}"]
-        cells += [f"{row.speedup:.2f}", _interval(n["speedup_interval"])]
-        cells += [f"{m['speedup']:.2f}", _interval(m["speedup_interval"])] if m else []
+        cells += [f"{row.speedup:.2f}", interval_text(n["speedup_interval"])]
+        cells += [f"{m['speedup']:.2f}", interval_text(m["speedup_interval"])] if m else []
         lines.append((row.speedup, row.short_name, row is plan.best, cells))
     for _, name, best, cells in sorted(lines, key=lambda line: -line[0]):
         table.add_row(Text(name, style="bold" if best else ""), *cells)
     Console().print(table)
-
-
-def _interval(bounds: list[float] | None) -> str:
-    return "-" if bounds is None else f"{bounds[0]:.2f}-{bounds[1]:.2f}"
 
 
 def print_choice(plan: Plan) -> None:
@@ -167,7 +164,7 @@ def print_choice(plan: Plan) -> None:
     if first.as_fast_as_plain:
         print(
             f"Not clearly faster than plain decoding: the best, {first.short_name}, is predicted to give "
-            f"{first.speedup:.2f} of its speed (95 %: {_interval(first.numbers['speedup_interval'])}). Measure it "
+            f"{first.speedup:.2f} of its speed (95 %: {interval_text(first.numbers['speedup_interval'])}). Measure it "
             "(--measure), or plan from more answers (eval.planner.max_answers) while the machine is quiet."
         )
     elif plan.best is None:

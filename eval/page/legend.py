@@ -1,16 +1,23 @@
-"""Who stands where in a report: numbers, colours and families of contenders, the same in its tables and figures."""
+"""The legend of a report: each contender's number, colour, mark and family, the same in its tables and figures."""
 
+import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from draftsmith.eval.page.drawing import MARKERS, SERIES
+from matplotlib.axes import Axes
+
+from draftsmith.eval.page.drawing import MARKERS, SERIES, WIDTH, Colours
 
 FEW = 6  # contenders that figures can name, each in a colour of its own
+ROW = 17  # pixels of a contender's row
+NAME = 46  # characters of a name
+POLICIES = {"eagle2": "EAGLE-2", "ddd": "DDD", "svip": "SVIP", "svip_tree": "SVIP tree", "c2t": "C2T"}
 
 
 @dataclass(frozen=True)
-class Standing:
+class Legend:
     """The contenders of one acceptance.json."""
 
     contenders: dict[str, Any]  # numbers by name
@@ -18,7 +25,7 @@ class Standing:
     plain: str
 
     @classmethod
-    def of(cls, acceptance: dict[str, Any]) -> "Standing":
+    def of(cls, acceptance: dict[str, Any]) -> "Legend":
         return cls(acceptance["contenders"], acceptance["contender"], acceptance["baseline"])
 
     @cached_property
@@ -55,8 +62,7 @@ class Standing:
         for name, family in self.families.items():
             row = self.drafting[name]
             tree = row["tree"] or {}
-            policy = {"eagle2": "EAGLE-2", "ddd": "DDD", "svip": "SVIP", "svip_tree": "SVIP tree", "c2t": "C2T"}
-            said = policy.get(key := str(tree.get("policy")), key)
+            said = POLICIES.get(key := str(tree.get("policy")), key)
             said = {"prompt_lookup": "prompt lookup", "causal_lm": f"small LM, {said}"}.get(row["proposer"], said)
             words[family] = said + ", cut" * (tree.get("vocab_size") is not None)
             longer[family] = f"{words[family]}: {row['drafter']}"
@@ -71,13 +77,40 @@ class Standing:
         return name if told else f"{name}, {size:,} tokens"
 
     @cached_property
+    def _places(self) -> dict[str, int]:
+        """From 0, what chooses colour and mark: the contender's own place, or its family's where there are many."""
+        return self.families if self.many else {name: i - 1 for name, i in self.numbers.items()}
+
+    @cached_property
     def markers(self) -> dict[str, str]:
-        """The mark of each who drafts: its own, or its family's where there are many."""
-        places = self.families if self.many else {name: i - 1 for name, i in self.numbers.items()}
-        return {name: MARKERS[place % len(MARKERS)] for name, place in places.items()}
+        """The mark of each who drafts."""
+        return {name: MARKERS[place % len(MARKERS)] for name, place in self._places.items()}
 
     @cached_property
     def roles(self) -> dict[str, str]:
-        """The colour of each: its own, or its family's where there are many."""
-        places = self.families if self.many else {name: i - 1 for name, i in self.numbers.items()}
-        return {name: "plain" if name == self.plain else f"s{1 + places[name] % SERIES}" for name in self.contenders}
+        """The colour role of each."""
+        return {name: f"s{1 + place % SERIES}" for name, place in self._places.items()} | {self.plain: "plain"}
+
+    def grouped(self, names: Iterable[str]) -> dict[int, list[str]]:
+        """Names by family, both in the order of `names`."""
+        groups: dict[int, list[str]] = {}
+        for name in names:
+            groups.setdefault(self.families[name], []).append(name)
+        return groups
+
+    def draw(self, ax: Axes, colours: Colours, names: list[str]) -> None:
+        """A row for each contender: mark, number, name. `ax` is ROW pixels high for each."""
+        ax.set_axis_off()
+        ax.set_xlim(0, WIDTH)
+        ax.set_ylim(ROW * len(names), 0)
+        for row, name in enumerate(names):
+            y = ROW * (row + 0.5)
+            style: Any = {"va": "center_baseline", "fontsize": 11, "color": colours(self.roles[name])}
+            ax.plot(4, y, self.markers[name], markersize=5, color=style["color"], markeredgewidth=0)
+            ax.text(27, y, str(self.numbers[name]), ha="right", **style)
+            ax.text(34, y, shortened(self.label(name), NAME), ha="left", **style)
+
+
+def shortened(text: str, most: int) -> str:
+    """`text` on one row of at most so many characters."""
+    return textwrap.shorten(text, most, placeholder="…") or "?"
