@@ -95,7 +95,7 @@ def attention_kinds(config: Any) -> AttentionKinds:
 
 
 # What windows are tried with: a window this long, over so many tokens.
-_TRIED_WINDOW, _TRIED_TOKENS = 4, 12
+TRIED_WINDOW, TRIED_TOKENS = 4, 12
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def tried_attention(model: Any) -> AttentionKinds:
         return kinds
     decoder, name = model.get_decoder(), type(model).__name__
     device = model.get_input_embeddings().weight.device
-    positions = torch.arange(_TRIED_TOKENS, device=device)
+    positions = torch.arange(TRIED_TOKENS, device=device)
     ids = positions % model.get_input_embeddings().weight.shape[0]
     distance = positions[:, None] - positions
 
@@ -125,15 +125,15 @@ def tried_attention(model: Any) -> AttentionKinds:
     def by_masks_of(tried: AttentionKinds) -> torch.Tensor:
         return read(tried.masks((distance >= 0)[None, None], distance, model.dtype))
 
-    full, sliding = AttentionKinds(None, mixed=False), AttentionKinds(_TRIED_WINDOW, mixed=False)
+    full, sliding = AttentionKinds(None, mixed=False), AttentionKinds(TRIED_WINDOW, mixed=False)
     found: list[tuple[float, AttentionKinds]] = []
     moved = 0.0
     try:
-        with _shortened_window(decoder, model.config.get_text_config(decoder=True), kinds.window):
+        with shortened_window(decoder, model.config.get_text_config(decoder=True), kinds.window):
             own, unmasked = read(None), by_masks_of(full)
             moved = (by_masks_of(sliding) - unmasked).norm().item()
             found.append(((unmasked - own).norm().item(), full))
-            found.append(((by_masks_of(replace(kinds, window=_TRIED_WINDOW)) - own).norm().item(), kinds))
+            found.append(((by_masks_of(replace(kinds, window=TRIED_WINDOW)) - own).norm().item(), kinds))
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
         if not found:  # otherwise it takes no masks by kinds of layers: the full one is what is left
             raise UserError(
@@ -150,8 +150,8 @@ def tried_attention(model: Any) -> AttentionKinds:
 
 
 @contextmanager
-def _shortened_window(decoder: nn.Module, config: Any, window: int) -> Iterator[None]:
-    """The decoder with a window of `_TRIED_WINDOW` wherever it holds one of `window`: in its configs, in its layers."""
+def shortened_window(decoder: nn.Module, config: Any, window: int) -> Iterator[None]:
+    """The decoder with a window of `TRIED_WINDOW` wherever it holds one of `window`: in its configs, in its layers."""
     modules = list(decoder.modules())
     configs = {id(each): each for each in (config, *(getattr(module, "config", config) for module in modules))}
     holders: list[Any] = [
@@ -159,7 +159,7 @@ def _shortened_window(decoder: nn.Module, config: Any, window: int) -> Iterator[
     ]
     try:
         for holder in holders:
-            holder.sliding_window = _TRIED_WINDOW
+            holder.sliding_window = TRIED_WINDOW
         yield
     finally:
         for holder in holders:

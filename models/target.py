@@ -29,10 +29,10 @@ from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.document_attention import document_attention, is_possible
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.families import _TRIED_TOKENS as TRIED_TOKENS
-from draftsmith.models.families import _TRIED_WINDOW as TRIED_WINDOW
+from draftsmith.models.families import TRIED_TOKENS as TRIED_TOKENS
+from draftsmith.models.families import TRIED_WINDOW as TRIED_WINDOW
 from draftsmith.models.families import AttentionKinds, scaled_logits, tried_attention
-from draftsmith.models.families import _shortened_window as shortened_window
+from draftsmith.models.families import shortened_window as shortened_window
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.key_values import KeyValues, Kind
 from draftsmith.recipes.command.progress import Bar

@@ -18,12 +18,15 @@ import sysconfig
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from draftsmith.recipes.command.console import MODULES
+from draftsmith.recipes.command.stages import SCRIPTS
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import DrafterSection
 
 ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {
@@ -34,6 +37,7 @@ MAY_IMPORT = {
     "train": {"models", "eval", "recipes", "data_gen"},
 }
 ROOMS = tuple(MAY_IMPORT)
+SCRIPT_ROOMS = ("data_gen", "train", "eval")
 # Not installed by `make install`, but by users: extras of the package, trackers, engines.
 OFTEN_INSTALLED = {
     *("PIL", "aim", "bitsandbytes", "clearml", "comet_ml", "deepspeed", "dvclive", "flash_attn", "mlflow", "openai"),
@@ -96,7 +100,8 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def forbidden_imports(root: Path) -> list[str]:
-    """Imports against the direction recipes <- models <- eval <- data_gen <- train, or not by the full name."""
+    """Imports against the direction recipes <- models <- eval <- data_gen <- train, from docs or tests, or not by the
+    full name."""
     problems = []
     for room, path in modules(root):
         for line, name in imports(path):
@@ -104,9 +109,40 @@ def forbidden_imports(root: Path) -> list[str]:
             where = f"{path.relative_to(root)}:{line}"
             if first in ("", *ROOMS):
                 problems.append(f"{where}: write draftsmith.{name.lstrip('.')}")
+            elif first in ("docs", "tests"):
+                problems.append(f"{where}: {room} must not import {first}")
             elif first == "draftsmith" and rest[0] != room and rest[0] not in MAY_IMPORT[room]:
                 problems.append(f"{where}: {room} must not import {rest[0]}")
     return problems
+
+
+def private_imports(root: Path) -> list[str]:
+    """Names with an underscore that a module takes from another one of ours."""
+    problems = []
+    for _, path in modules(root):
+        ours = {}  # modules of ours, by the name that they have in this file
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "draftsmith":
+                ours |= {alias.asname or alias.name: alias.name for alias in node.names}
+        taken = [(line, name.rpartition(".")[2]) for line, name in imports(path) if name.startswith("draftsmith.")]
+        taken += [
+            (node.lineno, node.attr)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ours
+        ]
+        private = [(line, name) for line, name in taken if re.match("_[^_]", name)]
+        problems += [f"{path.relative_to(root)}:{line}: {name} is private to its module" for line, name in private]
+    return problems
+
+
+def not_scripts(root: Path) -> list[str]:
+    """Modules at the top of a folder of scripts that `draftsmith` does not know: they belong into a sub-folder."""
+    kinds = get_args(DrafterSection.model_fields["kind"].annotation)
+    known = {script.path.format(kind=kind) for script in SCRIPTS.values() for kind in kinds}
+    known |= {f"{room}/__init__.py" for room in SCRIPT_ROOMS}
+    found = [str(path.relative_to(root)) for room in SCRIPT_ROOMS for path in sorted((root / room).glob("*.py"))]
+    return [f"{path} is no script that draftsmith knows" for path in found if path not in known]
 
 
 def undeclared(root: Path) -> list[str]:
@@ -131,7 +167,10 @@ def undeclared(root: Path) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("check", [unpackaged, shadowing, forbidden_imports, undeclared])
+CHECKS = [unpackaged, shadowing, forbidden_imports, private_imports, not_scripts, undeclared]
+
+
+@pytest.mark.parametrize("check", CHECKS)
 def test_this_tree(check):
     assert sum(1 for _ in modules(ROOT)) > 10  # the check looked at something
     assert check(ROOT) == []
@@ -143,14 +182,41 @@ def tree(tmp_path: Path) -> Path:
     for room in ROOMS:
         (tmp_path / room).mkdir()
         (tmp_path / room / "__init__.py").touch()
-        (tmp_path / room / "fine.py").write_text("import os\n\nfrom draftsmith.recipes.errors import UserError\n")
+        (tmp_path / room / "inside").mkdir()
+        (tmp_path / room / "inside" / "__init__.py").touch()
+        fine = "import os\n\nfrom draftsmith.recipes.errors import UserError\n\nos._exit(UserError.__doc__)\n"
+        (tmp_path / room / "inside" / "fine.py").write_text(fine)
     (tmp_path / "tests").mkdir()
-    (tmp_path / "setup.cfg").write_bytes((ROOT / "setup.cfg").read_bytes())
+    (tmp_path / "eval" / "report.py").touch()
+    settings = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    packages = "".join(f"\n    draftsmith.{room}.inside" for room in ROOMS)
+    (tmp_path / "setup.cfg").write_text(settings.replace("packages =", f"packages ={packages}"))
     return tmp_path
 
 
 def test_small_tree_is_fine(tree: Path):
-    assert [check(tree) for check in (unpackaged, shadowing, forbidden_imports, undeclared)] == [[], [], [], []]
+    assert [check(tree) for check in CHECKS] == [[]] * len(CHECKS)
+
+
+def test_modules_that_are_no_scripts_are_caught(tree: Path):
+    for path in ("eval/figures.py", "eval/eagle3.py", "train/eagle3.py", "train/inside/loop.py"):
+        (tree / path).touch()
+    assert not_scripts(tree) == [
+        "eval/eagle3.py is no script that draftsmith knows",
+        "eval/figures.py is no script that draftsmith knows",
+    ]
+
+
+def test_private_names_of_others_are_caught(tree: Path):
+    (tree / "eval" / "wrong.py").write_text(
+        "from draftsmith.models import vocab as words\n"
+        "from draftsmith.models.vocab import _cut, cut\n"
+        "def f(self):\n    return self._own + words._ranked + words.__name__ + words.size._x\n"
+    )
+    assert private_imports(tree) == [
+        "eval/wrong.py:2: _cut is private to its module",
+        "eval/wrong.py:4: _ranked is private to its module",
+    ]
 
 
 def test_missing_subpackage_is_caught(tree: Path):
@@ -184,6 +250,8 @@ def test_shadowed_module_is_caught(tree: Path, name: str):
         ("data_gen", "from draftsmith.train.x import y", "data_gen must not import train"),
         ("train", "from models.target import Target", "write draftsmith.models.target.Target"),
         ("train", "from . import fine", "write draftsmith.fine"),
+        ("eval", "from docs.study import cells", "eval must not import docs"),
+        ("recipes", "import tests.reference", "recipes must not import tests"),
     ],
 )
 def test_import_against_the_direction_is_caught(tree: Path, room: str, line: str, problem: str):
