@@ -653,9 +653,9 @@ def test_numbers_in_the_comparison_hide_nothing(count: int) -> None:
     plot = comparison_plot(legend)
     assert plot is not None
     figure: Figure = plot.draw(figures.LIGHT.__getitem__)
-    *panels, legend = figure.axes
+    *panels, below = figure.axes
     assert len(panels) == 2
-    assert [text.get_text() for text in legend.texts][1::2] == list(legend.drafting)
+    assert [text.get_text() for text in below.texts][1::2] == list(legend.drafting)
     for ax, key in zip(panels, ("tau", "speedup"), strict=True):
         texts = {text.get_text(): text for text in ax.texts}
         assert set(texts) == {str(i + 1) for i in range(count)}

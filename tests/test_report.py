@@ -439,7 +439,7 @@ GOOD_METRICS = {"step": 1, "loss": 2.0, "accuracy": [0.5, 0.4], "simulated_tau":
     ("line", "said"),
     [
         (b"not json", "malformed JSON"),
-        (b"\xff\xfe", "malformed JSON: 'utf-8' codec"),
+        (b"\xff\xfe", "not UTF-8: byte"),
         (b"[1, 2]", "not a JSON object"),
         (b"[" * 100_000, "nested too deeply"),
         (json.dumps(GOOD_METRICS | {"accuracy": []}).encode(), "accuracy: "),
@@ -467,7 +467,7 @@ def damaged_answers() -> Iterator[tuple[str, Any, str]]:
 
     yield "torn", lambda line: line[: len(line) // 2], "malformed JSON"
     yield "garbage", lambda line: b"garbage", "malformed JSON"
-    yield "not utf-8", lambda line: line.replace(b" word1", b" \xff"), "malformed JSON: 'utf-8'"
+    yield "not utf-8", lambda line: line.replace(b" word1", b" \xff"), "not UTF-8: byte"
     yield "list", lambda line: b"[" + line + b"]", "not a JSON object"
     yield "deep", lambda line: b'{"contender": ' + b"[" * 100_000, "nested too deeply"
     yield "no contender", lambda line: b'{"turn": 1}', "contender: "
