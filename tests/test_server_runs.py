@@ -96,11 +96,11 @@ NO_IDS = b'{"error": {"message": "cannot unmarshal array into field prompt of ty
     [
         (
             response(PAGE, 404),
-            "{url} has no /v1/completions (404: Oops \u2013 not here): regeneration sends prompts as token",
+            "{url} has no /v1/completions (404: an HTML page): regeneration sends prompts as token",
         ),
         (
             response(b"<html><body>Sorry!</body></html>", 405),
-            "{url} has no /v1/completions (405: So): regeneration sends",
+            "{url} has no /v1/completions (405: an HTML page): regeneration sends",
         ),
         (
             response(b'{"message": "The model `fake` does not exist."}', 404),
@@ -108,8 +108,11 @@ NO_IDS = b'{"error": {"message": "cannot unmarshal array into field prompt of ty
         ),
         (response(NO_IDS, 400), "{url}/completions refuses a prompt of one token id (refused: 400: cannot unmarshal"),
         (response(b'{"error": "Unexpected endpoint"}'), "{url}: error in the reply: Unexpected endpoint"),
-        (response(PAGE), "{url}: the reply is no JSON: Oops \u2013 not here"),
-        (response(PAGE, 502), "{url}: 502: Oops \u2013 not here"),
+        (
+            response(PAGE),
+            "{url}: the reply is no JSON (malformed JSON: Expecting value",
+        ),
+        (response(PAGE, 502), "{url}: 502: an HTML page"),
     ],
 )
 def test_servers_that_lack_what_is_needed_are_told_by_one_error(place: Place, raw: bytes, problem: str) -> None:

@@ -1,13 +1,15 @@
-"""Talking to OpenAI-compatible servers: what is sent, and every way in which it can go wrong, in our words.
+"""Requests to OpenAI-compatible servers. Everything that goes wrong becomes one of four outcomes.
 
 A try ends in one of four ways: a reply; `Failed` (another try may succeed); `Refused` (this prompt will not be
 answered); `UserError` (no prompt will be: a key, a URL or a name is wrong). The key is never part of a message.
+
+Neither the `openai` client nor `tenacity` is used. The client retries at the same server, while a failed try here goes
+to the least loaded one; it reads replies of any size, and its timeout counts bytes, not tokens. A retry loop by
+`tenacity` would replace the four lines of `generator.Servers.answer` that sleep.
 """
 
-import asyncio
 import contextlib
 import email.utils
-import html
 import json
 import os
 import re
@@ -15,6 +17,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from typing import Any
 
+import anyio
 import httpx
 
 from draftsmith.data_gen.server.answers import BadAnswer, Refused, error_text, short
@@ -35,7 +38,6 @@ NEEDED = (
     "docs/regeneration.md lists what a server needs"
 )
 _PAGE = re.compile(rb"\s*(?:<!--|<!doctype html|<html|<head|<body|<title|<h1|<pre)", re.IGNORECASE)
-_TITLE = re.compile(rb"<title[^>]*>(.*?)</title", re.IGNORECASE | re.DOTALL)
 _TOO_LONG = re.compile(r"context|too long|longer than|too many tokens|max_model_len|max_tokens|exceed", re.IGNORECASE)
 
 
@@ -62,8 +64,14 @@ class Client:
     def __init__(self, key_variable: str | None, silence_seconds: float):
         self._variable, self._key, self._seconds = key_variable, _api_key(key_variable), silence_seconds
         try:
-            self._client = self._connections()
-        except Exception as error:  # of any kind: it is the environment that is read here
+            self._client = httpx.AsyncClient(
+                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # the rest by deadlines: bytes are no progress
+                # As many connections as requests. An idle one is dropped before servers do it (5 seconds in uvicorn):
+                # a request on a connection that is just being closed fails.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
+            )
+        except Exception as error:  # of any kind: it reads proxies and certificates from the environment
             given = [name for name in _ENVIRONMENT if os.environ.get(name) or os.environ.get(name.lower())]
             said = str(error) if isinstance(error, ImportError | OSError) else type(error).__name__
             raise UserError(
@@ -71,24 +79,16 @@ class Client:
                 f"({said}): mend or unset them"
             ) from None
 
-    def _connections(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-            timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # the rest by deadlines: bytes alone are no progress
-            # As many connections as requests. An idle one is dropped before servers do it (5 seconds in uvicorn): a
-            # request on a connection that is just being closed fails.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
-        )
-
     async def close(self) -> None:
         await self._client.aclose()
 
     async def models(self, url: str, timeout: float) -> dict[str, int | None]:
         """{served name: its longest sequence, where that is said}. Raises Failed, UserError."""
         with self.translated():
-            async with _Deadline(timeout), self._client.stream("GET", url + "/models") as reply:
-                await self._check_status(url, reply)
-                content = await _whole(reply, REPLY_BYTES)
+            with _deadline(timeout):
+                async with self._client.stream("GET", url + "/models") as reply:
+                    await self._check_status(url, reply)
+                    content = await _whole(reply, REPLY_BYTES)
             found: dict[str, int | None] = {"\n": None}
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 found = {str(item["id"]): item.get("max_model_len") for item in parse_json(content)["data"]}
@@ -107,11 +107,8 @@ class Client:
         Raises Failed, BadAnswer, Refused, UserError.
         """
         most = REPLY_BYTES + REPLY_BYTES_PER_TOKEN * (len(body["prompt"]) + body["max_tokens"])
-        with self.translated():
-            async with (
-                _Deadline(self._seconds) as deadline,
-                self._client.stream("POST", url + "/completions", json=body) as reply,
-            ):
+        with self.translated(), _deadline(self._seconds) as scope:
+            async with self._client.stream("POST", url + "/completions", json=body) as reply:
                 await self._check_status(url, reply)
                 if not body["stream"]:
                     take(_parsed(await _whole(reply, most)))
@@ -125,7 +122,7 @@ class Client:
                             if data == b"[DONE]":
                                 return  # whatever the connection does next
                             if take(_parsed(data)):
-                                deadline.reset()
+                                scope.deadline = anyio.current_time() + self._seconds
         raise Failed(
             "it does not stream: set data.generator.stream=false" if plain else "the stream ended before [DONE]"
         )
@@ -181,43 +178,24 @@ class Client:
         return text
 
 
-class _Deadline:
-    """Ends what is done within it after some seconds, as Failed. `reset` starts them anew."""
-
-    def __init__(self, seconds: float):
-        self._seconds, self._expired = seconds, False
-
-    def reset(self) -> None:
-        self._until = time.monotonic() + self._seconds  # looked at when the timer rings: tokens come by thousands
-
-    async def __aenter__(self) -> "_Deadline":
-        self._task = asyncio.current_task()
-        self.reset()
-        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ring)
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._timer.cancel()
-        if self._expired:
-            raise Failed(f"no answer within {self._seconds:g} seconds (data.generator.timeout_seconds)") from None
-
-    def _ring(self) -> None:
-        left = self._until - time.monotonic()
-        if left > 0:
-            self._timer = asyncio.get_running_loop().call_later(left, self._ring)
-        elif self._task is not None:
-            self._expired = True
-            self._task.cancel()
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[anyio.CancelScope]:
+    """Ends what is done within it after some seconds, as Failed. Setting the scope's deadline gives more time."""
+    try:
+        with anyio.fail_after(seconds) as scope:
+            yield scope
+    except TimeoutError:
+        raise Failed(f"no answer within {seconds:g} seconds (data.generator.timeout_seconds)") from None
 
 
 async def _start(reply: httpx.Response) -> bytes:
     """The first ERROR_BYTES of a reply, or a few more."""
-    start = bytearray()
+    start = b""
     async for piece in reply.aiter_bytes():
         start += piece
         if len(start) > ERROR_BYTES:
             break
-    return bytes(start)
+    return start
 
 
 async def _whole(reply: httpx.Response, most: int) -> bytes:
@@ -251,8 +229,7 @@ def _parsed(data: bytes) -> Any:
     try:
         return parse_json(data)
     except ValueError as error:
-        why = "" if _PAGE.match(data) else f" ({error})"
-        raise BadAnswer(f"the reply is no JSON{why}: {_text_of(data) or 'an HTML page'}") from None
+        raise BadAnswer(f"the reply is no JSON ({error}): {_text_of(data)}") from None
 
 
 def _error_of(content: bytes) -> str:
@@ -263,26 +240,18 @@ def _error_of(content: bytes) -> str:
 
 
 def _text_of(content: bytes) -> str:
-    """The start of a text; of an HTML page only its title, "" where it has none."""
-    page = _PAGE.match(content) is not None
-    if page:
-        title = _TITLE.search(content)
-        content = title[1] if title else b""
-    text = content.decode("utf-8", "replace")
-    return short(html.unescape(text) if page else text)
+    """The start of a text that is no JSON."""
+    return "an HTML page" if _PAGE.match(content) else short(content.decode("utf-8", "replace"))
 
 
 def _retry_after(reply: httpx.Response) -> float:
     """Seconds that the server asks us to wait; 0 where it does not."""
     value = reply.headers.get("retry-after", "").strip()
-    try:
+    with contextlib.suppress(ValueError):
         return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
+    with contextlib.suppress(ValueError, TypeError):
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, TypeError):
-        return 0.0
+    return 0.0
 
 
 # What the recipe says.

@@ -5,9 +5,10 @@
         for answer in generate_from_servers(servers, prompts):
             ...
 
-Prompts are token ids, rendered here, and go to `/v1/completions` as they are: no template of a server can differ. What
-comes back is checked (`server_answers`). Every request carries all sampling parameters, so that no default of a server
-counts, and a seed of its own, made of the recipe's seed and the prompt's key: asked again, it is the same request.
+Prompts are token ids, rendered here, and go to `/v1/completions` as they are: no template of a server can differ.
+Answers are checked (`data_gen.server.answers`). Every request carries all sampling parameters, so that no default of a
+server counts, and a seed of its own, made of the recipe's seed and the prompt's key: asked again, it is the same
+request.
 
     waiting prompt -> server with the fewest requests in flight -> answer
                   \\- failed try: pause that doubles, then the least loaded server again, max_retries times
@@ -22,7 +23,7 @@ import contextlib
 import hashlib
 import random
 import time
-from collections.abc import Awaitable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -175,23 +176,21 @@ class Servers:
         return sum(server.in_flight for server in self.servers)
 
     def summary(self) -> list[str]:
-        """A line per server."""
-        return [
-            f"  {server.url}: {server.answers:,} answers, {server.tokens:,} tokens, "
-            + f"{server.failed_tries:,} failed tries"
-            + (f" (the last: {server.last_failure})" if server.last_failure else "")
-            + (", set aside" if server.aside else "")
-            + (
-                f", was asked for {self.model} and says that it is {server.calls_itself}"
-                if self._is_other(server)
-                else ""
-            )
-            for server in self.servers
-        ]
+        """A line per server. One of another name is not refused: it may be a path or another name of the model."""
+        lines = []
+        for server in self.servers:
+            line = f"  {server.url}: {server.answers:,} answers, {server.tokens:,} tokens, "
+            line += f"{server.failed_tries:,} failed tries"
+            line += f" (the last: {server.last_failure})" if server.last_failure else ""
+            line += ", set aside" if server.aside else ""
+            if server.calls_itself not in ("", self.model):
+                line += f", was asked for {self.model} and says that it is {server.calls_itself}"
+            lines.append(line)
+        return lines
 
-    def _is_other(self, server: Server) -> bool:
-        """Said, not refused: some servers answer with a path or another name of the same model."""
-        return server.calls_itself not in ("", self.model)
+    def _refusal(self, advice: str, where: str = "data.generator.base_urls: ") -> UserError:
+        """For when no server can be used."""
+        return UserError([*(f"{where}{server.url}: {server.last_failure}" for server in self.servers), advice])
 
     # Before the first prompt.
 
@@ -203,8 +202,17 @@ class Servers:
         Raises:
             UserError: none can be reached; or one refuses us, serves something else, or serves it too short.
         """
-        looks = (self._client.models(server.url, timeout) for server in self.servers)
-        found = self.loop.run_until_complete(_gather(looks))
+
+        async def look(server: Server) -> dict[str, int | None] | Failed | UserError:
+            try:
+                return await self._client.models(server.url, timeout)
+            except (Failed, UserError) as error:
+                return error
+
+        async def look_at_all() -> list[dict[str, int | None] | Failed | UserError]:
+            return await asyncio.gather(*map(look, self.servers))
+
+        found = self.loop.run_until_complete(look_at_all())
         problems = [str(one) for one in found if isinstance(one, UserError)]
         listed = {s.url: one for s, one in zip(self.servers, found, strict=True) if isinstance(one, dict)}
         if not problems and listed:
@@ -221,8 +229,7 @@ class Servers:
             if isinstance(one, Failed):
                 server.aside, server.last_failure = True, str(one)
         if not listed:
-            lines = [f"data.generator.base_urls: {server.url}: {server.last_failure}" for server in self.servers]
-            raise UserError([*lines, "no server can be reached: start one (docs/regeneration.md says how)"])
+            raise self._refusal("no server can be reached: start one (docs/regeneration.md says how)")
         for server in self.servers:
             if server.aside:
                 print(f"note: {server.url} is set aside until it can be reached: {server.last_failure}")
@@ -252,8 +259,7 @@ class Servers:
                 server.aside, server.failed_tries, server.last_failure = True, 1, str(error)
                 failed.append(server)
         if all(server.aside for server in self.servers):
-            lines = [f"data.generator.base_urls: {server.url}: {server.last_failure}" for server in self.servers]
-            raise UserError([*lines, f"no server gives an answer of one token: {NEEDED}"])
+            raise self._refusal(f"no server gives an answer of one token: {NEEDED}")
         for server in failed:
             print(f"note: {server.url} is set aside for now: {server.last_failure}")
         self._last_good = time.monotonic()
@@ -409,13 +415,10 @@ class Servers:
         """Raises UserError where all servers fail, and have done so for give_up_seconds."""
         silent = time.monotonic() - self._last_good
         if all_fail and silent > self._section.give_up_seconds:
-            lines = [f"{server.url}: {server.last_failure}" for server in self.servers]
-            self._fatal = UserError(
-                [
-                    *lines,
-                    f"no server has given an answer for {silent:.0f} seconds (data.generator.give_up_seconds): see to "
-                    "them and run the same command again; what is written stays",
-                ]
+            self._fatal = self._refusal(
+                f"no server has given an answer for {silent:.0f} seconds (data.generator.give_up_seconds): see to them "
+                "and run the same command again; what is written stays",
+                where="",
             )
             self._wake()
             raise self._fatal
@@ -444,15 +447,6 @@ class Servers:
             else:
                 server.aside, server.failures = False, 0
                 self._wake()
-
-
-async def _gather(awaitables: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Results in order; what went wrong stands in place of a result."""
-    results = await asyncio.gather(*awaitables, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, Failed | UserError):
-            raise result
-    return results
 
 
 def _only_model(listed: dict[str, dict[str, int | None]]) -> str:
