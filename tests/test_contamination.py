@@ -303,8 +303,8 @@ def test_large_sources_are_compared_in_part_and_that_is_said(
     tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overlap, "MOST", 2)
-    index, notes = overlap.evaluation_index(recipe_of(tmp_path, target_dir, "list"), whole=False)
-    assert index.conversations == 2 and "the first 2 conversations of" in notes[0]
+    check = overlap.Check(recipe_of(tmp_path, target_dir, "list"), remove=False)
+    assert check.index.conversations == 2 and "the first 2 conversations of" in check.notes[0]
 
 
 # The script.
@@ -330,7 +330,7 @@ def test_script(
         assert [(entry["source"], entry["id"]) for entry in listed(recipe)] == expected
     printed = capsys.readouterr().out
     assert f"6 conversations of {prompts}, 6 conversations of {own}" in printed
-    assert "4 exact    bench" in printed and EVALUATION[3].upper() in printed
+    assert "4 of 12 training conversations" in printed and "(4 exact; bench 4)" in printed
 
 
 def test_the_list_is_no_other_file(tmp_path: Path, target_dir: Path) -> None:

@@ -176,7 +176,7 @@ def answers_of(
         UserError: there is none, or one beyond the target's vocabulary.
     """
     check, rejects = training_check(recipe), Rejects(recipe.training_rejects_path)
-    leave_out = check.leave_out if check else None
+    leave_out = check.leave_out(recipe.conversations_path) if check else None
     rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
     ids: set[str] = set()
 

@@ -39,9 +39,7 @@ SHARE = 0.5
 COMMON = 3
 LATER_TURN_WORDS = 8
 MOST = 10_000
-# Characters of a text that a finding shows, and findings that the script shows.
-SHOWN_CHARACTERS = 120
-SHOWN_FINDINGS = 5
+SHOWN_CHARACTERS = 120  # of a text, in a finding
 
 # Scripts that write no spaces: each character is a word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
@@ -164,21 +162,30 @@ def _beginning(text: str) -> str:
 # A recipe's check.
 
 
-def evaluation_index(recipe: Recipe, whole: bool) -> tuple[EvaluationIndex, list[str]]:
-    """The index of eval.prompts, and what was not compared, in sentences.
+class Check:
+    """Compares training conversations, one source after another, with all of eval.prompts.
 
     Args:
-        whole: is every source needed?
+        remove: are found conversations to be left out? Then every source of eval.prompts is needed.
 
     Raises:
-        UserError: one that is needed cannot be read.
+        UserError: a source that is needed cannot be read.
     """
-    notes: list[str] = []
-    unread: list[str] = []
 
-    def conversations() -> Iterator[Conversation]:
+    def __init__(self, recipe: Recipe, remove: bool):
+        self.remove, self._path = remove, recipe.contamination_path
+        self.notes: list[str] = []  # what was not compared, in sentences
+        self.checked: Counter[str] = Counter()  # conversations by source
+        self.findings: list[dict[str, Any]] = []
+        unread: list[str] = []
+        self.index = EvaluationIndex(self._evaluation(recipe, unread))
+        if unread and remove:
+            advice = "data.contamination is `remove`: fetch it once, name a file, or say data.contamination=list"
+            raise UserError([*unread, advice])
+
+    def _evaluation(self, recipe: Recipe, unread: list[str]) -> Iterator[Conversation]:
+        limit = max(MOST, recipe.eval.max_prompts or 0)
         for source in _listed(recipe.eval.prompts):
-            limit = max(MOST, recipe.eval.max_prompts or 0)
             count = 0
             try:
                 for conversation in read_conversations(source, Rejects(), limit):
@@ -186,85 +193,67 @@ def evaluation_index(recipe: Recipe, whole: bool) -> tuple[EvaluationIndex, list
                     yield conversation
             except UserError as error:
                 unread.append(f"no contamination check against eval.prompts {source}: {error.problems[0]}")
-                notes.append(f"note: {unread[-1]}")
+                self.notes.append(f"note: {unread[-1]}")
             if count == limit:
-                notes.append(f"note: contamination was checked against the first {limit:,} conversations of {source}")
+                self.notes.append(
+                    f"note: contamination was checked against the first {limit:,} conversations of {source}"
+                )
 
-    index = EvaluationIndex(conversations())
-    if unread and whole:
-        advice = "data.contamination is `remove`: fetch it once, name a file, or say data.contamination=list"
-        raise UserError([*unread, advice])
-    return index, notes
-
-
-class Check:
-    """One pass over the training conversations of one source after another.
-
-    Args:
-        index: of the evaluation.
-        remove: are found conversations to be left out?
-    """
-
-    def __init__(self, index: EvaluationIndex, remove: bool):
-        self.index, self.remove = index, remove
-        self.checked: Counter[str] = Counter()  # conversations by source
-        self.findings: list[dict[str, Any]] = []
-
-    def look(self, source: str, line: int | None, conversation_id: str, messages: list[Any]) -> Finding | None:
+    def look(self, source: str, line: int | None, conversation_id: str, messages: list[Any]) -> str | None:
+        """Notes what a conversation shares with the evaluation; a reason to leave it out, where that is asked for."""
         self.checked[source] += 1
         finding = self.index.find(messages)
-        if finding is not None:
-            self.findings.append(
-                {
-                    "id": conversation_id,
-                    "source": source,
-                    "line": line,
-                    "evaluation_id": finding.turn.id,
-                    "benchmark": finding.turn.benchmark,
-                    "evaluation_source": finding.turn.source,
-                    "reason": finding.reason,
-                    "share": round(finding.share, 3),
-                    "text": finding.text,
-                    "evaluation_text": finding.turn.text,
-                }
-            )
-        return finding
+        if finding is None:
+            return None
+        self.findings.append(
+            {
+                "id": conversation_id,
+                "source": source,
+                "line": line,
+                "evaluation_id": finding.turn.id,
+                "benchmark": finding.turn.benchmark,
+                "evaluation_source": finding.turn.source,
+                "reason": finding.reason,
+                "share": round(finding.share, 3),
+                "text": finding.text,
+                "evaluation_text": finding.turn.text,
+            }
+        )
+        return f"contaminated: {finding}" if self.remove else None
 
-    def leave_out(self, source: str) -> LeaveOut:
+    def leave_out(self, source: str | Path) -> LeaveOut:
         """For `training_rows` over the file `source`."""
+        return lambda conversation_id, messages, line: self.look(str(source), line, conversation_id, messages)
 
-        def reason(conversation_id: str, messages: list[Any], line: int) -> str | None:
-            finding = self.look(source, line, conversation_id, messages)
-            return f"contaminated: {finding}" if finding is not None and self.remove else None
+    def report(self, write: bool = True) -> None:
+        """Prints what was found, in a line, and lists it in the recipe's contamination_path."""
+        if write:
+            self._write()
+        print("\n".join([*self.notes, f"contamination: {self._summary(write)}"]))
 
-        return reason
-
-    def summary(self, path: Path | None) -> str:
-        """One line; `path` is where the findings are listed."""
+    def _summary(self, written: bool) -> str:
         checked, found = self.checked.total(), len(self.findings)
         if not self.index.conversations:
-            return "contamination: nothing was compared: no conversation of eval.prompts could be read"
+            return "nothing was compared: no conversation of eval.prompts could be read"
         asked = f"{self.index.conversations:,} evaluation conversations"
         if not found:
-            return f"contamination: compared {checked:,} training conversations with {asked}: none ask the same"
+            return f"compared {checked:,} training conversations with {asked}: none ask the same"
         reasons = Counter(finding["reason"] for finding in self.findings)
         benchmarks = Counter(finding["benchmark"] for finding in self.findings)
         kinds = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
         places = ", ".join(f"{name} {count:,}" for name, count in benchmarks.most_common())
         done = "left out" if self.remove else "kept (data.contamination: remove leaves them out)"
-        listed = f"; listed in {path}" if path is not None else ""
-        return (
-            f"contamination: {found:,} of {checked:,} training conversations ask what {asked} ask "
-            f"({kinds}; {places}): {done}{listed}"
+        return f"{found:,} of {checked:,} training conversations ask what {asked} ask ({kinds}; {places}): {done}" + (
+            f"; listed in {self._path}" if written else ""
         )
 
-    def write(self, path: Path) -> None:
+    def _write(self) -> None:
         """Lists the findings; lines about sources that this check did not see stay.
 
         Raises:
-            UserError: `path` holds something else.
+            UserError: the file holds something else.
         """
-        lines = []
+        path, lines = self._path, []
         try:
             held = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
             lines += [line for line in held if line and parse_json(line)["source"] not in self.checked]
@@ -291,18 +280,16 @@ def screen(
     """
     if recipe.data.contamination == "off" or recipe.eval.prompts is None:
         return conversations
-    remove = recipe.data.contamination == "remove"
-    index, notes = evaluation_index(recipe, whole=remove)
-    check = Check(index, remove)
+    check = Check(recipe, recipe.data.contamination == "remove")
     clean = []
     for conversation in Bar(conversations, desc="contamination", unit="conversation", leave=False):
-        finding = check.look(conversation.source, conversation.line, conversation.id, conversation.messages)
-        if finding is None or not check.remove:
+        place = conversation.source, conversation.line
+        if reason := check.look(*place, conversation.id, conversation.messages):
+            record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
+            rejects.add(*place, reason, record)
+        else:
             clean.append(conversation)
-            continue
-        record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
-        rejects.add(conversation.source, conversation.line, f"contaminated: {finding}", record)
-    _report(recipe, check, notes, write)
+    check.report(write)
     if conversations and not clean:
         raise UserError(
             f"data.prompts: all {len(conversations):,} conversations ask what eval.prompts ask; nothing is left to ask"
@@ -310,7 +297,7 @@ def screen(
     return clean
 
 
-def training_check(recipe: Recipe) -> "TrainingCheck | None":
+def training_check(recipe: Recipe) -> Check | None:
     """The check of the conversations that training reads; None where there is nothing to do.
 
     What regenerate writes it has checked itself, so `list` looks only at conversations that come from elsewhere.
@@ -319,20 +306,7 @@ def training_check(recipe: Recipe) -> "TrainingCheck | None":
     action = recipe.data.contamination
     if action == "off" or recipe.eval.prompts is None or (action == "list" and not _from_elsewhere(recipe)):
         return None
-    return TrainingCheck(recipe)
-
-
-class TrainingCheck:
-    """`leave_out` goes to `training_rows`; `report`, after its last row, prints one line and lists the findings."""
-
-    def __init__(self, recipe: Recipe):
-        remove = recipe.data.contamination == "remove"
-        index, self.notes = evaluation_index(recipe, whole=remove)
-        self._recipe, self._check = recipe, Check(index, remove)
-        self.leave_out: LeaveOut = self._check.leave_out(str(recipe.conversations_path))
-
-    def report(self, write: bool = True) -> None:
-        _report(self._recipe, self._check, self.notes, write)
+    return Check(recipe, action == "remove")
 
 
 def left_out_of_training(recipe: Recipe) -> LeaveOut | None:
@@ -341,13 +315,7 @@ def left_out_of_training(recipe: Recipe) -> LeaveOut | None:
         return None
     if check.notes and os.environ.get("RANK", "0") == "0":
         print("\n".join(check.notes))
-    return check.leave_out
-
-
-def _report(recipe: Recipe, check: Check, notes: list[str], write: bool) -> None:
-    if write:
-        check.write(recipe.contamination_path)
-    print("\n".join([*notes, check.summary(recipe.contamination_path if write else None)]))
+    return check.leave_out(recipe.conversations_path)
 
 
 def _from_elsewhere(recipe: Recipe) -> bool:
@@ -367,13 +335,12 @@ def main(command: Command) -> None:
     file = recipe.conversations_path if _from_elsewhere(recipe) else None
     if file is not None and not file.exists():
         raise UserError(f"data.conversations: {file} does not exist, and there is nothing else to compare")
-    compared = [*prompts, *([str(file)] if file else [])]
     if command.plan:
+        compared = [*prompts, *([str(file)] if file else [])]
         print(f"compares  {', '.join(compared)}\nwith      {', '.join(_listed(recipe.eval.prompts))}")
         print(f"writes    {recipe.contamination_path}")
         return
-    index, notes = evaluation_index(recipe, whole=False)
-    check, rejects = Check(index, remove=False), Rejects()
+    check, rejects = Check(recipe, remove=False), Rejects()
     with Bar(desc="contamination", unit="conversation", leave=False) as progress:
         if prompts:
             for conversation in read_training_prompts(recipe.data, rejects, recipe.data.max_prompts):
@@ -382,21 +349,9 @@ def main(command: Command) -> None:
         for line, conversation_id, messages in _conversations_of(file, rejects) if file else ():
             check.look(str(file), line, conversation_id, messages)
             progress.update()
-    check.write(recipe.contamination_path)
-    for note in notes:
-        print(note)
-    print(
-        f"compared      {', '.join(f'{count:,} conversations of {source}' for source, count in check.checked.items())}"
-    )
-    print(f"with          {index.conversations:,} conversations of {', '.join(_listed(recipe.eval.prompts))}")
-    print(f"found         {len(check.findings):,}; data.contamination is `{recipe.data.contamination}`")
-    for (benchmark, reason), count in Counter((f["benchmark"], f["reason"]) for f in check.findings).most_common():
-        print(f"  {count:>11,} {reason:<8} {benchmark}")
-    for finding in check.findings[:SHOWN_FINDINGS]:
-        print(f"for example   {finding['id']} ({finding['reason']}, {finding['share']:.0%}) {finding['text']}")
-        print(f"              {finding['evaluation_id']}: {finding['evaluation_text']}")
-    print(f"rejected      {rejects.summary()}")
-    print(f"written       {recipe.contamination_path}" if check.findings else "nothing to list")
+    print(f"compared: {', '.join(f'{count:,} conversations of {name}' for name, count in check.checked.items())}")
+    check.report()
+    print(rejects.summary())
 
 
 def _conversations_of(path: Path, rejects: Rejects) -> Iterator[tuple[int, str, list[Any]]]:

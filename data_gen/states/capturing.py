@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.capture_processes import Team
+from draftsmith.data_gen.states.shards import make_folder
 from draftsmith.data_gen.states.store import (
     ENCODINGS,
     Manifest,
@@ -23,6 +24,7 @@ from draftsmith.data_gen.states.store import (
     file_problem,
     key_of,
     length_of,
+    taught_tokens,
     unlike,
     words_of_rows,
 )
@@ -35,7 +37,7 @@ from draftsmith.data_gen.states.stored_target import (
 )
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences, file_digest, target_identity
-from draftsmith.models.costs import gigabytes, target_forward_flops, target_size, torch_dtype
+from draftsmith.models.costs import gigabytes, torch_dtype
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
@@ -88,13 +90,13 @@ def lead(team: Team, command: Command) -> None:
             return
         check_room(job, manifest, directory)
         if not directory.exists():
-            _make(directory)
+            make_folder(directory, "data.states")
             held.enter_context(alone_in(directory))
         clear_leftovers(directory, manifest)
         if manifest.complete and manifest.files:
             print(f"all is captured: {in_words(manifest)}")
             return
-        missing = todo(job, manifest)
+        missing = missing_shards(job, manifest)
         team.tell(MISSING, missing)
         capture(job, missing, directory, team, manifest)
     print(f"{directory}: {in_words(manifest)}")
@@ -108,13 +110,6 @@ def follow(team: Team, read_command: Callable[[], Command]) -> None:
     logging.disable_progress_bar()  # transformers': rank 0 shows its own
     recipe = read_command().recipe
     capture(job_of(recipe, Rejects()), missing, recipe.states_dir, team)
-
-
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"data.states: {directory} cannot be made: {error.strerror}; name another folder") from None
 
 
 @dataclass(frozen=True)
@@ -225,8 +220,8 @@ def clear_leftovers(directory: Path, manifest: Manifest) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def todo(job: Job, manifest: Manifest) -> list[int]:
-    """Numbers of the shards that are missing."""
+def missing_shards(job: Job, manifest: Manifest) -> list[int]:
+    """Their numbers."""
     return [number for number in range(len(job.shards)) if number not in manifest.shards]
 
 
@@ -241,42 +236,27 @@ def estimated_bytes(job: Job) -> int:
 
 def plan_lines(job: Job, manifest: Manifest, directory: Path) -> Iterator[str]:
     rows = [row for shard in job.shards for row in shard]
-    shape, width = job.shape, job.shape.hidden_size
-    tokens = sum(map(length_of, rows))
-    one = shape.encoding.bytes_of(width)
-    taught = sum(max(0, end - max(start, 1) - 1) for row in rows for start, end in row.spans)
-    a_token = one * (shape.states + (taught / tokens if shape.has_last else 0))
-    states = f"{list(job.layers)} of every token" + (
-        f", the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else ", which is the teacher's, too"
-    )
-    section = job.recipe.target
-    config = load_config(section)
-    size = target_size(config, section.dtype, section.trust_remote_code)
-    flops = sum(target_forward_flops(config.get_text_config(decoder=True), size, 1, length_of(row), 0) for row in rows)
+    shape, tokens = job.shape, sum(map(length_of, rows))
+    taught = sum(taught_tokens(row.spans) for row in rows)
+    a_token = shape.encoding.bytes_of(shape.hidden_size) * (shape.states + (taught / tokens if shape.has_last else 0))
+    last = f"the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which is the teacher's, too"
     yield f"rows           {len(rows):,}, {tokens:,} tokens, of training and validation"
-    yield f"states         {states}, in {job.recipe.data.capture.dtype}"
+    yield f"states         {list(job.layers)} of every token, {last}, in {job.recipe.data.capture.dtype}"
+    yield f"a token        {a_token:,.0f} bytes of states"
+    count = len(job.shards)
     yield (
-        f"a token        {a_token:,.0f} bytes of states; three states and the last of every token in 16 bits "
-        f"(4 * H * 2) are {4 * width * 2:,}"
+        f"disk           {gigabytes(estimated_bytes(job))} in {count:,} shard{'s' * (count > 1)}, "
+        f"{gigabytes(free_bytes(directory))} are free there"
     )
-    yield f"disk           {gigabytes(estimated_bytes(job))} in {shards_in_words(job)}, {free_in_words(directory)}"
-    yield f"passes         {flops:.1e} operations of the target; the progress bar tells how long they take here"
     if manifest.shards:
         yield f"done           {in_words(manifest)}"
     yield f"writes         {directory}"
 
 
-def existing_parent(path: Path) -> Path:
-    """The nearest folder on the way to `path` that is there."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-
-
-def shards_in_words(job: Job) -> str:
-    return f"{len(job.shards):,} shard{'s' * (len(job.shards) > 1)}"
-
-
-def free_in_words(directory: Path) -> str:
-    return f"{gigabytes(shutil.disk_usage(existing_parent(directory)).free)} are free there"
+def free_bytes(directory: Path) -> int:
+    """Of the disk that `directory` lies on, or will."""
+    there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
+    return shutil.disk_usage(there).free
 
 
 def check_room(job: Job, manifest: Manifest, directory: Path) -> None:
@@ -285,9 +265,9 @@ def check_room(job: Job, manifest: Manifest, directory: Path) -> None:
     Raises:
         UserError: it cannot.
     """
-    left = sum(job.shape.bytes_of_shard(job.shards[number]) for number in todo(job, manifest))
+    left = sum(job.shape.bytes_of_shard(job.shards[number]) for number in missing_shards(job, manifest))
     left += 0 if manifest.files else job.bytes_of_target
-    free = shutil.disk_usage(existing_parent(directory)).free
+    free = free_bytes(directory)
     if left > free:
         raise UserError(
             f"data.states: {gigabytes(left)} are still to be written to {directory}, and {gigabytes(free)} are free "
@@ -334,10 +314,11 @@ def capture(job: Job, missing: Sequence[int], directory: Path, team: Team, manif
             if not manifest.files:
                 manifest.files = save_target(section, target, directory)
                 manifest.write(directory)
-            ledger = Ledger(directory, manifest, team, tokens_of(job, missing))
+            tokens = sum(length_of(row) for number in missing for row in job.shards[number])
+            ledger = Ledger(directory, manifest, team, tokens)
         make_shards(job, missing, target, directory, team, ledger)
         if ledger is not None:
-            ledger.wait_for_all()
+            team.wait(ledger.keeps_all)
     except (OSError, SafetensorError) as error:
         whole = len(job.shards) - len(missing) + team.count(WRITTEN)
         raise UserError(
@@ -374,10 +355,6 @@ def check_same(team: Team, made_of: dict[str, Any]) -> None:
         )
 
 
-def tokens_of(job: Job, shards: Iterable[int]) -> int:
-    return sum(length_of(row) for number in shards for row in job.shards[number])
-
-
 class Ledger:
     """What rank 0 keeps: the manifest, by what all processes tell, and the bar.
 
@@ -403,12 +380,10 @@ class Ledger:
         if self.entered > before:
             self.manifest.write(self.directory)
 
-    def all_are_there(self) -> bool:
+    def keeps_all(self) -> bool:
+        """Enters what was written since; true when no shard is missing."""
         self.keep()
         return self.manifest.complete
-
-    def wait_for_all(self) -> None:
-        self.team.wait(self.all_are_there)
 
 
 def make_shards(

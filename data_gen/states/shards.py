@@ -19,6 +19,14 @@ from draftsmith.recipes.files.json_text import parse_json
 MANIFEST = "manifest.json"
 
 
+def make_folder(directory: Path, key: str) -> None:
+    """Makes the folder that the recipe names under `key`. Raises UserError."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{key}: {directory} cannot be made: {error.strerror}; name another folder") from None
+
+
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.safetensors"
 

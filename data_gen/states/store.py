@@ -36,6 +36,7 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,11 @@ def teacher_positions(spans: Sequence[tuple[int, int]]) -> list[int]:
     return [position for start, end in spans for position in range(max(start, 1), end - 1)]
 
 
+def taught_tokens(spans: Iterable[Sequence[int]]) -> int:
+    """How many `teacher_positions` there are."""
+    return sum(max(0, end - max(start, 1) - 1) for start, end in spans)
+
+
 def words_of_rows(keys: Iterable[bytes]) -> str:
     """Says which rows these are, whatever their order."""
     ordered = sorted(keys)
@@ -141,7 +147,7 @@ class Shape:
 
     def bytes_of(self, row: TrainingRow) -> int:
         state, length = self.encoding.bytes_of(self.hidden_size), length_of(row)
-        taught = sum(max(0, end - max(start, 1) - 1) for start, end in row.spans) if self.has_last else 0
+        taught = taught_tokens(row.spans) if self.has_last else 0
         return state * (self.states * length + taught) + 4 * length + 24 * len(row.spans) + 8 + KEY_BYTES
 
     def shards(self, rows: Sequence[TrainingRow], shard_bytes: float) -> list[list[TrainingRow]]:
@@ -170,11 +176,8 @@ class ShardBuffer:
 
     def __init__(self, shape: Shape, rows: Sequence[TrainingRow]):
         self.shape, self.rows = shape, rows
-        self.starts = [0]
-        self.taught_starts = [0]
-        for row in rows:
-            self.starts.append(self.starts[-1] + length_of(row))
-            self.taught_starts.append(self.taught_starts[-1] + len(teacher_positions(row.spans)))
+        self.starts = list(accumulate(map(length_of, rows), initial=0))
+        self.taught_starts = list(accumulate((taught_tokens(row.spans) for row in rows), initial=0))
         tokens, taught = self.starts[-1], self.taught_starts[-1]
         dtype, width = shape.encoding.dtype, shape.hidden_size
         self.tensors = {"captured": torch.empty(tokens, shape.states, width, dtype=dtype)}
@@ -359,14 +362,6 @@ class RowStates:
         return RowStates(captured, *others)
 
 
-@dataclass
-class _Index:
-    """Where the rows of a shard lie in it."""
-
-    starts: list[int]
-    taught_starts: list[int]
-
-
 class Store:
     """A whole store, opened for reading, by one thread at a time.
 
@@ -394,7 +389,7 @@ class Store:
         self.capture_layers: tuple[int, ...] = tuple(manifest.made_of["capture_layers"])
         self._verified: set[int] = set()
         self._open: dict[int, Any] = {}
-        self._indices: dict[int, _Index] = {}
+        self._indices: dict[int, tuple[list[int], list[int]]] = {}  # `_starts` of shards
         self._places = dict(self._read_keys())  # key -> (shard, row in it)
 
     def _read_keys(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
@@ -433,23 +428,18 @@ class Store:
 
     def _read(self, shard: Any, number: int, index: int, row: TrainingRow) -> RowStates:
         if number not in self._indices:
-            self._indices[number] = _index_of(shard)
-        at = self._indices[number]
+            self._indices[number] = _starts(shard)
+        starts, taught_starts = self._indices[number]
         names = set(shard.keys())
 
         def part(name: str, starts: Sequence[int]) -> torch.Tensor | None:
             return shard.get_slice(name)[starts[index] : starts[index + 1]] if name in names else None
 
-        captured = part("captured", at.starts)
-        ids = shard.get_slice("ids")[at.starts[index] : at.starts[index + 1]].tolist()
-        if captured is None or ids != row.input_ids[: length_of(row)]:
+        captured, ids = part("captured", starts), part("ids", starts)
+        if captured is None or ids is None or ids.tolist() != row.input_ids[: length_of(row)]:
             raise self._damaged(number, f"its tokens of row {row.id!r} are not the row's")
-        return RowStates(
-            captured,
-            part("captured_scale", at.starts),
-            part("last", at.taught_starts),
-            part("last_scale", at.taught_starts),
-        )
+        last, last_scale = part("last", taught_starts), part("last_scale", taught_starts)
+        return RowStates(captured, part("captured_scale", starts), last, last_scale)
 
     def _verify(self, number: int) -> None:
         said = self.manifest.shards[number]
@@ -483,12 +473,10 @@ OPEN_SHARDS = 16
 MEND = "copy it again, or run data_gen/capture.py --verify, which writes anew what is damaged"
 
 
-def _index_of(shard: Any) -> _Index:
+def _starts(shard: Any) -> tuple[list[int], list[int]]:
+    """Where the tokens of each row begin in a shard, and where its teacher positions do."""
     starts = shard.get_tensor("starts").tolist()
     taught = [0] * (len(starts) - 1)
-    for row, start, end in shard.get_tensor("spans").tolist():
-        taught[row] += max(0, end - max(start, 1) - 1)
-    taught_starts = [0]
-    for count in taught:
-        taught_starts.append(taught_starts[-1] + count)
-    return _Index(starts, taught_starts)
+    for row, *span in shard.get_tensor("spans").tolist():
+        taught[row] += taught_tokens([span])
+    return starts, list(accumulate(taught, initial=0))

@@ -5,12 +5,14 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith.data_gen.states.shards import make_folder
 from draftsmith.data_gen.trees.labelled_trees import (
     ROW_BYTES,
     Manifest,
@@ -77,10 +79,7 @@ def main(command: Command) -> None:
     if command.plan:
         print_plan(recipe, contender, recording, answers, manifest)
         return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"labels.out: {directory} cannot be made: {error.strerror}; name another folder") from None
+    make_folder(directory, "labels.out")
     batches = batches_of(answers, recipe.labels.batch_size)
     if not remaining(manifest, batches, recipe.labels.max_rows):
         if not manifest.complete:
@@ -97,18 +96,13 @@ def main(command: Command) -> None:
     print(f"{directory}: {in_words(manifest)}")
 
 
-class _named:
-    """Messages of replay and of contenders name the keys that they stand for here."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, UserError):
-            named = {"eval.answers": "labels.answers"}
-            problems = error.problems
-            for key, ours in named.items():
-                problems = [problem.replace(key, ours) for problem in problems]
-            raise UserError(problems) from None
+@contextmanager
+def _named() -> Iterator[None]:
+    """Messages of replay and of contenders name eval.answers, which is labels.answers here."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError([problem.replace("eval.answers", "labels.answers") for problem in error.problems]) from None
 
 
 # What is labelled.
@@ -120,10 +114,8 @@ def check_place(recipe: Recipe) -> None:
     Raises:
         UserError: all problems at once.
     """
-    problems = []
     problem = output_problem(recipe.labelled_trees_dir, folder=True)
-    if problem is not None:
-        problems.append(f"labels.out: {problem}")
+    problems = [] if problem is None else [f"labels.out: {problem}"]
     calls = recipe.labels.draft_calls
     positions = load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings
     if calls >= positions:
@@ -277,20 +269,17 @@ def print_plan(
         f"rows         at most {most:,}, {gigabytes(most * ROW_BYTES)}: if no node were accepted; with tau tokens a "
         "round a tau-th of it"
     )
-    print("time         unknown until the first answers are labelled; the progress bar then shows what is left")
     print(f"writes       {recipe.labelled_trees_dir}")
 
 
 def in_words(manifest: Manifest) -> str:
-    rows, trees, accepted = manifest.total("rows"), manifest.total("trees"), manifest.total("accepted")
-    dropped = {
-        "with NaN": manifest.total("dropped_nan"),
-        "below the end of their answer": manifest.total("dropped_beyond"),
-    }
-    left_out = ", ".join(f"{count:,} {why}" for why, count in dropped.items())
+    answers, rows, trees, accepted, nan, beyond = map(
+        manifest.total, ("answers", "rows", "trees", "accepted", "dropped_nan", "dropped_beyond")
+    )
     return (
-        f"{rows:,} rows of {trees:,} trees along {manifest.total('answers'):,} of {manifest.of_answers:,} answers, "
-        f"{accepted:,} accepted ({accepted / max(1, trees):.2f} a tree); left out: {left_out}"
+        f"{rows:,} rows of {trees:,} trees along {answers:,} of {manifest.of_answers:,} answers, "
+        f"{accepted:,} accepted ({accepted / max(1, trees):.2f} a tree); left out: {nan:,} with NaN, {beyond:,} below "
+        "the end of their answer"
     )
 
 
