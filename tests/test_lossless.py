@@ -154,14 +154,14 @@ def name_of(combination: tuple[Any, ...]) -> str:
     return ", ".join(map(str, combination))
 
 
-FAST = [
-    each
-    for each in EVERYTHING
-    if each[0] in ("llama", "gemma2", "gpt2") and (each[1] == "eagle3" or (each[0] == "llama" and each[2] in TRIED))
-]
+def is_fast(family: str, proposer: str, policy: str, vocabulary: str, rows: int) -> bool:
+    """Another target and another draft vocabulary need a drafter of their own, which takes seconds to teach."""
+    if family == "llama":
+        return proposer == "eagle3" or (policy in TRIED and ("NaN" in proposer or "draft" not in vocabulary))
+    return family in ("gemma2", "gpt2") and proposer == "eagle3" and "draft" not in vocabulary
 
 
-@pytest.mark.parametrize("combination", list(meeting(FAST)), ids=name_of)
+@pytest.mark.parametrize("combination", list(meeting([each for each in EVERYTHING if is_fast(*each)])), ids=name_of)
 def test_every_two_meet(combination: tuple[Any, ...]) -> None:
     answers = decoded(combination)
     assert [answer.token_ids for answer in answers] == expected_of(combination[0])[: len(answers)]
