@@ -143,40 +143,6 @@ def test_a_specialist_that_no_step_reaches_gets_no_gradient(name: str) -> None:
     assert {key.split(".")[1] for key in gradients(drafter) if key.startswith("specialists")} == {"0"}
 
 
-@in_batches
-def test_padding_and_splitting_change_neither_loss_nor_gradient(name: str, noisy: bool) -> None:
-    """Noise is drawn for each row by its name, so that it does not matter with whom the row stands."""
-    case, drafter = CASES[name], drafter_of(CASES[name])
-    trainee = trainee_of(case, drafter)
-    lengths = [27, 21, 14]
-    names = [f"0/0/{b}" for b in range(3)]
-    ids, span = make_rows(lengths)
-    whole = sums_of(trainee, ids, span, (lengths, names) if noisy else None)
-    whole.loss.backward()
-    expected = gradients(drafter)
-
-    padding = torch.randint(1, VOCAB_SIZE, (3, 13))  # its content must not matter either
-    padded_ids, padded_span = torch.cat((ids, padding), dim=1), torch.cat((span, torch.zeros_like(padding)), dim=1)
-    padded = sums_of(trainee, padded_ids, padded_span, (lengths, names) if noisy else None)
-    padded.loss.backward()
-    torch.testing.assert_close(padded.loss, whole.loss, rtol=1e-5, atol=1e-5)
-    assert_same_gradients(gradients(drafter), expected)
-
-    total, columns = torch.zeros(()), 0
-    for rows in ([2, 0], [1]):  # in another order, too
-        longest = max(lengths[b] for b in rows)
-        noise = ([lengths[b] for b in rows], [names[b] for b in rows])
-        part = sums_of(trainee, ids[rows, :longest], span[rows, :longest], noise if noisy else None)
-        part.loss.backward()
-        total, columns = total + part.loss.detach(), columns + int(part.columns)
-    assert columns == int(whole.columns)
-    torch.testing.assert_close(total, whole.loss.detach(), rtol=1e-5, atol=1e-5)
-    assert_same_gradients(gradients(drafter), expected)
-    if noisy:
-        clean = sums_of(trainee, ids, span)
-        assert abs(clean.loss.item() - whole.loss.item()) > 1e-2
-
-
 # Documents that share a row. Three of two turns each; one in which a single column counts, one in which none does.
 DOCUMENTS = [27, 21, 14]
 
