@@ -13,7 +13,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Detach, StepWeight
 from draftsmith.train.loss.losses import LossWeights
-from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, add_noise, teacher_of
+from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
 from tests.conftest import make_target
 
 VOCAB_SIZE = 48
@@ -145,18 +145,11 @@ def trainee_of(case: Case, drafter: FeatureDrafter, checkpointing: bool = False)
     return TrainingTimeTest(drafter, case.steps, case.step_weight, checkpointing, case.weights, case.detach)
 
 
-def sums_of(
-    trainee: TrainingTimeTest,
-    ids: torch.Tensor,
-    span: torch.Tensor,
-    noise: tuple[list[int], list[str]] | None = None,
-) -> UnrollSums:
-    """What a micro-batch adds up to; `noise`: length of each row and the name of its random numbers."""
+def sums_of(trainee: TrainingTimeTest, ids: torch.Tensor, span: torch.Tensor) -> UnrollSums:
+    """What a micro-batch adds up to."""
     captured, last = states_of(trainee.drafter, ids)
     columns = columns_of(span, trainee.steps)
     teacher = teacher_of(small_target(), last, ids, columns, trainee.drafter.vocab)
-    if noise is not None:
-        captured = add_noise(captured, 0.2, *noise)
     return trainee(captured, ids, columns, teacher)
 
 
