@@ -257,6 +257,17 @@ def test_a_certain_child_does_not_lose_its_parent() -> None:
     assert tree.tokens.tolist() == [[0, 1, 3, 5, 7]]
 
 
+def test_a_token_of_probability_nan_ranks_behind_all_others() -> None:
+    class Broken(Table):
+        def row(self, path: Nodes) -> torch.Tensor:
+            return super().row(path).index_fill(0, torch.tensor(3), math.nan)
+
+    table = Broken(0)
+    tree, _ = Eagle2(nodes=3, draft_calls=1, top_k=3).grow(Scripted([table]), roots(1))
+    others = [token for token in reference.by_likelihood(Table(0)(())) if token != 3]
+    assert paths_of(tree, 0)[1:] == [(token,) for token in others[:2]]
+
+
 def test_log_probabilities_that_round_above_zero_do_not_lift_a_child_above_its_parent() -> None:
     class Rounded(Table):
         def row(self, path: Nodes) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The unroll is chain drafting, for every kind of drafter, and equals its slow twin; every parameter is trained; neither
-checkpointing nor how documents are laid out in rows changes anything.
+"""The unroll is chain drafting, for every kind of drafter, and equals its slow twin. Every parameter is trained.
+Neither checkpointing nor how documents are laid out in rows changes anything.
 """
 
 from dataclasses import replace
