@@ -109,6 +109,7 @@ def test_unroll_equals_the_slow_twin_in_value_and_gradient(name: str) -> None:
         trainee,
     )
     loss.backward()
+    assert int(sums.columns) == int((columns.depth > 0).sum())  # what the loss is divided by
     assert sums.reached.tolist() == reached
     assert sums.trained.tolist() == trained
     assert sums.correct.tolist() == correct
