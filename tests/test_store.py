@@ -1,50 +1,27 @@
-"""The hidden-state store: what is in it, that training from it is training with the target, and that nothing is torn.
+"""The hidden-state store: what is in it, that training from it is training with the target, what it refuses."""
 
-The slow test kills capture 200 times, half of the times by the clock and half at a drawn write, rename or fsync.
-"""
-
-import contextlib
 import functools
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import psutil
 import pytest
 import torch
-import yaml
 from safetensors import safe_open
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from draftsmith.data_gen import capture as script
-from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
-from draftsmith.data_gen.states import capturing
-from draftsmith.data_gen.states.capture_processes import Team
-from draftsmith.data_gen.states.capturing import Job, estimated_bytes, layers_of
-from draftsmith.data_gen.states.store import ENCODINGS, Manifest, ShardBuffer, Store, key_of, teacher_positions
+from draftsmith.data_gen.states.store import ENCODINGS, Manifest, Store, key_of, teacher_positions
 from draftsmith.data_gen.states.stored_target import StoredTarget, check_head
 from draftsmith.eval.decoding.policies import policy_of
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.drafters import drafter_config
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.command import progress
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TreeSection
 from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
@@ -61,51 +38,22 @@ from draftsmith.train.run.state_sources import (
 )
 from draftsmith.train.run.validation_replay import ValidationReplay, answers_of, in_numbers
 from tests.conftest import make_target, make_tokenizer
-from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.drafter_cases import assert_same_gradients, gradients
 from tests.ranks import run_ranks
-from tests.test_crashes import cut, kill_until_it_ends, told
-from tests.training_runs import SIX_STEPS, metrics, run_main, to_train
+from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, refusals, rows_of, store_recipe, target_of
+from tests.training_runs import metrics, run_main, to_train
 
 ROOT = Path(__file__).parent.parent
-CAPTURE = "draftsmith.data_gen.capture"
-KILLS = 200
-CONVERSATIONS = 40
-SHARDS = 6  # that the rows of these fill
 REPLAY = [
     "train.eval_replay=3",
     "train.save_every_steps=6",
     "eval.tree={nodes: 60, draft_calls: 1, top_k: 59}",
 ]  # so wide that chance hits
 
-# What the recipe's drafter is, by the script that trains it.
-KINDS: dict[str, list[str]] = {
-    "eagle3": [],
-    "eagle": ["drafter={kind: eagle}", "train.ttt_steps=3", "train.top_k_loss=1.0"],  # HASS
-    "poss": ["drafter={kind: poss, positions_per_specialist: 1, specialists: 3}", "train.ttt_steps=4"],
-    "poss over eagle3": [
-        "drafter={kind: poss, base: eagle3, vocab_size: 160, positions_per_specialist: 2, specialists: 2}",
-        "train.ttt_steps=4",
-    ],
-}
-
 
 @pytest.fixture(scope="module")
 def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe with its target, conversations and draft vocabulary; the store's rows fill several shards."""
-    folder = tmp_path_factory.mktemp("store")
-    make_target().save_pretrained(folder / "target")
-    make_tokenizer().save_pretrained(folder / "target")
-    sections = {
-        "output_dir": str(to_train(folder / "run", CONVERSATIONS)),
-        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
-        "data": {"capture": {"dtype": "float32", "shard_megabytes": 0.1, "batch_tokens": 100}},
-        "drafter": {"vocab_size": 160},
-        "train": SIX_STEPS,
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(sections))
-    return path
+    return store_recipe(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")
@@ -131,27 +79,6 @@ def copy(store: Path, tmp_path: Path) -> Path:
     """A store to damage."""
     shutil.copytree(store, tmp_path / "copy")
     return tmp_path / "copy"
-
-
-def capture(recipe_path: Path, *arguments: str) -> None:
-    run_main(script, recipe_path, *arguments)
-
-
-def rows_of(recipe: Recipe) -> list[TrainingRow]:
-    return usable_rows(recipe, load_tokenizer(recipe.target), Rejects())
-
-
-def target_of(recipe: Recipe) -> Target:
-    model = load_causal_lm(recipe.target)
-    return Target(model, layers_of(recipe, model.config))
-
-
-def files_of(directory: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != ".lock"
-    }
 
 
 def names_in(path: Path) -> set[str]:
@@ -493,12 +420,6 @@ def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store:
 # Refusals.
 
 
-def refusals(recipe_path: Path, *arguments: str) -> str:
-    with pytest.raises(UserError) as raised:
-        run_main(eagle3, recipe_path, *arguments)
-    return "\n".join(raised.value.problems)
-
-
 def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path, store: Path, tmp_path: Path) -> None:
     from_store = f"data.states={store}"
     said = refusals(recipe_path, from_store, "data.capture.dtype=int8", "drafter.capture_layers=[1, 2, 3]")
@@ -563,398 +484,6 @@ def test_no_store_or_an_unfinished_one_is_told(recipe_path: Path, copy: Path, tm
     del manifest.shards[1]
     manifest.write(copy)
     assert f"has {SHARDS - 1} of {SHARDS} shards" in refusals(recipe_path, f"data.states={copy}")
-
-
-# Damage.
-
-
-def flip_a_state(path: Path) -> None:
-    _flip(path, "captured")
-
-
-def flip_a_key(path: Path) -> None:
-    _flip(path, "key")
-
-
-def _flip(path: Path, tensor: str) -> None:
-    content = bytearray(path.read_bytes())
-    length = int.from_bytes(content[:8], "little")
-    words = json.loads(content[8 : 8 + length])
-    content[8 + length + words.get(tensor, words.get("head"))["data_offsets"][0] + 5] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "name, harm, problem",
-    [
-        ("shard-00003.safetensors", cut, "bytes instead of"),
-        ("shard-00003.safetensors", Path.unlink, "no such file"),
-        ("shard-00003.safetensors", flip_a_state, "its sha256 differs"),
-        ("shard-00003.safetensors", flip_a_key, "its rows are not those that were written"),
-        ("target/head.safetensors", cut, "bytes instead of"),
-        ("target/head.safetensors", flip_a_key, "its sha256 differs"),
-        ("target/tokenizer.json", Path.unlink, "no such file"),
-    ],
-)
-def test_damaged_files_are_named_and_written_anew(
-    recipe_path: Path, store: Path, copy: Path, tmp_path: Path, name: str, harm: Callable[[Path], None], problem: str
-) -> None:
-    output = to_train(tmp_path / "run", CONVERSATIONS)
-    harm(copy / name)
-    said = refusals(recipe_path, f"data.states={copy}", f"output_dir={output}", "train.max_steps=20")
-    assert f"{copy / name}: " in said and problem in said and "data_gen/capture.py --verify" in said
-    capture(recipe_path, f"data.states={copy}", "--verify")
-    assert files_of(copy) == files_of(store)
-
-
-@pytest.mark.parametrize(
-    "change, problem",
-    {
-        "{": "malformed JSON",
-        "[" * 100_000: "nested too deeply",
-        "[]": "not a manifest of hidden states",
-        '{"kind": "labelled_trees"}': "not a manifest of hidden states",
-        '{"kind": "hidden_states", "of_shards": 3}': "damaged: 'shards' is missing",
-        "shard": "damaged: '../x' is no file of it",
-        "bytes": "bytes: -1 must be a whole number",
-        "made_of": "damaged: made_of is",
-        "of_shards": "damaged: manifest: of_shards: 'x' must be a whole number",
-        "capture_layers": "damaged: capture_layers are 3, not a list",
-    }.items(),
-)
-def test_a_damaged_manifest_is_told(copy: Path, change: str, problem: str) -> None:
-    path = copy / "manifest.json"
-    words = json.loads(path.read_text())
-    if change == "shard":
-        words["shards"][2]["file"] = "../x"
-        problem = "damaged"
-    elif change == "bytes":
-        words["shards"][2]["bytes"] = -1
-    elif change == "made_of":
-        words["made_of"] = {}
-    elif change == "of_shards":
-        words |= {"of_shards": "x", "shards": []}
-    elif change == "capture_layers":
-        words["made_of"]["capture_layers"] = 3
-    is_edited = change in words or change in ("shard", "bytes", "capture_layers")
-    path.write_text(json.dumps(words) if is_edited else change)
-    with pytest.raises(UserError, match=r"manifest\.json: ") as raised:
-        Store(copy)
-    assert problem in str(raised.value)
-
-
-# Disk.
-
-
-@pytest.mark.parametrize(
-    "kind, dtype", [("eagle3", "bfloat16"), ("eagle3", "int8"), ("eagle", "float32"), ("poss", "fp8")]
-)
-def test_the_plan_says_within_two_percent_what_is_written(
-    recipe_path: Path, tmp_path: Path, kind: str, dtype: str, capsys: pytest.CaptureFixture
-) -> None:
-    overrides = [*KINDS[kind], f"data.states={tmp_path / 'states'}", f"data.capture.dtype={dtype}"]
-    recipe = load_recipe(recipe_path, overrides)
-    job = Job.of(recipe, rows_of(recipe), tokenizer_fingerprint(load_tokenizer(recipe.target)))
-    capture(recipe_path, *overrides, "--plan")
-    assert not (tmp_path / "states").exists() and "bytes of states" in capsys.readouterr().out
-    capture(recipe_path, *overrides)
-    written = sum(len(content) for content in files_of(tmp_path / "states").values())
-    assert estimated_bytes(job) == pytest.approx(written, rel=0.02)
-    manifest = Manifest.read(tmp_path / "states")
-    assert manifest is not None and manifest.complete
-
-
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
-    recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr(capturing.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(UserError, match=r"MB are still to be written to .* and 0\.1 MB are free there: make room"):
-        capture(recipe_path, f"data.states={tmp_path / 'states'}")
-    assert not (tmp_path / "states").exists()
-
-
-# Several processes.
-
-
-def test_processes_share_the_shards_and_write_what_one_writes(
-    recipe_path: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Rank 0 waits in its first shard until rank 1 has written two; threads stand for the processes."""
-    words, one_at_a_time = HashStore(), threading.Lock()
-    teams = [Team(rank, 2, rank, words) for rank in range(2)]
-    written = {0: 0, 1: 0}
-    by_thread: dict[int, Team] = {}
-
-    def load(*arguments: Any) -> Any:
-        with one_at_a_time:
-            return load_causal_lm(*arguments)
-
-    def fill(*arguments: Any) -> None:
-        team = by_thread[threading.get_ident()]
-        if team.leads:
-            team.wait(lambda: written[1] >= 2)
-        really_fill(*arguments)
-
-    def write(shard: ShardBuffer, directory: Path, number: int) -> dict[str, Any]:
-        written[by_thread[threading.get_ident()].rank] += 1
-        return really_write(shard, directory, number)
-
-    def process(team: Team) -> None:
-        by_thread[threading.get_ident()] = team
-        capturing.capture_with(team, script.read_command)
-
-    really_fill, really_write = capturing.fill, ShardBuffer.write
-    monkeypatch.setattr(progress, "SHOWN_AFTER_SECONDS", 0)
-    monkeypatch.setattr(capturing, "load_causal_lm", load)
-    monkeypatch.setattr(capturing, "fill", fill)
-    monkeypatch.setattr(ShardBuffer, "write", write)
-    monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={tmp_path / 'states'}"])
-    with ThreadPoolExecutor(2) as pool:
-        for each in [pool.submit(process, team) for team in reversed(teams)]:
-            each.result(timeout=300)
-    assert sum(written.values()) == SHARDS and min(written.values()) >= 1 and written[1] >= 2
-    assert files_of(tmp_path / "states") == files_of(store)
-    printed = capsys.readouterr()
-    assert printed.out.count("writes  ") == printed.out.count(f"{SHARDS} of {SHARDS} shards") == 1
-    tokens = Store(store).manifest.total("tokens")
-    assert f"capture: {tokens / 1000:.2f}k tokens in" in printed.err  # the bar counts what both have read
-
-
-def test_a_process_begins_when_rank_0_has_found_everything_in_order(
-    recipe_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setattr(capturing, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
-    monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={store}"])
-    words = HashStore()
-    capturing.capture_with(Team(0, 2, 0, words), script.read_command)
-    capturing.capture_with(Team(1, 2, 1, words), script.read_command)  # nothing is missing
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "data.capture.dtype=int8"])
-    words = HashStore()
-    with pytest.raises(SystemExit) as ended:
-        capturing.capture_with(Team(0, 2, 0, words), script.read_command)
-    assert ended.value.code == 2 and "captured otherwise" in capsys.readouterr().err
-    words.delete_key("missing")
-    with pytest.raises(SystemExit) as ended:  # silent: rank 0 has said why
-        capturing.capture_with(Team(1, 2, 1, words), script.read_command)
-    assert ended.value.code == 2 and not capsys.readouterr().err
-    words = HashStore()
-    with pytest.raises(SystemExit) as ended:
-        monkeypatch.setattr(sys, "argv", ["capture.py", "--help"])
-        capturing.capture_with(Team(0, 2, 0, words), script.read_command)
-    assert ended.value.code == 0
-    capturing.capture_with(Team(1, 2, 1, words), script.read_command)
-
-
-def test_processes_that_capture_something_else_than_rank_0_say_so(recipe_path: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(recipe_path, [f"data.states={tmp_path}"])
-    job = Job.of(recipe, rows_of(recipe)[1:], "another tokenizer")
-    words = HashStore()
-    Team(0, 2, 0, words).tell("made_of", Job.of(recipe, rows_of(recipe), "this tokenizer").made_of)
-    with pytest.raises(UserError) as raised:
-        capturing.check_same(Team(1, 2, 1, words), job.made_of)
-    said = str(raised.value)
-    assert "rows: rank 0 has '40 rows, sha256 " in said and "rank 1 has '39 rows, sha256 " in said
-    assert "target.tokenizer_fingerprint: rank 0 has 'this tokenizer', rank 1 has 'another tokenizer'" in said
-
-
-def test_of_several_that_fail_one_speaks(capsys: pytest.CaptureFixture) -> None:
-    words = HashStore()
-    for rank in (1, 0):
-        with pytest.raises(SystemExit) as ended, Team(rank, 3, rank, words).speaking_once():
-            raise UserError(f"the disk of rank {rank} is full")
-        assert ended.value.code == 2
-    with pytest.raises(SystemExit) as ended:
-        Team(2, 3, 2, words).wait(lambda: False)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "error: the disk of rank 1 is full\n"
-    words = HashStore()
-    with pytest.raises(ZeroDivisionError), Team(1, 2, 1, words).speaking_once():
-        print(1 / 0)
-    with pytest.raises(SystemExit):
-        Team(0, 2, 0, words).wait(lambda: False)
-
-
-def test_each_process_takes_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Cuda:
-        taken: ClassVar[list[int]] = []
-        device_count = staticmethod(lambda: 2)
-        set_device = staticmethod(taken.append)
-
-    words = HashStore()
-    teams = [Team(rank, 6, rank % 3, words) for rank in range(6)]  # on two machines
-    assert [team.take_device("cpu") for team in teams] == [None] * 6
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Cuda)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    assert [team.take_device("auto") for team in teams[:2]] == ["cuda:0", "cuda:1"] and Cuda.taken == [0, 1]
-    assert teams[4].take_device("cuda") == "cuda:1" and teams[2].take_device("cuda:1") is None
-    with pytest.raises(UserError, match=r"the machine of rank 5 has 2 of kind cuda for 3 processes or more; start 2"):
-        teams[5].take_device("auto")
-    assert Team().take_device("auto") is None  # load_causal_lm decides
-
-
-def test_processes_without_a_place_to_meet_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(UserError, match=r"rank 1 of 2 does not find the others .* MASTER_ADDR .* start them with torc"):
-        Team.of_environment()
-
-
-def test_two_captures_do_not_write_into_one_folder(recipe_path: Path, copy: Path) -> None:
-    (copy / "shard-00002.safetensors").unlink()
-    left = files_of(copy)
-    with alone_in(copy), pytest.raises(UserError, match="another run is writing there"):
-        capture(recipe_path, f"data.states={copy}")
-    assert files_of(copy) == left
-    capture(recipe_path, f"data.states={copy}")
-    assert len(files_of(copy)) == len(left) + 1
-
-
-def started(ranks: int, *arguments: str) -> subprocess.Popen:
-    """The launcher of so many processes of capture.py."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    return subprocess.Popen(
-        [sys.executable, *launch, str(ROOT / "data_gen/capture.py"), *arguments],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-@pytest.mark.slow
-def test_two_processes_capture_what_one_does(recipe_path: Path, store: Path, tmp_path: Path) -> None:
-    said = run_ranks(2, str(ROOT / "data_gen/capture.py"), [str(recipe_path), f"data.states={tmp_path / 'states'}"])
-    assert files_of(tmp_path / "states") == files_of(store)
-    assert said.count(f"{SHARDS} of {SHARDS} shards") == 1 and said.count("writes  ") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_one_of_two_processes_is_killed_and_three_go_on(recipe_path: Path, tmp_path: Path, killed: int) -> None:
-    """By a launcher that ends the other one, too."""
-    small = [str(recipe_path), "data.capture.shard_megabytes=0.02"]  # a row or two each
-    directory, whole = tmp_path / "states", tmp_path / "whole"
-    capture(recipe_path, *small[1:], f"data.states={whole}")
-    launcher = started(2, *small, f"data.states={directory}")
-    try:
-        deadline = time.monotonic() + 300
-        while (manifest := Manifest.read(directory)) is None or len(manifest.shards) < 3:
-            assert launcher.poll() is None and time.monotonic() < deadline
-            time.sleep(0.001)
-        ranks = {each.environ()["RANK"]: each for each in psutil.Process(launcher.pid).children()}
-        ranks[str(killed)].kill()
-        assert launcher.wait(120) != 0
-    finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for each in [*psutil.Process(launcher.pid).children(), launcher]:
-                each.kill()
-        launcher.wait()
-    check_what_a_kill_left(directory)
-    manifest = Manifest.read(directory)
-    assert manifest is not None and 3 <= len(manifest.shards) < manifest.of_shards
-    before = {said["file"]: (directory / said["file"]).stat().st_mtime_ns for said in manifest.shards.values()}
-    run_ranks(3, str(ROOT / "data_gen/capture.py"), [*small, f"data.states={directory}"])
-    assert all((directory / name).stat().st_mtime_ns == written for name, written in before.items())
-    assert files_of(directory) == files_of(whole)
-
-
-# Kills.
-
-
-needs_fork = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[CrashLab]:
-    with CrashLab(["draftsmith.data_gen.states.capturing", "transformers.models.llama.modeling_llama"]) as lab:
-        yield lab
-
-
-@pytest.fixture(scope="module")
-def whole(lab: CrashLab, recipe_path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ending]:
-    """(store, how it ended) of a capture that nothing interrupts."""
-    directory = tmp_path_factory.mktemp("whole") / "states"
-    ending = lab.run(CAPTURE, [str(recipe_path), f"data.states={directory}"], count_events=True)
-    assert ending.status == 0, ending.output
-    assert Store(directory).manifest.of_shards == SHARDS
-    return directory, ending
-
-
-def check_what_a_kill_left(directory: Path) -> None:
-    """Whatever the manifest names is whole."""
-    manifest = Manifest.read(directory)
-    if manifest is not None:
-        for said in manifest.shards.values():
-            path = directory / said["file"]
-            assert capturing.file_problem(path, said) is None and capturing.file_digest(path) == said["sha256"]
-
-
-@needs_fork
-def test_a_capture_that_was_killed_goes_on(
-    lab: CrashLab, recipe_path: Path, whole: tuple[Path, Ending], tmp_path: Path
-) -> None:
-    """In the middle of renames and syncs of the target, of shards and of the manifest."""
-    directory = tmp_path / "states"
-    run = [str(recipe_path), f"data.states={directory}"]
-    for fault in (Fault("mkdir", 2), Fault("rename", 1), Fault("fsync", 12), Fault("rename", 3), Fault("write", 9)):
-        ending = lab.run(CAPTURE, run, fault=fault)
-        assert ending.status == -signal.SIGKILL, ending.output
-        check_what_a_kill_left(directory)
-    # The target's folder is written anew, and another kill comes while it is replaced, and while what it replaced goes.
-    for fault in (Fault("rename", 1), Fault("rename", 2), Fault("rename", 3), Fault("remove", 2)):
-        (directory / "target/head.safetensors").unlink(missing_ok=True)
-        ending = lab.run(CAPTURE, run, fault=fault)
-        assert ending.status == -signal.SIGKILL, ending.output
-    (directory / ".tmpA1b2C3").touch()  # as safetensors leaves it
-    before = {path.name: path.stat().st_mtime_ns for path in directory.glob("shard-*.safetensors")}
-    manifest = Manifest.read(directory)
-    assert manifest is not None and 0 < len(manifest.shards) < SHARDS
-    assert lab.run(CAPTURE, run).status == 0
-    for said in manifest.shards.values():  # what was whole was not made again
-        assert (directory / said["file"]).stat().st_mtime_ns == before[said["file"]]
-    assert files_of(directory) == files_of(whole[0])
-    ending = lab.run(CAPTURE, run)
-    assert ending.status == 0 and "all is captured" in ending.output
-
-
-@needs_fork
-def test_a_disk_that_fills_up_is_one_message_and_what_was_written_is_whole(
-    lab: CrashLab, recipe_path: Path, whole: tuple[Path, Ending], tmp_path: Path
-) -> None:
-    directory = tmp_path / "states"
-    run = [str(recipe_path), f"data.states={directory}"]
-    assert lab.run(CAPTURE, run, fault=Fault("rename", 4)).status == -signal.SIGKILL
-    ending = lab.run(CAPTURE, run, file_limit=90_000)
-    assert ending.status == 2 and "Traceback" not in ending.output
-    assert f"error: {directory}: cannot be written (" in ending.output and "shards are whole" in ending.output
-    check_what_a_kill_left(directory)
-    assert not list(directory.glob("*.tmp"))
-    assert lab.run(CAPTURE, run).status == 0
-    assert files_of(directory) == files_of(whole[0])
-
-
-@needs_fork
-@pytest.mark.slow
-def test_200_kills_of_capture_give_the_same_store(
-    lab: CrashLab, recipe_path: Path, whole: tuple[Path, Ending], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    expected, ending = whole
-    chance, kills, runs, started = random.Random(0), Counter[str](), 0, time.monotonic()
-    wanted = files_of(expected)
-    while kills.total() < KILLS:
-        directory = tmp_path / f"run{runs}"
-
-        def run(directory: Path = directory, **how: Any) -> Ending:
-            return lab.run(CAPTURE, [str(recipe_path), f"data.states={directory}"], **how)
-
-        kills += kill_until_it_ends(run, chance, ending, 20, lambda d=directory: check_what_a_kill_left(d))
-        runs += 1
-        assert files_of(directory) == wanted
-        shutil.rmtree(directory)
-    told(capsys, "capture", runs, kills, started)
 
 
 def test_the_words_of_a_config_are_the_target_s(recipe_path: Path, store: Path) -> None:

@@ -1,0 +1,69 @@
+"""Texts, corpora and calls of rank_vocab that tests of rankings share."""
+
+import gzip
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.data_gen import rank_vocab
+from draftsmith.data_gen.corpus import reader as corpus_reader
+
+WORDS = ["the", "cat", "sat", "on", "mat;", "dogs", "ran,", "rain", "fell\nafter", "", "noon", "für", "3.5", "Ü", "☂"]
+TEMPLATE = [1, 2, 3, 4]  # system, user, assistant, end: what the tests' chat template writes
+
+
+def some_texts(count: int, seed: int) -> list[str]:
+    chance = random.Random(seed)
+    return ["A " + " ".join(chance.choices(WORDS, k=chance.randint(1, 30))) for _ in range(count)]
+
+
+def counted(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Counter[int]:
+    return Counter(token for text in texts for token in tokenizer.encode(text, add_special_tokens=False))
+
+
+def as_counter(counts: torch.Tensor) -> Counter[int]:
+    return Counter({token: count for token, count in enumerate(counts.tolist()) if count})
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records)
+    (gzip.open if path.suffix == ".gz" else open)(path, "wb").write(text.encode())  # type: ignore[operator]
+    return path
+
+
+def token_counts(place: Path) -> Path:
+    return place / "out" / "token_counts.safetensors"
+
+
+def ranking_recipe(folder: Path, target_dir: Path) -> Path:
+    """Writes a recipe of the tests' target into a folder; it has no conversations."""
+    recipe = {"output_dir": str(folder / "out"), "target": {"model": str(target_dir)}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+Script = Callable[..., str]
+
+
+def rank_by_script(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Script:
+    """Calls rank_vocab with the sources that it is given, in this process; returns what it prints."""
+    monkeypatch.setattr(corpus_reader, "CHUNK_CHARACTERS", 600)
+    monkeypatch.setattr(corpus_reader, "PIECE_BYTES", 200)
+
+    def call(sources: list[dict[str, Any]], *arguments: str) -> str:
+        ranking = f"data.ranking={json.dumps({'sources': sources, 'workers': 1})}"
+        monkeypatch.setattr(sys, "argv", ["rank_vocab.py", str(place / "recipe.yaml"), ranking, *arguments])
+        rank_vocab.main()
+        return capsys.readouterr().out
+
+    return call

@@ -1,0 +1,75 @@
+"""A recipe whose rows fill several shards, and its capture: what tests of the hidden-state store share."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.data_gen import capture as script
+from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
+from draftsmith.data_gen.states.capturing import layers_of
+from draftsmith.models.chat import load_tokenizer
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train import eagle3
+from tests.conftest import make_target, make_tokenizer
+from tests.training_runs import SIX_STEPS, run_main, to_train
+
+CONVERSATIONS = 40
+SHARDS = 6  # that the rows of these fill
+
+# What the recipe's drafter is, by the script that trains it.
+KINDS: dict[str, list[str]] = {
+    "eagle3": [],
+    "eagle": ["drafter={kind: eagle}", "train.ttt_steps=3", "train.top_k_loss=1.0"],  # HASS
+    "poss": ["drafter={kind: poss, positions_per_specialist: 1, specialists: 3}", "train.ttt_steps=4"],
+    "poss over eagle3": [
+        "drafter={kind: poss, base: eagle3, vocab_size: 160, positions_per_specialist: 2, specialists: 2}",
+        "train.ttt_steps=4",
+    ],
+}
+
+
+def store_recipe(folder: Path) -> Path:
+    """A recipe with its target, conversations and draft vocabulary; the store's rows fill several shards."""
+    make_target().save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    sections = {
+        "output_dir": str(to_train(folder / "run", CONVERSATIONS)),
+        "target": {"model": str(folder / "target"), "dtype": "float32", "device": "cpu"},
+        "data": {"capture": {"dtype": "float32", "shard_megabytes": 0.1, "batch_tokens": 100}},
+        "drafter": {"vocab_size": 160},
+        "train": SIX_STEPS,
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def capture(recipe_path: Path, *arguments: str) -> None:
+    run_main(script, recipe_path, *arguments)
+
+
+def rows_of(recipe: Recipe) -> list[TrainingRow]:
+    return usable_rows(recipe, load_tokenizer(recipe.target), Rejects())
+
+
+def target_of(recipe: Recipe) -> Target:
+    model = load_causal_lm(recipe.target)
+    return Target(model, layers_of(recipe, model.config))
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+def refusals(recipe_path: Path, *arguments: str) -> str:
+    with pytest.raises(UserError) as raised:
+        run_main(eagle3, recipe_path, *arguments)
+    return "\n".join(raised.value.problems)
