@@ -1,92 +1,28 @@
-"""Contenders side by side: from recipes and overrides to names, checks, one lineup, one table; batches of answers."""
+"""Contenders from recipes and overrides: names, checks, and the folder of a run."""
 
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from matplotlib.figure import Figure
 
-from draftsmith.eval import acceptance
 from draftsmith.eval.decoding import contenders
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, contenders_of, describe, named
-from draftsmith.eval.decoding.decode import Generation
-from draftsmith.eval.measured import benchmarks, evaluation
-from draftsmith.eval.measured.benchmarks import PLAIN, Bench, load_questions
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, named
+from draftsmith.eval.measured import evaluation
+from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.compared import load_all, split_overrides
-from draftsmith.eval.measured.metrics import summarise_all
-from draftsmith.eval.page import drawing as figures
-from draftsmith.eval.page import figures as plots
-from draftsmith.eval.page import files as report_files
-from draftsmith.eval.page import html as html_report
-from draftsmith.eval.page.comparison import LABEL, comparison_plot
-from draftsmith.eval.page.legend import FEW, Legend
-from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
-from draftsmith.models.sampling import Sampling
-from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import DraftVocab, save_token_counts
+from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import ContenderSection, TargetSection, TreeSection
+from draftsmith.recipes.schema import ContenderSection, TreeSection
+from tests.compare_cases import also, run_script, save_untrained
+from tests.compare_cases import place as place
 from tests.conftest import make_target, make_tokenizer
-
-PROMPTS = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", "the dog and the cat"]
-
-
-def save_untrained(directory: Path, target_dir: Path, layers: tuple[int, ...] | None = None, seed: int = 0) -> Path:
-    """A drafter as training would save it, of 60 tokens; `layers` it reads."""
-    section = TargetSection(model=str(target_dir))
-    target = Target(load_causal_lm(section), layers)
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
-    vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
-    torch.manual_seed(seed)
-    config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
-    save_drafter(directory, Eagle3Drafter(config, vocab, target.embedding_table), identity, "", {})
-    return directory
-
-
-@pytest.fixture(scope="module")
-def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two drafters that read different layers, a small LM, token counts, prompts; and a recipe over them."""
-    folder = tmp_path_factory.mktemp("compare")
-    save_untrained(folder / "run/drafter", target_dir)
-    save_untrained(folder / "other/drafter", target_dir, (1, 5), seed=1)
-    make_target(num_layers=2, seed=3).save_pretrained(folder / "small")
-    make_tokenizer().save_pretrained(folder / "small")
-    tokenizer = load_tokenizer(TargetSection(model=str(target_dir)))
-    counts = torch.arange(320).flip(0) + 1
-    save_token_counts(folder / "run/token_counts.safetensors", counts, tokenizer_fingerprint(tokenizer), [4])
-    turns = [{"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(PROMPTS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
-    content: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
-        "eval": {
-            "prompts": str(folder / "prompts.jsonl"),
-            "max_new_tokens": 24,
-            "bootstrap_samples": 100,
-            "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
-        },
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
-    other = content | {"output_dir": str(folder / "other"), "eval": {"tree": {"policy": "chain", "nodes": 4}}}
-    (folder / "other.yaml").write_text(yaml.safe_dump(other))
-    return folder
-
-
-def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["acceptance.py", *arguments])
-    acceptance.main()
 
 
 def problems_of(recipe: Path, *compared: str, overrides: tuple[str, ...] = ()) -> list[str]:
@@ -281,10 +217,6 @@ def check(place: Path, *overrides: str, compared: tuple[str, ...] = ()) -> None:
     check_contenders(recipe, found)
 
 
-def also(**section: Any) -> str:
-    return f"eval.also=[{json.dumps({'name': 'x'} | section)}]"
-
-
 def mistakes(place: Path, target_dir: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield "no drafter here", ("eval.drafter=nowhere",)
     yield "tokenizer_fingerprint: the drafter was trained for", ("target.chat_template=" + str(place / "t.jinja"),)
@@ -433,308 +365,6 @@ def test_an_interrupted_run_leaves_the_older_one_whole(
         assert left == before, name
         assert ("answers decoded so far" in capsys.readouterr().err) == kept
         (tmp_path / "out/generations.jsonl.partial").unlink(missing_ok=True)
-
-
-# One lineup.
-
-
-def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = {"policy": "chain", "nodes": 4}
-    small = {"model": str(place / "small")}
-    recipe, found, _ = load_all(
-        str(place / "recipe.yaml"),
-        [
-            "eval.also="
-            + json.dumps(
-                [
-                    {"name": "lookup", "proposer": "prompt_lookup", "tree": chain},
-                    {"name": "lm", "proposer": "causal_lm", "draft_model": small, "tree": chain},
-                    {
-                        "name": "lm cut",
-                        "proposer": "causal_lm",
-                        "draft_model": small,
-                        "tree": chain | {"vocab_size": 50},
-                    },
-                ]
-            )
-        ],
-        ["cut: eval.tree.vocab_size=16", str(place / "other.yaml"), f"b: eval.drafter={place / 'other/drafter'}"],
-    )
-    check_contenders(recipe, found)
-    loads: list[str] = []
-    for name in ("load_causal_lm", "load_drafter", "load_draft_model"):
-        load = getattr(contenders, name)
-        monkeypatch.setattr(contenders, name, lambda *given, n=name, load=load: (loads.append(n), load(*given))[1])
-    lineup = Lineup(recipe.target)
-    proposers = {c.name: lineup.proposer(c) for c in found}
-    assert loads == ["load_causal_lm", "load_drafter", "load_draft_model", "load_drafter"]
-    main = found[0].name
-    assert {name: tuple(p.capture_layers) for name, p in proposers.items()} == {
-        **{main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4)},
-        **{"eagle3, chain of 3": (1, 5), "b": (1, 5)},
-    }
-    sizes = {c.name: lineup.drafting(c).vocab.size for c in found if c.proposer != "prompt_lookup"}
-    assert (sizes[main], sizes["cut"], sizes["lm"], sizes["lm cut"]) == (60, 16, 320, 50)
-    # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
-    assert lineup.drafting(next(c for c in found if c.name == "cut")).vocab.target_ids.tolist() == list(range(3, 19))
-
-
-def test_compare_measures_everyone_on_the_same_prompts(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [
-        str(place / "recipe.yaml"),
-        f"eval.out={place / 'out'}",
-        "eval.png=true",
-        also(proposer="causal_lm", draft_model={"model": str(place / "small")}, tree={"policy": "chain", "nodes": 4}),
-        "--compare",
-        "eval.tree={policy: chain, nodes: 4}",
-        "svip: eval.tree={policy: svip, draft_calls: 6}",
-        "cut: eval.tree.vocab_size=16",
-        str(place / "other.yaml"),
-        "eval.tree.nodes=4",
-        "eval.tree.nodes=6",
-    ]
-    run_script(monkeypatch, *arguments, "--plan")
-    planned = capsys.readouterr().out
-    assert "note: " in planned and "note" not in planned.partition("\n")[2]
-    assert not (place / "out").exists()
-    for said in (
-        "svip: svip, at most 7 nodes, at most 6 draft calls",
-        "cut: eagle2, at most 12 nodes, at most 3 draft calls",
-    ):
-        assert said in planned
-    assert "from 16 tokens" in planned and "draft model  " in planned and "answers      63," in planned
-    run_script(monkeypatch, *arguments)
-    content = report_files.read_acceptance(place / "out/acceptance.json")
-    rows = content["contenders"]
-    assert len(rows) == 9 and list(rows)[:2] == [PLAIN, content["contender"]]
-    assert all(row["matches_target"] for row in rows.values())
-    assert all(row["new_tokens"] == rows[PLAIN]["new_tokens"] for row in rows.values())
-    assert rows["cut"]["tree"]["vocab_size"] == 16 and rows["svip"]["tree"]["svip"] == {"c": 0.15, "h": 0.3}
-    assert rows["x"]["proposer"] == "causal_lm" and rows["x"]["drafter"] == str(place / "small")
-    assert rows[PLAIN]["tree"] is None and rows[PLAIN]["wasted_nodes_per_round"] == 0
-    assert rows["eagle3, tree of 4"]["tree"] == {
-        **{"policy": "eagle2", "vocab_size": None, "nodes": 4, "draft_calls": 3, "top_k": 4}
-    }
-    assert content["target_identity"]["tokenizer_fingerprint"] and content["mode"] == "decode"
-    log = [json.loads(line) for line in (place / "out/generations.jsonl").read_text().splitlines()]
-    by_turn: dict[tuple[str, int], set[tuple[int, ...]]] = {}
-    for record in log:
-        by_turn.setdefault((record["conversation_id"], record["turn"]), set()).add(tuple(record["token_ids"]))
-    assert len(by_turn) == 7 and all(len(answers) == 1 for answers in by_turn.values())
-    main = rows[content["contender"]]
-    for name, row in rows.items():
-        mine = [record for record in log if record["contender"] == name]
-        drafted = sum(sum(r["tree_nodes"]) - len(r["tree_nodes"]) - sum(r["accepted_per_round"]) for r in mine)
-        assert row["wasted_nodes_per_round"] == pytest.approx(drafted / row["rounds"], abs=1e-4)
-        assert row["tau_ratio"] == pytest.approx(row["tau"] / main["tau"], abs=1e-3)
-    page = (place / "out/report.html").read_text()
-    assert "how the others compare with" in page and (place / "out/comparison.png").exists()
-    assert "a colour and its mark are a family" in page  # of eight contenders, more than can be named
-
-
-def test_auto_is_chosen_before_anything_is_decoded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner's choice is what is measured, and what acceptance.json says."""
-    recorded = place / "auto/generations.jsonl"
-    candidates = [{"policy": "chain", "nodes": 3}, {"nodes": 6, "draft_calls": 3, "top_k": 4}]
-    automatic = [
-        *("eval.tree={policy: auto}", f"eval.planner={{answers: {recorded}, candidates: {json.dumps(candidates)}}}"),
-        *("--compare", "eval.tree={policy: chain, nodes: 4}"),
-    ]
-    out = f"eval.out={place / 'auto'}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contenders, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
-        with pytest.raises(UserError, match=r"eval\.planner\.answers: .*generations\.jsonl cannot be read"):
-            run_script(monkeypatch, str(place / "recipe.yaml"), out, *automatic)
-    run_script(monkeypatch, str(place / "recipe.yaml"), out)
-    run_script(monkeypatch, str(place / "recipe.yaml"), f"eval.out={place / 'chosen'}", *automatic)
-    content = report_files.read_acceptance(place / "chosen/acceptance.json")
-    main = content["contenders"][content["contender"]]
-    assert content["contender"] in ("eagle3, auto: chain of 2", "eagle3, auto: tree of 6")
-    assert main["tree"]["nodes"] == (3 if main["tree"]["policy"] == "chain" else 6)
-    assert main["draft_calls_per_round"] == main["tree"]["draft_calls"] and main["matches_target"]
-    assert set(content["contenders"]) == {PLAIN, content["contender"], "eagle3, chain of 3"}
-
-
-# Batches.
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_batch_gives_the_answers_of_one_at_a_time(
-    place: Path, tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Greedy: token for token. Drawn: too, for the draws of an answer hang on its turn and contender alone."""
-    recipe = load_recipe(place / "recipe.yaml")
-    lineup = Lineup(recipe.target)
-    sampling = Sampling(temperature)
-    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
-
-    keys_drawn: list[Any] = []
-    made = benchmarks.SeededDraws
-    monkeypatch.setattr(benchmarks, "SeededDraws", lambda seed, key: (keys_drawn.append(key), made(seed, key))[1])
-
-    def answers(size: int) -> dict[tuple[str, str, int], tuple[list[int], list[int]]]:
-        found = contenders_of(recipe)
-        proposers = {c.name: lineup.proposer(c, sampling) for c in found}
-        bench = Bench(lineup.target, lineup.tokenizer, lineup.stop_ids, 16, 120, sampling, 0, size)
-        with (tmp_path / "log.jsonl").open("w") as file:
-            results = bench.run(asked, {**proposers}, found[0].name, file, rejects := Rejects())
-        assert not rejects.total
-        keys = {name: [(g.conversation_id, g.turn) for g in generations] for name, generations in results.items()}
-        assert len(set(map(tuple, keys.values()))) == 1  # the same turns in the same order for all
-        return {
-            (name, g.conversation_id, g.turn): (g.token_ids, g.accepted_per_round)
-            for name, generations in results.items()
-            for g in generations
-        }
-
-    one = answers(1)
-    assert len(one) == 2 * 7
-    own = [key for key in keys_drawn if key != "warm-up"]
-    assert len(set(own)) == len(own) == 2 * 7 and len(keys_drawn) == 2 * 7 + 2  # no two answers share their draws
-    assert answers(2) == one
-    assert answers(99) == one
-
-
-def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(place: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(place / "recipe.yaml")
-    lineup = Lineup(recipe.target)
-    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
-    bench = Bench(lineup.target, lineup.tokenizer, lineup.stop_ids, 16, 512, batch_size=4)
-    lengths = {q.id: len(bench.prompt(q, q.turns[0])) for q in asked}
-    assert max(lengths, key=lengths.__getitem__) == "q1"
-    bench = replace(bench, max_length=lengths["q1"] + 15)
-    rejects = Rejects()
-    with (tmp_path / "log.jsonl").open("w") as file:
-        results = bench.run(asked, {}, PLAIN, file, rejects)
-    done = [(g.conversation_id, g.turn) for g in results[PLAIN]]
-    assert ("q1", 1) not in done and ("q0", 1) in done and ("q2", 1) in done and ("q3", 1) in done
-    assert ("q4", 1) in done and ("q1", 2) not in done  # the next batch, and no second turn without a first
-    assert rejects.total == 1 + (("q3", 2) not in done)
-
-
-# Figures with many.
-
-
-PARTLESS: dict[str, Any] = {"benchmarks": {}, "categories": {}, "turns": {}}
-
-
-def numbers_of(count: int) -> dict[str, Any]:
-    """acceptance.json's content for contenders of every size and policy."""
-    trees = [("eagle2", n) for n in (8, 16, 30, 60)] + [("ddd", 60), ("svip", 9), ("static", 26)]
-    trees += [("eagle2", 60)] * 6 + [("chain", n) for n in range(3, 20)]
-    trees = trees[:count]
-    plain = [Generation([1], list(range(40)), [0] * 39, False, [1] * 39, [0] * 39) for _ in range(4)]
-    results: dict[str, list[Generation]] = {PLAIN: plain}
-    for i, (policy, nodes) in enumerate(trees):
-        rows = []
-        for prompt in range(4):
-            accepted = [min(nodes - 1, 1 + (i + prompt + r) % 3) for r in range(12)]
-            out = Generation([1], list(range(1 + sum(accepted) + 12)), accepted, False, [nodes] * 12, [3] * 12)
-            rows.append(out)
-        results[f"{policy} {i}"] = rows
-    for prompt, generations in enumerate(zip(*results.values(), strict=True)):
-        for g in generations:
-            g.conversation_id, g.decode_seconds = str(prompt), 0.01 * g.rounds
-            g.draft_seconds, g.verify_seconds = 0.3 * g.decode_seconds, 0.6 * g.decode_seconds
-    rows = summarise_all(results, PLAIN, 100, 0)
-    for (name, row), tree in zip(rows["contenders"].items(), [None, *trees], strict=True):
-        shape = None if tree is None else {"policy": tree[0], "nodes": tree[1], "vocab_size": None}
-        row |= {"proposer": None if name == PLAIN else "drafter", "drafter": "d", "tree": shape}
-    return rows | {"contender": next(name for name in results if name != PLAIN), "baseline": PLAIN}
-
-
-@pytest.mark.parametrize("count", [2, 6, 7, 24])
-def test_numbers_in_the_comparison_hide_nothing(count: int) -> None:
-    """Of all contenders: a number in each panel and in the legend, no two over each other, dots near their nodes."""
-    content = numbers_of(count)
-    legend = Legend.of(content)
-    plot = comparison_plot(legend)
-    assert plot is not None
-    figure: Figure = plot.draw(figures.LIGHT.__getitem__)
-    *panels, below = figure.axes
-    assert len(panels) == 2
-    assert [text.get_text() for text in below.texts][1::2] == list(legend.drafting)
-    for ax, key in zip(panels, ("tau", "speedup"), strict=True):
-        texts = {text.get_text(): text for text in ax.texts}
-        assert set(texts) == {str(i + 1) for i in range(count)}
-        places = [ax.transData.transform(text.get_position()) for text in texts.values()]
-        for i, (x, y) in enumerate(places):
-            for a, b in places[:i]:
-                assert abs(x - a) >= LABEL[0] - 0.1 or abs(y - b) >= LABEL[1] - 0.1
-        dots = [line.get_xydata() for line in ax.lines if str(line.get_marker()) in figures.MARKERS]
-        assert len(dots) == count
-        drawn = sorted(ax.transData.transform(dot[0])[0] for dot in dots)  # type: ignore[index]
-        true = sorted(
-            ax.transData.transform((row["tree_nodes_per_round"], row[key]))[0] for row in legend.drafting.values()
-        )
-        assert max(abs(a - b) for a, b in zip(drawn, true, strict=True)) < 32
-    assert comparison_plot(Legend.of(numbers_of(1))) is None
-
-
-def test_no_interval_runs_through_a_number_of_near_neighbours() -> None:
-    """A chain of five nodes, and prompt lookup of about as many, which vary from prompt to prompt."""
-    content = numbers_of(2)
-    lookup, chain = list(content["contenders"].values())[1:]
-    nodes = "tree_nodes_per_round"
-    lookup |= {nodes: 4.6, f"{nodes}_interval": [3.9, 5.3], "tau": 1.58, "tau_interval": [1.39, 1.8]}
-    chain |= {nodes: 5.0, f"{nodes}_interval": [5.0, 5.0], "tau": 1.44, "tau_interval": [1.34, 1.57]}
-    plot = comparison_plot(Legend.of(content))
-    assert plot is not None
-    ax = plot.draw(figures.LIGHT.__getitem__).axes[0]
-    intervals = [ax.transData.transform(line.get_xydata()) for line in ax.lines if line.get_linewidth() == 1.4]  # type: ignore[arg-type]
-    assert len(intervals) == 4
-    for text in ax.texts:
-        x, y = ax.transData.transform(text.get_position())
-        for (left, low), (right, high) in intervals:
-            beside = x + LABEL[0] / 2 < left or x - LABEL[0] / 2 > right
-            assert beside or y + LABEL[1] / 2 < low or y - LABEL[1] / 2 > high, text.get_text()
-
-
-def test_many_contenders_are_told_apart_by_number_and_family() -> None:
-    few, many = Legend.of(numbers_of(FEW)), Legend.of(numbers_of(24))
-    assert len({few.roles[name] for name in few.drafting}) == FEW and not few.many
-    by_policy: dict[str, set[str]] = {}
-    for name, role in many.roles.items():
-        by_policy.setdefault(name.split()[0], set()).add(role)
-    assert all(len(roles) == 1 for roles in by_policy.values())  # a family has one colour
-    assert len(set().union(*by_policy.values())) == len(by_policy)  # and no other has it
-    ten = numbers_of(24)
-    for i, row in enumerate(list(ten["contenders"].values())[1:13]):
-        row["tree"] = {"policy": f"policy {i}", "nodes": 9, "vocab_size": None}
-    looks = Legend.of(ten)
-    assert len({looks.families[name] for name in looks.drafting}) > figures.SERIES
-    seen = {looks.families[name]: (looks.roles[name], looks.markers[name]) for name in looks.drafting}
-    assert len(set(seen.values())) == len(seen)
-    assert len({role for role, _ in list(seen.values())[:10]}) == 10
-    cut = numbers_of(7)
-    for row, size in zip(list(cut["contenders"].values())[1:], (64, 128), strict=False):
-        row["tree"]["vocab_size"] = size
-    assert Legend.of(cut).label("eagle2 0") == "eagle2 0, 64 tokens" and Legend.of(cut).label("ddd 4") == "ddd 4"
-    assert many.roles[PLAIN] == "plain" and many.numbers["eagle2 0"] == 1
-
-
-def test_lines_of_many_stand_family_by_family() -> None:
-    content = numbers_of(24)
-    legend = Legend.of(content)
-    (plot,) = [p for p in plots.acceptance_plots(content | PARTLESS) if p.name == "acceptance_by_position"]
-    shown = [ax for ax in plot.draw(figures.LIGHT.__getitem__).axes if ax.get_visible()]
-    assert [ax.get_title(loc="left") for ax in shown] == list(legend.family_names.values())
-    numbers = [{text.get_text() for text in ax.texts} for ax in shown]
-    for name, family in legend.families.items():
-        assert [str(legend.numbers[name]) in panel for panel in numbers] == [i == family for i in range(len(shown))]
-
-
-def test_a_replay_shows_no_speeds(place: Path, tmp_path: Path) -> None:
-    content = numbers_of(3)
-    for row in content["contenders"].values():
-        for key in ("speedup", "tokens_per_second", "speed_ratio", "mean_prompt_speedup", "overhead_share"):
-            row[key] = row[f"{key}_interval"] = None
-    plot = comparison_plot(Legend.of(content))
-    assert plot is not None and len(plot.draw(figures.LIGHT.__getitem__).axes) == 2  # one panel, the legend
-    assert plot.title == "tau by verified nodes" and "speed" not in plot.description
-    assert "times nothing" in html_report.verdict(Legend.of(content), "replay")[0]
 
 
 def test_describe_names_what_was_asked_for() -> None:

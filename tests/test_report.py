@@ -4,151 +4,23 @@ import base64
 import csv
 import io
 import json
-import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftsmith.eval import report
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured import benchmarks, evaluation
-from draftsmith.eval.measured.generation_log import read_generations, record_of, token_texts
+from draftsmith.eval.measured.generation_log import read_generations, token_texts
 from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page import drawing as figures
 from draftsmith.eval.page import files as report_files
 from draftsmith.eval.page import html as html_report
 from draftsmith.eval.page.legend import Legend
-from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import Recipe
 from tests.conftest import make_tokenizer
-
-PLAIN, MAIN = "plain decoding", "eagle3, tree of 60"
-MADE = {
-    "device": "cpu",
-    "dtype": "float32",
-    "made": {
-        **{"versions": {"torch": "2.13.0"}, "commit": "0123456789abcdef", "command": ["acceptance.py", "r.yaml"]},
-        **{"data": {"drafter": {"file": "model.safetensors", "sha256": "ab" * 32}}},
-        **{"date": "2026-01-01 00:00 UTC", "hardware": "x86_64, 2 threads"},
-    },
-}
-VOID = {"meta", "br", "path", "use", "rect"}
-
-
-def generation(chance: random.Random, length: int, drafts: bool, name: str, benchmark: str, turn: int) -> Generation:
-    """Random rounds of a tree of 9 (or of plain decoding) that make `length` tokens."""
-    accepted, tokens = [], 1
-    while tokens < length:
-        accepted.append(min(chance.randrange(5), length - tokens) if drafts else 0)
-        tokens += accepted[-1] + 1
-    cut = tokens > length
-    out = Generation([1, 2, 3], list(range(length)), accepted, cut, [9 if drafts else 1] * len(accepted))
-    out.draft_calls = [4 * drafts] * len(accepted)
-    out.decode_seconds = 0.01 * len(accepted) + 1e-4
-    out.draft_seconds, out.verify_seconds = 0.3 * out.decode_seconds, 0.6 * out.decode_seconds
-    out.benchmark, out.conversation_id, out.turn = benchmark, name, turn
-    return out
-
-
-def described(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """What `contenders.describe` says of each."""
-    tree = {"policy": "eagle2", "nodes": 9, "draft_calls": 4, "top_k": 10, "vocab_size": None}
-    drafted = {"proposer": "drafter", "drafter": "run/drafter", "tree": tree}
-    return {name: report_files.UNDRAFTED if name == PLAIN else drafted for name in names}
-
-
-def make_recipe(folder: Path, **settings: Any) -> Recipe:
-    path = folder / "recipe.yaml"
-    content = {"output_dir": str(folder / "run"), "target": {"model": "some/model"}, "eval": settings}
-    path.write_text(json.dumps(content))
-    return load_recipe(path)
-
-
-def evaluate(
-    recipe: Recipe,
-    questions: Sequence[tuple[str, str | None, str, int]],
-    length: int = 30,
-    contenders: tuple[str, ...] = (MAIN,),
-    texts: list[str] | None = None,
-) -> dict[str, list[Generation]]:
-    """Writes what eval/acceptance.py writes, for random rounds. `questions`: benchmark, category, id, turn."""
-    chance = random.Random(0)
-    recipe.eval_out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, list[Generation]] = {name: [] for name in (PLAIN, *contenders)}
-    words = texts or [f" word{i}" for i in range(length)]
-    with report_files.generations_path(recipe).open("w") as file:
-        for benchmark, category, name, turn in questions:
-            for contender, generations in results.items():
-                out = generation(chance, length, contender != PLAIN, name, benchmark, turn)
-                out.category = category
-                generations.append(out)
-                shown = {"question": f"question {name}", "token_texts": words} if contender == contenders[0] else None
-                file.write(json.dumps(record_of(out, contender, "".join(words), shown)) + "\n")
-    sampled = recipe.eval.temperature > 0
-    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, 0, sampled)
-    report_files.write_acceptance(recipe, numbers, described(results), contenders[0], PLAIN, MADE)
-    return results
-
-
-def page_of(recipe: Recipe) -> str:
-    (path, *_) = report_files.write_report(recipe)
-    return path.read_bytes().decode("utf-8")
-
-
-class Page(HTMLParser):
-    """Collects texts of elements by class, ids and tags; complains of elements that are not closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[tuple[str, str]] = []
-        self.tags: list[str] = []
-        self.ids: list[str] = []
-        self.answers: list[dict[str, Any]] = []
-        self.tables_in: list[list[str]] = []
-        self.text = ""
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        assert not [name for name in given if name.startswith("on") and name != "ontouchstart"]
-        self.tags.append(tag)
-        self.ids += [given["id"]] if "id" in given else []
-        if tag == "table":
-            self.tables_in.append([cls for _, cls in self.open])
-        if given.get("class") == "answer":
-            self.answers.append({"first": "", "rounds": [], "text": ""})
-        if given.get("class", "").startswith("r t"):
-            counts = int(given["data-a"]), int(given["data-n"])
-            self.answers[-1]["rounds"].append({"counts": counts, "i": [], "b": []})
-        if self._inside("answer") and tag in ("i", "b") and self.open[-1][1].startswith("r t"):
-            self.answers[-1]["rounds"][-1][tag].append("")
-        if tag not in VOID:
-            self.open.append((tag, given.get("class", "")))
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.ids += [value or "" for name, value in attrs if name == "id"]
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop()[0] == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-        if self._inside("answer"):
-            self.answers[-1]["text"] += data
-            tag, parent = self.open[-1][0], self.open[-2][1]
-            if tag in ("i", "b") and parent.startswith("r t"):
-                self.answers[-1]["rounds"][-1][tag][-1] += data
-
-    def _inside(self, cls: str) -> bool:
-        return any(c == cls for _, c in self.open)
+from tests.report_cases import MADE, MAIN, PLAIN, Page, described, evaluate, make_recipe, page_of, script_lines
 
 
 def test_answers_show_exactly_the_recorded_rounds(tmp_path: Path) -> None:
@@ -342,14 +214,6 @@ def test_every_contender_s_answers_are_logged_with_their_place(tmp_path: Path, m
     assert [len(question.turns) for question in first] == [1]
 
 
-def script_lines(recipe: Recipe, capsys: pytest.CaptureFixture[str], *options: str) -> list[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["report.py", str(Path(recipe.output_dir).parent / "recipe.yaml"), *options])
-        patch.setenv("COLUMNS", "80")
-        report.main()
-    return capsys.readouterr().out.splitlines()
-
-
 def test_the_table_fits_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path)
     questions = [("mt_bench", "writing", str(i // 2), 1 + i % 2) for i in range(8)] + [("humaneval", None, "0", 1)]
@@ -432,146 +296,6 @@ def test_training_curves_and_png_files(tmp_path: Path) -> None:
     assert "0.003 after 3000 steps, 3 in validation." in text and len(text) < 400_000  # 3,000 lines are thinned
 
 
-GOOD_METRICS = {"step": 1, "loss": 2.0, "accuracy": [0.5, 0.4], "simulated_tau": 1.7, "lr": 1e-4}
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b"not json", "malformed JSON"),
-        (b"\xff\xfe", "not UTF-8: byte"),
-        (b"[1, 2]", "not a JSON object"),
-        (b"[" * 100_000, "nested too deeply"),
-        (json.dumps(GOOD_METRICS | {"accuracy": []}).encode(), "accuracy: "),
-        (json.dumps(GOOD_METRICS | {"accuracy": [0.5]}).encode(), "1 unroll steps, the first line has 2"),
-        (json.dumps({k: v for k, v in GOOD_METRICS.items() if k != "lr"}).encode(), "lr: Field required"),
-        (json.dumps(GOOD_METRICS | {"loss": float("nan")}).encode(), "loss: Input should be a finite number"),
-        (json.dumps(GOOD_METRICS | {"validation_loss": float("inf")}).encode(), "validation_loss: Input"),
-        (json.dumps(GOOD_METRICS | {"step": "2"}).encode(), "step: Input should be a valid integer"),
-    ],
-    ids=range(10),
-)
-def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: bytes, said: str) -> None:
-    recipe = make_recipe(tmp_path)
-    evaluate(recipe, [("a", None, "0", 1)])
-    good = json.dumps(GOOD_METRICS).encode()
-    report_files.metrics_path(recipe).write_bytes(b"\n".join((good, line, good, b"")))
-    with pytest.raises(UserError, match=r"metrics\.jsonl:2: .*; delete the line") as raised:
-        report_files.write_report(recipe)
-    assert said in str(raised.value)
-
-
-def damaged_answers() -> Iterator[tuple[str, Any, str]]:
-    def change(**keys: Any) -> Any:
-        return lambda line: json.dumps(json.loads(line) | keys).encode()
-
-    yield "torn", lambda line: line[: len(line) // 2], "malformed JSON"
-    yield "garbage", lambda line: b"garbage", "malformed JSON"
-    yield "not utf-8", lambda line: line.replace(b" word1", b" \xff"), "not UTF-8: byte"
-    yield "list", lambda line: b"[" + line + b"]", "not a JSON object"
-    yield "deep", lambda line: b'{"contender": ' + b"[" * 100_000, "nested too deeply"
-    yield "no contender", lambda line: b'{"turn": 1}', "contender: "
-    yield "no texts", lambda line: line.replace(b"token_texts", b"texts"), "token_texts: Field required"
-    yield "empty texts", change(token_texts=[]), "token_texts: 0 tokens, but the rounds make 30"
-    yield "short nodes", change(tree_nodes=[9]), "accepted_per_round and tree_nodes differ"
-    yield "small nodes", lambda line: line.replace(b"9,", b"1,"), "exceeds its tree_nodes"
-    yield "number as text", change(turn="1"), "turn: Input should be a valid integer"
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"), [case[1:] for case in damaged_answers()], ids=[c[0] for c in damaged_answers()]
-)
-def test_a_damaged_answer_costs_no_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: Any, said: str
-) -> None:
-    recipe = make_recipe(tmp_path)
-    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(MAIN, "other"))
-    path = report_files.generations_path(recipe)
-    lines = path.read_bytes().splitlines()
-    assert len(lines) == 9 and MAIN.encode() in lines[7]
-    path.write_bytes(b"\n".join([*lines[:7], damage(lines[7]), lines[8]]))
-    page = Page(page_of(recipe))
-    assert len(page.answers) == 2
-    printed = capsys.readouterr().out
-    assert "left out: 1, the first:" in printed and "generations.jsonl:8: " in printed and said in printed
-    assert "1 unreadable line of generations.jsonl left out" in page.text
-    path.write_bytes(damage(lines[7]))
-    with pytest.raises(
-        UserError, match=r"generations\.jsonl:1: .*; it holds no answer of .* run eval/acceptance\.py again"
-    ):
-        report_files.write_report(recipe)
-
-
-def test_answers_are_found_whatever_the_name_and_the_order_of_keys(tmp_path: Path) -> None:
-    recipe = make_recipe(tmp_path)
-    name = 'a "quoted" \\ \x07 na\u202eme\\'
-    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(name, "other"))
-    assert len(Page(page_of(recipe)).answers) == 3
-    path = report_files.generations_path(recipe)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(record, sort_keys=True) + "\n" for record in records))
-    assert len(Page(page_of(recipe)).answers) == 3
-    path.write_text("".join(json.dumps(r) + "\n" for r in records if r["contender"] != name))
-    with pytest.raises(UserError, match=r"holds no answer of .*, or of another run"):
-        report_files.write_report(recipe)
-
-
-def damaged_numbers() -> Iterator[tuple[str, Any, str]]:
-    def change(**keys: Any) -> Any:
-        return lambda content: content | keys
-
-    def inside(key: str, value: Any) -> Any:
-        return lambda content: content["contenders"][MAIN].update({key: value}) or content
-
-    yield "no contenders", change(contenders={}), "contender: 'eagle3, tree of 60' does not stand under contenders"
-    yield "no date", lambda c: c | {"made": {k: v for k, v in c["made"].items() if k != "date"}}, "made.date: Field"
-    for key in ("contender", "categories", "temperature", "recipe"):
-        yield f"no {key}", lambda c, key=key: {k: v for k, v in c.items() if k != key}, f"{key}: Field required"
-    yield "text", inside("tau", "2.3"), "tau: Input should be a valid number"
-    yield "nan", inside("tau", float("nan")), "tau: Input should be a finite number"
-    yield "one bound", inside("tau_interval", [1.0]), "tau_interval: List should have at least 2"
-    yield "histogram", inside("accepted_histogram", []), "accepted_histogram does not add up"
-    yield "intervals", inside("acceptance_by_position_interval", []), "differ in length"
-    yield "part", change(benchmarks={"a": {}}), "benchmarks.a: not the contenders"
-    yield "turns", change(turns={"one": {}}), "turns.one"
-    yield "list", lambda content: [content], "not a JSON object"
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"), [case[1:] for case in damaged_numbers()], ids=[c[0] for c in damaged_numbers()]
-)
-def test_damaged_numbers_are_named(tmp_path: Path, damage: Any, said: str) -> None:
-    recipe = make_recipe(tmp_path)
-    evaluate(recipe, [("a", "c", "0", 1)])
-    path = recipe.eval_out / "acceptance.json"
-    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
-    with pytest.raises(
-        UserError, match=r"acceptance\.json: .*not written by this version of eval/acceptance\.py"
-    ) as raised:
-        report_files.read_acceptance(path)
-    assert said in str(raised.value)
-    path.write_text('{"a": ' * 100_000)
-    with pytest.raises(UserError, match="nested too deeply"):
-        report_files.read_acceptance(path)
-
-
-def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = make_recipe(tmp_path)
-    with pytest.raises(UserError, match=r"acceptance\.json does not exist; eval/acceptance\.py writes it"):
-        script_lines(recipe, capsys)
-    recipe.eval_out.mkdir(parents=True)
-    (recipe.eval_out / "acceptance.json").write_text('{"tau": 1}')
-    with pytest.raises(UserError, match="not written by this version"):
-        script_lines(recipe, capsys)
-    evaluate(recipe, [("a", None, "0", 1)])
-    report_files.generations_path(recipe).unlink()
-    before = sorted(tmp_path.rglob("*"))
-    planned = "\n".join(script_lines(recipe, capsys, "--plan"))
-    assert "generations.jsonl: not there, the report does without" in planned and "report.html" in planned
-    assert sorted(tmp_path.rglob("*")) == before  # a plan writes nothing
-    assert "Answers, round by round" not in page_of(recipe)
-
-
 @pytest.mark.parametrize(
     ("settings", "table", "page"),
     [
@@ -599,54 +323,6 @@ def test_answers_of_one_token_have_no_rounds(tmp_path: Path) -> None:
     page = Page(page_of(recipe))
     assert "nothing could be drafted" in page.text and page.tags.count("svg") == 0
     assert [answer["text"] for answer in page.answers] == [" word0"] * 2
-
-
-def speeds(**given: tuple[float | None, list[float] | None]) -> dict[str, Any]:
-    return {
-        name: {"speedup": value, "speedup_interval": bounds, "speed_ratio_interval": None}
-        for name, (value, bounds) in given.items()
-    }
-
-
-NONE = "Nothing beats plain decoding here."
-UNCLEAR = "Nothing is clearly faster than plain decoding here."
-
-
-def verdicts() -> Iterator[tuple[str, dict[str, Any], str]]:
-    """`a` is the main contender."""
-    alone = {
-        "faster": ((2.0, [1.5, 2.5]), "Faster than plain decoding: a, 2.00 times plain decoding [1.50, 2.50]."),
-        "slower": ((0.8, [0.7, 0.9]), "Slower than plain decoding: a, 0.80 times plain decoding [0.70, 0.90]."),
-        "unclear": ((1.1, [0.9, 1.3]), "Neither clearly faster nor clearly slower than plain decoding: a, 1.10 times"),
-        "one prompt": ((1.1, None), "a, 1.10 times plain decoding (too few prompts for an interval)."),
-        "untimed": ((None, None), "No verdict on speed: no answer was long enough to time."),
-    }
-    for case, (row, said) in alone.items():
-        yield case, speeds(a=row), said
-    fast, slow, wide = (1.64, [1.41, 1.93]), (0.74, [0.67, 0.83]), (1.7, [0.9, 2.5])
-    said = "Fastest here: b, 1.64 times plain decoding [1.41, 1.93]."
-    main = " The main contender, a: {} times plain decoding {}."
-    yield "clear", speeds(a=slow, b=fast), said + main.format("0.74", "[0.67, 0.83]")
-    tied = " It is not clearly faster than a; c."
-    yield "ties", speeds(a=wide, b=fast, c=(1.5, [1.3, 1.7])), said + tied + main.format("1.70", "[0.90, 2.50]")
-    many = speeds(a=fast, **{name: (1.5, [1.3, 1.7]) for name in "bcdef"})
-    yield "many ties", many, said.replace(" b,", " a,") + " It is not clearly faster than b; c; d and 2 more."
-    paired = speeds(a=(1.5, [1.3, 1.7]), b=fast)  # their own intervals overlap, that of the ratio tells them apart
-    paired["b"]["speed_ratio_interval"] = [1.05, 1.15]
-    yield "paired", paired, said + main.format("1.50", "[1.30, 1.70]")
-    of_main = speeds(a=fast, b=(1.5, [1.3, 1.7]))
-    of_main["b"]["speed_ratio_interval"] = [0.85, 0.95]
-    yield "paired, main is fastest", of_main, said.replace(" b,", " a,")
-    lost = f"{NONE} The fastest drafter is a, 0.74 times plain decoding [0.67, 0.83]."
-    yield "none", speeds(a=slow, b=(0.5, [0.4, 0.6])), lost
-    yield "none clearly", speeds(a=wide, b=slow), f"{UNCLEAR} The fastest drafter is a, 1.70 times plain decoding"
-
-
-@pytest.mark.parametrize(("rows", "said"), [v[1:] for v in verdicts()], ids=[v[0] for v in verdicts()])
-def test_the_verdict_says_what_the_intervals_allow(rows: dict[str, Any], said: str) -> None:
-    legend = Legend(speeds(**{PLAIN: (1.0, [1.0, 1.0])}) | rows, "a", PLAIN)
-    found = " ".join(html_report.verdict(legend))
-    assert found == said if said.endswith(".") else found.startswith(said)
 
 
 def test_the_page_opens_with_the_verdict_tau_and_where_they_come_from(tmp_path: Path) -> None:

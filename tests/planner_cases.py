@@ -1,0 +1,53 @@
+"""Trees, drafters and a classifier that the planner's tests share."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.models.c2t import C2tClassifier, C2tConfig
+from draftsmith.models.eagle3 import Eagle3Drafter
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.sampling import GREEDY
+from draftsmith.models.target import Target
+from draftsmith.recipes.schema import TreeSection
+
+CHAIN = TreeSection(policy="chain", nodes=5)
+
+
+def tree_of(**said: Any) -> TreeSection:
+    return TreeSection.model_validate(said)
+
+
+KINDS = [
+    {"policy": "chain", "nodes": 4},
+    {"policy": "svip", "draft_calls": 9},
+    {"policy": "static"},
+    {"policy": "eagle2", "nodes": 60},
+    {"policy": "eagle2", "nodes": 8, "draft_calls": 3, "top_k": 3},
+    {"policy": "ddd", "nodes": 100},
+    {"policy": "svip_tree", "nodes": 24, "top_k": 4},
+    {"policy": "eagle2", "nodes": 24, "vocab_size": 64},
+    {"policy": "c2t", "draft_calls": 6, "top_k": 3, "c2t": {"classifier": "SURE", "beam": 4, "beta": 0.3}},
+    {"policy": "c2t", "nodes": 12, "draft_calls": 3, "top_k": 4, "c2t": {"classifier": "SURE", "beam": None}},
+    {"policy": "c2t", "draft_calls": 12, "c2t": {"classifier": "SURE", "beam": None}},  # as large as it likes
+]
+
+
+def proposer_of(target: Target, drafter: Eagle3Drafter, tree: TreeSection) -> PolicyProposer:
+    return PolicyProposer(FeatureDrafting(drafter), policy_of(tree, GREEDY))
+
+
+@pytest.fixture(scope="module")
+def doubter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A C2T classifier that trusts no node of the fourth level, unless it is likely, and nothing wholly."""
+    classifier = C2tClassifier(C2tConfig(hidden=3))
+    with torch.no_grad():
+        classifier.hidden.weight.copy_(torch.eye(3))
+        classifier.hidden.bias.zero_()
+        classifier.output.weight.copy_(torch.tensor([[3.0, 0.0, -1.0]]))
+        classifier.output.bias.fill_(2.0)
+    classifier.save(directory := tmp_path_factory.mktemp("classifier"))
+    return directory

@@ -1,0 +1,121 @@
+"""The command line that scripts share: overrides, help, exit codes."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftsmith.recipes.command import cli, launch
+from draftsmith.recipes.errors import UserError
+from tests.recipe_cases import SMALLEST
+from tests.recipe_cases import write as write
+
+
+def test_command_takes_overrides_anywhere(write):
+    path = write(SMALLEST)
+    command = cli.parse_command(
+        "Doc.",
+        [path, "train.seed=4", "--plan", "--show", "3", "train.max_steps=2"],
+        extra=lambda parser: parser.add_argument("--show", type=int),
+    )
+    assert (command.recipe.train.seed, command.recipe.train.max_steps) == (4, 2)
+    assert (command.plan, command.show, command.recipe_path) == (True, 3, path)
+    assert command.overrides == ["train.seed=4", "train.max_steps=2"]
+
+
+def test_help_shows_the_docstring_as_written(capsys):
+    doc = "Train a drafter, 100 % of it.\n\n    train/eagle3.py   recipes/demo.yaml\n"
+    with pytest.raises(SystemExit) as caught:
+        cli.parse_command(doc, ["--help"])
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    assert doc in shown
+    assert "--plan" in shown
+    assert "train.max_steps=100" in shown
+
+
+def test_script_prints_every_problem_and_exits_with_2(write, tmp_path: Path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from draftsmith.recipes.command.cli import parse_command, run\n"
+        "run(lambda: print(parse_command('Doc.').recipe))\n"
+    )
+    command = [sys.executable, str(script), write(SMALLEST + "sed: 1\n"), "train.seed=x"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: 2 problems\n  - ")
+    assert "unknown key `sed`" in result.stderr
+    assert "override 'train.seed=x'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_run_returns_exit_codes(capsys, monkeypatch):
+    def fail(error: BaseException):
+        def main() -> None:
+            raise error
+
+        return main
+
+    with pytest.raises(SystemExit) as caught:
+        cli.run(fail(UserError("wrong.")))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: wrong.\n"
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Ctrl-C stays pytest's
+    for terminal, words, said in (
+        (False, (), "interrupted\n"),
+        (True, (), "\ninterrupted\n"),  # not glued to a bar
+        (True, ("interrupted after step 3",), "interrupted after step 3\n"),
+    ):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        with pytest.raises(SystemExit) as caught:
+            cli.run(fail(KeyboardInterrupt(*words)))
+        assert (caught.value.code, capsys.readouterr().err) == (130, said)
+    with pytest.raises(SystemExit) as caught:
+        cli.run(fail(PermissionError(errno.EACCES, "Permission denied", "runs/x")))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("error: runs/x: Permission denied; name another place")
+    with pytest.raises(FileNotFoundError):
+        cli.run(fail(FileNotFoundError(errno.ENOENT, "No such file", "ours")))
+    with pytest.raises(ZeroDivisionError):  # a defect of ours keeps its traceback
+        cli.run(fail(ZeroDivisionError()))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        cli.run(fail(UserError(["wrong.", "worse."])), many_processes=True)
+    assert capsys.readouterr().err == "[rank 1] error: 2 problems\n  - wrong.\n  - worse.\n"
+    with pytest.raises(SystemExit) as caught:
+        cli.run(fail(KeyboardInterrupt()), many_processes=True)
+    assert (caught.value.code, capsys.readouterr().err) == (130, "")  # rank 0 says it
+    cli.run(lambda: None, many_processes=True)
+
+
+@pytest.mark.parametrize("launcher", [("WORLD_SIZE", "LOCAL_RANK"), ("PMI_SIZE", "MPI_LOCALRANKID")])
+def test_several_processes_of_a_script_that_needs_one_are_refused_once(
+    launcher: tuple[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    for local_rank, said in (("0", True), ("1", False)):
+        for name, value in zip(launcher, ("2", local_rank), strict=True):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as caught:
+            cli.run(lambda: pytest.fail("it has begun"))
+        assert caught.value.code == 2
+        assert ("runs as one process, and 2 were started" in capsys.readouterr().err) is said
+    assert waited == [launch.ENDED_BY_LAUNCHER_SECONDS]  # the second one, until the launcher ends it
+
+
+@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "meanwhile"])
+def test_a_reader_who_goes_away_is_no_defect(lines: int) -> None:
+    script = "from draftsmith.recipes.command.cli import run\n"
+    script += f"run(lambda: [print('a line') for _ in range({lines})] and None)"
+    read, write_end = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")

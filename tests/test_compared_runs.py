@@ -1,0 +1,199 @@
+"""Contenders decoded side by side: the same prompts for all, models loaded once, batches."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.eval.decoding import contenders
+from draftsmith.eval.decoding.contenders import Lineup, check_contenders, contenders_of
+from draftsmith.eval.measured import benchmarks
+from draftsmith.eval.measured.benchmarks import PLAIN, Bench, load_questions
+from draftsmith.eval.measured.compared import load_all
+from draftsmith.eval.page import files as report_files
+from draftsmith.models.sampling import Sampling
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts.reader import Rejects
+from tests.compare_cases import also, run_script
+from tests.compare_cases import place as place
+
+# One lineup.
+
+
+def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = {"policy": "chain", "nodes": 4}
+    small = {"model": str(place / "small")}
+    recipe, found, _ = load_all(
+        str(place / "recipe.yaml"),
+        [
+            "eval.also="
+            + json.dumps(
+                [
+                    {"name": "lookup", "proposer": "prompt_lookup", "tree": chain},
+                    {"name": "lm", "proposer": "causal_lm", "draft_model": small, "tree": chain},
+                    {
+                        "name": "lm cut",
+                        "proposer": "causal_lm",
+                        "draft_model": small,
+                        "tree": chain | {"vocab_size": 50},
+                    },
+                ]
+            )
+        ],
+        ["cut: eval.tree.vocab_size=16", str(place / "other.yaml"), f"b: eval.drafter={place / 'other/drafter'}"],
+    )
+    check_contenders(recipe, found)
+    loads: list[str] = []
+    for name in ("load_causal_lm", "load_drafter", "load_draft_model"):
+        load = getattr(contenders, name)
+        monkeypatch.setattr(contenders, name, lambda *given, n=name, load=load: (loads.append(n), load(*given))[1])
+    lineup = Lineup(recipe.target)
+    proposers = {c.name: lineup.proposer(c) for c in found}
+    assert loads == ["load_causal_lm", "load_drafter", "load_draft_model", "load_drafter"]
+    main = found[0].name
+    assert {name: tuple(p.capture_layers) for name, p in proposers.items()} == {
+        **{main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4)},
+        **{"eagle3, chain of 3": (1, 5), "b": (1, 5)},
+    }
+    sizes = {c.name: lineup.drafting(c).vocab.size for c in found if c.proposer != "prompt_lookup"}
+    assert (sizes[main], sizes["cut"], sizes["lm"], sizes["lm cut"]) == (60, 16, 320, 50)
+    # The 16 most frequent of the drafter's tokens 3 to 62, where lower ids were counted more often.
+    assert lineup.drafting(next(c for c in found if c.name == "cut")).vocab.target_ids.tolist() == list(range(3, 19))
+
+
+def test_compare_measures_everyone_on_the_same_prompts(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        str(place / "recipe.yaml"),
+        f"eval.out={place / 'out'}",
+        "eval.png=true",
+        also(proposer="causal_lm", draft_model={"model": str(place / "small")}, tree={"policy": "chain", "nodes": 4}),
+        "--compare",
+        "eval.tree={policy: chain, nodes: 4}",
+        "svip: eval.tree={policy: svip, draft_calls: 6}",
+        "cut: eval.tree.vocab_size=16",
+        str(place / "other.yaml"),
+        "eval.tree.nodes=4",
+        "eval.tree.nodes=6",
+    ]
+    run_script(monkeypatch, *arguments, "--plan")
+    planned = capsys.readouterr().out
+    assert "note: " in planned and "note" not in planned.partition("\n")[2]
+    assert not (place / "out").exists()
+    for said in (
+        "svip: svip, at most 7 nodes, at most 6 draft calls",
+        "cut: eagle2, at most 12 nodes, at most 3 draft calls",
+    ):
+        assert said in planned
+    assert "from 16 tokens" in planned and "draft model  " in planned and "answers      63," in planned
+    run_script(monkeypatch, *arguments)
+    content = report_files.read_acceptance(place / "out/acceptance.json")
+    rows = content["contenders"]
+    assert len(rows) == 9 and list(rows)[:2] == [PLAIN, content["contender"]]
+    assert all(row["matches_target"] for row in rows.values())
+    assert all(row["new_tokens"] == rows[PLAIN]["new_tokens"] for row in rows.values())
+    assert rows["cut"]["tree"]["vocab_size"] == 16 and rows["svip"]["tree"]["svip"] == {"c": 0.15, "h": 0.3}
+    assert rows["x"]["proposer"] == "causal_lm" and rows["x"]["drafter"] == str(place / "small")
+    assert rows[PLAIN]["tree"] is None and rows[PLAIN]["wasted_nodes_per_round"] == 0
+    assert rows["eagle3, tree of 4"]["tree"] == {
+        **{"policy": "eagle2", "vocab_size": None, "nodes": 4, "draft_calls": 3, "top_k": 4}
+    }
+    assert content["target_identity"]["tokenizer_fingerprint"] and content["mode"] == "decode"
+    log = [json.loads(line) for line in (place / "out/generations.jsonl").read_text().splitlines()]
+    by_turn: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+    for record in log:
+        by_turn.setdefault((record["conversation_id"], record["turn"]), set()).add(tuple(record["token_ids"]))
+    assert len(by_turn) == 7 and all(len(answers) == 1 for answers in by_turn.values())
+    main = rows[content["contender"]]
+    for name, row in rows.items():
+        mine = [record for record in log if record["contender"] == name]
+        drafted = sum(sum(r["tree_nodes"]) - len(r["tree_nodes"]) - sum(r["accepted_per_round"]) for r in mine)
+        assert row["wasted_nodes_per_round"] == pytest.approx(drafted / row["rounds"], abs=1e-4)
+        assert row["tau_ratio"] == pytest.approx(row["tau"] / main["tau"], abs=1e-3)
+    page = (place / "out/report.html").read_text()
+    assert "how the others compare with" in page and (place / "out/comparison.png").exists()
+    assert "a colour and its mark are a family" in page  # of eight contenders, more than can be named
+
+
+def test_auto_is_chosen_before_anything_is_decoded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner's choice is what is measured, and what acceptance.json says."""
+    recorded = place / "auto/generations.jsonl"
+    candidates = [{"policy": "chain", "nodes": 3}, {"nodes": 6, "draft_calls": 3, "top_k": 4}]
+    automatic = [
+        *("eval.tree={policy: auto}", f"eval.planner={{answers: {recorded}, candidates: {json.dumps(candidates)}}}"),
+        *("--compare", "eval.tree={policy: chain, nodes: 4}"),
+    ]
+    out = f"eval.out={place / 'auto'}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contenders, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
+        with pytest.raises(UserError, match=r"eval\.planner\.answers: .*generations\.jsonl cannot be read"):
+            run_script(monkeypatch, str(place / "recipe.yaml"), out, *automatic)
+    run_script(monkeypatch, str(place / "recipe.yaml"), out)
+    run_script(monkeypatch, str(place / "recipe.yaml"), f"eval.out={place / 'chosen'}", *automatic)
+    content = report_files.read_acceptance(place / "chosen/acceptance.json")
+    main = content["contenders"][content["contender"]]
+    assert content["contender"] in ("eagle3, auto: chain of 2", "eagle3, auto: tree of 6")
+    assert main["tree"]["nodes"] == (3 if main["tree"]["policy"] == "chain" else 6)
+    assert main["draft_calls_per_round"] == main["tree"]["draft_calls"] and main["matches_target"]
+    assert set(content["contenders"]) == {PLAIN, content["contender"], "eagle3, chain of 3"}
+
+
+# Batches.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_gives_the_answers_of_one_at_a_time(
+    place: Path, tmp_path: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy: token for token. Drawn: too, for the draws of an answer hang on its turn and contender alone."""
+    recipe = load_recipe(place / "recipe.yaml")
+    lineup = Lineup(recipe.target)
+    sampling = Sampling(temperature)
+    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
+
+    keys_drawn: list[Any] = []
+    made = benchmarks.SeededDraws
+    monkeypatch.setattr(benchmarks, "SeededDraws", lambda seed, key: (keys_drawn.append(key), made(seed, key))[1])
+
+    def answers(size: int) -> dict[tuple[str, str, int], tuple[list[int], list[int]]]:
+        found = contenders_of(recipe)
+        proposers = {c.name: lineup.proposer(c, sampling) for c in found}
+        bench = Bench(lineup.target, lineup.tokenizer, lineup.stop_ids, 16, 120, sampling, 0, size)
+        with (tmp_path / "log.jsonl").open("w") as file:
+            results = bench.run(asked, {**proposers}, found[0].name, file, rejects := Rejects())
+        assert not rejects.total
+        keys = {name: [(g.conversation_id, g.turn) for g in generations] for name, generations in results.items()}
+        assert len(set(map(tuple, keys.values()))) == 1  # the same turns in the same order for all
+        return {
+            (name, g.conversation_id, g.turn): (g.token_ids, g.accepted_per_round)
+            for name, generations in results.items()
+            for g in generations
+        }
+
+    one = answers(1)
+    assert len(one) == 2 * 7
+    own = [key for key in keys_drawn if key != "warm-up"]
+    assert len(set(own)) == len(own) == 2 * 7 and len(keys_drawn) == 2 * 7 + 2  # no two answers share their draws
+    assert answers(2) == one
+    assert answers(99) == one
+
+
+def test_a_turn_that_cannot_be_asked_ends_its_own_conversation_alone(place: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(place / "recipe.yaml")
+    lineup = Lineup(recipe.target)
+    asked = load_questions(str(place / "prompts.jsonl"), Rejects(), None)
+    bench = Bench(lineup.target, lineup.tokenizer, lineup.stop_ids, 16, 512, batch_size=4)
+    lengths = {q.id: len(bench.prompt(q, q.turns[0])) for q in asked}
+    assert max(lengths, key=lengths.__getitem__) == "q1"
+    bench = replace(bench, max_length=lengths["q1"] + 15)
+    rejects = Rejects()
+    with (tmp_path / "log.jsonl").open("w") as file:
+        results = bench.run(asked, {}, PLAIN, file, rejects)
+    done = [(g.conversation_id, g.turn) for g in results[PLAIN]]
+    assert ("q1", 1) not in done and ("q0", 1) in done and ("q2", 1) in done and ("q3", 1) in done
+    assert ("q4", 1) in done and ("q1", 2) not in done  # the next batch, and no second turn without a first
+    assert rejects.total == 1 + (("q3", 2) not in done)

@@ -1,0 +1,299 @@
+"""The planner's cost model: curves, probes and the speed-up that follows. No test looks at a clock."""
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.measured.metrics import summarise
+from draftsmith.eval.planner import cost_model
+from draftsmith.eval.planner.cost_model import (
+    BEAMS,
+    NODES,
+    ROUNDS,
+    SETTLING,
+    Costs,
+    Curve,
+    family,
+    measure_costs,
+    predicted,
+    probe_trees,
+    shape_of,
+    timed_rounds,
+)
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import plain_rounds
+from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.sampling import GREEDY, Draws, Sampling
+from draftsmith.models.target import Target, TargetSession
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TreeSection
+from tests import reference
+from tests.clock import Clock
+from tests.conftest import make_target
+from tests.pairs import PROMPTS, pair_of
+from tests.planner_cases import CHAIN, KINDS, proposer_of, tree_of
+from tests.planner_cases import doubter as doubter
+
+
+def test_a_curve_is_medians_and_straight_lines_between_them() -> None:
+    curve = Curve.of({1: [3.0, 1.0, 2.0, 2.0], 9: [10.0] * 4, 5: [4.0, 4.0, 4.0, 90.0], 7: [1000.0]})
+    assert curve.points == ((1.0, 2.0), (5.0, 4.0), (9.0, 10.0))  # one sample tells nothing beside points with more
+    assert curve([1, 2, 5, 8, 9]).tolist() == [2.0, 2.5, 4.0, 8.5, 10.0]
+    assert Curve.of({3: [1.0]})([1, 3, 9]).tolist() == [1.0, 1.0, 1.0]
+    # The ends stay, however little is known of them.
+    assert Curve.of({1: [2.0], 5: [4.0] * 4, 9: [12.0]}).points == ((1.0, 2.0), (5.0, 4.0), (9.0, 12.0))
+
+
+def test_beyond_its_ends_a_curve_goes_on_and_never_falls() -> None:
+    curve = Curve(((2.0, 3.0), (4.0, 4.0), (8.0, 12.0)))
+    assert curve([0, 1, 9, 10]).tolist() == [2.0, 2.5, 14.0, 16.0]
+    assert Curve(((4.0, 1.0), (5.0, 9.0)))([1]).tolist() == [0.0]  # no time is below 0
+    assert Curve(((1.0, 5.0), (4.0, 3.0)))([0, 1, 4, 9]).tolist() == [5.0, 5.0, 3.0, 3.0]
+
+
+def made_up_costs(tree: TreeSection, seed: int = 0) -> Costs:
+    draw = random.Random(seed)
+
+    def curve(xs: Sequence[int]) -> Curve:
+        return Curve(tuple((float(x), draw.uniform(0.5, 3)) for x in xs))
+
+    shape = shape_of(tree)
+    return Costs(
+        plain=draw.uniform(1, 2),
+        plain_spread=(1.0, 1.0),
+        verify={"chain": Curve(((1.0, 1.0),)), shape: curve([1, 3, 8, 20])},
+        rest={shape: curve([1, 6, 20])},
+        draft={family(tree): curve([1, 2, 5])},
+        prompt=0.0,
+        context=10,
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_speed_up_is_the_formula_s(seed: int) -> None:
+    draw = random.Random(seed)
+    tree = [CHAIN, tree_of(policy="ddd", nodes=20, top_k=4)][seed % 2]
+    costs = made_up_costs(tree, seed)
+    generations = []
+    for _ in range(5):
+        accepted = [draw.randrange(4) for _ in range(draw.randrange(1, 9))]
+        tokens = list(range(1 + sum(accepted) + len(accepted)))
+        nodes, calls = ([draw.randint(1, most) for _ in accepted] for most in (20, 5))
+        generations.append(
+            Generation([1, 2], tokens, accepted, last_round_cut=False, tree_nodes=nodes, draft_calls=calls)
+        )
+    expected = predicted(costs, tree, generations)
+    plain = predicted(costs, None, [plain_rounds(RecordedAnswer(g.prompt_token_ids, g.token_ids)) for g in generations])
+    wanted = reference.planned_speedup(
+        costs.plain,
+        list(costs.draft[family(tree)].points),
+        list(costs.verify[shape_of(tree)].points),
+        list(costs.rest[shape_of(tree)].points),
+        [(len(g.token_ids), g.tree_nodes, g.draft_calls) for g in generations],
+    )
+    assert summarise(expected, plain, 100, 0, sampled=True)["speedup"] == pytest.approx(wanted, abs=1e-4)
+    # A drafter that reads the prompt pays for it once an answer.
+    reading = predicted(replace(costs, prompt=7.0), tree, generations)
+    assert [b.decode_seconds - a.decode_seconds for a, b in zip(expected, reading, strict=True)] == pytest.approx(
+        [14.0] * 5
+    )
+
+
+def test_an_answer_of_one_token_costs_nothing() -> None:
+    alone = Generation([1, 2], [4], [], last_round_cut=False)
+    costs = replace(made_up_costs(CHAIN), prompt=1.0)
+    assert [predicted(costs, tree, [alone])[0].decode_seconds for tree in (CHAIN, None)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kinds", [[0], [4], [2], [1, 4], [0, 3, 4], [2, 5], [8], [8, 9], list(range(10))], ids=str)
+def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) -> None:
+    trees = [tree_of(**KINDS[kind]) for kind in kinds]
+    probes = probe_trees(trees)
+    calls: dict[str, set[int]] = {}
+    nodes: dict[str, set[int]] = {"chain": {1}, "tree": {1}}  # plain decoding is always probed
+    for probe in probes:
+        # A tree that could be asked for, but that DDD's tests may lie behind its last call.
+        said = probe.model_dump(exclude_unset=True) | ({"ddd": {"at": "every"}} if probe.policy == "ddd" else {})
+        checked = TreeSection.model_validate(said)
+        calls.setdefault(family(probe), set()).add(checked.calls)
+        nodes[shape_of(probe)].add(checked.most)
+    for tree in trees:
+        assert max(calls[family(tree)]) == tree.calls
+        assert max(nodes[shape_of(tree)]) >= tree.most
+        if tree.policy != "static":
+            assert 1 in calls[family(tree)]
+    assert set(calls) == {family(tree) for tree in trees}
+    most = max((tree.most for tree in trees if tree.policy in BEAMS), default=0)
+    assert {n for n in NODES if n < most} <= nodes["tree"]  # between them, lines are short
+    assert len(probes) == len({probe.model_dump_json() for probe in probes})
+
+
+def test_probes_of_trees_without_a_limit_have_one() -> None:
+    probes = probe_trees([tree_of(**KINDS[10])])
+    assert max(probe.most for probe in probes) == NODES[-1]
+    assert set(NODES) <= {probe.most for probe in probes}
+
+
+@pytest.mark.parametrize("kind", [{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], ids=str)
+def test_probes_never_stop_early(kind: dict[str, Any], doubter: Path) -> None:
+    target, drafter = pair_of("llama")
+    tree = tree_of(**kind)
+    strict = tree.model_copy(
+        update={
+            "svip": tree.svip.model_copy(update={"h": 1e-6}),
+            "ddd": tree.ddd.model_copy(update={"threshold": 0.0}),
+            "c2t": tree.c2t.model_copy(update={"classifier": str(doubter), "beta": 1.0}),
+        }
+    )
+    for probe in probe_trees([strict]):
+        rounds = list(timed_rounds(target, proposer_of(target, drafter, probe), [PROMPTS[0]]))
+        assert [r.number for r in rounds] == list(range(ROUNDS))
+        assert {r.calls for r in rounds} == {probe.calls}
+        assert {r.nodes for r in rounds} == {probe.most}
+
+
+def test_costs_are_those_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    verify = TargetSession.verify
+
+    def watched(self: TargetSession, tree: DraftTree) -> Any:
+        seen.append(torch.is_inference_mode_enabled())
+        return verify(self, tree)
+
+    monkeypatch.setattr(TargetSession, "verify", watched)
+    target, drafter = pair_of("llama")
+    for proposer in (None, proposer_of(target, drafter, CHAIN)):
+        list(timed_rounds(target, proposer, [PROMPTS[0]]))
+    assert seen == [True] * 2 * ROUNDS
+    assert not torch.is_inference_mode_enabled()
+
+
+class SlowProposer:
+    """A root and a child: 2 s to read what was committed, 5 more for a prompt, 50 more until it has settled; 3 s for
+    drafting."""
+
+    capture_layers = ()
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.rows, self.reads, self.rounds = rows, 7.0, 0
+
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        raise AssertionError("no answer begins while costs are measured")
+
+    def keep(self, rows: Sequence[int]) -> None:
+        raise AssertionError("no answer ends while costs are measured")
+
+    def observe(self, committed: Sequence[Sequence[int]], features: object, counts: Sequence[int]) -> None:
+        self.clock.now += self.reads
+        self.clock.now += 50 * (0 < self.rounds < SETTLING)
+        self.reads = 2.0
+        self.rounds += 1
+        self.roots = [tokens[-1] for tokens in committed]
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        self.clock.now += 3
+        return DraftTree.chains([[root, 0] for root in self.roots], torch.device("cpu")), [1] * self.rows
+
+
+class QuickProposer(SlowProposer):
+    """Takes no time."""
+
+    def observe(self, committed: Sequence[Sequence[int]], features: object, counts: Sequence[int]) -> None:
+        self.roots = [tokens[-1] for tokens in committed]
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        return DraftTree.chains([[root, 0] for root in self.roots], torch.device("cpu")), [1] * self.rows
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
+def test_each_second_is_charged_where_it_passes(rows: int, sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, target = Clock(), Target(make_target())
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(cost_model, "ROUNDS", SETTLING + 1)
+    verify, commit = TargetSession.verify, TargetSession.commit
+
+    def slow_verify(self: TargetSession, tree: DraftTree) -> Any:
+        clock.now += 10 * tree.nodes
+        return verify(self, tree)
+
+    def slow_commit(self: TargetSession, *arguments: Any) -> None:
+        clock.now += 1
+        commit(self, *arguments)
+
+    monkeypatch.setattr(TargetSession, "verify", slow_verify)
+    monkeypatch.setattr(TargetSession, "commit", slow_commit)
+    tree = tree_of(policy="chain", nodes=2)
+    costs = measure_costs(
+        target, lambda tree: SlowProposer(clock), [tree], [[11, 12, 13, 14]], 3, sampling, rows, repeats=2
+    )
+    assert (costs.plain, costs.plain_spread, costs.busy) == (11, (11, 11), False)
+    assert costs.verify["chain"].points == ((1.0, 10.0), (2.0, 20.0))
+    assert costs.rest["chain"].points == ((1.0, 1.0), (2.0, 1.0))
+    assert costs.draft == {"chain": Curve(((1.0, 5.0),))}
+    assert costs.prompt == pytest.approx(5 / 3)  # of three tokens
+    assert (costs.context, costs.rows) == (3, rows)
+
+
+def test_a_machine_s_pace_cancels_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes three times as long in some repeats, and grows slower within one: a probe's plain rounds do."""
+    clock, target = Clock(), Target(make_target())
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(cost_model, "ROUNDS", SETTLING + 1)
+    pace, probes = [1.0], itertools.count()
+    verify, rounds = TargetSession.verify, timed_rounds
+
+    def slow_verify(self: TargetSession, tree: DraftTree) -> Any:
+        clock.now += pace[0] * (10 if tree.nodes == 1 else 20)
+        return verify(self, tree)
+
+    def slower(*arguments: Any) -> Any:
+        repeat, place = divmod(next(probes), 3)  # plain, the probe, plain
+        pace[0] = (1, 1, 3, 1, 3)[repeat] * (1 + place / 10)
+        return rounds(*arguments)
+
+    monkeypatch.setattr(TargetSession, "verify", slow_verify)
+    monkeypatch.setattr(cost_model, "timed_rounds", slower)
+    made = QuickProposer(clock)
+    costs = measure_costs(target, lambda tree: made, [tree_of(policy="chain", nodes=2)], [[11, 12, 13]], 3, repeats=4)
+    assert costs.probes == {"chain, 2 nodes, 1 calls": pytest.approx((2.0,) * 4)}
+    assert costs.verify["chain"]([2]) / costs.verify["chain"]([1]) == pytest.approx(2.0, rel=0.05)
+    assert len(costs.repeats) == 4
+    assert costs.busy  # it is told all the same
+    assert costs.to_dict()["probes_in_plain_rounds_by_repeat"] == {"chain, 2 nodes, 1 calls": [2.0] * 4}
+
+
+def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(make_target(max_position_embeddings=64))
+    read: list[list[int]] = []
+    prefill = TargetSession.prefill
+    monkeypatch.setattr(
+        TargetSession, "prefill", lambda self, prompts: read.extend(map(list, prompts)) or prefill(self, prompts)
+    )
+    measure_costs(target, lambda tree: SlowProposer(Clock()), [], [[11, 12], [13, 14, 15]], 8, repeats=2)
+    assert {tuple(tokens) for tokens in read} == {(11, 12, 13, 14, 15, 11, 12, 13), (13, 14, 15, 11, 12, 13, 14, 15)}
+    costs = measure_costs(
+        target, lambda tree: SlowProposer(Clock()), [tree_of(policy="chain", nodes=4)], [[11, 12]], 1000, repeats=1
+    )
+    assert costs.context == 64 - 1 - ROUNDS * 4  # what is left beside the rounds that are decoded
+    with pytest.raises(UserError, match="leave no context in the target's 64 positions"):
+        measure_costs(
+            target, lambda tree: SlowProposer(Clock()), [tree_of(policy="chain", nodes=40)], [[11, 12]], 9, repeats=1
+        )
+
+
+def test_a_busy_machine_is_noticed() -> None:
+    costs = made_up_costs(CHAIN)
+    assert not replace(costs, plain=1.0, plain_spread=(0.97, 1.05)).busy
+    assert replace(costs, plain=1.0, plain_spread=(0.9, 1.4)).busy

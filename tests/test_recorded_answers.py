@@ -1,0 +1,325 @@
+"""Recorded answers: whose they are, and which lines cannot be used."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.eval.decoding.decode import decode_batch
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.recorded.answers import (
+    RecordedAnswer,
+    check_answers,
+    check_recorded_from,
+    kept_for_validation,
+    read_answers,
+)
+from draftsmith.eval.recorded.replay import (
+    Agreement,
+    checking_bytes,
+    head_rows,
+    read_states,
+    replay,
+)
+from draftsmith.models.costs import Meter
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
+from draftsmith.models.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.schema import Recipe
+from draftsmith.train.run.inputs import read_rows
+from tests import reference
+from tests.conftest import make_target, make_tokenizer
+from tests.pairs import greedy
+from tests.replay_cases import conversation, generation_line, recorded, write_lines
+
+
+def drawn(target: Target, sampling: Sampling, count: int = 30, seed: int = 3) -> list[RecordedAnswer]:
+    prompts = [[11 + i, 12, 13] for i in range(count)]
+    draws = [SeededDraws(seed, i) for i in range(count)]
+    return recorded(decode_batch(target, None, prompts, {-1}, 40, sampling, draws), sampling)
+
+
+def nearly(target: Target, noise: float = 0.3) -> Target:
+    """The same target, every weight moved by so much of its tensor's spread."""
+    changed = make_target()
+    changed.load_state_dict(target.model.state_dict())
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight += noise * weight.std() * torch.randn_like(weight)
+    return Target(changed)
+
+
+def agreement_with(target: Target, answers: Sequence[RecordedAnswer]) -> Agreement:
+    agreement = Agreement.of(target)
+    for answer in answers:  # as in batches: every prefix of the file is judged
+        if not agreement.enough:
+            read_states(target, [answer], (), agreement)
+            agreement.check()
+    return agreement
+
+
+SAMPLINGS = (
+    *(Sampling(temperature) for temperature in (0.3, 0.7, 1.0, 1.5)),
+    *(Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.3), Sampling(1.0, top_p=0.8, top_k=20), Sampling(0.3, top_p=0.9)),
+    *(Sampling(1.5, top_p=0.9), Sampling(1.5, top_k=3)),
+)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=str)
+def test_answers_of_another_target_are_refused(sampling: Sampling) -> None:
+    target = Target(make_target())
+    answers = drawn(target, sampling)
+    for other in (Target(make_target(seed=1)), nearly(target)):
+        with pytest.raises(UserError, match="recorded from another target"):
+            replay(other, PromptLookup(4, other.device), answers, 8, Agreement.of(other))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_target_s_own_answers_never_are(sampling: Sampling, seed: int) -> None:
+    target = Target(make_target(seed=seed))
+    agreement = agreement_with(target, drawn(target, sampling, seed=seed))
+    assert agreement.enough and agreement.other == agreement.impossible == 0
+    if not sampling.greedy:
+        assert abs(agreement.excess) < 4 * agreement.variance**0.5
+
+
+@pytest.mark.parametrize(
+    ("was", "written", "message"),
+    [
+        (Sampling(0.2), Sampling(1.0), "drawn otherwise than is written .* less surprising"),
+        (Sampling(1.0), Sampling(0.2), "or drawn otherwise than is written .* more surprising"),
+        (Sampling(1.0, top_k=5), Sampling(1.0), "drawn otherwise than is written .* less surprising"),
+        (Sampling(1.0), Sampling(1.0, top_k=5), "or drawn otherwise than is written: .* are cut off by top_k or top_p"),
+        (Sampling(1.0, top_p=0.8), Sampling(1.0, top_p=0.3), "are cut off by top_k or top_p"),
+    ],
+    ids=str,
+)
+def test_answers_that_were_drawn_otherwise_are_refused(was: Sampling, written: Sampling, message: str) -> None:
+    target = Target(make_target())
+    answers = [replace(answer, sampling=written) for answer in drawn(target, was)]
+    with pytest.raises(UserError, match=message):
+        agreement_with(target, answers)
+
+
+def test_an_improbable_token_among_few_is_no_other_target() -> None:
+    """Nearly certain draws hardly vary; one that falls out lies many of their standard deviations off."""
+    certain = torch.tensor([[9.0, 0.0]]).expand(40, -1)  # p = 1.2e-4: one such token among 40 in 0.5 % of all answers
+    said = torch.tensor([0] * 39 + [1])
+    agreement = Agreement(lenient=False)
+    agreement.add(RecordedAnswer([1], said.tolist(), Sampling(1.0)), certain, said)
+    assert agreement.excess > 8 * agreement.variance**0.5
+    agreement.check()
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 2), (0.7, 3)])
+def test_surprise_is_measured_against_the_target_s_own_entropy(top_p: float, top_k: int) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0], [3.0, 0.1, 0.2, 0.5], [0.0, -float("inf"), 1.0, 0.1]])
+    said, temperature = [2, 3, 0], 0.8
+    agreement = Agreement(lenient=False)
+    answer = RecordedAnswer([1], said, Sampling(temperature, top_p, top_k))
+    agreement.add(answer, logits, torch.tensor(said))
+    cut_off, excess, variance = reference.surprise(logits.tolist(), said, temperature, top_p, top_k)
+    assert agreement.impossible == cut_off == {(1.0, 0): 0, (0.8, 0): 2, (1.0, 2): 1, (0.7, 3): 2}[top_p, top_k]
+    assert agreement.excess == pytest.approx(excess, rel=1e-4)
+    assert agreement.variance == pytest.approx(variance, rel=1e-4)
+    assert agreement.drawn_tokens == 3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7), Sampling(1.0, 0.9, 40)], ids=str)
+def test_checking_keeps_no_more_alive_than_is_planned(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.eval.recorded.replay.HEAD_BYTES", 1 << 22)
+    vocab_size = 5000
+    rows = head_rows(vocab_size)
+    assert 1 < rows < 512 and checking_bytes(vocab_size) <= 1 << 22
+    logits, said = torch.randn(rows, vocab_size), torch.zeros(rows, dtype=torch.long)
+    with Meter(lambda tensor: "") as meter:
+        Agreement(lenient=False).add(RecordedAnswer([1], [0] * rows, sampling), logits, said)
+    own = logits.numel() * logits.element_size()
+    assert own + meter.peak_bytes <= checking_bytes(vocab_size) + 8 * vocab_size  # and some rows' sums
+    assert sampling.greedy or meter.peak_bytes > own
+    target = Target(make_target(vocab_size=64))
+    monkeypatch.setattr("draftsmith.eval.recorded.replay.HEAD_BYTES", 7 * 4 * 12 * 64)
+    answers = [RecordedAnswer([5], greedy(target, [5], 30), GREEDY)]
+    asked: list[int] = []
+    target.head.register_forward_hook(lambda _, inputs, __: asked.append(inputs[0].shape[0]))
+    read_states(target, answers, (), agreement := Agreement.of(target))
+    assert asked == [7, 7, 7, 7, 2] and (agreement.greedy_tokens, agreement.other) == (30, 0)
+
+
+def test_a_few_differing_tokens_are_another_precision_s() -> None:
+    """Of 1,000 to 50 tokens bfloat16 may turn one; a reader is told that first, and no other target is suspected."""
+    for agreement, refused in (
+        (
+            Agreement(False, greedy_tokens=1000, other=8),
+            "^eval.answers: probably this target's own, written in another",
+        ),
+        (Agreement(False, greedy_tokens=1000, other=51), "^eval.answers: recorded from another target: 51 of 1,000 gr"),
+        (Agreement(True, greedy_tokens=1000, other=8), None),
+        (Agreement(True, greedy_tokens=1000, other=51), "^eval.answers: recorded from another target"),
+        (Agreement(False, drawn_tokens=1000, impossible=8), "^eval.answers: probably this target's own, written in a"),
+        (Agreement(False, drawn_tokens=1000, impossible=51), "^eval.answers: recorded from another target or drawn ot"),
+        (Agreement(True, drawn_tokens=1000, impossible=8), None),
+        (Agreement(False, drawn_tokens=1000, impossible=1), None),
+    ):
+        if refused is None:
+            agreement.check()
+            continue
+        with pytest.raises(UserError, match=refused):
+            agreement.check()
+
+
+def test_a_few_tokens_may_be_rounding_many_may_not() -> None:
+    target = Target(make_target())
+    answers = drawn(target, GREEDY)
+    for wrong, refused in ((1, False), (3, True)):
+        for lenient in (False, True):
+            changed = [RecordedAnswer(a.prompt, list(a.tokens), GREEDY) for a in answers]
+            for answer in changed[:wrong]:  # its last token: nothing behind it changes
+                answer.tokens[-1] = (answer.tokens[-1] + 1) % 320
+            agreement = Agreement(lenient)
+            read_states(target, changed, (), agreement)
+            assert agreement.other == wrong
+            if refused and not lenient:
+                with pytest.raises(UserError, match=r"3 of 1,\d\d\d greedy tokens \(0\.2%\) are not what this one"):
+                    agreement.check()
+            else:
+                agreement.check()
+
+
+def test_conversations_are_read_turn_by_turn(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", conversation(0), "", conversation(1, temperature=0.7, top_k=5))
+    recording = read_answers(path)
+    answers = recording.of("anyone", "plain decoding")
+    assert [(a.conversation_id, a.turn) for a in answers] == [("c0", 1), ("c0", 2), ("c1", 1), ("c1", 2)]
+    assert answers[1].prompt == [2, 11, 12, 4, 3, 9, 8, 4, 2, 11, 13, 4, 3]
+    assert answers[1].tokens == [9, 8, 4]
+    assert (answers[0].benchmark, answers[0].category) == ("mine", "maths")
+    assert [a.sampling for a in answers] == [GREEDY, GREEDY, Sampling(0.7, 1.0, 5), Sampling(0.7, 1.0, 5)]
+    assert answers[2].place == f"{path}:3"
+    assert len(read_answers(path, limit=1).of("x", "y")) == 2
+    assert len(read_answers(path, first_turns_only=True).of("x", "y")) == 2
+
+
+def test_everyone_has_its_own_generations_or_plain_decoding_s(tmp_path: Path) -> None:
+    lines = [generation_line(name, i, [6, len(name)]) for i in ("a", "b") for name in ("plain decoding", "eagle")]
+    path = write_lines(tmp_path / "generations.jsonl", *lines)
+    (tmp_path / "acceptance.json").write_text('{"temperature": 0.5, "top_p": 0.9, "top_k": 3, "target_identity": {}}')
+    recording = read_answers(path, sampling=GREEDY)
+    assert [a.tokens for a in recording.of("eagle", "plain decoding")] == [[6, 5], [6, 5]]
+    assert [a.tokens for a in recording.of("lookup", "plain decoding")] == [[6, 14], [6, 14]]
+    assert {a.sampling for a in recording} == {Sampling(0.5, 0.9, 3)}
+    assert len(read_answers(path, limit=1).of("eagle", "plain decoding")) == 1
+    (tmp_path / "acceptance.json").unlink()
+    assert {a.sampling for a in read_answers(path, sampling=GREEDY)} == {GREEDY}
+    write_lines(path, *(line | {"contender": f"c{i}"} for i, line in enumerate(lines)))
+    with pytest.raises(UserError, match="holds answers of 'c0', 'c1', 'c2', 'c3', none of 'eagle' and none of 'plain"):
+        read_answers(path).of("eagle", "plain decoding")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"c\.jsonl:2: malformed JSON"),
+        ({"id": "x", "messages": []}, r"c\.jsonl:2: neither a line of generations\.jsonl nor a regenerated"),
+        ({"id": "x", "turns": ["How?", "Why?"]}, r"c\.jsonl:2: turns\.0"),
+        ({"id": "x", "turns": []}, r"c\.jsonl:2: turns"),
+        (generation_line("e", "x", []), r"c\.jsonl:2: token_ids"),
+        (generation_line("e", "x", [1]) | {"prompt_token_ids": []}, r"c\.jsonl:2: prompt_token_ids"),
+        (generation_line("e", "x", [-1]), r"c\.jsonl:2: token_ids\.0"),
+        (generation_line("e", "x", ["5"]), r"c\.jsonl:2: token_ids\.0"),  # type: ignore[list-item]
+        (conversation(0, temperature=-1.0), r"c\.jsonl:2: temperature"),
+    ],
+)
+def test_lines_that_cannot_be_replayed_are_named(tmp_path: Path, line: Any, message: str) -> None:
+    path = write_lines(tmp_path / "c.jsonl", conversation(0), line)
+    with pytest.raises(UserError, match=message):
+        read_answers(path)
+
+
+def test_several_bad_lines_are_counted_and_the_first_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", "{", conversation(0), "[]", "{}", "x", conversation(1), "y")
+    with pytest.raises(UserError) as told:
+        read_answers(path)
+    first, *faults = told.value.problems
+    assert first == f"eval.answers: {path}: 5 lines cannot be used; these are the first 3"
+    assert [fault.split(": ")[1] for fault in faults] == [f"{path}:{number}" for number in (1, 3, 4)]
+
+
+def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", conversation(0), conversation(1))
+    whole = path.read_text()
+    path.write_text(whole.rstrip())  # no more than the last line's end is missing
+    assert len(list(read_answers(path))) == 4
+    path.write_text(whole[:-20])
+    with pytest.raises(
+        UserError, match=r"^eval\.answers: .*c\.jsonl:2: the file is cut off: its last line is not whole"
+    ):
+        read_answers(path)
+    path.write_text("{\n" + whole)
+    with pytest.raises(UserError, match=r"^eval\.answers: .*c\.jsonl:1: malformed JSON"):
+        read_answers(path)
+
+
+def test_answers_that_stand_there_twice_are_refused(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "c.jsonl", conversation(0), conversation(1), conversation(0))
+    with pytest.raises(UserError, match=r"c\.jsonl:3: the answer to turn 1 of 'c0' stands there twice, first at .*:1$"):
+        read_answers(path)
+    ones = [generation_line(name, i, [6, 7]) for name in ("a", "b") for i in ("x", "y")]
+    ones += [ones[0] | {"turn": 2}, ones[0] | {"benchmark": "c"}]
+    assert len(list(read_answers(write_lines(path, *ones)))) == 6
+    with pytest.raises(
+        UserError, match=r"c\.jsonl:7: 'b': the answer to turn 1 of 'y' stands there twice, first at .*:4"
+    ):
+        read_answers(write_lines(path, *ones, ones[3]))
+
+
+def test_kept_for_validation_is_what_training_keeps(tmp_path: Path) -> None:
+    """The same conversations as `train.run.inputs.read_rows`, whatever their order."""
+    lines = [conversation(i) for i in range(40)]
+    for number in (3, 4):  # one token alone trains nothing
+        for turn in lines[number]["turns"]:
+            turn["output_token_ids"] = [9]
+    path = write_lines(tmp_path / "run/conversations.jsonl", *lines)
+    section = {"output_dir": str(tmp_path / "run"), "target": {"model": "none"}}
+    recipes = {most: Recipe.model_validate(section | {"train": {"validation_conversations": most}}) for most in (5, 64)}
+    for most, recipe in recipes.items():
+        training, validation = read_rows(recipe, make_tokenizer(), Rejects())
+        kept = kept_for_validation(path, most)
+        assert kept == {row.id for row in validation} and len(kept) == (5 if most == 5 else 7)
+        assert not kept & {row.id for row in training}
+    write_lines(path, *reversed(lines))
+    assert kept_for_validation(path, 64) == kept > kept_for_validation(path, 5)
+    assert kept_for_validation(path, 0) == set()
+
+
+def test_no_file_and_no_answers(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"eval\.answers: .*nowhere\.jsonl cannot be read"):
+        read_answers(tmp_path / "nowhere.jsonl")
+    with pytest.raises(UserError, match="holds no answer"):
+        read_answers(write_lines(tmp_path / "empty.jsonl"))
+
+
+def test_tokens_and_lengths_that_the_target_has_not(tmp_path: Path) -> None:
+    recording = read_answers(write_lines(tmp_path / "c.jsonl", conversation(0), conversation(50)))
+    check_answers(recording, 320, 512)
+    with pytest.raises(UserError, match=r"c\.jsonl:2: token 61 is outside the target's vocabulary of 60 tokens"):
+        check_answers(recording, 60, 512)
+    with pytest.raises(UserError, match=r"c\.jsonl:1: prompt and answer are 16 tokens, the target has 15 positions"):
+        check_answers(recording, 320, 15)
+
+
+def test_a_recorded_identity_must_be_this_target_s(tmp_path: Path) -> None:
+    lines = [conversation(i, tokenizer_fingerprint="f", embedding_digest="e") for i in range(2)]
+    other = conversation(2, tokenizer_fingerprint="f", embedding_digest="another")
+    recording = read_answers(write_lines(tmp_path / "c.jsonl", *lines, other))
+    check_recorded_from(recording, {"tokenizer_fingerprint": "f"})  # before the weights are loaded
+    with pytest.raises(UserError, match=r"c\.jsonl:3: recorded from another target: embedding_digest another there, e"):
+        check_recorded_from(recording, {"tokenizer_fingerprint": "f", "embedding_digest": "e"})
+    with pytest.raises(UserError, match=r"c\.jsonl:1: .* tokenizer_fingerprint f there, g here \(a fingerprint covers"):
+        check_recorded_from(recording, {"tokenizer_fingerprint": "g"})

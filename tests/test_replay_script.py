@@ -1,0 +1,243 @@
+"""eval.mode=replay from the command line."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftsmith.eval import acceptance
+from draftsmith.eval.decoding.contenders import contenders_of
+from draftsmith.eval.decoding.policies import PolicyProposer
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.recorded.answers import (
+    RecordedAnswer,
+    kept_for_validation,
+)
+from draftsmith.eval.recorded.replay import (
+    checking_bytes,
+    replay_all,
+)
+from draftsmith.eval.recorded.replay_contenders import planned_bytes, recording_of
+from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
+from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.sampling import GREEDY
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import TargetSection
+from tests.conftest import make_target, make_tokenizer
+from tests.pairs import greedy, pair_of, taught
+from tests.replay_cases import PROMPTS, SAME, conversation, generation_line, policy, write_lines
+
+
+@pytest.fixture(scope="module")
+def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe over a drafter that was taught its prompts, and questions of one and two turns."""
+    folder = tmp_path_factory.mktemp("replay")
+    section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
+    texts = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", "the dog and the cat"]
+    prompts = tuple(render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts)
+    target = Target(load_causal_lm(section))
+    drafter = taught(target, DraftVocab.full(target.vocab_size), prompts)
+    identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
+    save_drafter(folder / "run/drafter", drafter, identity, "", {})
+    turns = [{"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(texts)]
+    write_lines(folder / "prompts.jsonl", *turns)
+    recipe = {
+        "output_dir": str(folder / "run"),
+        "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
+        "eval": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "max_new_tokens": 24,
+            "bootstrap_samples": 100,
+            "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
+            "also": [
+                {"name": "chain", "tree": {"policy": "chain", "nodes": 4}},
+                {"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 6}},
+            ],
+        },
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.fixture
+def measure(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    def run(*overrides: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["acceptance.py", str(place / "recipe.yaml"), *overrides])
+        acceptance.main()
+
+    return run
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4])
+def test_the_script_replays_what_it_decoded(
+    place: Path, measure: Callable[..., None], temperature: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = place / f"run/at {temperature}"
+    measure(f"eval.temperature={temperature}", f"eval.out={out}")
+    before = (out / "acceptance.json").read_bytes()
+    capsys.readouterr()
+    # What was recorded says how answers were drawn, not the recipe.
+    measure("eval.mode=replay", f"eval.out={out}", "eval.replay_batch_size=3")
+    said = capsys.readouterr().out
+    assert (out / "acceptance.json").read_bytes() == before
+    decoded, replayed = lines_of(out / "generations.jsonl"), lines_of(out / "replay/generations.jsonl")
+    assert {line["contender"] for line in decoded} == {line["contender"] for line in replayed}
+
+    def rounds(lines: list[dict[str, Any]]) -> dict[Any, Any]:
+        same = (*SAME, "benchmark", "category", "text")
+        whose = ("contender", "conversation_id", "turn")
+        return {tuple(line[key] for key in whose): {key: line[key] for key in same} for line in lines}
+
+    assert rounds(replayed) == rounds(decoded)
+    of_main = [line["accepted_per_round"] for line in decoded if "tree of 12" in line["contender"]]
+    assert sum(map(sum, of_main)) > 0
+    mine, its = (json.loads((path / "acceptance.json").read_text()) for path in (out / "replay", out))
+    assert mine["mode"] == "replay" and mine["temperature"] == temperature
+    for name, row in its["contenders"].items():
+        for key in ("tau", "tau_interval", "accepted_histogram", "acceptance_by_position", "tree_nodes_per_round"):
+            assert mine["contenders"][name][key] == row[key]
+        assert mine["contenders"][name]["draft_calls_per_round"] == row["draft_calls_per_round"]
+        assert mine["contenders"][name]["tokens_per_second"] is None
+        assert mine["contenders"][name]["speedup"] is None and mine["contenders"][name]["speedup_interval"] is None
+        assert mine["contenders"][name]["matches_target"] is None
+    assert (out / "replay/report.html").exists()
+    tokens = sum(len(line["token_ids"]) for line in decoded if line["contender"] == "plain decoding")
+    if temperature == 0:
+        assert f"0 of {tokens} greedy tokens are not the target's likeliest" in said
+    else:
+        assert re.search(r"\d+ drawn tokens, [+-]0\.\d{3} nats each beyond its own", said)
+
+
+def test_the_script_replays_regenerated_conversations(
+    place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32")))
+    path = write_lines(place / "conversations.jsonl", *(conversation(i, target) for i in range(4)))
+    out = place / "run/conversations"
+    settings = ("eval.mode=replay", f"eval.answers={path}", f"eval.out={out}")
+    measure(*settings, "--plan")
+    said = capsys.readouterr().out
+    assert f"answers      8 recorded in {path}, 96 tokens" in said
+    assert not out.exists()
+    measure(*settings)
+    numbers = json.loads((out / "replay/acceptance.json").read_text())
+    assert numbers["answers"] == 8 and numbers["prompts"] == 4 and list(numbers["benchmarks"]) == ["mine"]
+    assert numbers["contenders"]["plain decoding"]["tau"] == 1
+    assert numbers["contenders"]["plain decoding"]["rounds"] == 8 * 11
+
+
+def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
+    place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32")))
+    path = write_lines(place / "trained/conversations.jsonl", *(conversation(i, target) for i in range(11)))
+    out = place / "run/trained"
+    settings = (f"data.conversations={path}", "eval.mode=replay", f"eval.answers={path}", f"eval.out={out}")
+    measure(*settings)
+    kept = "answers are taken from the 2 conversations that training keeps for validation"
+    assert f"note: {path} is what the recipe trains on: {kept}" in capsys.readouterr().out.replace("\n", "")
+    ids = {line["conversation_id"] for line in lines_of(out / "replay/generations.jsonl")}
+    assert ids == kept_for_validation(path, 64) and len(ids) == 2
+    assert kept in json.loads((out / "replay/acceptance.json").read_text())["recorded_answers"]["note"]
+    measure(*settings, "train.validation_conversations=0", "--plan")
+    said = capsys.readouterr().out
+    assert "these answers are known to the drafter" in said and "answers      22 recorded" in said
+    copy = write_lines(place / "trained/copy.jsonl", *lines_of(path))
+    measure(*settings, f"eval.answers={copy}", "--plan")
+    said = capsys.readouterr().out
+    assert "note" not in said and "answers      22 recorded" in said
+
+
+def test_greedy_answers_are_greedy_whatever_else_is_set(place: Path, measure: Callable[..., None]) -> None:
+    """top_p means nothing at temperature 0; of answers without a temperature nobody knows."""
+    chain = "eval.tree={policy: chain, nodes: 4, draw: sampled}"
+    path = write_lines(place / "greedy.jsonl", conversation(0, top_p=0.9, top_k=5))
+    measure("eval.mode=replay", f"eval.answers={path}", chain, "--plan")
+    write_lines(path, conversation(0, temperature=None))
+    with pytest.raises(UserError, match=r"answers that were drawn \(or may have been\)"):
+        measure("eval.mode=replay", f"eval.answers={path}", chain, "--plan")
+
+
+def test_the_plan_counts_caches_of_draft_models_and_the_check(
+    place: Path, target_dir: Path, measure: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_lines(place / "planned.jsonl", conversation(0))
+    small = "eval.also=[{name: small, proposer: causal_lm, draft_model: {model: " + str(target_dir) + "}}]"
+    counted = {}
+    for name, also in (("without", "eval.also=[]"), ("with", small)):
+        recipe = load_recipe(place / "recipe.yaml", ["eval.mode=replay", f"eval.answers={path}", also])
+        contenders = contenders_of(recipe)
+        counted[name] = planned_bytes(recipe, recording_of(recipe, contenders), contenders)
+    # Two answers of 16 tokens at most; 7 layers of keys and values, 2 heads of 8, in float32, not the drafter's 1.
+    assert counted["with"] - counted["without"] == 2 * 16 * (7 - 1) * 2 * 2 * 8 * 4
+    assert counted["without"] > checking_bytes(320)
+    measure("eval.mode=replay", f"eval.answers={path}", small, "--plan")
+    assert "the drafters' columns, and the check of their tokens" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_every_cache_is_gone_when_its_batch_is_done() -> None:
+    target, drafter = pair_of("llama")
+    mine = FeatureDrafting(drafter)
+    answers = [RecordedAnswer(prompt, greedy(target, prompt, 9), GREEDY) for prompt in PROMPTS]
+    told: list[list[int]] = []
+    proposers: dict[str, Proposer] = {"a": PolicyProposer(mine, policy("chain")), "b": PromptLookup(3, target.device)}
+    replay_all(target, proposers, answers, 4, told=lambda _: told.append(list(mine.columns.lengths)))
+    assert told == [[]] * 4
+
+
+def test_what_cannot_be_replayed_is_told_before_weights_are_loaded(
+    place: Path, target_dir: Path, measure: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from draftsmith.eval.recorded import replay_contenders as replayed
+
+    def loaded(*_: object) -> None:
+        raise AssertionError("the target was loaded")
+
+    monkeypatch.setattr(replayed, "Lineup", loaded)
+    drawn_ones = write_lines(place / "drawn.jsonl", conversation(0, temperature=1.0))
+    foreign = write_lines(place / "foreign.jsonl", conversation(0, tokenizer_fingerprint="another"))
+    far = write_lines(place / "far.jsonl", generation_line("plain decoding", "x", [4, 320]))
+    some = [generation_line(name, "x", [5, 4]) for name in ("plain decoding", "chain")]
+    holes = write_lines(place / "holes.jsonl", *some, generation_line("plain decoding", "y", [5, 4]))
+    for path, override, message in (
+        (drawn_ones, "eval.tree={policy: chain, draw: sampled}", "eval.tree: draw: sampled cannot be replayed"),
+        (drawn_ones, "eval.tree={policy: auto}", "eval.tree: policy auto goes by speeds, and replay has none"),
+        (
+            foreign,
+            "eval.seed=0",
+            r"foreign\.jsonl:1: recorded from another target: tokenizer_fingerprint another there",
+        ),
+        (far, "eval.seed=0", r"far\.jsonl:1: token 320 is outside the target's vocabulary of 320 tokens"),
+        (holes, "eval.seed=0", "the answers of 'chain' are not to the same turns as those of plain decoding"),
+        (place / "nowhere.jsonl", "eval.seed=0", r"nowhere\.jsonl cannot be read"),
+    ):
+        with pytest.raises(UserError, match=message):
+            measure("eval.mode=replay", f"eval.answers={path}", override)
+
+
+def test_answers_of_another_target_with_the_same_tokenizer_are_refused(
+    place: Path, measure: Callable[..., None]
+) -> None:
+    """By the embeddings where they are recorded, by what it says where they are not."""
+    other = Target(make_target(seed=1))
+    unknown = write_lines(place / "unknown.jsonl", *(conversation(i, other) for i in range(4)))
+    with pytest.raises(UserError, match=r"recorded from another target: \d\d of 96 greedy tokens"):
+        measure("eval.mode=replay", f"eval.answers={unknown}")
+    known = write_lines(place / "known.jsonl", conversation(0, other, embedding_digest="0" * 64))
+    with pytest.raises(UserError, match=r"known\.jsonl:1: recorded from another target: embedding_digest 0000"):
+        measure("eval.mode=replay", f"eval.answers={known}")
+    assert not (place / "run/eval/replay/acceptance.json").exists()
