@@ -70,6 +70,10 @@ class _Source:
             path = path[:-1]
         return self.places[path]
 
+    def at(self, path: KeyPath, problem: str) -> str:
+        """The sentence that tells a problem with the value at `path`."""
+        return f"{self.place(path)}: `{_dotted(path)}`: {problem}"
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in file `path` with `overrides` ("train.max_steps=100") applied in order.
@@ -255,18 +259,14 @@ def _apply_override(source: _Source, override: str) -> None:
 
 def _validate(source: _Source) -> Recipe | None:
     """The recipe, or None after adding to `source.problems`."""
-    try:
-        return Recipe.model_validate(source.values)
-    except ValidationError as error:
-        mended = [_mend(source, item) for item in error.errors()]  # all of them, so no generator
-        if not any(mended):
-            source.problems += _problems(source, error)
-            return None
-    try:
-        return Recipe.model_validate(source.values)
-    except ValidationError as error:
-        source.problems += _problems(source, error)
-        return None
+    for mended in (False, True):
+        try:
+            return Recipe.model_validate(source.values)
+        except ValidationError as error:
+            if mended or not sum(_mend(source, item) for item in error.errors()):
+                source.problems += _problems(source, error)
+                break
+    return None
 
 
 def _mend(source: _Source, item: Any) -> bool:
@@ -315,12 +315,10 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
         elif kind == "value_error":
             raised = item["ctx"]["error"]  # type: ignore[typeddict-item]
             if isinstance(raised, ImpossibleSettings):
-                for problem in raised.problems:
-                    key, _, said = problem.partition(": ")
-                    path = (*location, *key.split("."))
-                    problems.append(f"{source.place(path)}: `{_dotted(path)}`: {said}")
+                parts = (problem.partition(": ") for problem in raised.problems)
+                problems += [source.at((*location, *key.split(".")), said) for key, _, said in parts]
             else:
-                problems.append(f"{source.place(location)}: `{_dotted(location)}`: {raised}")
+                problems.append(source.at(location, str(raised)))
         else:
             path = _value_path(source, location)
             words = EXPECTED[kind].format(**item.get("ctx", {})) if kind in EXPECTED else item["msg"]
@@ -335,9 +333,7 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
         elif not any(len(other) > len(problem) and other[: len(problem)] == problem for other in unions):
             # Of a union, the branch that came further says more: "`data.prompts.1`: expected text".
             expected = " or ".join(dict.fromkeys(unions[problem]))
-            sentences.append(
-                f"{source.place(problem)}: `{_dotted(problem)}`: expected {expected}, given {given[problem]}"
-            )
+            sentences.append(source.at(problem, f"expected {expected}, given {given[problem]}"))
     return sentences
 
 
@@ -409,37 +405,32 @@ def _suggestion(path: KeyPath) -> str:
 
 def _missing_files(source: _Source) -> list[str]:
     """Problems with the local files that a recipe names; checked on the raw values, beside type errors."""
-    problems = []
+    problems: dict[KeyPath, str | None] = {}
     model = _raw(source, ("target", "model"))
     # "org/name" and "name" may be hub ids; anything else can only be a local directory.
     if isinstance(model, str) and not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model) and not Path(model).exists():
-        where = source.place(("target", "model"))
-        problems.append(f"{where}: `target.model`: no such directory: {model} (a hub model is written org/name)")
+        problems["target", "model"] = f"no such directory: {model} (a hub model is written org/name)"
     template = _raw(source, ("target", "chat_template"))
     if isinstance(template, str) and not Path(template).is_file():
-        where = source.place(("target", "chat_template"))
-        problems.append(f"{where}: `target.chat_template`: no such file: {template}")
+        problems["target", "chat_template"] = f"no such file: {template}"
+    conversations = _raw(source, ("data", "conversations"))
     for key in ("data", "eval"):
         seen: dict[str, str] = {}
         given = _raw(source, (key, "prompts"))
         for index, name in enumerate(given if isinstance(given, list) else [given]):
-            path: KeyPath = (key, "prompts", index) if isinstance(given, list) else (key, "prompts")
             if not isinstance(name, str):
                 continue
             problem = check_source(name)
             if (same := _identified(name)) in seen:
                 problem = f"{name} is given twice, first as {seen[same]}"
-            elif (conversations := _raw(source, ("data", "conversations"))) and same == _identified(str(conversations)):
+            elif conversations and same == _identified(str(conversations)):
                 problem = f"{name} is data.conversations, too; name another file there, regenerate would write to it"
             seen[same] = name
-            if problem is not None:
-                problems.append(f"{source.place(path)}: `{_dotted(path)}`: {problem}")
+            problems[(key, "prompts", index) if isinstance(given, list) else (key, "prompts")] = problem
     for path in (("output_dir",), ("data", "conversations"), ("eval", "out")):
-        written = _raw(source, path)
-        problem = output_problem(Path(written), path[-1] != "conversations") if isinstance(written, str) else None
-        if problem is not None:
-            problems.append(f"{source.place(path)}: `{_dotted(path)}`: {problem}")
-    return problems
+        if isinstance(written := _raw(source, path), str):
+            problems[path] = output_problem(Path(written), path[-1] != "conversations")
+    return [source.at(path, problem) for path, problem in problems.items() if problem is not None]
 
 
 def _identified(name: str) -> str:

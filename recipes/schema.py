@@ -303,8 +303,7 @@ class TrainSection(Section):
     step_weight: StepWeight = 0.8
     """The loss of unroll step k is weighted step_weight**k; a list has a weight for each step; `acceptance` weighs each
     step of each chain by what decoding gains from it (train/loss/step_weights.py), so that the loss of a better drafter
-    may
-    be higher. Default: 0.8 for eagle3 and poss over it, else 1."""
+    may be higher. Default: 0.8 for eagle3 and poss over it, else 1."""
     token_loss: PositiveOrZero = 1.0
     """Weight of `token_objective`, the soft cross-entropy with the target's distribution unless it says otherwise.
     Default: 1 for eagle3, else 0.1."""

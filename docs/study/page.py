@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from docs.study.cells import (
     ALL,
@@ -44,7 +44,7 @@ from docs.study.cells import (
 )
 from docs.study.numbers import Estimate, Found, over_seeds
 from docs.study.run import RESULTS, read_lines
-from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, percent, write_png
+from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, label, percent, write_png
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
@@ -514,7 +514,6 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
 
 SCALES = ("data", "fr_spec", "c2t_eagle2", "c2t_eagle3")
 PLOT_SECTIONS = tuple(f"plot-{name}" for name in (*(name for name, _, _ in DRAWN_POSITIONS), *SCALES))
-Series = tuple[str, str, list[float], list[float], list[tuple[float, float]]]  # name, colour role, x, y, intervals
 
 
 def plots(found: Found) -> list[Plot]:
@@ -590,25 +589,8 @@ def _c2t_series(found: Found, arm: str) -> list[Series]:
     return result
 
 
-def _lines(colours: Colours, series: list[Series], gap: float = 0.1, log: bool = False) -> Figure:
-    figure, (ax,) = new_figure(colours, [280])
-    ends = []
-    for name, role, x, y, intervals in series:
-        ax.fill_between(x, *zip(*intervals, strict=True), color=colours(role), alpha=0.1, linewidth=0)  # type: ignore[arg-type]
-        ax.plot(x, y, color=colours(role), linewidth=1.6, marker="o", markersize=3.5)
-        ends.append((x[-1], y[-1], name, role))
-    if log:
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_locator(LogLocator(2, numticks=7))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        ax.minorticks_off()
-    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    name_lines(ax, colours, ends, gap)
-    return figure
-
-
 def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
-    figure = _lines(colours, series, gap=0.16)
+    figure = banded_lines(colours, series, gap=0.16)
     figure.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     percent(figure.axes[0])
     label(figure.axes[0], colours, "draft position", "accepted where all before were")
@@ -616,7 +598,7 @@ def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
 
 
 def _draw_data(colours: Colours, series: list[Series]) -> Figure:
-    figure = _lines(colours, series, log=True)
+    figure = banded_lines(colours, series, log=True)
     ax = figure.axes[0]
     ax.set_xticks(sorted({x for _, _, xs, _, _ in series for x in xs}))
     label(ax, colours, "training conversations, at equal optimiser steps", "tau, tree of 60")
@@ -624,13 +606,13 @@ def _draw_data(colours: Colours, series: list[Series]) -> Figure:
 
 
 def _draw_cuts(colours: Colours, series: list[Series]) -> Figure:
-    figure = _lines(colours, series, gap=0.16, log=True)
+    figure = banded_lines(colours, series, gap=0.16, log=True)
     label(figure.axes[0], colours, "tokens that are drafted from", "tau, tree of 60")
     return figure
 
 
 def _draw_c2t(colours: Colours, series: list[Series]) -> Figure:
-    figure = _lines(colours, series, gap=0.14, log=True)
+    figure = banded_lines(colours, series, gap=0.14, log=True)
     label(figure.axes[0], colours, "candidates verified in all, roots included", "tau")
     return figure
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, contender_named, describe
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.metrics import bootstrap
-from draftsmith.eval.page.drawing import Colours, Plot, label, name_lines, new_figure, octaves, write_png
+from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, label, write_png
 from draftsmith.eval.page.files import interval_text, print_written
 from draftsmith.eval.recorded.answers import Recording, tokens_of
 from draftsmith.eval.recorded.replay import Agreement
@@ -280,18 +279,13 @@ def sweep_plot(numbers: dict[str, Any]) -> Plot:
 
 
 def _draw(colours: Colours, rows: Sequence[dict[str, Any]]) -> Figure:
-    figure, (ax,) = new_figure(colours, [300])
-    ends = []
+    series: list[Series] = []
     for i, name in enumerate(dict.fromkeys(row["curve"] for row in rows)):
         curve = sorted((row for row in rows if row["curve"] == name), key=lambda row: row["candidates"])
-        role = "plain" if name == EAGLE2 else f"s{i + 1}"
-        x, y = [row["candidates"] for row in curve], [row["tau"] for row in curve]
+        taus = [row["tau"] for row in curve]
         bounds = [row["tau_interval"] or (row["tau"], row["tau"]) for row in curve]
-        ax.fill_between(x, *zip(*bounds, strict=True), color=colours(role), alpha=0.12, linewidth=0)  # type: ignore[arg-type]
-        ax.plot(x, y, color=colours(role), linewidth=1.6, marker="s" if name == EAGLE2 else "o", markersize=3.5)
-        ends.append((x[-1], y[-1], name, role))
-    octaves(ax, 7, ",.0f")
-    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    name_lines(ax, colours, ends, gap=0.12)
-    label(ax, colours, "candidates verified in all, roots included", "tau: tokens per verification")
+        role = "plain" if name == EAGLE2 else f"s{i + 1}"
+        series.append((name, role, [row["candidates"] for row in curve], taus, bounds))
+    figure = banded_lines(colours, series, gap=0.12, log=True)
+    label(figure.axes[0], colours, "candidates verified in all, roots included", "tau: tokens per verification")
     return figure

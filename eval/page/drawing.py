@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
 SERIES = 10  # colours of contenders, or of their families; then they repeat, with other marks
 MARKERS = "oDs^vPXp*hd"  # one more than colours: no two of the first 110 families look alike
@@ -41,6 +41,7 @@ WIDTH = 360  # of every figure, in CSS pixels: a phone shows it nearly unscaled
 TAG = re.compile(r"<[^>]*>")  # matplotlib writes > as &gt; in attributes and texts
 
 Colours = Callable[[str], str]  # role -> what matplotlib takes
+Series = tuple[str, str, Sequence[float], Sequence[float], Sequence[Sequence[float]]]  # name, role, x, y, intervals
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,26 @@ def octaves(ax: Axes, ticks: int, form: str) -> None:
     ax.xaxis.set_major_locator(LogLocator(2, numticks=ticks))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:{form}}"))
     ax.minorticks_off()
+
+
+def banded_lines(colours: Colours, series: Sequence[Series], gap: float = 0.1, log: bool = False) -> Figure:
+    """Lines with their intervals and names.
+
+    Args:
+        gap: as of `name_lines`.
+        log: whether the x axis goes by `octaves`.
+    """
+    figure, (ax,) = new_figure(colours, [280])
+    ends = []
+    for name, role, x, y, intervals in series:
+        ax.fill_between(x, *zip(*intervals, strict=True), color=colours(role), alpha=0.1, linewidth=0)  # type: ignore[arg-type]
+        ax.plot(x, y, color=colours(role), linewidth=1.6, marker="o", markersize=3.5)
+        ends.append((x[-1], y[-1], name, role))
+    if log:
+        octaves(ax, 7, ",.0f")
+    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    name_lines(ax, colours, ends, gap)
+    return figure
 
 
 def percent(ax: Axes) -> None:

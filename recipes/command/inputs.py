@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import written
 from draftsmith.recipes.schema import Recipe
 
 
@@ -16,7 +17,9 @@ def need(*inputs: tuple[str, Path, str]) -> None:
         UserError: some are missing; all are named.
     """
     missing = [
-        f"{what}: {path} does not exist; {writer} writes it" for what, path, writer in inputs if not _is_there(path)
+        f"{what}: {path} does not exist; {writer} writes it"
+        for what, path, writer in inputs
+        if not written(path).exists()
     ]
     if missing:
         raise UserError(missing)
@@ -35,8 +38,3 @@ def draft_vocab(recipe: Recipe) -> tuple[str, Path, str]:
 def drafter(recipe: Recipe) -> tuple[str, Path, str]:
     """The drafter that the recipe trains, as `need` takes it."""
     return "drafter", recipe.drafter_dir, f"train/{recipe.drafter.kind}.py"
-
-
-def _is_there(path: Path) -> bool:
-    # A kill between two renames leaves a checkpoint under another name (`models.checkpoint.replaced`).
-    return path.exists() or path.with_name(f"{path.name}.replaced").exists()
