@@ -15,7 +15,7 @@ from draftsmith.models.checkpoint import tensor_digest
 from draftsmith.models.costs import shared_out, target_size
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.run.sharded_target import ShardedTarget, load_shared_out
+from draftsmith.train.run.sharded_target import ShardedTarget, load_sharded
 
 
 def held(target: Target) -> list[int]:
@@ -25,7 +25,7 @@ def held(target: Target) -> list[int]:
 
 def check(model: str, dtype: Any, rank: int, ranks: int) -> None:
     section = TargetSection(model=model, dtype=dtype, device="cpu")
-    mine, whole = ShardedTarget(load_shared_out(section)), Target(load_causal_lm(section))
+    mine, whole = ShardedTarget(load_sharded(section)), Target(load_causal_lm(section))
     sizes = held(whole)
     assert held(mine) == [0] * len(sizes)
 

@@ -64,7 +64,7 @@ def of_one(place: Place) -> dict[str, Path]:
 @pytest.mark.parametrize(("name", "stage"), [*(("eagle3", stage) for stage in range(4)), ("hass", 2)])
 def test_two_ranks_follow_the_trajectory_of_one(name: str, stage: int, place: Place, of_one: dict[str, Path]) -> None:
     output = place.run(name, f"zero{stage}", 2, SHARDED, f"train.zero_stage={stage}", *UNEVEN)
-    assert place.said.count("the target's layers are shared out among 2 processes") == 1
+    assert place.said.count("the target's layers are sharded over 2 processes") == 1
     check_same(output, of_one[name])
 
 
@@ -86,7 +86,7 @@ def test_a_run_goes_on_with_a_target_held_otherwise(
     shutil.rmtree(output / "drafter")
     place.run("eagle3", label, then[0], f"train.shard_target={str(then[1]).lower()}", *UNEVEN)
     assert "resumed from" in place.said
-    assert ("are shared out among" in place.said) == (then == (2, True))
+    assert ("are sharded over" in place.said) == (then == (2, True))
     check_same(output, of_one["eagle3"])
 
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "target/config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    with pytest.raises(UserError, match=r"ZeRO-3 shares out plain weights, .* is quantised \(gptq\)"):
+    with pytest.raises(UserError, match=r"ZeRO-3 shards plain weights, .* is quantised \(gptq\)"):
         check_sharding(recipe_of(tmp_path))
 
     path.write_text(json.dumps({key: value for key, value in config.items() if key != "dtype"}))
@@ -142,7 +142,7 @@ def test_what_cannot_be_shared_out_is_refused(tmp_path: Path, monkeypatch: pytes
         check_sharding(recipe_of(tmp_path, target={"dtype": "auto"}))
 
     monkeypatch.setattr(accelerator, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"train\.shard_target: .* DeepSpeed's, which is not installed"):
+    with pytest.raises(UserError, match=r"train\.shard_target: .* DeepSpeed, which is not installed"):
         check_sharding(recipe_of(tmp_path))
 
 

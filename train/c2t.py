@@ -6,21 +6,19 @@
     python train/c2t.py recipes/demo.yaml --plan                                                  # what it would do
 
 Reads what data_gen/label_trees.py wrote, writes <classifier.out>: config.json and model.safetensors (`models.c2t`) with
-recipe.yaml, provenance.json and metrics.jsonl, one line an epoch. The folder appears whole at the end; a kill leaves
-nothing, or the classifier that was there. Then: eval.tree.policy=c2t eval.tree.c2t.classifier=<classifier.out>.
+recipe.yaml, provenance.json and metrics.jsonl, one line per epoch. The folder appears whole at the end; a kill leaves
+the earlier classifier, if there was one. Then: eval.tree.policy=c2t eval.tree.c2t.classifier=<classifier.out>.
 
 As published (arXiv 2502.13652, section 4.1): binary cross-entropy, Adam, 1e-3, batches of 1,024 rows, 10 epochs, 95 %
-of the data for training; calibration with 1e-4 on a tenth of the data. What the paper leaves open is decided thus:
-- kept out are whole trees: siblings share their entropy, and would be known;
-- negative sub-sampling: every epoch draws classifier.negative_ratio rejected rows for each accepted one anew.
-  Validation counts all rows;
-- selection: the epoch of the highest recall on validation trees, of equal ones that of the lowest positive rate, then
-  the first. Both count C >= 0.5 as positive: a node that is likelier accepted than not, under the law of the
+of the data for training; calibration with 1e-4 on a tenth of the data. What the paper leaves open:
+- validation keeps out whole trees, because siblings share their entropy;
+- every epoch draws classifier.negative_ratio rejected rows for each accepted one anew; validation counts all rows;
+- the epoch with the highest recall on validation trees is chosen; of equal ones that with the lowest positive rate,
+  then the first. Both count C >= 0.5 as positive: a node more likely accepted than not, under the distribution of the
   sub-sampled rows. Recall alone favours an epoch that lets everything pass: watch the positive rate.
 
-The paper's ten epochs were of 9 million rows. Of a million, as the demo has, a hundred make as many steps.
-
-Everything that is drawn hangs on classifier.seed. Shapes: R rows, T trees.
+The paper's ten epochs were of 9 million rows. With a million, as in the demo, a hundred epochs make as many steps.
+classifier.seed decides all random numbers.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

@@ -1,4 +1,4 @@
-"""Train an EAGLE-1/2 or HASS drafter: features are regressed, the target's own head turns them into tokens.
+"""Train an EAGLE-1/2 or HASS drafter: it regresses features, and the target's own head turns them into tokens.
 
     accelerate launch train/eagle.py recipes/demo-eagle.yaml
     accelerate launch train/eagle.py recipes/demo-eagle.yaml output_dir=runs/demo-hass train.ttt_steps=4 \\
@@ -6,15 +6,15 @@
     python train/eagle.py recipes/demo-eagle.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2  # try it
     python train/eagle.py recipes/demo-eagle.yaml --plan                                # what it would do
 
-With another output_dir, data_gen/rank_vocab.py wants it, too.
+Give data_gen/rank_vocab.py the same output_dir.
 
-One step (train.ttt_steps=1) is EAGLE-1, and EAGLE-2, which has the same drafter: smooth L1 on the feature and a tenth
-of the cross-entropy. More steps are HASS: the drafter reads its own features, cut off from the gradient, and top_k_loss
+One step (train.ttt_steps=1) trains EAGLE-1, and EAGLE-2, which has the same drafter: smooth L1 on the feature and a
+tenth of the cross-entropy. More steps train HASS: the drafter reads its own features without gradient, and top_k_loss
 adds the cross-entropy over the target's ten likeliest tokens.
 
 Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it goes on from
-the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once, with 130; a kill harms nothing.
+(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it resumes
+from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill does no harm.
 """
 
 from draftsmith.recipes.command.cli import run

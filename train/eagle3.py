@@ -6,11 +6,11 @@
         drafter.norm_output=true                                                        # EAGLE-3.1
     python train/eagle3.py recipes/demo.yaml --plan                                     # what it would do
 
-With another output_dir, the two scripts that write what is read here want it, too.
+Give the two scripts that write its inputs the same output_dir.
 
 Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it goes on from
-the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once, with 130; a kill harms nothing.
+(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it resumes
+from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill does no harm.
 """
 
 from draftsmith.recipes.command.cli import run

@@ -10,14 +10,14 @@
     python train/poss.py recipes/demo-poss.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2  # try it
     python train/poss.py recipes/demo-poss.yaml --plan                                  # what it would do
 
-With another output_dir, data_gen/rank_vocab.py wants it, and the same drafter.base and drafter.vocab_size.
+Give data_gen/rank_vocab.py the same output_dir, drafter.base and drafter.vocab_size.
 
-Specialists extend EAGLE-1's drafter trained as HASS trains it, the published form, or EAGLE-3's. The baseline with as
-many parameters in one layer is train/eagle.py or train/eagle3.py with drafter.match_specialists.
+Specialists extend EAGLE-1's drafter, trained like HASS (the published form), or EAGLE-3's. The baseline with as many
+parameters in one layer is train/eagle.py or train/eagle3.py with drafter.match_specialists.
 
 Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it goes on from
-the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once, with 130; a kill harms nothing.
+(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it resumes
+from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill does no harm.
 """
 
 from draftsmith.recipes.command.cli import run

@@ -1,9 +1,9 @@
-"""Who computes attention over a block of keys: a fused kernel of the device, or plain products, block by block.
+"""Attention kernels: fused ones of the device, and plain products block by block.
 
-A kernel gives its output with the log-sum-exp of its scores, and for the backward pass takes both from the caller, who
-may have merged them with other keys' (`train.attention.merged`). Fused ones are PyTorch's own operators, or the package
-flash-attn's where it is installed. Nobody promises to keep them: each is tried on a few numbers before it is used, and
-where it is missing or wrong, the next one is, at last plain blocks.
+A kernel returns its output with the log-sum-exp of its scores. For the backward pass it takes both from the caller, who
+may have merged them with those of other keys (`train.attention.merged`). Fused kernels are operators of PyTorch, or of
+the package flash-attn where it is installed. They may change without notice, so each is tried on a few numbers before
+it is used. Where one is missing or wrong the next is tried; plain blocks come last.
 
 Shapes: A query heads, G key/value heads, R = A/G, D head dimension, n queries, m keys. Scores are scaled by D^-1/2.
 """
@@ -17,14 +17,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-Forward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, bool],
-    tuple[torch.Tensor, torch.Tensor],
-]
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Backward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, bool], Gradients
-]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
+Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,7 @@ class Kernel:
     """
     Attributes:
         forward: (query [1, A, n, D], keys [1, G, m, D], values, causal) to (output [1, A, n, D], log-sum-exp
-            [1, A, n] in float32 or better). Causal: n = m, and query i sees the keys 0..i.
+            [1, A, n] in float32 or better). Causal: n = m, and query i sees keys 0..i.
         backward: (gradient of the output, query, keys, values, output, log-sum-exp, causal) to the gradients of query,
             keys and values.
     """
@@ -49,7 +43,7 @@ LEAST_ROWS = 16
 
 
 def _blocks(query: torch.Tensor, keys: torch.Tensor, causal: bool):
-    """(first, end, keys that are seen by any of them, mask) of blocks of queries."""
+    """(first, end, number of keys that any of its queries sees, mask) of each block of queries."""
     _, heads, count, _ = query.shape
     elements = ELEMENTS if query.device.type == "cpu" else ELEMENTS_ELSEWHERE
     size = max(LEAST_ROWS, elements // max(1, heads * keys.shape[2]))
@@ -59,13 +53,13 @@ def _blocks(query: torch.Tensor, keys: torch.Tensor, causal: bool):
         mask = None
         if causal:
             place = torch.arange(seen, device=query.device)
-            mask = place > place[first:end, None]  # [block, seen], true: not seen
+            mask = place > place[first:end, None]  # [block, seen] True where the key is not seen
         yield first, end, seen, mask
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """[G, R * n, m] of query [G, R * n, D]: heads of a group are rows of one product, so that no key is copied."""
-    # Not rounded before the softmax: large scores in bfloat16 are units apart.
+    """Scores [G, R * n, m] of queries [G, R * n, D]. Heads of a group are rows of one product, so no key is copied."""
+    # Unrounded until the softmax: large scores in bfloat16 are units apart.
     precise = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(precise) @ keys.to(precise).transpose(-1, -2)
     scores *= query.shape[-1] ** -0.5
@@ -113,7 +107,7 @@ def _blocks_backward(grad, query, keys, values, out, lse, causal):
 BLOCKS = Kernel("plain blocks", _blocks_forward, _blocks_backward)
 
 
-# PyTorch's fused kernels. Key heads are as many as they are: none is copied for the query heads that share it.
+# PyTorch's fused kernels. They read grouped keys as they are: none is copied for the query heads that share it.
 
 
 def _cpu_forward(query, keys, values, causal):
@@ -130,7 +124,7 @@ FLASH_CPU = Kernel("the CPU's flash kernel", _cpu_forward, _cpu_backward)
 
 
 def _flops(products: int, query: torch.Size, keys: int, causal: bool) -> int:
-    """Of products of queries with keys, the causal ones with half of them: what lies behind is left out."""
+    """Operations of products of queries with keys; causal ones see half of the keys."""
     return 2 * products * query.numel() * keys // (2 if causal else 1)
 
 
@@ -141,7 +135,7 @@ def _forward_flops(
 
 
 def _backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, is_causal: bool = False, **__: Any) -> int:
-    """The scores are made again. `rest`: values, output, log-sum-exp, dropout, causal."""
+    """The backward pass computes the scores again. `rest`: values, output, log-sum-exp, dropout, causal."""
     return _flops(5, query, keys[2], is_causal or True in rest[4:5])
 
 
@@ -199,12 +193,11 @@ def _copying_backward(grad, query, keys, values, out, lse, causal):
     return of_query, of_keys, of_values
 
 
-# For builds whose kernel has as many key heads as query heads.
+# For builds whose kernel needs as many key heads as query heads.
 FLASH_CUDA_COPYING = Kernel("the GPU's flash kernel, keys copied for each head", _copying_forward, _copying_backward)
 
 
-# The package flash-attn (2.7 and later), whose kernels are newer than those in PyTorch. Heads are its second dimension
-# but one.
+# The package flash-attn (2.7 and later), whose kernels are newer than PyTorch's. Its tensors are [1, n, A, D].
 
 
 def _package_forward(query, keys, values, causal):
@@ -231,7 +224,7 @@ FLASH_PACKAGE = Kernel("flash-attn", _package_forward, _package_backward)
 
 
 def candidates(device: str) -> list[Kernel]:
-    """Fused kernels of a type of device, the preferred one first."""
+    """The fused kernels of a device type, the preferred one first."""
     if device == "cpu":
         return [FLASH_CPU]
     if device != "cuda":
@@ -241,26 +234,25 @@ def candidates(device: str) -> list[Kernel]:
 
 
 def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> bool:
-    """Whether the kernel runs here, and does what plain products do: on a few numbers of this precision and shape, with
-    and without a causal mask, also from a log-sum-exp that was merged.
-    """
+    """Whether the kernel runs here and agrees with plain blocks, on a few numbers of this precision and shape, with and
+    without a causal mask, also backward from a merged log-sum-exp."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads: int, columns: int) -> torch.Tensor:
         return torch.randn(1, heads, columns, size, generator=generator).to(device, dtype)
 
-    # Of the whole, not of single elements: those of a key that many heads share are sums of as many roundings. Fused
-    # kernels in bfloat16 are right to 1.5 %; one wrong row among the 37 or 53 below would be a seventh.
+    # The error of whole tensors, not of elements: the gradient of a key that many heads share sums as many roundings.
+    # Fused kernels in bfloat16 are right to 1.5 %; one wrong row among the 37 or 53 below would be a seventh.
     tolerance = 0.05 if dtype.itemsize < 4 else 1e-3
 
     def compare(mine: Sequence[torch.Tensor], its: Sequence[torch.Tensor]) -> None:
         for own, other in zip(mine, its, strict=True):
             error, size = (each.double().norm().item() for each in (own.double() - other.double(), other))
-            if own.shape != other.shape or not error <= tolerance * size:  # a NaN is no number below
+            if own.shape != other.shape or not error <= tolerance * size:  # also refuses NaN
                 raise ValueError("wrong")
 
     try:
-        with torch.autocast(device.type, enabled=False):  # which rounds what plain blocks do not
+        with torch.autocast(device.type, enabled=False):  # it would round what plain blocks do not
             for causal in (True, False):
                 query, grad = draw(heads, 37), draw(heads, 37)
                 keys, values = (draw(groups, 37 if causal else 53) for _ in range(2))
@@ -275,15 +267,15 @@ def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: in
 
 
 def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Of the GPU's kernels, for FlopCounterMode's `custom_mapping`: PyTorch counts a causal call as a full one, and
-    flash-attn's not at all."""
+    """Formulas of the GPU's kernels for FlopCounterMode's `custom_mapping`. PyTorch counts a causal call as a full one
+    and does not count flash-attn's calls."""
     aten = torch.ops.aten
     found = {
         aten._scaled_dot_product_flash_attention: _forward_flops,
         aten._scaled_dot_product_flash_attention_backward: _cuda_backward_flops,
     }
     package = torch.ops.flash_attn
-    if hasattr(package, "_flash_attn_forward"):  # once it was imported
+    if hasattr(package, "_flash_attn_forward"):  # once it is imported
         found |= {
             package._flash_attn_forward: _package_forward_flops,
             package._flash_attn_backward: _package_backward_flops,
@@ -293,7 +285,7 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> Kernel:
-    """The first fused one of the device that is right; else plain blocks."""
+    """The device's first fused kernel that passes its trial; else plain blocks, whose name says why."""
     fused = candidates(device.type)
     for kernel in fused:
         if is_right(kernel, device, dtype, heads, groups, size):

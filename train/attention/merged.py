@@ -1,20 +1,20 @@
-"""The unroll's attention: step-0 keys of one's document and one's own column's later keys, under one softmax.
+"""The unroll's attention: a query sees step-0 keys of its document and later keys of its column, under one softmax.
 
     scores of a query     s_1 ... s_t   prefix, one kernel call       out_p, lse_p = log sum exp of its scores
                           o_1 ... o_k   own column, one number each
     merged                L = log(exp(lse_p) + sum exp(o_j)),   out = exp(lse_p - L) out_p + sum exp(o_j - L) v_j
 
-No [T, T] and no [T, k*T] exists: a kernel keeps the log-sum-exp L alone, from which the backward pass makes each weight
-again, exp(s - L). PyTorch's kernels give their log-sum-exp no gradient, so the backward pass is written out here. It
-needs nothing new of them: handed the *merged* output and L in place of their own, they return the merged softmax's
-gradients of their part, for every score's gradient is
+No [T, T] or [T, k*T] matrix exists. A kernel keeps only the log-sum-exp L, from which the backward pass recomputes each
+weight, exp(s - L). PyTorch's kernels give their log-sum-exp no gradient, so the backward pass is written out here. The
+kernels' own backward passes suffice: given the *merged* output and L instead of their own, they return the gradients of
+the merged softmax for their keys. The gradient of every score is
 
     ds = exp(s - L) (dout . v - dout . out)
 
-whoever computed the other parts.
+and does not depend on how the other scores were computed.
 
-Counted columns come in *runs* of consecutive ones. A run sees all keys of its document before it, and its own causally;
-kernels align causal flags at the top left, so that these are two calls, merged in the same way:
+Counted columns come in *runs* of consecutive ones. A run sees all keys of its document before it, and its own keys
+causally. Kernels align the causal mask at the top left, so this takes two calls, merged in the same way:
 
     document      0 1 2 3 4 5 6 7
     run 4 5 6     # # # # *                 # one call without a mask
@@ -35,7 +35,7 @@ Place = tuple[slice, slice, slice]  # in [B, heads, T or C, D]
 
 
 def runs_of_documents(documents: Documents | None, rows: int, tokens: int) -> list[Run]:
-    """Where every token is a query: each document is a run."""
+    """The runs if every token is a query: each document is one."""
     places = [(row, 0, tokens) for row in range(rows)] if documents is None else documents.places
     return [Run(row, start, start + length, start, start) for row, start, length in places]
 
@@ -49,12 +49,12 @@ def merged_attention(
     runs: Sequence[Run],
     kernel: Kernel,
 ) -> torch.Tensor:
-    """[B, A, C, D]; zeros for columns in no run that have no keys of their own.
+    """The attention's output [B, A, C, D]. It is zero for columns in no run, unless they have own keys.
 
     Args:
-        own_keys, own_values: one [B, G, C, D] for each of the steps 1..k.
+        own_keys, own_values: of each column, one [B, G, C, D] for each of the steps 1..k.
     """
-    # Autocast would round the scores that kernels and sums here ask for in float32.
+    # Autocast would round scores that are needed in float32.
     with torch.autocast(query_BACD.device.type, enabled=False):
         return _Merged.apply(query_BACD, prefix_keys_BGTD, prefix_values_BGTD, runs, kernel, *own_keys, *own_values)  # type: ignore[return-value]
 
@@ -64,11 +64,11 @@ class _Merged(torch.autograd.Function):
     def forward(ctx, query, keys, values, runs, kernel, *own):  # type: ignore[override]
         rows, heads, columns, size = query.shape
         groups = keys.shape[1]
-        # Heads lie side by side, as projections make and read them.
+        # In memory the heads of a column are adjacent, as projections write and read them.
         out = query.new_zeros(rows, columns, heads, size).transpose(1, 2)
         total = query.new_full((rows, heads, columns), float("-inf"), dtype=_precise(query))
-        # Fused kernels may answer NaN with finite numbers; a step that is not finite has to be seen as one.
-        of_queries, broken_keys = _nothing(query), _nothing(keys).isnan().cumsum(-1)  # [B, G, T] up to and with each
+        # Fused kernels may turn NaN into finite numbers, but a step that is not finite must be noticed.
+        of_queries, broken_keys = _zero_or_nan(query), _zero_or_nan(keys).isnan().cumsum(-1)  # [B, G, T] so far
         for run in runs:
             mine = _queries(run)
             (square, _), *earlier = _calls(run)
@@ -104,7 +104,7 @@ class _Merged(torch.autograd.Function):
         query, keys, values, out, total, *own = ctx.saved_tensors
         grad = grad.to(query.dtype)
         sums = [torch.zeros_like(each, dtype=_precise(each)) for each in (query, keys, values)]
-        grad_query, grad_keys, grad_values = sums  # of several calls each
+        grad_query, grad_keys, grad_values = sums  # over several calls
         for run in ctx.runs:
             mine = _queries(run)
             for place, causal in _calls(run):
@@ -122,7 +122,7 @@ class _Merged(torch.autograd.Function):
             grouped, grad_grouped = (x.unflatten(1, (groups, -1)) for x in (query, grad))  # [B, G, R, C, D]
             total = total.unflatten(1, (groups, -1))  # [B, G, R, C]
             mean = _dot(grad_grouped, out.unflatten(1, (groups, -1)))
-            of_query = grad_query.unflatten(1, (groups, -1))  # a view, for the keys' parts
+            of_query = grad_query.unflatten(1, (groups, -1))  # a view, to which own keys add their part
             of_keys, of_values = [], []
             for key, value in zip(own_keys, own_values, strict=True):
                 weight = (_dot(grouped, key[:, :, None]) * scale - total).exp()
@@ -140,29 +140,29 @@ def _queries(run: Run) -> Place:
 
 
 def _calls(run: Run) -> Iterator[tuple[Place, bool]]:
-    """(keys, whether causal) of each kernel call."""
+    """(place of the keys, whether causal) of each kernel call."""
     row = slice(run.row, run.row + 1), slice(None)
     yield (*row, slice(run.before, run.before + run.end - run.first)), True
     if run.before > run.start:
         yield (*row, slice(run.start, run.before)), False
 
 
-def _nothing(states: torch.Tensor) -> torch.Tensor:
-    """Zeros without the last dimension; NaN where a number is not finite."""
+def _zero_or_nan(states: torch.Tensor) -> torch.Tensor:
+    """Zeros without the last dimension, or NaN where a number is not finite."""
     return 0 * states.sum(-1, dtype=_precise(states))
 
 
 def _precise(states: torch.Tensor) -> torch.dtype:
-    """What sums over scores are taken in."""
+    """The precision of sums over scores."""
     return torch.promote_types(states.dtype, torch.float32)
 
 
 def _over_heads(parts_BGRCD: torch.Tensor) -> torch.Tensor:
-    """Their sum, [B, G, C, D]."""
-    # A sum of one takes longer than the products in it.
+    """Sum over the heads of a group, [B, G, C, D]."""
+    # Summing a single head would take longer than its products.
     return parts_BGRCD.squeeze(2) if parts_BGRCD.shape[2] == 1 else parts_BGRCD.sum(2)
 
 
 def _dot(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension."""
+    """Dot products over the last dimension."""
     return (one * other).sum(-1, dtype=_precise(one))

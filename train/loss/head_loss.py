@@ -1,19 +1,19 @@
-"""Head, teacher and losses in one pass behind the unroll, chunk by chunk: no logits of a whole batch are ever alive.
+"""Head, teacher and losses in one pass after the unroll, chunk by chunk: the logits of a whole batch never exist.
 
-The K outputs of a column are students of K teachers, and the teacher of step k at column c is that of step 0 at column
-c + k (`models.alignment`). So a chunk of teacher columns is made once, all its students are compared with it, their
-gradients are taken on the spot, and the logits are dropped:
+The K outputs of a column are students of K teachers. The teacher of step k at column c is that of step 0 at column
+c + k (`models.alignment`). So each chunk of teacher columns is computed once and compared with all its students, whose
+gradients are computed at once; then the logits are dropped:
 
     teacher column j        0  1  2 | 3  4  5 | 6 ...       chunks of three
     student of step 0       0  1  2 | 3  4  5 | 6           column j
             of step 1       -  0  1 | 2  3  4 | 5           column j - 1
             of step 2       -  -  0 | 1  2  3 | 4           column j - 2
 
-What remains is the loss, gradients of what the head read [K, N, H], and of the head, if it is trained; the backward
-pass only multiplies them. So the head runs three products a column and step where it is trained, two where it is
-frozen, and none twice.
+The pass keeps the loss, the gradients of the head's inputs [K, N, H], and the head's own if it is trained; the backward
+pass only scales them. So the head runs three products per column and step if it is trained, two if it is frozen, and
+none twice.
 
-Shapes: B rows, C counted columns, N = B * C one after another, n of a chunk, K steps, V target vocabulary, Vd draft
+Shapes: B rows, C counted columns, N = B * C of all rows, M students of a chunk, K steps, V target vocabulary, Vd draft
 vocabulary, H hidden size.
 """
 
@@ -28,25 +28,23 @@ from draftsmith.models.sampling import at_hand, likeliest
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.loss.losses import Lesson, LossWeights
 
-# Students of a chunk: as many as make this many logits, 8 MiB in float32, but at least so many columns and steps, or
-# the head's gradient is carried through memory for too few of them.
-ELEMENTS = 1 << 21
-ELEMENTS_ELSEWHERE = 1 << 27  # 512 MiB: other devices have more memory, and want longer products
-LEAST_STUDENTS = 512
+ELEMENTS = 1 << 21  # logits of a chunk's students on a CPU: 8 MiB in float32
+ELEMENTS_ELSEWHERE = 1 << 27  # 512 MiB: other devices have more memory and need longer products
+LEAST_STUDENTS = 512  # with fewer, reading and writing the head's gradient for every chunk costs too much
 
 
 def elements_of(device: str) -> int:
-    """Logits of a chunk on devices of this type."""
+    """Logits of a chunk on this type of device."""
     return ELEMENTS if device == "cpu" else ELEMENTS_ELSEWHERE
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's view of every column at step 0; step k of column c is column c + k here (`models.alignment`).
+    """What the target predicts for every column at step 0. The teacher of column c at step k is that of column c + k.
 
     Attributes:
-        states: [B, C, H] the target's last state of the position that column's teacher is, behind its final norm.
-        logits: the target's head, states [..., H] to float32 logits [..., V].
+        states: [B, C, H] the target's last state, after its final norm, at the position that teaches the column.
+        logits: the target's head, from states [..., H] to float32 logits [..., V].
         label_drafted: [B, C] whether the data's token x[t+2] is in the draft vocabulary.
     """
 
@@ -56,8 +54,8 @@ class Teacher:
 
     @torch.no_grad()
     def of(self, states_NH: torch.Tensor, vocab: DraftVocab) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of some of the states: (the target's distribution restricted to the draft vocabulary and renormalised
-        [N, Vd], its likeliest token as a draft id, -1 where the draft vocabulary lacks it [N])."""
+        """(the target's distribution over the draft vocabulary, renormalised [N, Vd]; its likeliest token as a draft id
+        [N], -1 if the draft vocabulary lacks it) for some of the states."""
         # The head stays in the target's own precision: it is the teacher.
         with torch.autocast(states_NH.device.type, enabled=False):
             logits_NV = self.logits(states_NH)
@@ -65,7 +63,7 @@ class Teacher:
         if not vocab.is_full:
             logits_NV = logits_NV[:, vocab.target_ids.to(logits_NV.device)]
         p_NV = functional.softmax(logits_NV, dim=-1)
-        # A teacher that is not a number teaches, so that its loss says so.
+        # A teacher of NaN still teaches, so that the loss shows it.
         return p_NV, best.masked_fill(p_NV[:, 0].isnan(), 0)
 
 
@@ -74,8 +72,8 @@ class HeadLoss:
     """The pass over one micro-batch.
 
     Attributes:
-        reached: [K, B, C] the columns that a chain can reach at each step.
-        step_weights: [K, B, C], or what broadcasts to it: of each column's loss at each step.
+        reached: [K, B, C] whether a chain can reach the column at each step.
+        step_weights: of each column's loss at each step: [K, B, C], or a shape that broadcasts to it.
         elements: logits of a chunk; None: what suits the device.
     """
 
@@ -93,12 +91,14 @@ class HeadLoss:
         bias_V: torch.Tensor | None = None,
         scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(loss, with a gradient; correct [K]: of the reached columns, where drafter and target agree on the likeliest
-        token; trained [K, B, C]: the columns with a loss, whose likeliest token can be drafted).
+        """(loss; correct [K]; trained [K, B, C]). The loss has a gradient.
+
+        correct counts the reached columns at which drafter and target agree on the likeliest token. trained marks the
+        columns with a loss: the reached ones at which the target's likeliest token can be drafted.
 
         Args:
-            read: K tensors [B, C, H] that the head reads, one a step.
-            scaled: what the head's family does to logits.
+            read: the head's inputs, K tensors [B, C, H], one a step.
+            scaled: what the target's family does to logits.
         """
         assert bias_V is None or not bias_V.requires_grad
         return _HeadLoss.apply(self, torch.is_grad_enabled(), scaled, weight_VH, bias_V, *read)  # type: ignore[return-value]
@@ -111,9 +111,9 @@ class HeadLoss:
         bias_V: torch.Tensor | None = None,
         scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(alpha [K, B, C], the chance that a token drawn from the drafter is accepted; trained [K, B, C], as above).
+        """(alpha [K, B, C], the probability that a token drawn from the drafter is accepted; trained [K, B, C]).
 
-        A pass of its own, without gradients, for weights that hang on all steps.
+        A pass of its own, without gradients, for step weights that depend on all steps.
         """
         shape, dtype = self.reached.shape, torch.promote_types(read[0].dtype, torch.float32)
         reached = self.reached.flatten(1)
@@ -130,13 +130,13 @@ class HeadLoss:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Some teacher columns and all their students, step by step, side by side for one product with the head.
+    """Some teacher columns and all their students, ordered by step, which share one product with the head.
 
     Attributes:
-        p, best: of the teachers, as `Teacher.of` gives them.
-        places: of each step, the students' columns; where they would begin before the first one, there are fewer.
-        read: [M, H] of the students, in the head's precision; logits: [M, Vd], which may be overwritten.
-        unscaled: makes a gradient in `logits` one in the head's own product.
+        p, best: of the teachers, from `Teacher.of`.
+        places: the students' columns at each step. At the start of a batch later steps have fewer students.
+        read: [M, H] inputs of the head, in its precision; logits: [M, Vd], may be overwritten.
+        unscaled: turns a gradient of `logits` into one of the head's own product.
     """
 
     p: torch.Tensor
@@ -183,7 +183,7 @@ def _chunks(
 
 
 def _products_of(weight: torch.Tensor) -> torch.dtype:
-    """The precision of products with it."""
+    """The precision of products with this weight."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
@@ -235,7 +235,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:  # type: ignore[override]
         if ctx.gradients is None:
-            raise RuntimeError("the head's loss was differentiated before, and its gradients are used up")
+            raise RuntimeError("the head's loss was differentiated before; its gradients are no longer kept")
         of_weight, of_read = ctx.gradients
         ctx.gradients = None
         for each in (of_weight, *of_read):
@@ -245,8 +245,8 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _clear(rows: torch.Tensor, *matrices: torch.Tensor) -> None:
-    """Zeros in these rows, whatever is there."""
-    if at_hand(rows):  # a mask over all elements takes longer than their exponentials
+    """Writes zeros into these rows, even over NaN."""
+    if at_hand(rows):  # a mask over all elements would take longer than their exponentials
         rows = rows.nonzero().squeeze(-1)
         for matrix in matrices:
             matrix.index_fill_(0, rows, 0)
@@ -263,7 +263,7 @@ def _logits(
     dtype: torch.dtype,
     differentiable: bool,
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """Logits that may be overwritten, and what makes their gradient that of the head's own product."""
+    """Logits that may be overwritten, and a function from their gradient to that of the head's own product."""
     raw = functional.linear(students, head, bias).to(dtype)
     if scaled is None:
         return raw, lambda gradient: gradient

@@ -1,9 +1,9 @@
-"""Losses of drafters on logits, each with its gradient written out. Sums over columns, never means: the loop divides
-once, by the counted columns of the global batch.
+"""Losses of drafters on logits, each with its gradient written out. They are summed over columns, never averaged: the
+loop divides once, by the counted columns of the global batch.
 
-q = softmax(z) is the drafter's distribution and p the target's, over the draft vocabulary; both sum to 1 there (what
-the target gives to other tokens is left out of p, see `train.loss.unroll.TrainingTimeTest`). alpha = sum_v min(p_v,
-q_v) is the probability that speculative sampling accepts a token drawn from q (arXiv 2211.17192, section 3.3).
+q = softmax(z) is the drafter's distribution and p the target's, both over the draft vocabulary. p is renormalised there
+(see `train.loss.unroll.TrainingTimeTest`). alpha = sum_v min(p_v, q_v) is the probability that speculative sampling
+accepts a token drawn from q (arXiv 2211.17192, section 3.3).
 
     name             value                                gradient in z
     soft_ce          -sum p log q                         q - p                          EAGLE-3
@@ -32,12 +32,13 @@ HYBRID_DECAY = 3.0  # eta of lambda = exp(-eta alpha), as published
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What is summed for each trained column. The defaults are EAGLE-3's.
+    """Weights of the losses that are summed for each trained column. The defaults are EAGLE-3's.
 
     Attributes:
-        token: of `objective`; top_k: of the cross-entropy over the teacher's `top_k_tokens` likeliest tokens alone.
-        rank: of the rank loss over the teacher's `rank_tokens` likeliest tokens.
+        token: of `objective`.
         feature: of the distance between output and target feature, for drafters whose outputs are features.
+        top_k: of the cross-entropy over only the teacher's `top_k_tokens` likeliest tokens.
+        rank: of the rank loss over the teacher's `rank_tokens` likeliest tokens.
     """
 
     token: float = 1.0
@@ -50,7 +51,7 @@ class LossWeights:
 
 
 class Lesson:
-    """What one chunk of teacher columns teaches, made once for all students that are compared with it.
+    """The targets of a chunk of teacher columns, computed once for all students that are compared with it.
 
     Args:
         p_NV: the target's distribution over the draft vocabulary, float32 or better.
@@ -58,11 +59,11 @@ class Lesson:
 
     def __init__(self, weights: LossWeights, p_NV: torch.Tensor):
         self.weights, self.p = weights, p_NV
-        # All cross-entropies are one, with weights t_v that need not sum to 1: value -sum t log q, gradient
+        # All cross-entropies add up to one with weights t_v that need not sum to 1: value -sum t log q, gradient
         # (sum t) q - t.
         self.t: torch.Tensor | None = None
-        self.unsound = 0 * p_NV.sum(-1)  # [N] NaN where the teacher is: nothing it teaches may look finite
-        self.constant = self.unsound  # [N] what the loss has beside them
+        self.unsound = 0 * p_NV.sum(-1)  # [N] NaN where the teacher is NaN, so that no loss hides it
+        self.constant = self.unsound  # [N] part of the loss that does not depend on q
         if weights.token and weights.objective in ("soft_ce", "forward_kl"):
             self._teach(p_NV * weights.token if weights.token != 1 else p_NV)
             if weights.objective == "forward_kl":
@@ -73,7 +74,7 @@ class Lesson:
         if weights.top_k:
             p_Nk, tokens_Nk = p_NV.topk(min(weights.top_k_tokens, p_NV.shape[-1]), dim=-1)
             self._teach(torch.zeros_like(p_NV).scatter_(-1, tokens_Nk, weights.top_k * p_Nk))
-        # Sum of t, [N] or a number: p's is 1.
+        # Sum of t, [N] or a number; p sums to 1.
         self.mass = 1.0 if self.t is None or self.t is p_NV else self.t.sum(-1)
         self.ranked: torch.Tensor | None = None
         if weights.rank:
@@ -84,9 +85,7 @@ class Lesson:
         self.t = t_NV if self.t is None else self.t + t_NV
 
     def learn(self, logits_MV: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """The losses [M] of a student of the columns first, first + 1, ..., M of them. Their gradient takes the place
-        of the logits, which are lost.
-        """
+        """Losses [M] of a student of the M columns from `first` on. Overwrites the logits with their gradient."""
         columns = slice(first, first + len(logits_MV))
         z = logits_MV
         value = self.constant[columns]
@@ -110,9 +109,9 @@ class Lesson:
         return value
 
     def _cross_entropies(self, z: torch.Tensor, columns: slice) -> torch.Tensor:
-        """Their value; their gradient takes the place of z, logits but for a constant of each row.
+        """Value of the cross-entropies. Overwrites z, logits up to a constant in each row, with their gradient.
 
-        Everything in place, for these passes over all logits are what a small drafter's step has beside its products:
+        Everything is in place: beside its products, a small drafter's step consists of these passes over all logits.
 
             z - max        t . z        exp(z)        its sum s        exp(z) (sum t) / s        - t
         """
@@ -127,11 +126,11 @@ class Lesson:
 
 
 def _on_both(objective: TokenObjective, log_q: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Value [N] and gradient [N, V] of an objective that is no cross-entropy."""
+    """Value [N] and gradient [N, V] of an objective that is not a cross-entropy."""
     q = log_q.exp()
     if objective == "log_acceptance":
-        # By logarithms: a student that is far off has an alpha near 0, and is to learn all the same.
-        log_p = p.log()  # -inf where p is 0, which adds nothing
+        # In logarithms: a student that is far off has an alpha near 0 and must still learn.
+        log_p = p.log()  # -inf where p is 0; it adds nothing
         log_alpha = torch.minimum(log_p, log_q).logsumexp(-1, keepdim=True)
         part = (log_q - log_alpha).exp().masked_fill(log_q >= log_p, 0.0)  # of alpha, where q < p
         return -log_alpha.squeeze(-1), q * part.sum(-1, keepdim=True) - part
@@ -150,8 +149,10 @@ def _on_both(objective: TokenObjective, log_q: torch.Tensor, p: torch.Tensor) ->
 
 
 def rank_loss(scores_Nk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Plackett-Luce likelihood of the teacher's order: (-sum_i (s_i - log sum_{j >= i} exp s_j) [N], its gradient
-    [N, k]), s the student's logits of the teacher's likeliest tokens, the likeliest first (ViSpec).
+    """The negative log-likelihood of the teacher's order by Plackett-Luce (ViSpec), and its gradient [N, k].
+
+    The value [N] is -sum_i (s_i - log sum_{j >= i} exp s_j). s are the student's logits of the teacher's likeliest
+    tokens, the likeliest first.
     """
     tails = scores_Nk.flip(-1).logcumsumexp(-1).flip(-1)  # log sum_{j >= i} exp s_j
     shares = (scores_Nk + (-tails).logcumsumexp(-1)).exp()  # token j is in the tails of all i <= j

@@ -1,22 +1,22 @@
-"""How much the loss of each unroll step counts.
+"""Weights of the unroll steps' losses.
 
     0.8           0.8**k at step k                                                                  EAGLE-3
     [1, 0.8, ..]  one number a step
-    acceptance    what decoding gains, column by column:  w_k = sum_{j >= k} prod_{l <= j} a_l      D-PACE
+    acceptance    the gain in decoding, column by column:  w_k = sum_{j >= k} prod_{l <= j} a_l     D-PACE
 
-Decoding keeps a chain up to its first rejected token. With a_l the chance that the token of step l is accepted, where
-all before it were, the expected number of accepted tokens of the chain that begins in a column is
+Decoding keeps a chain up to its first rejected token. Let a_l be the probability that the token of step l is accepted,
+given that all tokens before it were. The expected number of accepted tokens of the chain that starts in a column is
 
     E = a_0 + a_0 a_1 + a_0 a_1 a_2 + ...            dE / d log a_k = the terms that hold a_k = w_k
 
-so that -log a_k, weighted by w_k as a constant, has the gradient of -E: `log_acceptance` with these weights trains E
-itself. For other objectives they say which steps still matter, and which ones no chain gets to (arXiv 2605.18810, for
-blocks that are drafted in parallel; here each counted column is a chain, drafted as in decoding, so the sum is exact:
-of p and q over the draft vocabulary, that is, where p is renormalised and a_l a little too high).
+so -log a_k, weighted by w_k as a constant, has the gradient of -E, and `log_acceptance` with these weights trains E
+itself. For other objectives the weights say which steps matter and which ones no chain reaches. The source is arXiv
+2605.18810, for blocks that are drafted in parallel. Here each counted column is a chain, drafted as in decoding, so the
+sum is exact for p and q over the draft vocabulary. There p is renormalised, which makes a_l a little too high.
 
-What an untrained drafter proposes is hardly ever accepted: with all a_l near 0 nothing would count. So a_l is raised to
-FLOOR + (1 - FLOOR) a_l. Where the target's likeliest token cannot be drafted the chain ends, as in decoding: a_l is 0
-there, and no step from there on counts.
+An untrained drafter is hardly ever accepted: with all a_l near 0 nothing would count. So a_l is raised to
+FLOOR + (1 - FLOOR) a_l. The chain ends, as in decoding, where the target's likeliest token cannot be drafted: a_l is 0
+there, and no later step counts.
 
 Shapes: B rows, C counted columns, K steps.
 """
@@ -29,7 +29,7 @@ FLOOR = 0.1
 
 
 def fixed_weights(weight: StepWeight, steps: int) -> list[float] | None:
-    """Of steps 0 to `steps` - 1; None: they hang on the drafter.
+    """Weights of steps 0 to `steps` - 1; None: they depend on the drafter.
 
     Raises:
         ValueError: a list of another length.
@@ -45,10 +45,10 @@ def fixed_weights(weight: StepWeight, steps: int) -> list[float] | None:
 
 
 def acceptance_weights(alpha_KBC: torch.Tensor, goes_on_KBC: torch.Tensor, floor: float = FLOOR) -> torch.Tensor:
-    """[K, B, C] without gradient.
+    """Weights [K, B, C], without gradient.
 
     Args:
-        alpha_KBC: chance that each step's token is accepted.
+        alpha_KBC: probability that each step's token is accepted.
         goes_on_KBC: whether a chain can reach the step and get its likeliest token right.
     """
     a_KBC = torch.where(goes_on_KBC, floor + (1 - floor) * alpha_KBC, 0.0).detach()

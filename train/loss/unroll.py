@@ -1,8 +1,8 @@
 """Training-time test: the drafter reads its own outputs for K steps, as it will when it drafts a chain.
 
-Which column reads and predicts what is `models.alignment`; this file is the attention and the loop over steps, the same
-for every drafter of `models.feature_drafter`. K = 1 is EAGLE-1; HASS and PosS, whose papers keep targets in place and
-shift features to the right, are the same unroll told from the chain's root.
+`models.alignment` defines what each column reads and predicts. This file has the attention and the loop over steps, the
+same for every drafter of `models.feature_drafter`. K = 1 is EAGLE-1. The papers of HASS and PosS keep targets in place
+and shift features to the right; seen from the chain's root, theirs is the same unroll.
 
 The query of column t at step k sees, as a chain drafted below root x[t+1] would (EAGLE-3, section 3.2):
 
@@ -11,14 +11,14 @@ The query of column t at step k sees, as a chain drafted below root x[t+1] would
 
 so one softmax runs over t + 1 + k scores. No [T, k*T] mask exists. Masked scores are left out of the softmax; the
 published HASS and PosS code multiplies scores by 0 instead, which leaves exp(0) in its denominator for every masked
-column. Columns that do not count leave a step-0 key and value and are never queried: with one draft layer nothing else
-of them is read. With several, the lower ones run step 0 on all columns.
+column. Columns that do not count need only a step-0 key and value, because they are never queried. With several draft
+layers, the lower ones run step 0 on all columns.
 
-Documents that share a row (`models.alignment.Documents`) see each other nowhere: their prefixes are attended to one by
-one, and all else runs on the whole row, which needs no padding of tokens or of counted columns.
+Documents that share a row (`models.alignment.Documents`) never see each other. Attention runs on one document's prefix
+after another; everything else runs on the whole row, without padding of tokens or counted columns.
 
-Each stack of layers has keys and values of its own. Where the stack changes (`models.poss`), the new one makes them
-from the same step-0 features, and from the drafted features of steps 1..k-1, handed to it without their history:
+Each stack of layers has keys and values of its own. Where the stack changes (`models.poss`), the new one computes them
+from the same step-0 features and from the drafted features of steps 1..k-1, which it gets without their history:
 
     step               0     1     2     3          two positions a stack: gradients of step 3 end at this line |
     stack              0     0     1     1
@@ -61,7 +61,7 @@ class _Chains:
     """The keys and values of one stack of layers, for all counted columns at once.
 
     Args:
-        entry_BTW: of step 0, all columns.
+        entry_BTW: inputs of step 0, for all columns.
         runs: of the counted columns.
     """
 
@@ -82,7 +82,7 @@ class _Chains:
         position = every_column if documents is None else documents.position
         self.position = columns.gather(position)  # [B, C]
         rotary = drafter.rotary(entry_BTW, position)
-        self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer: [B, G, T, D] keys and values
+        self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []  # each layer's keys and values [B, G, T, D]
         h = entry_BTW
         for layer in layers:
             x, residual = _enter(layer, h)
@@ -92,7 +92,7 @@ class _Chains:
                 whole = runs_of_documents(documents, rows, tokens)
                 query = layer.self_attn.queries(x, *rotary)
                 h = layer.finish(residual, merged_attention(query, keys, values, [], [], whole, kernel))
-        # What the last layer is asked with: the counted columns alone.
+        # Only the counted columns query the last layer.
         self.first_input = columns.gather(x), columns.gather(residual)
         self.own: OwnColumns = [([], []) for _ in layers]
 
@@ -103,16 +103,16 @@ class _Chains:
         return layer.finish(residual, merged_attention(query, *self.prefix[-1], [], [], self.runs, self.kernel))
 
     def read(self, entry_BCW: torch.Tensor, step: int) -> None:
-        """Keys and values of a drafted step that another stack made."""
+        """Adds keys and values of a step that another stack drafted."""
         [layer], [(keys, values)] = self.layers, self.own
         x = _enter(layer, entry_BCW)[0]
         key, value = layer.self_attn.keys_values(x, *self.drafter.rotary(entry_BCW, self.position + step))
         self.own = [([*keys, key], [*values, value])]
 
     def later_step(self, entry_BCW: torch.Tensor, step: int, own: OwnColumns) -> tuple[torch.Tensor, OwnColumns]:
-        """Outputs [B, C, H] of a step above 0, and `own` with its keys and values.
+        """Outputs [B, C, H] of a step above 0, and `own` with its keys and values added.
 
-        `own` is given and returned: a checkpointed step, run again in the backward pass, reads what it read first.
+        `own` is passed in and returned, so that a checkpointed step reads the same when it runs again.
         """
         grown: OwnColumns = []
         h = entry_BCW
@@ -128,14 +128,14 @@ class _Chains:
 
 
 def _enter(layer: DraftLayer, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention reads, in its products' precision, and the residual stream in its own."""
+    """(the attention's input in the precision of products, the residual stream in its own)."""
     x, residual = layer.enter(entry)
     return for_products(x), residual
 
 
 def kernel_of(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """That of a drafter's attention, whose products are in this precision."""
-    kind = torch.device(device.type)  # `cuda` and `cuda:0` are the same here: one trial for both
+    """The kernel of a drafter's attention, with products in this precision."""
+    kind = torch.device(device.type)  # one trial for `cuda` and `cuda:0`
     return kernel_for(kind, dtype, config.num_attention_heads, config.num_key_value_heads, config.head_dim)
 
 
@@ -152,20 +152,19 @@ def unroll(
 ) -> Iterator[torch.Tensor]:
     """Yields the layer's outputs [B, C, H] of steps 0 to `steps` - 1 for the counted columns.
 
-    At step k only columns with `columns.counted(k)` mean anything; the others compute along and must be masked.
+    At step k only columns with `columns.counted(k)` are meaningful; the others must be masked.
 
     Args:
-        detach: whether gradients never flow from one step to the one before (HASS), or not where the stack changes.
-        documents: where they stand; None: every row is one.
-        kernel: of attention; None: what suits the device.
+        detach: True: gradients stop at every step (HASS); "specialists": where the stack changes.
+        documents: places of the documents; None: every row is one.
+        kernel: of attention; None: the best of the device.
     """
-    following = torch.cat(
-        (ids_BT[:, 1:], ids_BT[:, -1:]), dim=1
-    )  # [B, T] x[t+1]; a document's last column never counts
+    # [B, T] x[t+1]; the last column of a document never counts.
+    following = torch.cat((ids_BT[:, 1:], ids_BT[:, -1:]), dim=1)
     entry_BTW = drafter.entry(drafter.fuse(captured_BTF), drafter.embed(following))
 
     def run(function, *args):
-        # The non-reentrant form: the reentrant one gives outputs inside containers no gradient at all.
+        # Not the reentrant form: it gives outputs inside containers no gradient.
         return checkpoint(function, *args, use_reentrant=False) if gradient_checkpointing else function(*args)
 
     def entry_of(feature: torch.Tensor, step: int) -> torch.Tensor:
@@ -180,7 +179,7 @@ def unroll(
     chains = _Chains(drafter, drafter.stacks[stack], *common)
     output = run(chains.first_step)
     yield output
-    drafted: list[torch.Tensor] = []  # features of steps 1, 2, ... as another stack is handed them
+    drafted: list[torch.Tensor] = []  # features of steps 1, 2, ... for the next stack
     for step in range(1, steps):
         feature = drafter.feedback(output)
         handed = feature.detach() if detach else feature
@@ -232,31 +231,34 @@ def add_noise(
 def teacher_of(
     target: Target, last_BTH: torch.Tensor, ids_BT: torch.Tensor, columns: Columns, vocab: DraftVocab
 ) -> Teacher:
-    """The teacher of the counted columns: the target's position t+1 of each."""
+    """The teacher of the counted columns: the target at position t+1 of each."""
     label_drafted = vocab.to_draft(columns.gather(ids_BT, 2)) >= 0
     return Teacher(columns.gather(last_BTH, 1), target.logits, label_drafted)
 
 
 @dataclass(frozen=True)
 class UnrollSums:
-    """Sums over one micro-batch, to be added over micro-batches and ranks before any division."""
+    """Sums over one micro-batch. They are added over micro-batches and ranks before any division."""
 
     loss: torch.Tensor  # scalar, with gradient: sum over trained columns and steps of losses times `step_weights`
-    columns: torch.Tensor  # scalar: columns counted at step 0, the loss's denominator
+    columns: torch.Tensor  # scalar: columns that count at step 0, the loss's denominator
     reached: torch.Tensor  # [K] columns that a chain can reach at step k
-    correct: torch.Tensor  # [K] of those, where drafter and target agree on the likeliest token
+    correct: torch.Tensor  # [K] of those, columns where drafter and target agree on the likeliest token
     trained: torch.Tensor  # [K] columns with a loss at step k
 
 
 class TrainingTimeTest(nn.Module):
     """The drafter with its unroll and loss as one module, so that wrappers for many processes see a single forward.
 
-    Draft vocabulary. Of the columns that count (`models.alignment`) step k
-    - *reaches* a column only if the k tokens drafted before, x[t+2] ... x[t+1+k], are all in the draft vocabulary: no
-      chain gets past a token that cannot be drafted;
-    - *trains* on it only if the target's likeliest token is in the draft vocabulary as well (as EAGLE-3 does): there
-      the restricted teacher would teach a token that greedy verification rejects for certain.
+    Draft vocabulary. Among the columns that count (`models.alignment`), step k
+    - *reaches* a column if the k tokens drafted before, x[t+2] ... x[t+1+k], are all in the draft vocabulary: no chain
+      gets past a token that cannot be drafted;
+    - *trains* on a reached column if the target's likeliest token is in the draft vocabulary too (as EAGLE-3 does).
+      Elsewhere the restricted teacher would teach a token that greedy verification always rejects.
     Accuracy is over reached columns; a likeliest token outside the draft vocabulary is a miss, as in decoding.
+
+    Args:
+        kernel: of attention; None: the best of the device.
     """
 
     def __init__(
@@ -277,9 +279,9 @@ class TrainingTimeTest(nn.Module):
         self.weights = weights or LossWeights()
         self.detach: Detach = detach
         self.kernel = kernel
-        self.logits_at_once: int | None = None  # of a chunk in the head's pass; None: what suits the device
+        self.logits_at_once: int | None = None  # of a chunk in the head's pass; None: by device
         self.bf16 = False  # products in bfloat16
-        self.caches_casts = True  # of weights; not where weights are freed after use
+        self.caches_casts = True  # bfloat16 weights; off where weights are freed after use
 
     def forward(
         self,
@@ -289,7 +291,7 @@ class TrainingTimeTest(nn.Module):
         teacher: Teacher,
         documents: Documents | None = None,
     ) -> UnrollSums:
-        # In here, not around it: DeepSpeed switches off what a caller has switched on.
+        # Inside forward, because DeepSpeed switches off the caller's autocast.
         device = captured_BTF.device.type
         products = (
             torch.autocast(device, torch.bfloat16, cache_enabled=self.caches_casts) if self.bf16 else nullcontext()
@@ -307,7 +309,7 @@ class TrainingTimeTest(nn.Module):
     ) -> UnrollSums:
         how = self.gradient_checkpointing, self.detach, documents, self.kernel
         fixed = fixed_weights(self.step_weight, self.steps)
-        # Before the unroll: a copy to the device waits for what was asked for before it.
+        # Before the unroll: a copy to the device waits for work that was queued before it.
         weights_KBC = torch.tensor(fixed or [1.0] * self.steps, device=captured_BTF.device)[:, None, None]
         outputs = list(unroll(self.drafter, captured_BTF, ids_BT, columns, self.steps, *how))
         reached_KBC = self._reached(columns, teacher)
@@ -319,7 +321,7 @@ class TrainingTimeTest(nn.Module):
         if self.weights.feature:
             weights_KBC = weights_KBC * trained_KBC
             for step, output_BCH in enumerate(outputs):
-                # The last columns would need a teacher beyond their row: none of them counts.
+                # The last columns would need a teacher beyond their row. They do not count.
                 inside = max(0, output_BCH.shape[1] - step)
                 pairs = output_BCH[:, :inside], teacher.states[:, step:], weights_KBC[step, :, :inside]
                 distance = feature_regression(*(each.flatten(0, 1) for each in pairs))
@@ -333,7 +335,7 @@ class TrainingTimeTest(nn.Module):
         )
 
     def _reached(self, columns: Columns, teacher: Teacher) -> torch.Tensor:
-        """[K, B, C] the columns that a chain can reach at each step."""
+        """[K, B, C] whether a chain can reach the column at each step."""
         width = columns.index.shape[1]
         reachable, reached = torch.ones_like(teacher.label_drafted), []
         for step in range(self.steps):
@@ -345,7 +347,7 @@ class TrainingTimeTest(nn.Module):
 
 
 def simulated_tau(accuracy: list[float]) -> float:
-    """1 + sum_k prod_{i <= k} accuracy_i: the tau that a chain of K tokens would have were its steps independent."""
+    """1 + sum_k prod_{i <= k} accuracy_i: the tau of a chain of K tokens if its steps were independent."""
     tau, survival = 1.0, 1.0
     for value in accuracy:
         survival *= value

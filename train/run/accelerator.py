@@ -26,11 +26,8 @@ OLDEST_DEEPSPEED = "0.19"  # tested with 0.19.8; `Engine` reads attributes of it
 ALONE_OR_COPIED = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
 # Keys of a DeepSpeed config that the recipe decides.
 DECIDED_BY_RECIPE = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-)
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

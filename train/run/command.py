@@ -5,13 +5,13 @@
     draftsmith train my.yaml --processes 8                # as torchrun --nproc_per_node 8 would start it
     draftsmith train recipes/demo.yaml --plan             # what it would do
 
-Where there are several GPUs, each has a process of this run; --processes 1 takes one. The scripts `train/eagle3.py`,
-`train/eagle.py` and `train/poss.py` do the same for any launcher (accelerate launch, torchrun), and say in --help what
-each kind of drafter can be.
+Each GPU of this machine gets a process; --processes 1 uses one. The scripts `train/eagle3.py`, `train/eagle.py` and
+`train/poss.py` do the same under any launcher (accelerate launch, torchrun); their --help explains the variants of each
+kind of drafter.
 
 Reads <output_dir>/conversations.jsonl (draftsmith regenerate) and <output_dir>/draft_vocab.safetensors (draftsmith
-rank-vocab). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it goes on from the last whole
-checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once, with 130; a kill harms nothing.
+rank-vocab). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it resumes from the last whole
+checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill does no harm.
 """
 
 import os
@@ -26,7 +26,7 @@ from draftsmith.recipes.errors import UserError
 
 
 def main() -> None:
-    """Trains what the recipe says, by as many processes as there are GPUs or --processes says."""
+    """Trains the recipe's drafter in --processes processes, by default one for each GPU."""
 
     def options(parser: ArgumentParser) -> None:
         _options(parser)
@@ -58,7 +58,7 @@ def train_kind(doc: str | None, kind: str) -> None:
 
     Args:
         doc: the script's docstring, its `--help`.
-        kind: of the drafters that the script trains.
+        kind: kind of drafter that the script trains.
     """
     command = parse_command(doc, extra=_options)
     if command.recipe.drafter.kind != kind:
@@ -89,9 +89,7 @@ def _devices() -> int:
 
 
 def _options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--flops", type=float, metavar="TFLOPS", help="what one device reaches, in TFLOP/s, for the time in --plan"
-    )
+    parser.add_argument("--flops", type=float, metavar="TFLOPS", help="for --plan: TFLOP/s that one device reaches")
     parser.add_argument(
         "--profile", type=_count, metavar="N", help="trace N steps after a warm-up, into <output_dir>/profile"
     )

@@ -1,4 +1,4 @@
-"""metrics.jsonl of a run: one line for every logged step, each once, however often the run was killed."""
+"""metrics.jsonl of a run: one line for every logged step, exactly once, however often the run is killed."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from draftsmith.recipes.files.lines import append_line
 
 
 class MetricsLog:
-    """The file. Of several processes rank 0 alone may use it."""
+    """The file. Only rank 0 may use it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -20,13 +20,13 @@ class MetricsLog:
             append_line(file, self.path, (json.dumps(line) + "\n").encode())
 
     def sync(self) -> None:
-        """Makes its lines outlast a power cut."""
+        """Syncs the file to disk, so that its lines survive a power cut."""
         sync_to_disk(self.path)
 
     def drop_after(self, step: int) -> None:
-        """Lines of steps that a killed run logged but did not save would stand twice; what is no line goes, too."""
+        """Removes lines of later steps, which a killed run logged and a resumed one logs again, and damaged lines."""
         *lines, rest = self.path.read_bytes().split(b"\n") if self.path.exists() else [b""]
-        lines += [rest] if rest.endswith(b"}") else []  # else a kill cut it off: it was never a line
+        lines += [rest] if rest.endswith(b"}") else []  # otherwise a kill cut it off
         steps = [_step_of(line) for line in lines]
         if damaged := [number for number, at in enumerate(steps, start=1) if at is None]:
             print(f"{self.path}: damaged lines dropped: {len(damaged)}, the first is line {damaged[0]}")
@@ -38,13 +38,13 @@ class MetricsLog:
         return step in map(_step_of, self.path.read_bytes().split(b"\n"))
 
     def values(self, key: str) -> dict[int, float]:
-        """What the lines that have this key say, by step."""
+        """The values of this key by step, of the lines that have it."""
         lines = map(_parsed, self.path.read_bytes().split(b"\n") if self.path.exists() else [])
         return {line["step"]: line[key] for line in lines if line is not None and line.get(key) is not None}
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """None: it is no line of metrics."""
+    """The line's object; None: it is not a line of metrics."""
     try:
         parsed = json.loads(line.decode("utf-8"))
         return parsed if isinstance(parsed["step"], int) else None

@@ -13,26 +13,12 @@ from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import Recipe
 
 # Keys of the train section that may change when a run is resumed: they change neither the steps nor their order.
+# Instead of gradient_accumulation_steps "micro-batches a step" is compared.
 MAY_CHANGE = {
-    "max_steps",
-    "epochs",
-    "resume",
-    "save_every_steps",
-    "keep_checkpoints",
-    "log_every_steps",
-    "validate_every_steps",
-    "eval_replay",
-    "keep_best",
-    "trackers",
-    "gradient_checkpointing",
-    "attention",
-    "gradient_accumulation_steps",  # "micro-batches a step" is compared instead
-    "zero_stage",
-    "offload_optimizer",
-    "shard_target",
-    "max_skipped_steps",
-    "packing",
-}
+    "max_steps", "epochs", "resume", "save_every_steps", "keep_checkpoints", "log_every_steps", "validate_every_steps",
+    "eval_replay", "keep_best", "trackers", "gradient_checkpointing", "attention", "gradient_accumulation_steps",
+    "zero_stage", "offload_optimizer", "shard_target", "max_skipped_steps", "packing",
+}  # fmt: skip
 
 
 def rows_digest(rows: Sequence[TrainingRow]) -> str:

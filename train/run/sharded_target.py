@@ -1,14 +1,14 @@
-"""The frozen target shared out among a run's processes, for targets that do not fit one device (train.shard_target).
+"""The frozen target, sharded over the processes of a run, for targets that do not fit one device (train.shard_target).
 
-It is ZeRO-3's inference, by DeepSpeed: of each weight of a decoder layer every process holds a piece, and a layer's
-pieces are gathered while it computes, layer after layer:
+DeepSpeed's ZeRO-3 does it. Every process holds a piece of each weight of a decoder layer, and the pieces of a layer are
+gathered while it runs, layer after layer:
 
-    held all the time     embeddings, head, final norm, whole: drafters and their teacher read them in every process
-                          of each layer's weights one piece in as many as there are processes
+    held all the time     embeddings, head and final norm, whole: drafter and teacher read them in every process;
+                          of each layer's weights one piece
     while a layer runs    that layer's weights, whole
 
-So a pass of the decoder is one of all processes: whoever runs it waits for the others. In a training step all have as
-many passes. Where they have not, `ShardedTarget.uneven_passes` keeps those company that have more.
+So all processes run a pass of the decoder together. In a training step they have equally many passes. Elsewhere
+`ShardedTarget.uneven_passes` lets those with fewer passes run along.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,10 +29,10 @@ from draftsmith.train.run.accelerator import check_deepspeed, deepspeed_on_cpus
 
 
 def check_sharding(recipe: Recipe) -> None:
-    """What can be told before weights are loaded.
+    """Checks train.shard_target before any weights are loaded.
 
     Raises:
-        UserError: train.shard_target where there is no target to share out, a quantised one, or no DeepSpeed.
+        UserError: the target is not loaded or quantised, its precision is unsuitable, or DeepSpeed is missing.
     """
     if not recipe.train.shard_target:
         return
@@ -47,13 +47,13 @@ def check_sharding(recipe: Recipe) -> None:
     if quantization is not None:
         words = quantization if isinstance(quantization, dict) else quantization.to_dict()
         problems.append(
-            f"train.shard_target: ZeRO-3 shares out plain weights, and {recipe.target.model!r} is quantised "
+            f"train.shard_target: ZeRO-3 shards plain weights, and {recipe.target.model!r} is quantised "
             f"({words.get('quant_method', 'unknown')}); name its plain checkpoint, or leave train.shard_target out"
         )
     if recipe.target.dtype == "auto" and named_dtype(config) is None:
         problems.append(
-            "target.dtype: auto, but the target's config names none, and train.shard_target makes room for the "
-            "weights before it reads them; say which"
+            "target.dtype: auto, but the target's config names none, and train.shard_target allocates the weights "
+            "before it reads them; set target.dtype"
         )
     elif quantization is None and (kept := _kept_in_float32(recipe.target, config)):
         problems.append(
@@ -61,7 +61,7 @@ def check_sharding(recipe: Recipe) -> None:
             f"({kept[0]}), which ZeRO-3 would round; set target.dtype=float32, or train.shard_target=false"
         )
     try:
-        check_deepspeed("train.shard_target: sharing the target out is DeepSpeed's")
+        check_deepspeed("train.shard_target: the target is sharded by DeepSpeed")
     except UserError as error:
         problems += error.problems
     if problems:
@@ -69,14 +69,14 @@ def check_sharding(recipe: Recipe) -> None:
 
 
 def _kept_in_float32(section: TargetSection, config: Any) -> list[str]:
-    """Parameters that transformers loads in float32, whatever precision it is told."""
+    """Parameters that transformers loads in float32, whatever precision is asked for."""
     dtype = torch_dtype(config, section.dtype)
     if dtype == torch.float32:
         return []
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
-    except ValueError:  # no causal LM: who loads it says so
+    except ValueError:  # not a causal LM: the error comes when it is loaded
         return []
     modules = set(model._keep_in_fp32_modules_strict or ())
     if dtype == torch.float16:
@@ -84,24 +84,24 @@ def _kept_in_float32(section: TargetSection, config: Any) -> list[str]:
     return [name for name, _ in model.named_parameters() if any(f".{m}." in f".{name}." for m in modules)]
 
 
-def load_shared_out(section: TargetSection) -> Any:
-    """As `models.target.load_causal_lm`, each weight in pieces, one on every process's device.
+def load_sharded(section: TargetSection) -> Any:
+    """Like `models.target.load_causal_lm`, with a piece of each weight on the device of every process.
 
-    Rank 0 reads the checkpoint, into its host memory. Modules are made, filled and cut up one after another, so that no
+    Rank 0 reads the checkpoint into its host memory. Modules are created, filled and sharded one after another, so no
     device holds more than its pieces and one module.
 
     Raises:
-        UserError: as there.
+        UserError: see there.
     """
     deepspeed_on_cpus()
     dtype = torch_dtype(load_config(section), section.dtype)
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed wants one; nothing is trained
-        "zero_optimization": {"stage": 3, "memory_efficient_linear": False},  # that one is for backward passes
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed requires it; nothing is trained
+        "zero_optimization": {"stage": 3, "memory_efficient_linear": False},  # it is for backward passes
         "bf16": {"enabled": dtype == torch.bfloat16},
         "fp16": {"enabled": dtype == torch.float16},
     }
-    asked = HfDeepSpeedConfig(config)  # transformers looks for it, by a weak reference
+    asked = HfDeepSpeedConfig(config)  # transformers finds it by a weak reference
     try:
         return read_causal_lm(section)
     finally:
@@ -110,10 +110,10 @@ def load_shared_out(section: TargetSection) -> Any:
 
 
 class ShardedTarget(Target):
-    """A target that the processes of a run hold together. All of them make it, and run its decoder, together.
+    """A target that the processes of a run hold together. All of them create it and run its decoder together.
 
     Args:
-        model: what `load_shared_out` returned.
+        model: from `load_sharded`.
     """
 
     def __init__(self, model: Any, capture_layers: Sequence[int] | None = None):
@@ -124,33 +124,33 @@ class ShardedTarget(Target):
             _gather_while_it_runs(layer)
         self.piece_bytes = sum(map(_piece_bytes, layers.parameters()))
         self._uneven = False
-        decoder.register_forward_pre_hook(self._tell_of_a_pass)
+        decoder.register_forward_pre_hook(self._announce_pass)
         super().__init__(model, capture_layers)
 
     def in_words(self) -> str:
-        """What every process holds of it."""
+        """What every process holds, in words."""
         whole = sum(p.nbytes for p in self.model.parameters() if not hasattr(p, "ds_tensor"))
         return (
-            f"the target's layers are shared out among {distributed.get_world_size()} processes: each holds "
+            f"the target's layers are sharded over {distributed.get_world_size()} processes: each holds "
             f"{gigabytes(self.piece_bytes)} of them, and {gigabytes(whole)} of embeddings, head and norm whole"
         )
 
     def captured_states(self, input_ids_BT: torch.Tensor, capture: Sequence[int]) -> torch.Tensor:
-        """As `Target`'s, but all layers are computed: one pass gathers what another does."""
+        """Like `Target`'s, but runs all layers, so that every pass gathers the same weights."""
         return self.states(input_ids_BT, capture).captured
 
     @contextmanager
     def uneven_passes(self) -> Iterator[None]:
-        """Meanwhile a process may run the target as often as it likes; all processes come here, and leave together.
+        """Inside this block every process may run the target as often as it likes. All enter it and leave it together.
 
-        Before each pass those who have work say so. Who has done all of it asks whether anyone has more, and as long as
-        that is so, runs along over a single token:
+        A process announces each pass of its own. A process that is done asks whether another has more passes; while
+        that is so, it runs along over a single token:
 
-            rank 0    a a a a a .          a, b  a pass of one's own, a said before it
-            rank 1    b b - - - .          -     one over a single token, in company
-                                           .     nobody has more
+            rank 0    a a a a a .          a, b  own passes
+            rank 1    b b - - - .          -     a pass over a single token, to run along
+                                           .     no process has more
 
-        Inside, nothing else may be asked of the other processes.
+        The block must contain no other collectives.
         """
         self._uneven = True
         try:
@@ -162,7 +162,7 @@ class ShardedTarget(Target):
             while self._anyone_has_a_pass(False):
                 self.decoder(input_ids=token, use_cache=False)
 
-    def _tell_of_a_pass(self, *_: Any) -> None:
+    def _announce_pass(self, *_: Any) -> None:
         if self._uneven:
             self._anyone_has_a_pass(True)
 
@@ -177,7 +177,7 @@ def _piece_bytes(weight: Any) -> int:
 
 
 def _make_whole(model: nn.Module, outside: nn.Module) -> None:
-    """Puts ordinary parameters in place of pieces, but for those of `outside`."""
+    """Replaces pieces by ordinary parameters, except in `outside`."""
     import deepspeed
 
     cut_up = set(outside.parameters())
@@ -186,7 +186,7 @@ def _make_whole(model: nn.Module, outside: nn.Module) -> None:
         for name, piece in module.named_parameters(recurse=False):
             if piece in cut_up:
                 continue
-            if piece not in whole:  # tied ones stay tied
+            if piece not in whole:  # tied weights stay tied
                 with deepspeed.zero.GatheredParameters([piece]):
                     whole[piece] = nn.Parameter(piece.data, requires_grad=False)
             setattr(module, name, whole[piece])
@@ -205,4 +205,4 @@ def _gather_while_it_runs(layer: nn.Module) -> None:
         gathered.pop().__exit__(None, None, None)
 
     layer.register_forward_pre_hook(gather)
-    layer.register_forward_hook(let_go, always_call=True)  # `Target` tries out what a decoder may fail at
+    layer.register_forward_hook(let_go, always_call=True)  # `Target` tries passes that may fail

@@ -1,11 +1,11 @@
-"""Experiment trackers: what metrics.jsonl says, told elsewhere too. The trackers themselves are accelerate's.
+"""Experiment trackers get every line of metrics.jsonl. The trackers themselves are accelerate's.
 
     tensorboard     <output_dir>/tensorboard           tensorboard --logdir runs shows all runs side by side
     wandb, trackio  project draftsmith, a run named after output_dir
     others          comet_ml, mlflow, clearml, dvclive, aim, swanlab: project draftsmith, as they set themselves up
 
-A run that goes on after a kill goes on in the same place: TensorBoard hides what the killed run logged behind its last
-checkpoint; wandb and trackio are given the run's name of before, and trackio shows the steps behind it twice.
+A run that is resumed after a kill continues in the same place. TensorBoard hides what the killed run logged after its
+last checkpoint. wandb and trackio get the same run name again, and trackio shows the repeated steps twice.
 """
 
 import uuid
@@ -18,11 +18,11 @@ from accelerate import tracking
 from draftsmith.recipes.errors import UserError
 
 PROJECT = "draftsmith"
-PACKAGES = {"comet_ml": "comet-ml"}  # where pip's name is another
+PACKAGES = {"comet_ml": "comet-ml"}  # pip's names, where they differ
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises UserError where a tracker is unknown, or its package not installed."""
+    """Raises UserError if a tracker is unknown or its package is not installed."""
     known = sorted(tracking.LOGGER_TYPE_TO_CLASS)
     installed = {str(name) for name in tracking.get_available_trackers()}
     problems = []
@@ -37,16 +37,16 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def new_run() -> str:
-    """A name by which a tracker finds this run again."""
+    """A random name by which trackers find a run again."""
     return uuid.uuid4().hex[:8]
 
 
 class Trackers:
-    """Those of one run; of several processes rank 0 has them.
+    """The trackers of one run, used by rank 0 only.
 
     Args:
-        names: checked.
-        recipe: as YAML and as nested values, for whoever shows what a run was made with.
+        names: as `check_trackers` passes them.
+        recipe_yaml, recipe: the run's settings, as YAML and as nested values, which trackers show.
     """
 
     def __init__(self, names: Sequence[str], output_dir: Path, recipe_yaml: str, recipe: Mapping[str, Any]):
@@ -57,8 +57,8 @@ class Trackers:
     def start(self, first: int, run: str) -> None:
         """
         Args:
-            first: steps that are done; what an earlier process told of later ones is void.
-            run: `new_run` of the first start.
+            first: number of steps done. Later steps that an earlier process logged are void.
+            run: the run's name, from `new_run`.
         """
         for name in self.names:
             kind = tracking.LOGGER_TYPE_TO_CLASS[name]
@@ -77,11 +77,11 @@ class Trackers:
             self._running.append(tracker)
             if name != "tensorboard":
                 tracker.store_init_configuration(self.recipe)
-            elif first == 0:  # accelerate would open a second run for it, anew at every start
+            elif first == 0:  # accelerate would open a second run for it at every start
                 tracker.tracker.add_text("recipe", f"```yaml\n{self.recipe_yaml}\n```")
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics.jsonl; lists become one value an entry, what is null is left out."""
+        """Logs a line of metrics.jsonl, with one value for each entry of a list, without nulls."""
         flat = {
             f"{key}/{i}" if isinstance(value, list) else key: item
             for key, value in line.items()

@@ -42,7 +42,7 @@ from draftsmith.train.run.inputs import Inputs, read_inputs
 from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
 from draftsmith.train.run.run_identity import rows_digest, run_identity
-from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_shared_out
+from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, words_of_store
 from draftsmith.train.run.trackers import Trackers, check_trackers
 from draftsmith.train.run.validation_replay import ValidationReplay, check_replay
@@ -159,7 +159,7 @@ def target_and_states(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) 
         every_row = [*inputs.rows, *inputs.validation_rows]
         return stored, StoredStates(inputs.store, every_row, accelerator.device, stored.dtype)
     if recipe.train.shard_target and accelerator.num_processes > 1:
-        target: Target = ShardedTarget(load_shared_out(recipe.target), layers)
+        target: Target = ShardedTarget(load_sharded(recipe.target), layers)
     else:
         target = Target(load_causal_lm(recipe.target, str(accelerator.device)), layers)
     if recipe.train.packing:

@@ -1,15 +1,14 @@
-"""Replay as validation: the acceptance that decoding would have with the drafter as it is now (train.eval_replay).
+"""Replay as validation: the acceptance that decoding would have with the current drafter (train.eval_replay).
 
-The answers are those of validation conversations, turn by turn; a tree of the recipe's eval.tree is drafted at every
-root (`eval.recorded.replay`). So a run shows while it goes on what eval/acceptance.py would measure, bonus token
-included, where simulated_tau assumes a chain and independent positions. Where the data's answers are not the target's
-own, it is the acceptance of the data's.
+The answers are the turns of validation conversations. At every root a tree of the recipe's eval.tree is drafted
+(`eval.recorded.replay`). So a run shows during training what eval/acceptance.py would measure, bonus token included;
+simulated_tau only assumes a chain with independent positions. If the target did not write the data's answers, this is
+the acceptance of the data's answers.
 
-Of the target a round takes the captured states of what is committed, and the answer says which nodes are right. So a
-store (data.states) serves as well as the target: it holds these states of every token up to the end of a row's last
-answer.
+A round needs the target's captured states of the committed tokens; the answer tells which nodes are right. So a store
+(data.states) serves as well as the target: it holds the states of every token up to the end of a row's last answer.
 
-No random number is drawn: a run with it, and one without, train alike.
+No random numbers are drawn, so a run trains the same with replay and without.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,7 @@ from draftsmith.train.run.state_sources import StateSource, StoredStates
 
 
 def check_replay(recipe: Recipe) -> None:
-    """What can be told before weights are loaded.
+    """Checks train.eval_replay before any weights are loaded.
 
     Raises:
         UserError: eval.tree cannot be replayed or exceeds the target's positions, or there is nothing to replay.
@@ -70,10 +69,10 @@ def check_replay(recipe: Recipe) -> None:
 
 
 def cut_of(recipe: Recipe, vocab: DraftVocab, fingerprint: str, stops: Sequence[int]) -> DraftVocab | None:
-    """What eval.tree drafts from, if not from the whole draft vocabulary.
+    """The part of the draft vocabulary that eval.tree drafts from; None: all of it.
 
     Raises:
-        UserError: token counts that are another tokenizer's, or more tokens than the drafter has.
+        UserError: the token counts are another tokenizer's, or eval.tree asks for more tokens than the drafter has.
     """
     if recipe.eval.tree.vocab_size is None:
         return None
@@ -84,7 +83,7 @@ def cut_of(recipe: Recipe, vocab: DraftVocab, fingerprint: str, stops: Sequence[
 
 
 def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[tuple[RecordedAnswer, TrainingRow]]:
-    """Every turn of the first so many conversations, with all before it as its prompt; and the row it stands in."""
+    """(answer, its row) for every turn of the first `conversations`. An answer's prompt is all that precedes it."""
     ids = list(dict.fromkeys(row.id for row in rows))[:conversations]
     return [
         (RecordedAnswer(row.input_ids[:start], row.input_ids[start:end], conversation_id=row.id), row)
@@ -96,12 +95,12 @@ def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[tuple[Re
 
 
 class ValidationReplay:
-    """The answers, and what is drafted along them.
+    """Replays answers with a tree policy.
 
     Args:
-        answers: each with the row that it stands in.
-        cut: what to draft from; None: the drafter's own vocabulary.
+        answers: each with its row.
         batch_size: answers side by side.
+        cut: the vocabulary to draft from; None: the drafter's own.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class ValidationReplay:
         batch_size: int,
         cut: DraftVocab | None = None,
     ):
-        # The longest first, dealt out in turn: ranks get shares of like size.
+        # Sorted by length and dealt out in turn, so that ranks get shares of similar size.
         self.answers = sorted(answers, key=lambda answer: len(answer[0].tokens), reverse=True)
         self.policy, self.batch_size, self.cut = policy, batch_size, cut
 
@@ -119,7 +118,7 @@ class ValidationReplay:
     def of(
         cls, recipe: Recipe, rows: Sequence[TrainingRow], vocab: DraftVocab, fingerprint: str, stops: Sequence[int]
     ) -> "ValidationReplay | None":
-        """What the recipe asks for; None where that is nothing. Raises UserError where its eval.tree cannot be had."""
+        """The replay that the recipe asks for; None: it asks for none. Raises UserError if eval.tree is unavailable."""
         answers = answers_of(rows, recipe.train.eval_replay)
         if not answers:
             return None
@@ -136,7 +135,7 @@ class ValidationReplay:
         """The rounds of this rank's answers.
 
         Args:
-            states: a store's, in which the answers are; None, or the target's: the target reads them.
+            states: source of the states. If it is no store, the target reads the answers.
         """
         mine = self.answers[rank::ranks]
         if not mine:
@@ -148,12 +147,12 @@ class ValidationReplay:
 
 
 def stored_states_of(states: StoredStates, answers: Sequence[tuple[RecordedAnswer, TrainingRow]]) -> StatesOf:
-    """Reads from a store what the target would make of these answers: of each all tokens but the last one."""
+    """Reads the target's states of these answers from a store: of all tokens of each but the last one."""
     read = [(row, len(answer.prompt) + len(answer.tokens) - 1) for answer, row in answers]
     return lambda numbers: states.captured([read[number] for number in numbers])
 
 
 def in_numbers(generations: Sequence[Generation]) -> dict[str, Any]:
-    """What a line of metrics.jsonl says of all ranks' rounds; `eval.measured.metrics` defines both numbers."""
+    """The keys that replay adds to a line of metrics.jsonl; `eval.measured.metrics` defines both numbers."""
     numbers = summarise(generations, generations, bootstrap_samples=1, seed=0, sampled=True)
     return {"replay_tau": numbers["tau"], "replay_accepted_by_position": numbers["acceptance_by_position"]}
