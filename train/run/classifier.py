@@ -1,8 +1,8 @@
-"""Trains the C2T classifier, behind train/c2t.py. Shapes: R rows, T trees."""
+"""Trains the C2T classifier for train/c2t.py, which describes the method. Shapes: R rows."""
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.loader import dump_recipe, output_problem
 from draftsmith.recipes.schema import ClassifierSection, Recipe
 
-THRESHOLD = 0.5  # of the recall and the positive rate that select an epoch
+THRESHOLD = 0.5  # on the confidence, for the recall and the positive rate that select an epoch
 BETAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 LEARNING_RATE, CALIBRATION_RATE, CALIBRATION_SHARE = 1e-3, 1e-4, 0.1
-AT_ONCE = 1 << 18  # rows that are classified together
+ROWS_AT_ONCE = 1 << 18  # that are classified together
 
 
 def main(command: Command) -> None:
@@ -62,23 +62,19 @@ def main(command: Command) -> None:
 
 
 def checked(recipe: Recipe) -> tuple[C2tClassifier | None, Manifest]:
-    """(what to calibrate, what the rows' folder says of itself), before any row is read.
+    """(the classifier to calibrate or None, the rows' manifest), before any row is read.
 
     Raises:
-        UserError: a classifier.init_from, classifier.rows or classifier.out that cannot be used; all problems at once.
+        UserError: classifier.init_from, classifier.rows or classifier.out cannot be used; it lists all problems.
     """
     section, rows = recipe.classifier, recipe.classifier_rows_dir
     classifier, manifest = None, None
     problems: list[str] = []
-
-    def told(error: UserError) -> None:
-        problems.extend(error.problems)
-
     if section.init_from is not None:
         try:
             classifier = C2tClassifier.load(section.init_from)
         except UserError as error:
-            told(error)
+            problems += error.problems
     if classifier is not None and section.hidden != classifier.config.hidden:
         problems.append(
             f"classifier.hidden: {section.hidden}, but the classifier in {section.init_from} has "
@@ -87,21 +83,21 @@ def checked(recipe: Recipe) -> tuple[C2tClassifier | None, Manifest]:
     try:
         manifest = check_rows(rows, read_manifest(rows), None if classifier is None else classifier.config.entropy_over)
     except UserError as error:
-        told(error)
+        problems += error.problems
     try:
         check_out(recipe)
     except UserError as error:
-        told(error)
+        problems += error.problems
     if problems or manifest is None:
         raise UserError(problems)
     return classifier, manifest
 
 
 def check_out(recipe: Recipe) -> None:
-    """The folder is replaced as a whole: it must be a classifier's with nothing else inside, or none.
+    """Checks classifier.out. The folder is replaced as a whole, so it may hold a classifier and nothing else.
 
     Raises:
-        UserError: it cannot be made, something else lies there, or another part of the recipe has its place inside.
+        UserError: it cannot be created, holds something else, or contains another folder of the recipe.
     """
     out = recipe.classifier_dir
     problem = output_problem(out, folder=True)
@@ -138,7 +134,7 @@ def check_out(recipe: Recipe) -> None:
 
 
 def share_of(section: ClassifierSection) -> float:
-    """Of the trees, that are read at all."""
+    """Share of the trees that is read."""
     return section.share or (CALIBRATION_SHARE if section.init_from is not None else 1.0)
 
 
@@ -147,10 +143,10 @@ def rate_of(section: ClassifierSection) -> float:
 
 
 def split(trees: int, section: ClassifierSection) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers of the trees to train on, of those to validate on), drawn by the seed.
+    """(numbers of the trees to train on, numbers of those to validate on), drawn by the seed.
 
     Raises:
-        UserError: there are not enough for both.
+        UserError: there are too few trees for both.
     """
     order = torch.randperm(trees, generator=torch.Generator().manual_seed(section.seed))
     order = order[: math.ceil(share_of(section) * trees)]
@@ -164,7 +160,7 @@ def split(trees: int, section: ClassifierSection) -> tuple[torch.Tensor, torch.T
 
 
 def negatives_of(accepted: int, rejected: int, ratio: float | None) -> int:
-    """Rejected rows that an epoch draws."""
+    """How many rejected rows an epoch draws."""
     return rejected if ratio is None else min(rejected, max(1, round(ratio * accepted)))
 
 
@@ -188,12 +184,12 @@ def print_plan(section: ClassifierSection, manifest: Manifest, rows: Path, out: 
 
 @dataclass(frozen=True)
 class Trained:
-    """The chosen epoch's classifier."""
+    """A trained classifier: that of the chosen epoch."""
 
     classifier: C2tClassifier
     epoch: int
-    metrics: list[dict[str, Any]]  # one line an epoch
-    beta_lines: list[str]  # a table: what each threshold would let pass
+    metrics: list[dict[str, Any]]  # one line per epoch
+    beta_lines: list[str]  # a table of what each threshold lets pass
 
     @property
     def best(self) -> dict[str, Any]:
@@ -201,16 +197,21 @@ class Trained:
 
 
 def train(
-    section: ClassifierSection, manifest: Manifest, trees: Trees, start: C2tClassifier | None, told: Any
+    section: ClassifierSection,
+    manifest: Manifest,
+    trees: Trees,
+    start: C2tClassifier | None,
+    say: Callable[[str], object],
 ) -> Trained:
     """Trains on `trees`, which `manifest` describes.
 
     Args:
-        start: what to calibrate; None: random weights.
-        told: is called with every line of the table.
+        start: the classifier to calibrate; None: random weights.
+        say: prints a line.
 
     Raises:
-        UserError: no accepted node among the trees to train on, or among those for validation; the loss diverges.
+        UserError: the training trees or the validation trees have no accepted node, or only accepted ones; or the loss
+            diverges.
     """
     train_on, kept_out = (trees.chosen(numbers) for numbers in split(trees.count, section))
     for kind, part in (("train on", train_on), ("validate on", kept_out)):
@@ -227,14 +228,14 @@ def train(
         classifier = C2tClassifier(config)
     if start is not None:
         classifier.load_state_dict(start.state_dict())
-    # Beyond that Adam's own arithmetic overflows with another error; it diverges all the same.
+    # With a higher rate Adam itself overflows, with another error; training diverges in any case.
     optimizer = torch.optim.Adam(classifier.parameters(), lr=min(rate_of(section), 1e30))
     features, accepted = train_on.features, train_on.accepted
-    told(
+    say(
         f"{train_on.rows:,} rows of {train_on.count:,} trees to train on, {kept_out.rows:,} of {kept_out.count:,} for "
         f"validation; {sum(p.numel() for p in classifier.parameters())} parameters"
     )
-    told("epoch  rows       train loss  validation loss  recall  positive rate  precision")
+    say("epoch  rows       train loss  validation loss  recall  positive rate  precision")
     metrics: list[dict[str, Any]] = []
     best: dict[str, torch.Tensor] = {}
     chosen = 0
@@ -252,7 +253,7 @@ def train(
                 f"the loss is not finite after epoch {epoch}; lower classifier.learning_rate ({rate_of(section):g})"
             )
         metrics.append(line)
-        told(
+        say(
             f"{epoch:>5}  {rows:>9,}  {line['train_loss']:>10.4f}  {line['validation_loss']:>15.4f}  "
             f"{line['recall']:>6.4f}  {line['positive_rate']:>13.4f}  {line['precision']:>9.4f}"
         )
@@ -265,18 +266,18 @@ def train(
 
 
 def better(line: dict[str, Any], than: dict[str, Any]) -> bool:
-    """The selection rule: recall first, then the lower positive rate; of equal epochs the earlier one stays."""
+    """Whether an epoch is better than an earlier one: by higher recall, then by lower positive rate."""
     return (line["recall"], -line["positive_rate"]) > (than["recall"], -than["positive_rate"])
 
 
 def still_falls(metrics: list[dict[str, Any]]) -> bool:
-    """The last epoch's validation loss is the lowest, by more than a thousandth of it."""
+    """Whether the last epoch's validation loss is the lowest by more than a thousandth."""
     losses = [line["validation_loss"] for line in metrics]
     return len(losses) > 1 and losses[-1] < 0.999 * min(losses[:-1])
 
 
 def epoch_batches(accepted_R: torch.Tensor, section: ClassifierSection, epoch: int) -> Iterator[torch.Tensor]:
-    """Row numbers [n] of an epoch's batches: all accepted rows and freshly drawn rejected ones, shuffled."""
+    """Row numbers of an epoch's batches: all accepted rows and newly drawn rejected ones, shuffled."""
     chance = torch.Generator().manual_seed(section.seed * 1_000_003 + epoch)
     positive, negative = accepted_R.nonzero()[:, 0], (~accepted_R).nonzero()[:, 0]
     count = negatives_of(len(positive), len(negative), section.negative_ratio)
@@ -286,26 +287,27 @@ def epoch_batches(accepted_R: torch.Tensor, section: ClassifierSection, epoch: i
 
 
 def confidence_of(classifier: C2tClassifier, trees: Trees) -> torch.Tensor:
-    """[R] C."""
-    return torch.cat([classifier.confidence(part) for part in trees.features.split(AT_ONCE)])
+    """Confidence C of each row, [R]."""
+    return torch.cat([classifier.confidence(part) for part in trees.features.split(ROWS_AT_ONCE)])
 
 
 def validate(classifier: C2tClassifier, trees: Trees, section: ClassifierSection) -> dict[str, float]:
-    """Loss under the law of the sub-sampled rows, recall, positive rate and precision over all rows of `trees`. The
-    loss is NaN where a confidence is: training has diverged."""
+    """Loss under the distribution of sub-sampled rows; recall, positive rate and precision over all rows of `trees`. The
+    loss is NaN if a confidence is not finite: training has diverged."""
     accepted, confidence = trees.accepted, confidence_of(classifier, trees)
     if not confidence.isfinite().all():
         return {"validation_loss": math.nan, **rates(confidence, accepted, THRESHOLD)}
     loss = functional.binary_cross_entropy(confidence, accepted.float(), reduction="none").double()
     positives, negatives = int(accepted.sum()), int((~accepted).sum())
-    # Each rejected row counts for as much as it has a chance to be drawn.
+    # Each rejected row is weighted by the probability that it is drawn.
     drawn = negatives_of(positives, negatives, section.negative_ratio)
     total = float(loss[accepted].sum()) + drawn / negatives * float(loss[~accepted].sum())
     return {"validation_loss": total / (positives + drawn), **rates(confidence, accepted, THRESHOLD)}
 
 
 def rates(confidence_R: torch.Tensor, accepted_R: torch.Tensor, threshold: float) -> dict[str, float]:
-    """recall: of the accepted rows, those that pass; positive_rate: of all; precision: of those that pass, accepted."""
+    """Shares of rows that pass the threshold: of the accepted rows (recall), of all (positive_rate); precision is the
+    share of accepted rows among those that pass."""
     passed = confidence_R >= threshold
     hits, count = int((passed & accepted_R).sum()), int(passed.sum())
     return {
@@ -316,7 +318,7 @@ def rates(confidence_R: torch.Tensor, accepted_R: torch.Tensor, threshold: float
 
 
 def beta_lines(classifier: C2tClassifier, trees: Trees) -> list[str]:
-    """What each beta lets pass of uncut validation trees; decoding asks of a node only where its parent passed."""
+    """What each beta lets pass of uncut validation trees. Decoding asks only for nodes whose parent passed."""
     confidence = confidence_of(classifier, trees)
     lines = ["beta   recall  positive rate  precision"]
     for beta in BETAS:

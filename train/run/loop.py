@@ -150,14 +150,8 @@ class Loop:
             KeyboardInterrupt: Ctrl-C; its message says where the next start will resume.
         """
         first = self._resume()
-        progress = Bar(
-            total=self.schedule.steps,
-            initial=first,
-            unit="step",
-            desc="train",
-            disable=not self.accelerator.is_main_process,
-            smoothing=0.1,
-        )
+        total, quiet = self.schedule.steps, not self.accelerator.is_main_process
+        progress = Bar(total=total, initial=first, unit="step", desc="train", disable=quiet, smoothing=0.1)
         try:
             # The bar is closed in any case, so that the next message starts on a line of its own.
             with self.stop_request, progress:
@@ -222,9 +216,8 @@ class Loop:
                 self.meter.start(self._save(done, waiting))
             if stop:  # without replay, which takes long; the next start makes up for it
                 progress.close()
-                self.accelerator.print(
-                    f"SIGTERM: stopped after step {done:,}, which is saved; {self._again} goes on from there"
-                )
+                text = f"SIGTERM: stopped after step {done:,}, which is saved; {self._again} goes on from there"
+                self.accelerator.print(text)
                 return False
             if waiting is not None:
                 self._log(waiting | self.replayed())

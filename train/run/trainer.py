@@ -18,11 +18,9 @@ from draftsmith.data_gen.states.stored_target import StoredTarget
 from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, written
 from draftsmith.models.costs import target_size
-from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank, world_size
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
@@ -45,7 +43,7 @@ from draftsmith.train.run.run_identity import rows_digest, run_identity
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, words_of_store
 from draftsmith.train.run.trackers import Trackers, check_trackers
-from draftsmith.train.run.validation_replay import ValidationReplay, check_replay
+from draftsmith.train.run.validation_replay import ValidationReplay, check_best, check_replay
 
 
 def main(command: Command) -> bool:
@@ -76,16 +74,12 @@ def main(command: Command) -> bool:
 
 @dataclass(frozen=True)
 class Training:
-    """A run that is ready to start.
-
-    Attributes:
-        identity: the target's.
-    """
+    """A run that is ready to start."""
 
     recipe: Recipe
     inputs: Inputs
     target: Target
-    identity: dict[str, Any]
+    identity: dict[str, Any]  # the target's
     loop: Loop
 
 
@@ -103,12 +97,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     rows, validation_rows, store = inputs.rows, inputs.validation_rows, inputs.store
     stops = stop_ids(tokenizer, load_generation_config(section))
     replay = ValidationReplay.of(recipe, validation_rows, inputs.vocab, inputs.fingerprint, stops)
-    best_by = recipe.train.keep_best
-    if best_by is not None and (not validation_rows or (best_by == "replay_tau" and replay is None)):
-        raise UserError(
-            f"train.keep_best: {best_by}, but there are too few conversations to keep any for validation (a fifth at "
-            "most); leave it out"
-        )
+    check_best(recipe.train.keep_best, validation_rows, replay)
     digests = {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
 
     set_seed(recipe.train.seed)
@@ -204,7 +193,6 @@ def save(training: Training) -> None:
             loop.engine.load_weights(checkpoint, trained)
             made_by["checkpoint"] = {"step": step_of(checkpoint), str(recipe.train.keep_best): tau}
             chosen = f", of step {step_of(checkpoint):,}, which has the best {recipe.train.keep_best}: {tau:.2f}"
-        drafter: FeatureDrafter = trained.drafter
         with full_disk_is_told(recipe.drafter_dir):
-            save_drafter(recipe.drafter_dir, drafter, training.identity, dump_recipe(recipe), made_by)
+            save_drafter(recipe.drafter_dir, trained.drafter, training.identity, dump_recipe(recipe), made_by)
         print(f"drafter: {recipe.drafter_dir}{chosen}")

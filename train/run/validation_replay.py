@@ -146,6 +146,15 @@ class ValidationReplay:
             return replay(target, proposer, [answer for answer, _ in mine], self.batch_size, states_of=states_of)
 
 
+def check_best(keep_best: str | None, rows: Sequence[TrainingRow], replay: ValidationReplay | None) -> None:
+    """Raises UserError if train.keep_best compares checkpoints on validation rows, or replay, that are not there."""
+    if keep_best is not None and (not rows or (keep_best == "replay_tau" and replay is None)):
+        raise UserError(
+            f"train.keep_best: {keep_best}, but there are too few conversations to keep any for validation (a fifth at "
+            "most); leave it out"
+        )
+
+
 def stored_states_of(states: StoredStates, answers: Sequence[tuple[RecordedAnswer, TrainingRow]]) -> StatesOf:
     """Reads the target's states of these answers from a store: of all tokens of each but the last one."""
     read = [(row, len(answer.prompt) + len(answer.tokens) - 1) for answer, row in answers]
