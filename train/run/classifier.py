@@ -292,8 +292,8 @@ def confidence_of(classifier: C2tClassifier, trees: Trees) -> torch.Tensor:
 
 
 def validate(classifier: C2tClassifier, trees: Trees, section: ClassifierSection) -> dict[str, float]:
-    """Loss under the distribution of sub-sampled rows; recall, positive rate and precision over all rows of `trees`. The
-    loss is NaN if a confidence is not finite: training has diverged."""
+    """Loss under the distribution of sub-sampled rows; recall, positive rate and precision over all rows. The loss is
+    NaN if a confidence is not finite: training has diverged."""
     accepted, confidence = trees.accepted, confidence_of(classifier, trees)
     if not confidence.isfinite().all():
         return {"validation_loss": math.nan, **rates(confidence, accepted, THRESHOLD)}
