@@ -8,15 +8,18 @@ any moment costs the shards that were in the making.
 """
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
 
 MANIFEST = "manifest.json"
+
+T = TypeVar("T")
 
 
 def make_folder(directory: Path, key: str) -> None:
@@ -49,8 +52,11 @@ class Kind:
         text = json.dumps({"kind": self.name} | words, indent=2) + "\n"
         atomic_write(directory / MANIFEST, text)
 
-    def read(self, directory: Path) -> dict[str, Any] | None:
-        """The words of the manifest; None where there is none yet.
+    def read(self, directory: Path, parse: Callable[[dict[str, Any]], T]) -> T | None:
+        """What `parse` makes of the manifest; None where there is none yet.
+
+        Args:
+            parse: raises KeyError, TypeError, ValueError or AttributeError for what `write` cannot have been given.
 
         Raises:
             UserError: a manifest that is damaged, or another kind of file.
@@ -67,8 +73,15 @@ class Kind:
         if not isinstance(words, dict) or words.get("kind") != self.name:
             what = self.name.replace("_", " ")
             raise UserError(f"{path}: not a manifest of {what} (kind: {self.name}); {self.script} writes one")
-        return words
+        try:
+            return parse(words)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            problem = f"{error} is missing" if isinstance(error, KeyError) else error
+            raise UserError(f"{path}: damaged: {problem}; delete the folder and {self.verb} again") from None
 
-    def damaged(self, directory: Path, problem: object) -> UserError:
-        """For words that `write` cannot have been given."""
-        return UserError(f"{directory / MANIFEST}: damaged: {problem}; delete the folder and {self.verb} again")
+
+def check_counts(name: str, words: dict[str, Any], keys: Iterable[str]) -> None:
+    """Raises ValueError where one of them is no whole number of 0 or more."""
+    for key in keys:
+        if type(words[key]) is not int or words[key] < 0:
+            raise ValueError(f"{name}: {key}: {short(words[key])} must be a whole number, 0 or more")

@@ -45,7 +45,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.shards import Kind, shard_name
+from draftsmith.data_gen.states.shards import Kind, check_counts, shard_name
 from draftsmith.models.checkpoint import differences, file_digest
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.files.atomic import atomic_path
@@ -278,24 +278,20 @@ class Manifest:
         Raises:
             UserError: a manifest that is damaged, or another kind of file.
         """
-        words = KIND.read(directory)
-        try:
-            return None if words is None else cls._of(words)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise KIND.damaged(directory, f"{error} is missing" if isinstance(error, KeyError) else error) from None
+        return KIND.read(directory, cls._of)
 
     @classmethod
     def _of(cls, words: dict[str, Any]) -> "Manifest":
-        _check_numbers("manifest", words, ("of_shards",))
+        check_counts("manifest", words, ("of_shards",))
         shards: dict[int, dict[str, Any]] = {}
         for shard in words["shards"]:
             number = int(shard["file"].removeprefix("shard-").removesuffix(".safetensors"))
             if shard["file"] != shard_name(number) or number >= words["of_shards"] or number in shards:
                 raise ValueError(f"{shard['file']!r} is no file of it")
-            _check_numbers(shard["file"], shard, ("bytes", *COUNTS))
+            check_counts(shard["file"], shard, ("bytes", *COUNTS))
             shards[number] = {name: shard[name] for name in ("file", "bytes", "sha256", "keys_sha256", *COUNTS)}
         for name, file in words["target_files"].items():
-            _check_numbers(name, file, ("bytes",))
+            check_counts(name, file, ("bytes",))
             if Path(name).name != name or type(file["sha256"]) is not str:
                 raise ValueError(f"{name!r} is no file of it")
         made_of = words["made_of"]
@@ -305,12 +301,6 @@ class Manifest:
         if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
             raise ValueError(f"capture_layers are {short(layers)}, not a list of whole numbers")
         return cls(made_of, words["of_shards"], words["target_files"], shards)
-
-
-def _check_numbers(name: str, said: dict[str, Any], keys: Sequence[str]) -> None:
-    for key in keys:
-        if type(said[key]) is not int or said[key] < 0:
-            raise ValueError(f"{name}: {key}: {short(said[key])} must be a whole number, 0 or more")
 
 
 def unlike(manifest: Manifest, wanted: dict[str, Any]) -> list[str]:

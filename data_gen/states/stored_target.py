@@ -119,17 +119,10 @@ class StoredTarget(Target):
         self.capture_layers = store.capture_layers
         self.embedding_scale = float(store.manifest.made_of["target"]["embedding_scale"])
 
-    def states(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse()
-
-    def captured_states(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse()
-
-    def session(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UserError(f"{self.name} is not here, only its head and embeddings: leave data.states out to run it")
+
+    states = captured_states = session = _refuse
 
 
 def _read_head(store: Store) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen.states.shards import MANIFEST, Kind, shard_name
+from draftsmith.data_gen.states.shards import MANIFEST, Kind, check_counts, shard_name
 from draftsmith.models.c2t import DEPTH_CONVENTION
 from draftsmith.models.checkpoint import file_digest
 from draftsmith.recipes.errors import UserError, short
@@ -148,36 +148,27 @@ def read_manifest(directory: Path) -> Manifest | None:
     Raises:
         UserError: a manifest that is damaged, or another kind of file.
     """
-    words = KIND.read(directory)
-    if words is None:
-        return None
-    problem = _damage(words)
-    if problem is not None:
-        raise KIND.damaged(directory, problem)
-    return Manifest(words["made_of"], words["of_answers"], words["shards"], words.get("complete") is True)
+    return KIND.read(directory, _manifest_of)
 
 
-def _damage(words: dict[str, Any]) -> str | None:
-    """What cannot have been written by `Manifest.write`."""
-    shards, made_of = words.get("shards"), words.get("made_of")
+def _manifest_of(words: dict[str, Any]) -> Manifest:
+    """Raises ValueError or KeyError for what `Manifest.write` cannot have written."""
+    shards, made_of = words["shards"], words["made_of"]
     if not isinstance(made_of, dict) or not isinstance(made_of.get("drafter", {}), dict):
-        return "made_of, and drafter inside it, must be objects"
-    if type(words.get("of_answers")) is not int:
-        return "of_answers must be a whole number"
+        raise ValueError("made_of, and drafter inside it, must be objects")
     if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
-        return "shards must be a list of objects"
+        raise ValueError("shards must be a list of objects")
+    check_counts("manifest", words, ("of_answers",))
     for number, shard in enumerate(shards):
-        name = shard.get("file")
+        name = shard["file"]
         if name != shard_name(number):
-            return f"shard {number} names the file {short(name)}, not {shard_name(number)!r}"
-        if type(shard.get("sha256")) is not str:
-            return f"{name} has no sha256"
-        for count in COUNTS:
-            if type(shard.get(count)) is not int or shard[count] < 0:
-                return f"{name}: {count}: {short(shard.get(count))} must be a whole number, 0 or more"
-        if not shard["accepted"] <= shard["rows"]:
-            return f"{name}: {shard['accepted']:,} of {shard['rows']:,} rows are accepted"
-    return None
+            raise ValueError(f"shard {number} names the file {short(name)}, not {shard_name(number)!r}")
+        if type(shard["sha256"]) is not str:
+            raise ValueError(f"{name} has no sha256")
+        check_counts(name, shard, COUNTS)
+        if shard["accepted"] > shard["rows"]:
+            raise ValueError(f"{name}: {shard['accepted']:,} of {shard['rows']:,} rows are accepted")
+    return Manifest(made_of, words["of_answers"], shards, words.get("complete") is True)
 
 
 def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | None = None) -> Manifest:

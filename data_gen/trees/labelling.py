@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -286,12 +286,12 @@ def in_words(manifest: Manifest) -> str:
 # Labelling.
 
 
-@dataclass(frozen=True)
+@dataclass
 class Labelled:
     """The trees of one answer, root by root."""
 
-    features: list[torch.Tensor]  # of each tree [rows, 3]
-    accepted: list[torch.Tensor]  # of each tree [rows] bool
+    features: list[torch.Tensor] = field(default_factory=list)  # of each tree [rows, 3]
+    accepted: list[torch.Tensor] = field(default_factory=list)  # of each tree [rows] bool
     dropped_nan: int = 0
     dropped_beyond: int = 0
 
@@ -318,7 +318,7 @@ class LabellingVerifier(RecordedVerifier):
         self.entropy_over = entropy_over
         self.watched: list[torch.Tensor] = []  # of this round's trees, call by call [B, b * K, 3]
         self.live = list(range(len(answers)))
-        self.labelled = [Labelled([], []) for _ in answers]
+        self.labelled = [Labelled() for _ in answers]
 
     def watch(self, values_BbK: torch.Tensor, log_probs: torch.Tensor, depth: int) -> None:
         self.watched.append(node_features(values_BbK, log_probs, depth, self.entropy_over).flatten(1, 2))
@@ -345,11 +345,8 @@ class LabellingVerifier(RecordedVerifier):
             if kept.any():
                 of_row.features.append(rows[0][row][kept])
                 of_row.accepted.append(rows[1][row][kept])
-            self.labelled[index] = replace(
-                of_row,
-                dropped_nan=of_row.dropped_nan + lost[row][0],
-                dropped_beyond=of_row.dropped_beyond + lost[row][1],
-            )
+            of_row.dropped_nan += lost[row][0]
+            of_row.dropped_beyond += lost[row][1]
         # The path alone takes the same round as its tree, whose ancestors (a square of a thousand nodes) nobody needs.
         said = [
             [answer.tokens[done - 1], *answer.tokens[done : done + count]]

@@ -105,19 +105,12 @@ def _file_records(path: str, source: str, rejects: Rejects) -> Iterator[tuple[in
         yield from json_lines(path, source, rejects)
 
 
-def _first_character(path: str) -> bytes:
-    with open(path, "rb") as file:
-        for line in file:
-            text = line.removeprefix(b"\xef\xbb\xbf").strip()
-            if text:
-                return text[:1]
-    return b""
-
-
 def _is_array(path: str) -> bool:
     """A .json file is an array if it begins as one. A .jsonl file must be one to its end: a line may just be bad."""
-    if _first_character(path) != b"[":
-        return False
+    with open(path, "rb") as file:
+        lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in file)
+        if not next(filter(None, lines), b"").startswith(b"["):
+            return False
     if Path(path).suffix.lower() == ".json":
         return True
     trial = Rejects()
@@ -133,12 +126,9 @@ def json_lines(path: str | Path, source: str, rejects: Rejects) -> Iterator[tupl
             if not raw.removeprefix(b"\xef\xbb\xbf").strip():
                 continue
             try:
-                value = parse_json(raw.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                reason = f"not UTF-8: byte {error.start + 1}"
-                rejects.add(source, number, reason, raw.decode("utf-8", "replace").rstrip())
+                value = parse_json(raw)
             except ValueError as error:
-                rejects.add(source, number, str(error), raw.decode("utf-8").rstrip())
+                rejects.add(source, number, str(error), raw.decode("utf-8", "replace").rstrip())
             else:
                 yield number, value
 
@@ -174,7 +164,7 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
 
         blanks = " \t\r\n"
         skip(blanks)
-        position += 1  # the opening bracket, which _first_character saw
+        position += 1  # the opening bracket, which `_is_array` saw
         while True:
             following = skip(blanks)
             if following == "]":
