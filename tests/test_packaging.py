@@ -329,7 +329,7 @@ def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", scripts(ROOT), ids=lambda path: str(path.relative_to(ROOT)))
 def test_help_shows_commands_that_run(path: Path, at_root: None):
-    """`--help` is the docstring (tests/test_recipes.py)."""
+    """`--help` is the docstring (tests/test_command_line.py)."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     name = str(path.relative_to(ROOT))
     own = [words for words in shown_commands("\n".join(f"    {line}" for line in doc.splitlines())) if words[0] == name]
