@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from draftsmith.models.draft_tree import Committed
 from draftsmith.models.families import scaled_logits
 from draftsmith.models.key_values import SlotTree
 from draftsmith.models.target import Target, load_causal_lm
@@ -107,12 +108,12 @@ class CausalLMDrafting:
         self.slots.keep(index)
 
     @torch.no_grad()
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
-        """Catches up on what was committed, the root included, in one forward; `features` and `counts` are not read."""
-        known = len(self.session.lengths)
-        log_probs = [self._catch_up(committed[:known])] if known else []
-        if known < len(committed):
-            logits_BV, _ = self.session.prefill(committed[known:])
+    def observe(self, committed: Committed) -> None:
+        """Catches up on the tokens that were committed, the root included, in one forward; nothing else is read."""
+        known, tokens = len(self.session.lengths), committed.tokens
+        log_probs = [self._catch_up(tokens[:known])] if known else []
+        if known < len(tokens):
+            logits_BV, _ = self.session.prefill(tokens[known:])
             if self.head_rows is not None:
                 logits_BV = logits_BV[:, self.vocab.target_ids]
             log_probs.append(functional.log_softmax(logits_BV, dim=-1))

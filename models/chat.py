@@ -17,6 +17,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.models.families import attention_kinds
+from draftsmith.models.prompt import Prompt
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.schema import TargetSection
@@ -222,8 +223,8 @@ def first_line(error: Exception) -> str:
 
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
-) -> list[int]:
-    """Token ids of `messages` with the header of the next assistant turn.
+) -> Prompt:
+    """`messages` with the header of the next assistant turn: what the target is asked.
 
     The template is tokenised as it stands: no second BOS is added to the one that it may write.
 
@@ -233,7 +234,7 @@ def render_prompt(
     Raises:
         RenderError: the template refuses these messages, or they are not text only.
     """
-    return _apply(tokenizer, messages, tools, add_generation_prompt=True)["input_ids"]
+    return Prompt(_apply(tokenizer, messages, tools, add_generation_prompt=True)["input_ids"])
 
 
 def render(

@@ -342,7 +342,7 @@ def load_drafter(
             f"this run captures {list(given)}"
         )
     vocab = read_vocab(directory, shape)
-    drafter = build_drafter(shape, vocab, target.embedding_table, target.frozen_head)
+    drafter = build_drafter(shape, vocab, target.frozen_head)
     drafter.load_state_dict(read_tensors(directory))
     return drafter.to(target.device).eval().requires_grad_(False)
 

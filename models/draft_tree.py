@@ -14,11 +14,13 @@ Where trees of one batch differ in size, the smaller ones are padded behind thei
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import torch
 
+from draftsmith.models.prompt import DecoderInputs, PlacedInsert, Prompt
 from draftsmith.models.sampling import Draws
 from draftsmith.models.vocab import DraftVocab
 
@@ -126,6 +128,80 @@ class DraftTree:
         return cls(torch.tensor(padded, device=device), parents, nodes - 1, lengths, is_chain=True)
 
 
+class Embedder(Protocol):
+    """A target, as far as drafters need one to read tokens."""
+
+    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor: ...
+
+    def inputs(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        inserts: Sequence[PlacedInsert] = (),
+        dtype: torch.dtype | None = None,
+    ) -> DecoderInputs: ...
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What was committed since a proposer was told last: n positions of each row.
+
+        tokens       p  p  p  a  b  r          r: the root, which the target has not read yet
+        features              f  f             of the newest positions; counts is 2 here
+        inputs                b  r             the token behind each, at the position of the feature
+
+    Attributes:
+        target: makes embeddings of the tokens.
+        tokens: all of each row so far, prompt included, the unread root last.
+        features: [B, n, F] the target's captured states of the positions that were verified since the last call (all
+            but the root have one by now); row b's are the first counts[b], the rest is padding. None for proposers
+            without `capture_layers`.
+        counts: [B]
+        prompts: of each row, where inserts may stand in place of tokens.
+    """
+
+    target: Embedder
+    tokens: Sequence[Sequence[int]]
+    features: torch.Tensor | None
+    counts: Sequence[int]
+    prompts: Sequence[Prompt] = ()
+
+    def inputs(self, dtype: torch.dtype, device: torch.device) -> DecoderInputs:
+        """[B, n] of the token behind each position, with that position; on padding, anything."""
+        most, before = max(self.counts), self._before()
+        ids = [
+            [*tokens[first + 1 : first + 1 + count], *[0] * (most - count)]
+            for tokens, first, count in zip(self.tokens, before, self.counts, strict=True)
+        ]
+        inserts = [
+            PlacedInsert(row, insert.at(insert.first - before[row] - 1))
+            for row, prompt in enumerate(self.prompts)
+            for insert in prompt.inserts
+            if insert.first + insert.length > before[row] + 1
+        ]
+        positions = torch.arange(most, device=device) + torch.tensor(before, device=device)[:, None]
+        return self.target.inputs(torch.tensor(ids, device=device), positions, inserts, dtype)
+
+    def packed_inputs(self, dtype: torch.dtype, device: torch.device) -> DecoderInputs:
+        """The same without padding, side by side in one row: [1, N]."""
+        before = self._before()
+        if any(prompt.inserts for prompt in self.prompts):
+            padded = self.inputs(dtype, device)
+            real = torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]
+            real = real.to(device)
+            return DecoderInputs(padded.embeddings[real][None], padded.positions[real][None])
+        each = list(zip(self.tokens, before, self.counts, strict=True))
+        ids = [token for tokens, first, count in each for token in tokens[first + 1 : first + 1 + count]]
+        positions = [position for _, first, count in each for position in range(first, first + count)]
+        return self.target.inputs(
+            torch.tensor([ids], device=device), torch.tensor([positions], device=device), (), dtype
+        )
+
+    def _before(self) -> list[int]:
+        """[B] positions that were committed before."""
+        return [len(tokens) - 1 - count for tokens, count in zip(self.tokens, self.counts, strict=True)]
+
+
 class Proposer(Protocol):
     """What the decoding loop needs. It is told of every committed token, also of rounds it did not draft."""
 
@@ -140,15 +216,8 @@ class Proposer(Protocol):
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order: the others' answers are done."""
 
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
-        """What was committed since the last call.
-
-        Args:
-            committed: all tokens of each row so far, prompt included, the unread root last.
-            features: [B, n, F] the target's captured states of the positions that were verified since the last call
-                (all but the root have one by now); row b's are the first counts[b], the rest is padding. None without
-                `capture_layers`.
-        """
+    def observe(self, committed: Committed) -> None:
+        """What was committed since the last call."""
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         """Trees below the last committed tokens, and how many drafter calls each took."""
@@ -171,9 +240,7 @@ class Drafting(Protocol):
 
     def keep(self, rows: Sequence[int]) -> None: ...
 
-    def observe(
-        self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]
-    ) -> None: ...
+    def observe(self, committed: Committed) -> None: ...
 
     def root_log_probs(self) -> torch.Tensor:
         """[B, Vd] of the roots' children, from the last committed columns (slot 0)."""

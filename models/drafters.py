@@ -41,16 +41,13 @@ def kind_in_words(kind: str, base: str | None, positions: int | None) -> str:
     return kind + f"-{positions}" * (kind == "poss") + f" over {base}" * (kind == "poss" and base != "eagle")
 
 
-def build_drafter(
-    config: DrafterConfig, vocab: DraftVocab, embedding_VH: torch.Tensor, head: FrozenHead | None
-) -> FeatureDrafter:
+def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | None) -> FeatureDrafter:
     """A drafter of this shape with random weights.
 
     Args:
-        embedding_VH: the target's input embeddings.
         head: the target's; None does for kinds with a head of their own.
     """
-    return KINDS[type(config)](config, vocab, embedding_VH, head)
+    return KINDS[type(config)](config, vocab, head)
 
 
 def trainable_parameters(config: DrafterConfig) -> int:
@@ -67,7 +64,7 @@ def _on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> FeatureD
     vocab = vocab or DraftVocab(torch.arange(config.draft_vocab_size), config.vocab_size)
     with torch.device("meta"):
         table = torch.empty(config.vocab_size, config.hidden_size)
-        return build_drafter(config, vocab, table, FrozenHead(table, None, lambda logits: logits))
+        return build_drafter(config, vocab, FrozenHead(table, None, lambda logits: logits))
 
 
 def drafter_config(section: DrafterSection, target_config: Any, capture_layers: tuple[int, ...]) -> DrafterConfig:

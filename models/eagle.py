@@ -51,12 +51,12 @@ class EagleLayer(DraftLayer):
 
 
 class EagleDrafter(FeatureDrafter):
-    """fc and layers; embeddings and head are the target's, frozen and not part of the checkpoint."""
+    """fc and layers; the head is the target's, frozen and not part of the checkpoint."""
 
     config: EagleConfig
 
-    def __init__(self, config: EagleConfig, vocab: DraftVocab, embedding_VH: torch.Tensor, head: FrozenHead | None):
-        super().__init__(config, vocab, embedding_VH)
+    def __init__(self, config: EagleConfig, vocab: DraftVocab, head: FrozenHead | None):
+        super().__init__(config, vocab)
         if head is None or not vocab.is_full:
             raise ValueError("EAGLE-1 drafts with the target's head over its whole vocabulary")
         self.register_buffer("head_weight", head.weight_VH.detach(), persistent=False)

@@ -72,10 +72,8 @@ class Eagle3Drafter(FeatureDrafter):
 
     config: Eagle3Config
 
-    def __init__(
-        self, config: Eagle3Config, vocab: DraftVocab, embedding_VH: torch.Tensor, head: FrozenHead | None = None
-    ):
-        super().__init__(config, vocab, embedding_VH)
+    def __init__(self, config: Eagle3Config, vocab: DraftVocab, head: FrozenHead | None = None):
+        super().__init__(config, vocab)
         size, captured = config.hidden_size, len(config.capture_layers)
         self.fc = nn.Linear(size * captured, size, bias=False)
         if config.fc_norm:

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from draftsmith.models.draft_tree import Committed, Embedder
 from draftsmith.models.families import layer_configs
 from draftsmith.models.key_values import KeyValues, Kind, SlotTree
 from draftsmith.models.layers import Attention, GatedMLP, RmsNorm, grouped_attention, rotary
@@ -178,9 +179,9 @@ class FrozenHead:
 
 
 class FeatureDrafter(nn.Module):
-    """A trainable drafter. `embed_tokens` is the target's table, frozen and not part of the checkpoint."""
+    """A trainable drafter. Tokens reach it as the target's embeddings of them (`models.prompt.DecoderInputs`)."""
 
-    def __init__(self, config: DrafterConfig, vocab: DraftVocab, embedding_VH: torch.Tensor):
+    def __init__(self, config: DrafterConfig, vocab: DraftVocab):
         super().__init__()
         if (vocab.size, vocab.target_vocab_size) != (config.draft_vocab_size, config.vocab_size):
             raise ValueError(
@@ -189,7 +190,6 @@ class FeatureDrafter(nn.Module):
             )
         self.config = config
         self._vocab = vocab
-        self.register_buffer("embed_tokens", embedding_VH.detach(), persistent=False)
         self.register_buffer("d2t", vocab.d2t.clone())
         self.register_buffer("t2d", vocab.t2d.clone())
         self.rotary = rotary(config.rope_parameters, config.head_dim, config.max_position_embeddings)
@@ -224,13 +224,8 @@ class FeatureDrafter(nn.Module):
         """Target states [..., F] to features [..., H], in the precision of the residual stream."""
         raise NotImplementedError
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Target token ids [...] to embeddings [..., H], scaled as the target scales them."""
-        rows = functional.embedding(tokens, self.embed_tokens).to(self.dtype)  # type: ignore[arg-type]
-        return rows if self.config.embedding_scale == 1 else rows * self.config.embedding_scale
-
     def entry(self, feature: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Features [..., H] and embeddings [..., H] to what the first layer of a stack enters with, [..., W]."""
+        """Features and the target's embeddings [..., H] to what the first layer of a stack enters with, [..., W]."""
         raise NotImplementedError
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -285,12 +280,14 @@ class FeatureDrafting:
         self.first = [0]
         for stack in self.stacks:
             self.first.append(self.first[-1] + len(stack))
+        self.target: Embedder  # of whoever told what was committed
         self.reset(0)
 
     def reset(self, rows: int) -> None:
         config = self.drafter.config
         kind = Kind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
         self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * rows, capacity=512)
+        self.newest_B1 = torch.empty((0, 1), dtype=torch.long)  # position of the newest committed column
         self._new_round(torch.empty(0))
 
     def admit(self, rows: int) -> None:
@@ -305,25 +302,25 @@ class FeatureDrafting:
     def keep(self, rows: Sequence[int]) -> None:
         """Between rounds: what the last one drafted is forgotten, but its outputs."""
         self.columns.keep(rows)
-        self._new_round(self.outputs[torch.tensor(rows, device=self.device), :1])
+        index = torch.tensor(rows, device=self.device)
+        self.newest_B1 = self.newest_B1[index]
+        self._new_round(self.outputs[index, :1])
 
     @torch.no_grad()
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+    def observe(self, committed: Committed) -> None:
         """New columns from target states [B, n, F]; only the last one's output is needed, the others leave
         key and value."""
+        features, counts = committed.features, committed.counts
         assert features is not None
-        drafter, columns = self.drafter, self.columns
+        drafter, columns, self.target = self.drafter, self.columns, committed.target
         rows, most = len(counts), features.shape[1]
         if len(self.stacks[0]) == 1 and 2 * sum(counts) < rows * most:
-            self._observe_packed(committed, features, counts)
+            self._observe_packed(committed, features)
             return
-        read = [
-            [*tokens[done + 1 : done + 1 + count], *[0] * (most - count)]
-            for tokens, done, count in zip(committed, columns.lengths, counts, strict=True)
-        ]
+        inputs = committed.inputs(drafter.dtype, self.device)
         columns.place(0, most)
-        h = drafter.entry(drafter.fuse(features), drafter.embed(torch.tensor(read, device=self.device)))  # [B, n, W]
-        cos, sin = drafter.rotary(h, columns.positions(most, self.device))
+        h = drafter.entry(drafter.fuse(features), inputs.embeddings)  # [B, n, W]
+        cos, sin = drafter.rotary(h, inputs.positions)
         for stack, first in zip(self.stacks[1:], self.first[1:-1], strict=True):
             columns.write(first, *stack[0].self_attn.keys_values(stack[0].enter(h)[0], cos, sin))
         *lower, last = self.stacks[0]
@@ -337,30 +334,23 @@ class FeatureDrafting:
             each = torch.arange(rows, device=self.device)
             newest = torch.tensor(counts, device=self.device) - 1
             x, cos, sin, residual = (states[each, newest][:, None] for states in (x, cos, sin, residual))  # [B, 1, ...]
+            self.newest_B1 = inputs.positions[each, newest][:, None]
         else:
             x, cos, sin, residual = (states[:, -1:] for states in (x, cos, sin, residual))
+            self.newest_B1 = inputs.positions[:, -1:]
         self._attend(last, x, residual, cos, sin, keys, values)
 
-    def _observe_packed(
-        self, committed: Sequence[Sequence[int]], features: torch.Tensor, counts: Sequence[int]
-    ) -> None:
+    def _observe_packed(self, committed: Committed, features: torch.Tensor) -> None:
         """The same where most of [B, n] is padding, as when prompts take the places of some answers that ended: its
         columns alone, side by side in one row of N, as far as keys and values."""
-        drafter, columns = self.drafter, self.columns
+        drafter, columns, counts = self.drafter, self.columns, committed.counts
         rows, most = len(counts), features.shape[1]
         row_N = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=self.device)
         place_N = torch.tensor([place for count in counts for place in range(count)], device=self.device)
-        tokens_N = torch.tensor(
-            [
-                token
-                for tokens, done, count in zip(committed, columns.lengths, counts, strict=True)
-                for token in tokens[done + 1 : done + 1 + count]
-            ],
-            device=self.device,
-        )
+        inputs = committed.packed_inputs(drafter.dtype, self.device)
         columns.place(0, most)
-        h = drafter.entry(drafter.fuse(features[row_N, place_N][None]), drafter.embed(tokens_N[None]))  # [1, N, W]
-        cos, sin = drafter.rotary(h, columns.positions(most, self.device)[row_N, place_N][None])
+        h = drafter.entry(drafter.fuse(features[row_N, place_N][None]), inputs.embeddings)  # [1, N, W]
+        cos, sin = drafter.rotary(h, inputs.positions)
 
         def spread(states_1GND: torch.Tensor) -> torch.Tensor:
             spread_BGnD = states_1GND.new_zeros(rows, states_1GND.shape[1], most, states_1GND.shape[3])
@@ -375,6 +365,7 @@ class FeatureDrafting:
         columns.commit(counts)
         newest = torch.tensor(counts, device=self.device).cumsum(0) - 1
         x, cos, sin, residual = (states[0, newest][:, None] for states in (x, cos, sin, residual))  # [B, 1, ...]
+        self.newest_B1 = inputs.positions[0, newest][:, None]
         self._attend(layer, x, residual, cos, sin, keys, values)
 
     def _attend(
@@ -413,10 +404,10 @@ class FeatureDrafting:
             parents = self.outputs[0].index_select(0, parent_slots[0])[None]  # [B, b, H]
         else:
             parents = self.outputs[torch.arange(rows, device=self.device)[:, None], parent_slots]
-        h = drafter.entry(drafter.feedback(parents), drafter.embed(tokens))
-        # The tree's columns at depth d stand at position S-1+d: the column of unroll step d (models.alignment).
-        position = columns.positions(1, self.device, depth - 1)
-        cos, sin = drafter.rotary(h, position.expand(-1, count))
+        h = drafter.entry(drafter.feedback(parents), self.target.embed(tokens, drafter.dtype))
+        # The tree's columns at depth d stand d behind the newest committed one: the column of unroll step d
+        # (models.alignment).
+        cos, sin = drafter.rotary(h, (self.newest_B1 + depth).expand(-1, count))
         stack = drafter.stack_of(depth)
         if stack != self.stack:
             self._hand_over(stack, before)

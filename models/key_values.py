@@ -160,6 +160,17 @@ class KeyValues:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._moved()
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forgets all but the first lengths[b] committed columns of each row.
+
+        Raises:
+            ValueError: a row has fewer.
+        """
+        if any(new > length for new, length in zip(lengths, self.lengths, strict=True)):
+            raise ValueError(f"rows of {self.lengths} columns cannot be rolled back to {list(lengths)}")
+        self.lengths = list(lengths)
+        self._moved()
+
     def _gather(self, counts: Sequence[int], path_BA: torch.Tensor) -> None:
         """A slot never stands before its place on the path, and all are read before any is written."""
         if len(self.lengths) == 1:

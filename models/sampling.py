@@ -11,7 +11,7 @@ Shapes: N rows, V tokens; `...` any number of axes.
 
 import hashlib
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -129,3 +129,12 @@ class SeededDraws:
 
     def token(self, weights_V: torch.Tensor) -> torch.Tensor:
         return pick(weights_V[None], self.uniforms(1).to(weights_V.device))[0]
+
+
+def tokens_of(weights_BV: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
+    """[B] a token of each row by its own draws, as `Draws.token` draws it; in one go where all are seeded."""
+    seeded = [draw for draw in draws if isinstance(draw, SeededDraws)]
+    if len(seeded) < len(weights_BV):
+        return torch.stack([draw.token(weights) for draw, weights in zip(draws, weights_BV, strict=True)])
+    uniforms_B = torch.cat([draw.uniforms(1) for draw in seeded])
+    return pick(weights_BV, uniforms_B.to(weights_BV.device))

@@ -6,6 +6,9 @@ A target is any `AutoModelForCausalLM` whose decoder is a list of layers. Three 
 - `TargetSession.prefill` / `verify` / `commit`: decoding, one forward over a whole draft tree;
 - `logits`: the head over chosen positions only.
 
+What it is asked is a `models.prompt.Prompt`; what that means to its layers, and so to drafters, is found here alone
+(`Target.inputs`).
+
 Shapes: B rows, T tokens, N tree nodes, P cached tokens, H hidden size, F = captured layers * H, V vocabulary;
 n, S, A as in `models.key_values`.
 """
@@ -35,6 +38,7 @@ from draftsmith.models.families import AttentionKinds, scaled_logits, tried_atte
 from draftsmith.models.families import shortened_window as shortened_window
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.key_values import KeyValues, Kind
+from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, Prompt
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.schema import TargetSection
@@ -187,6 +191,7 @@ class Target:
         self.capture_layers = checked_capture_layers(capture_layers, self.num_layers, final=True)
         # What the decoder multiplies rows of `embedding_table` with before its first layer; 1 where it does more.
         self.embedding_scale = self._try_embedding_and_head()
+        self._scale_behind_embedding = self.embedding_scale / self._scale_of_embedding()
         self._try_tree()
         self._packing: Packing | None = None  # not tried yet: only those who pack need it
 
@@ -217,15 +222,70 @@ class Target:
         """Head, scaling and soft-capping over final states [..., H]: float32 logits [..., V]."""
         return scaled_logits(self.config, self.head(last)).float()
 
+    def inputs(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        inserts: Sequence[PlacedInsert] = (),
+        dtype: torch.dtype | None = None,
+    ) -> DecoderInputs:
+        """What the first layer sees of these tokens, for drafters, which see it, too.
+
+        Args:
+            ids: [B, T], at inserts placeholders.
+            positions: [B, T] of each token in its text; None: 0, 1, 2, ... along each row.
+            inserts: those that begin before the first column, or end behind the last, are cut.
+            dtype: of the embeddings, which are scaled in it; None: the target's.
+        """
+        embeddings = self.embed(ids, dtype)
+        for placed in inserts:
+            first, length = placed.insert.first, placed.insert.length
+            begin, end = max(0, first), min(first + length, ids.shape[1])
+            rows = self.read_insert(placed.insert)[begin - first : end - first]
+            embeddings[placed.row, begin:end] = rows.to(embeddings.dtype) * self._scale_behind_embedding
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+        return DecoderInputs(embeddings, positions)
+
+    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[..., H] embeddings of text, as the first layer sees them; in `dtype`, or the target's."""
+        rows = functional.embedding(ids, self.embedding_table).to(dtype or self.dtype)
+        return rows if self.embedding_scale == 1 else rows * self.embedding_scale
+
+    def read_insert(self, insert: Insert) -> torch.Tensor:
+        """[n, H] what stands in the place of its tokens, in the scale of `get_input_embeddings()(ids)`.
+
+        Raises:
+            UserError: this target cannot read such an input.
+        """
+        if not isinstance(insert, EmbeddingInsert) or insert.rows.shape[1] != self.hidden_size:
+            raise UserError(f"target.model: {self.name} reads text, and embeddings {self.hidden_size} wide")
+        return insert.rows.to(self.device)
+
+    def _asked(self, ids: torch.Tensor, inserts: Sequence[PlacedInsert]) -> dict[str, torch.Tensor]:
+        """How the decoder is told of them: as ids wherever that says all, for some families read ids elsewhere, too."""
+        if not inserts:
+            return {"input_ids": ids}
+        embeddings = self.embedding(ids).clone()
+        for placed in inserts:
+            first, end = placed.insert.first, placed.insert.first + placed.insert.length
+            embeddings[placed.row, first:end] = self.read_insert(placed.insert).to(embeddings.dtype)
+        return {"inputs_embeds": embeddings}
+
     @torch.no_grad()
     def states(
-        self, input_ids_BT: torch.Tensor, capture: Sequence[int] | None = None, documents: Documents | None = None
+        self,
+        input_ids_BT: torch.Tensor,
+        capture: Sequence[int] | None = None,
+        documents: Documents | None = None,
+        inserts: Sequence[PlacedInsert] = (),
     ) -> TargetStates:
         """One causal pass over right-padded rows. Padding comes last, so no counted position ever sees it.
 
         Args:
             capture: the layers whose states are wanted, any or none; None: those of the target.
             documents: where they stand, each read as if it were alone; None: every row is one.
+            inserts: what stands in place of tokens.
 
         Raises:
             UserError: this decoder does not keep documents apart that share a row.
@@ -233,11 +293,16 @@ class Target:
         if documents is not None:
             self.try_documents()
         with self._capturing(self.capture_layers if capture is None else capture) as captured:
-            last = self._read(input_ids_BT, documents, self._packing, self.kinds)
+            last = self._read(input_ids_BT, documents, self._packing, self.kinds, inserts)
         return TargetStates(_side_by_side(captured) if captured else last[..., :0], last)
 
     def _read(
-        self, input_ids_BT: torch.Tensor, documents: Documents | None, packing: Packing | None, kinds: AttentionKinds
+        self,
+        input_ids_BT: torch.Tensor,
+        documents: Documents | None,
+        packing: Packing | None,
+        kinds: AttentionKinds,
+        inserts: Sequence[PlacedInsert] = (),
     ) -> torch.Tensor:
         """Final states [B, T, H].
 
@@ -252,7 +317,7 @@ class Target:
                                                       . . . b .
                                                       . . . b b
         """
-        inputs: dict[str, Any] = {"input_ids": input_ids_BT, "use_cache": False}
+        inputs: dict[str, Any] = self._asked(input_ids_BT, inserts) | {"use_cache": False}
         if documents is None:
             return self.decoder(**inputs).last_hidden_state
         inputs["position_ids"] = documents.position
@@ -266,10 +331,12 @@ class Target:
         return self.decoder(**inputs).last_hidden_state
 
     @torch.no_grad()
-    def captured_states(self, input_ids_BT: torch.Tensor, capture: Sequence[int]) -> torch.Tensor:
+    def captured_states(
+        self, input_ids_BT: torch.Tensor, capture: Sequence[int], inserts: Sequence[PlacedInsert] = ()
+    ) -> torch.Tensor:
         """[B, T, F] states of these layers, one or more, as in `states`; layers behind them are not computed."""
         with self._capturing(capture, end_there=True) as captured, suppress(_AllCaptured):
-            self.decoder(input_ids=input_ids_BT, use_cache=False)
+            self.decoder(**self._asked(input_ids_BT, inserts), use_cache=False)
         return _side_by_side(captured)
 
     def uneven_passes(self) -> AbstractContextManager[None]:
@@ -331,6 +398,12 @@ class Target:
                 f"known here (largest difference {(whole - ours).abs().max().item():.3g})"
             )
         return _constant_ratio(captured[0][0], self.embedding_table[ids[0]])
+
+    @torch.no_grad()
+    def _scale_of_embedding(self) -> float:
+        """How much of `embedding_scale` the embedding module itself does; the decoder does the rest."""
+        ids = torch.arange(8, device=self.device) % self.vocab_size
+        return _constant_ratio(self.embedding(ids), self.embedding_table[ids])
 
     @torch.no_grad()
     def _try_tree(self) -> None:
@@ -441,6 +514,19 @@ def _constant_ratio(scaled: torch.Tensor, rows: torch.Tensor) -> float:
     return float(f"{scale:.6g}") if (x - scale * y).norm() < 1e-2 * x.norm() else 1.0
 
 
+def groups_of(lengths: Sequence[int], at_once: int) -> list[list[int]]:
+    """Prompts of similar length together, at most `at_once` tokens with their padding; each alone where that is 0."""
+    if not at_once:
+        return [[i] for i in range(len(lengths))]
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups and (len(groups[-1]) + 1) * lengths[i] <= at_once:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
 class _BufferedLayer(DynamicLayer):
     """A layer of transformers' cache that writes into `KeyValues`."""
 
@@ -483,43 +569,56 @@ class TargetSession:
         return self.buffers.lengths
 
     @torch.no_grad()
-    def prefill(self, prompts: Sequence[Sequence[int]], room: int = 256) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Reads the prompts as further rows, one by one, so that none hangs on its neighbours' lengths.
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], room: int = 256, at_once: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Reads the prompts as further rows.
 
         Args:
             room: columns to reserve behind the longest prompt; more are taken where they do not do.
+            at_once: most tokens, padding included, of prompts that one pass reads. 0: one by one, so that not even the
+                rounding of an answer depends on its neighbours.
 
         Returns:
             logits [B, V] after the last token of each; captured states [B, T, F] of all tokens, padded behind the
             shorter prompts, or None.
         """
         lengths, before = [len(prompt) for prompt in prompts], len(self.lengths)
-        logits, captured = [], []
-        for row, prompt in enumerate(prompts, start=before):
+        logits: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
+        captured: list[torch.Tensor | None] = [None] * len(prompts)
+        for number, group in enumerate(groups_of(lengths, at_once)):
             self.cache = DynamicCache()
-            last, states = self._forward(input_ids=torch.tensor([prompt], device=self.target.device))
-            logits.append(self.target.logits(last[:, -1]))
-            captured.append(states)
+            last, states = self._forward(**self._asked_in_a_group([Prompt.of(prompts[i]) for i in group]))
             layers: list[Any] = self.cache.layers
-            if row == before and self.buffers.kinds:
+            if number == 0 and self.buffers.kinds:
                 self.buffers.admit(lengths)
                 self.buffers.reserve(max(lengths) + room)
-            elif row == before:
+            elif number == 0:
                 kinds = [None if at.keys is None else (Kind.of(at.keys), Kind.of(at.values)) for at in layers]
                 self.buffers = KeyValues(kinds, lengths, max(lengths) + room)
-            for index, layer in enumerate(layers):
-                if layer.keys is not None:
-                    self.buffers.fill(row, index, layer.keys, layer.values)
+            for place, i in enumerate(group):
+                logits[i] = self.target.logits(last[place : place + 1, lengths[i] - 1])
+                captured[i] = None if states is None else states[place, : lengths[i]]
+                for index, layer in enumerate(layers):
+                    if layer.keys is not None:
+                        keys, values = (each[place : place + 1, :, : lengths[i]] for each in (layer.keys, layer.values))
+                        self.buffers.fill(before + i, index, keys, values)
         buffered: list[Any] = [
             DynamicLayer() if kinds is None else _BufferedLayer(self.buffers, index)
             for index, kinds in enumerate(self.buffers.kinds)
         ]
         self.cache = DynamicCache()
         self.cache.layers = buffered
-        if not self.capture:
-            return torch.cat(logits), None
         longest = max(lengths)
-        return torch.cat(logits), torch.cat([functional.pad(s, (0, 0, 0, longest - s.shape[1])) for s in captured])
+        padded = [functional.pad(s, (0, 0, 0, longest - len(s))) for s in captured if s is not None]
+        return torch.cat(logits), torch.stack(padded) if padded else None
+
+    def _asked_in_a_group(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+        """Right-padded; causal attention keeps padding out of what stands before it."""
+        longest = max(map(len, prompts))
+        ids = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        inserts = [PlacedInsert(row, each) for row, prompt in enumerate(prompts) for each in prompt.inserts]
+        return self.target._asked(torch.tensor(ids, device=self.target.device), inserts)
 
     @torch.no_grad()
     def verify(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -578,6 +677,10 @@ class TargetSession:
     def keep(self, rows: Sequence[int]) -> None:
         """Goes on with these rows alone, in this order."""
         self.buffers.keep(rows)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forgets all but the first lengths[b] committed tokens of each row."""
+        self.buffers.rollback(lengths)
 
     def _forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(final states [B, n, H], captured states [B, n, F] or None) behind the cache."""

@@ -29,7 +29,7 @@ def save_untrained(directory: Path, target_dir: Path, layers: tuple[int, ...] | 
     vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
     torch.manual_seed(seed)
     config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
-    save_drafter(directory, Eagle3Drafter(config, vocab, target.embedding_table), identity, "", {})
+    save_drafter(directory, Eagle3Drafter(config, vocab), identity, "", {})
     return directory
 
 

@@ -1,14 +1,17 @@
 """Small drafters of every kind and variant with random weights, and rows to unroll them on."""
 
+import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from draftsmith.models.alignment import Columns, columns_of
+from draftsmith.models.alignment import Columns, Documents, columns_of
+from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Detach, StepWeight
@@ -113,7 +116,7 @@ def drafter_of(case: Case, seed: int = 1) -> FeatureDrafter:
     layers = target.capture_layers if fused else (target.num_layers,)
     own = {"intermediate_size": 24, **case.own}
     config = shape.for_target(target.config, VOCAB_SIZE, layers, vocab.size, **own)
-    drafter = build_drafter(config, vocab, target.embedding_table, target.frozen_head)
+    drafter = build_drafter(config, vocab, target.frozen_head)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if "norm" in name:
@@ -139,6 +142,19 @@ def states_of(drafter: FeatureDrafter, ids: torch.Tensor) -> tuple[torch.Tensor,
     """(captured [B, T, F], last [B, T, H]) of the target."""
     states = small_target().states(ids, drafter.config.capture_layers)
     return states.captured, states.last
+
+
+def embedder_of(drafter: FeatureDrafter) -> Target:
+    """The target, its embeddings scaled as the drafter's config says of it."""
+    target = copy.copy(small_target())
+    target.embedding_scale = drafter.config.embedding_scale
+    return target
+
+
+def inputs_of(drafter: FeatureDrafter, ids: torch.Tensor, documents: Documents | None = None) -> DecoderInputs:
+    """What drafters are handed of these tokens."""
+    positions = None if documents is None else documents.position
+    return embedder_of(drafter).inputs(ids, positions, dtype=drafter.dtype)
 
 
 def trainee_of(case: Case, drafter: FeatureDrafter, checkpointing: bool = False) -> TrainingTimeTest:
@@ -178,11 +194,11 @@ def chain_of(
 
     The columns up to the root come in two portions, as rounds deliver them.
     """
-    drafting = FeatureDrafting(drafter)
+    drafting, target = FeatureDrafting(drafter), embedder_of(drafter)
     drafting.reset(1)
     if column > 0:
-        drafting.observe([ids[: column + 1]], captured_TF[None, :column], [column])
-    drafting.observe([ids[: column + 2]], captured_TF[None, column : column + 1], [1])
+        drafting.observe(Committed(target, [ids[: column + 1]], captured_TF[None, :column], [column]))
+    drafting.observe(Committed(target, [ids[: column + 2]], captured_TF[None, column : column + 1], [1]))
     log_probs = [drafting.root_log_probs()[0]]
     for depth, token in enumerate(ids[column + 2 :], start=1):
         log_probs.append(drafting.expand(torch.tensor([[depth - 1]]), torch.tensor([[token]]), depth)[0, 0])

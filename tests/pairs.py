@@ -3,6 +3,7 @@
 Random drafters accept nothing, and a loop that never accepts hides most of its defects.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -37,7 +38,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 TAUGHT_STEPS = 60
 
 
-def greedy(target: Target, prompt: list[int], length: int) -> list[int]:
+def greedy(target: Target, prompt: Sequence[int], length: int) -> list[int]:
     """transformers' own greedy decoding, that never stops."""
     ids = torch.tensor([prompt])
     out = target.model.generate(
@@ -47,18 +48,20 @@ def greedy(target: Target, prompt: list[int], length: int) -> list[int]:
 
 
 def taught(
-    target: Target, vocab: DraftVocab, prompts: tuple[list[int], ...] = PROMPTS, length: int = 40, steps: int = 120
+    target: Target, vocab: DraftVocab, prompts: Sequence[Sequence[int]] = PROMPTS, length: int = 40, steps: int = 120
 ) -> Eagle3Drafter:
     """An EAGLE-3 drafter that learnt some of the target's greedy answers to these prompts almost by heart."""
     torch.manual_seed(3)
     shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
-    drafter = Eagle3Drafter(shape, vocab, target.embedding_table)
+    drafter = Eagle3Drafter(shape, vocab)
     _teach(TrainingTimeTest(drafter, 4, 1.0), target, prompts, length, steps)
     return drafter
 
 
 @torch.enable_grad()  # whoever asks first may be a test of decoding
-def _teach(trainee: TrainingTimeTest, target: Target, prompts: tuple[list[int], ...], length: int, steps: int) -> None:
+def _teach(
+    trainee: TrainingTimeTest, target: Target, prompts: Sequence[Sequence[int]], length: int, steps: int
+) -> None:
     """The target's greedy answers, all of them in every step; the drafter's weights are frozen at the end."""
     drafter = trainee.drafter
     rows = [[*prompt, *greedy(target, prompt, length)] for prompt in prompts]
@@ -71,7 +74,7 @@ def _teach(trainee: TrainingTimeTest, target: Target, prompts: tuple[list[int], 
     teacher = teacher_of(target, states.last, ids, columns, drafter.vocab)
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-2)
     for _ in range(steps):
-        sums = trainee(states.captured, ids, columns, teacher)
+        sums = trainee(states.captured, target.inputs(ids, dtype=drafter.dtype), columns, teacher)
         (sums.loss / sums.columns.clamp(min=1)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -98,11 +101,11 @@ def untaught(kind: str, target: Target, vocab: DraftVocab | None = None) -> Feat
     shape = drafter_config(section, target.config, target.capture_layers)
     shape = replace(shape, embedding_scale=target.embedding_scale)
     torch.manual_seed(3)
-    return build_drafter(shape, vocab, target.embedding_table, target.frozen_head)
+    return build_drafter(shape, vocab, target.frozen_head)
 
 
 def taught_of_kind(
-    kind: str, target: Target, vocab: DraftVocab | None = None, prompts: tuple[list[int], ...] = PROMPTS
+    kind: str, target: Target, vocab: DraftVocab | None = None, prompts: Sequence[Sequence[int]] = PROMPTS
 ) -> FeatureDrafter:
     """A drafter of this kind that learnt some of the target's greedy answers, by the kind's own losses."""
     drafter = untaught(kind, target, vocab)

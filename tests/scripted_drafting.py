@@ -3,12 +3,13 @@
 import math
 import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
-from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.vocab import DraftVocab
 
 VOCAB = 12
@@ -63,8 +64,8 @@ class Scripted:
     def keep(self, rows: Sequence[int]) -> None:
         self.tables = [self.tables[row] for row in rows]
 
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
-        self.seen.append((committed, features, counts))
+    def observe(self, committed: Committed) -> None:
+        self.seen.append((committed.tokens, committed.features, committed.counts))
 
     def root_log_probs(self) -> torch.Tensor:
         self.slots: list[list[Nodes]] = [[()] for _ in self.tables]
@@ -126,3 +127,8 @@ def linear_classifier(p: float, h: float, d: float, bias: float, entropy_over: i
 def linear_confidence(p: float, h: float, d: float, bias: float) -> Callable[[float, float, int], float]:
     """The same, written out."""
     return lambda P, H, depth: 1 / (1 + math.exp(-(p * P + h * H + d * depth + bias + max(0.0, P - 0.3))))
+
+
+def unasked_target(positions: int) -> Any:
+    """Stands in for a target of so many positions, for proposers that read no embeddings."""
+    return SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(max_position_embeddings=positions))

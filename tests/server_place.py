@@ -87,7 +87,7 @@ class Place:
         for record in records:
             for number, turn in enumerate(record["turns"]):
                 prompt = render_prompt(self.tokenizer, record["messages"][: 2 * number + 1])
-                right = expected(self.tokenizer, prompt, LIMIT)
+                right = expected(self.tokenizer, list(prompt), LIMIT)
                 assert turn["prompt_token_ids"] == prompt
                 assert (turn["output_token_ids"], turn["finish_reason"]) == right
                 said = self.tokenizer.decode(right[0], skip_special_tokens=True)

@@ -153,7 +153,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "not a readable safetensors file"),
     "cut weights": (lambda d: (d / "model.safetensors").write_bytes(b"12345678"), "not a readable safetensors file"),
     "no json": (lambda d: (d / "config.json").write_text("{"), "malformed JSON"),
-    "no text": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "malformed JSON"),
+    "no text": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe"), "not UTF-8"),
     "a list": (lambda d: (d / "config.json").write_text("[]"), "not a C2T classifier"),
     "a drafter": (lambda d: change_config(d, kind="eagle3"), "not a C2T classifier"),
     "depths from 1": (lambda d: change_config(d, depth_convention="root's children 1"), "would read wrong depths"),

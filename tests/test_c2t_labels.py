@@ -20,12 +20,12 @@ from draftsmith.data_gen.trees.labelled_trees import (
     read_trees,
 )
 from draftsmith.data_gen.trees.labelling import Labelled, label
-from draftsmith.eval.decoding.decode import run_rounds
+from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states, replay
 from draftsmith.models import checkpoint
-from draftsmith.models.draft_tree import Drafting, DraftTree
+from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Draws
 from draftsmith.recipes.errors import UserError
@@ -33,7 +33,7 @@ from draftsmith.recipes.schema import LabelSection
 from tests import reference
 from tests.c2t_cases import made_trees, same_trees, write_trees
 from tests.pairs import PROMPTS, greedy, pair_of_kind
-from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table
+from tests.scripted_drafting import VOCAB, Nodes, Scripted, Table, unasked_target
 
 
 class Along(Scripted):
@@ -45,8 +45,8 @@ class Along(Scripted):
 
     def keep(self, rows: Sequence[int]) -> None: ...
 
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
-        self.tables = [self.table(text_seed(tokens)) for tokens in committed]
+    def observe(self, committed: Committed) -> None:
+        self.tables = [self.table(text_seed(tokens)) for tokens in committed.tokens]
 
 
 def text_seed(tokens: Sequence[int]) -> int:
@@ -102,7 +102,7 @@ SECTIONS = [
 def test_rows_are_those_of_the_slow_twin_answer_by_answer(section: LabelSection) -> None:
     chance = random.Random(section.top_k)
     answers = [written_answer(chance, tokens) for tokens in (2, 9, 30, 17, 30)]
-    together = label(Along(), answers, None, 1000, section)
+    together = label(Along(), answers, None, unasked_target(1000), section)
     accepted = beyond = 0
     for answer, labelled in zip(answers, together, strict=True):
         expected, below = slow_rows(answer, section)
@@ -114,7 +114,7 @@ def test_rows_are_those_of_the_slow_twin_answer_by_answer(section: LabelSection)
             np.testing.assert_allclose([row[1:3] for row in mine], [row[1:3] for row in its], atol=1e-5)
         assert (labelled.dropped_beyond, labelled.dropped_nan) == (below, 0)
         accepted, beyond = accepted + sum(row[3] for tree in expected for row in tree), beyond + below
-        (alone,) = label(Along(), [answer], None, 1000, section)
+        (alone,) = label(Along(), [answer], None, unasked_target(1000), section)
         assert fast_rows(alone) == found
     assert accepted > 5
     assert beyond > 0 or section.draft_calls == 1
@@ -122,7 +122,7 @@ def test_rows_are_those_of_the_slow_twin_answer_by_answer(section: LabelSection)
 
 def test_trees_of_the_published_size_have_1010_rows() -> None:
     section = LabelSection()
-    (labelled,) = label(Along(), [written_answer(random.Random(0), 12)], None, 1000, section)
+    (labelled,) = label(Along(), [written_answer(random.Random(0), 12)], None, unasked_target(1000), section)
     sizes = [len(said) for said in labelled.accepted]
     assert sum(sizes) + labelled.dropped_beyond == 1010 * len(sizes)
     assert 1010 in sizes
@@ -142,7 +142,7 @@ def test_rows_with_nan_are_dropped_and_counted() -> None:
     section = LabelSection(top_k=3, draft_calls=4)
     answers = [written_answer(random.Random(seed), 20) for seed in range(4)]
     dropped = 0
-    for labelled in label(Along(Broken), answers, None, 1000, section):
+    for labelled in label(Along(Broken), answers, None, unasked_target(1000), section):
         kept = sum(map(len, labelled.accepted))
         assert not any(features.isnan().any() for features in labelled.features)
         assert all(
@@ -157,10 +157,10 @@ def test_no_row_lies_behind_the_target_s_last_position() -> None:
     answer = written_answer(random.Random(1), 12)
     section = LabelSection(top_k=2, draft_calls=5)
     positions = len(answer.prompt) + len(answer.tokens)
-    (labelled,) = label(Along(), [answer], None, positions, section)
+    (labelled,) = label(Along(), [answer], None, unasked_target(positions), section)
     deepest = [int(features[:, 2].max()) for features in labelled.features]
     assert deepest[0] == 4 and deepest[-1] < 4
-    free, cut = label(Along(), [answer], None, 1000, section)[0], labelled
+    free, cut = label(Along(), [answer], None, unasked_target(1000), section)[0], labelled
     assert [int(said.sum()) for said in free.accepted] == [int(said.sum()) for said in cut.accepted]
 
 
@@ -168,11 +168,13 @@ def test_the_loop_goes_on_where_replay_with_the_whole_tree_does() -> None:
     """Through `eval.recorded.replay`'s own verifier, which looks at all nodes and their ancestors."""
     section = LabelSection(top_k=3, draft_calls=4)
     answers = [written_answer(random.Random(seed), 25) for seed in range(5)]
-    verifier = RecordedVerifier(answers, None, 1000, torch.device("cpu"))
+    verifier = RecordedVerifier(answers, None, unasked_target(1000))
     proposer = PolicyProposer(Along(), Eagle2(10**6, 4, 3))
     prompts, budgets = [answer.prompt for answer in answers], [len(answer.tokens) for answer in answers]
-    generations = run_rounds(verifier, proposer, prompts, (), budgets)
-    for generation, labelled in zip(generations, label(Along(), answers, None, 1000, section), strict=True):
+    generations = decode(verifier, proposer, prompts, (), budgets)
+    for generation, labelled in zip(
+        generations, label(Along(), answers, None, unasked_target(1000), section), strict=True
+    ):
         assert [int(said.sum()) for said in labelled.accepted] == generation.accepted_per_round
 
 
@@ -284,7 +286,7 @@ def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
     answers = [RecordedAnswer(prompt, greedy(target, prompt, 24)) for prompt in PROMPTS[:3]]
     drafting = FeatureDrafting(drafter)
     states = read_states(target, answers, drafting.capture_layers, Agreement.of(target))
-    found = label(drafting, answers, states, target.config.max_position_embeddings, section)
+    found = label(drafting, answers, states, target, section)
     replayed = replay(target, PolicyProposer(FeatureDrafting(drafter), Eagle2(10**4, depth, 4)), answers, 3)
     taken = [[int(said.sum()) for said in labelled.accepted] for labelled in found]
     assert taken == [generation.accepted_per_round for generation in replayed]
@@ -294,8 +296,8 @@ def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
         alone = FeatureDrafting(drafter)
         states = read_states(target, [answer], alone.capture_layers, Agreement.of(target))
         path = AlongTheAnswer(answer, counts, section.entropy_over)
-        verifier = RecordedVerifier([answer], states, target.config.max_position_embeddings, torch.device("cpu"))
-        run_rounds(verifier, PolicyProposer(alone, path), [answer.prompt], (), [len(answer.tokens)])
+        verifier = RecordedVerifier([answer], states, target)
+        decode(verifier, PolicyProposer(alone, path), [answer.prompt], (), [len(answer.tokens)])
         assert len(path.rows) == len(labelled.features)
         for features, said, expected in zip(labelled.features, labelled.accepted, path.rows, strict=True):
             rows = features[said]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from draftsmith.eval.decoding.decode import decode, decode_batch
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
-from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.key_values import SlotTree
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
@@ -17,6 +16,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from tests import reference
 from tests.conftest import make_target
+from tests.decoding import decode, decode_batch
 
 STOP = 4
 SHAPES = [[3, 4, 2], [1, 1, 1, 1], [1, 2, 1], [2, 1, 1, 3]]  # new slots of each depth
@@ -58,7 +58,7 @@ def test_log_probs_equal_a_plain_forward_over_every_path(lengths: list[int], fam
     )
     for round_number in range(9):
         fed.clear()
-        drafting.observe(committed, None, [])
+        drafting.observe(Committed(lm, committed, None, []))
         if round_number:
             assert fed == [most_missing], "drafted tokens that were accepted are fed again"
         for row, path in enumerate(committed):
@@ -140,9 +140,9 @@ class Chain:
     def keep(self, rows: Sequence[int]) -> None:
         self.drafting.keep(rows)
 
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
-        self.committed = committed
-        self.drafting.observe(committed, features, counts)
+    def observe(self, committed: Committed) -> None:
+        self.committed = committed.tokens
+        self.drafting.observe(committed)
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         rows = len(self.committed)

@@ -95,7 +95,7 @@ def make_dir(
 
 def prompt_of(directory: Path, messages: Any = USER, tools: Any = None, **wishes: Any) -> str:
     tokenizer = load_tokenizer(section(directory, **wishes))
-    return str(tokenizer.decode(render_prompt(tokenizer, messages, tools)))
+    return str(tokenizer.decode(list(render_prompt(tokenizer, messages, tools))))
 
 
 # Templates.

@@ -192,7 +192,7 @@ def test_text_parts_are_rendered_as_their_text(tags: bool) -> None:
     plain, in_parts = talk("the cat sat", "on"), [{"role": "user", "content": PARTS}, *talk("", "on")[1:]]
     before = json.dumps(in_parts)
     assert render_prompt(tokenizer, in_parts[:1]) == render_prompt(tokenizer, plain[:1])
-    assert tokenizer.decode(render_prompt(tokenizer, in_parts[:1])) == "<|user|>the cat sat<|end|><|assistant|>"
+    assert tokenizer.decode(list(render_prompt(tokenizer, in_parts[:1]))) == "<|user|>the cat sat<|end|><|assistant|>"
     assert rows(tokenizer, in_parts) == rows(tokenizer, plain)
     assert json.dumps(in_parts) == before
 

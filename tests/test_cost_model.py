@@ -30,7 +30,7 @@ from draftsmith.eval.planner.cost_model import (
 )
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import plain_rounds
-from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.target import Target, TargetSession
 from draftsmith.recipes.errors import UserError
@@ -194,12 +194,12 @@ class SlowProposer:
     def keep(self, rows: Sequence[int]) -> None:
         raise AssertionError("no answer ends while costs are measured")
 
-    def observe(self, committed: Sequence[Sequence[int]], features: object, counts: Sequence[int]) -> None:
+    def observe(self, committed: Committed) -> None:
         self.clock.now += self.reads
         self.clock.now += 50 * (0 < self.rounds < SETTLING)
         self.reads = 2.0
         self.rounds += 1
-        self.roots = [tokens[-1] for tokens in committed]
+        self.roots = [tokens[-1] for tokens in committed.tokens]
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         self.clock.now += 3
@@ -209,8 +209,8 @@ class SlowProposer:
 class QuickProposer(SlowProposer):
     """Takes no time."""
 
-    def observe(self, committed: Sequence[Sequence[int]], features: object, counts: Sequence[int]) -> None:
-        self.roots = [tokens[-1] for tokens in committed]
+    def observe(self, committed: Committed) -> None:
+        self.roots = [tokens[-1] for tokens in committed.tokens]
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         return DraftTree.chains([[root, 0] for root in self.roots], torch.device("cpu")), [1] * self.rows
@@ -279,7 +279,7 @@ def test_contexts_are_of_the_length_that_was_asked_for(monkeypatch: pytest.Monke
     read: list[list[int]] = []
     prefill = TargetSession.prefill
     monkeypatch.setattr(
-        TargetSession, "prefill", lambda self, prompts: read.extend(map(list, prompts)) or prefill(self, prompts)
+        TargetSession, "prefill", lambda at, prompts, **_: read.extend(map(list, prompts)) or prefill(at, prompts)
     )
     measure_costs(target, lambda tree: SlowProposer(Clock()), [], [[11, 12], [13, 14, 15]], 8, repeats=2)
     assert {tuple(tokens) for tokens in read} == {(11, 12, 13, 14, 15, 11, 12, 13), (13, 14, 15, 11, 12, 13, 14, 15)}

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.eval.decoding import decode as decode_module
 from draftsmith.eval.decoding.accept import accept_greedy
-from draftsmith.eval.decoding.decode import Clock, Request, cut, decode, decode_batch, decode_queue
+from draftsmith.eval.decoding.decode import Clock, Request, cut
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
@@ -26,6 +26,8 @@ from draftsmith.recipes.schema import TreeSection
 from tests import reference
 from tests.clock import Clock as WallClock
 from tests.conftest import make_target
+from tests.decoding import decode, decode_batch, decode_queue
+from tests.scripted_drafting import unasked_target
 
 STOP = 4
 
@@ -40,7 +42,6 @@ def make_pair(family: str, draft_tokens: int | None = None, **overrides) -> tupl
     return target, Eagle3Drafter(
         Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size),
         vocab,
-        target.embedding_table,
     )
 
 
@@ -80,10 +81,11 @@ class Oracle:
     def keep(self, rows: Sequence[int]) -> None:
         self.live = [self.live[row] for row in rows]
 
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
-        assert features is not None
-        self.committed = committed
-        for row, tokens, states, count in zip(self.live, committed, features, counts, strict=True):
+    def observe(self, committed: Committed) -> None:
+        assert committed.features is not None
+        self.committed = committed.tokens
+        told = committed.tokens, committed.features, committed.counts
+        for row, tokens, states, count in zip(self.live, *told, strict=True):
             self.features[row].append(states[:count])
             assert sum(map(len, self.features[row])) == len(tokens) - 1  # every position once, but for the root
 
@@ -309,9 +311,9 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
     target = Target(make_target("llama"))
     prefill, verify, root_only = TargetSession.prefill, TargetSession.verify, DraftTree.root_only
 
-    def slow_prefill(session: TargetSession, prompts: Sequence[Sequence[int]]) -> Any:
+    def slow_prefill(session: TargetSession, prompts: Sequence[Sequence[int]], at_once: int) -> Any:
         clock.now += 5 * len(prompts)
-        return prefill(session, prompts)
+        return prefill(session, prompts, at_once=at_once)
 
     def slow_verify(session: TargetSession, tree: DraftTree) -> Any:
         clock.now += 2 * tree.rows
@@ -442,8 +444,8 @@ def test_prompt_lookup_continues_the_latest_longest_match() -> None:
     lookup = PromptLookup(3, torch.device("cpu"))
     tokens = [1, 2, 3, 50, 9, 2, 3, 60, 61, 62, 1, 2, 3]
     lookup.reset(2)
-    lookup.observe([tokens[:7], [5, 6]], None, [6, 1])
-    lookup.observe([tokens, [5, 6, 7]], None, [6, 1])
+    lookup.observe(Committed(unasked_target(99), [tokens[:7], [5, 6]], None, [6, 1]))
+    lookup.observe(Committed(unasked_target(99), [tokens, [5, 6, 7]], None, [6, 1]))
     tree, calls = lookup.propose()
     assert calls == [0, 0]
     assert tree.tokens[0].tolist() == [3, 50, 9, 2]  # (1, 2, 3) beats the later (2, 3)

@@ -13,9 +13,10 @@ from collections.abc import Hashable
 import pytest
 import torch
 
-from draftsmith.eval.decoding.decode import Generation, decode, decode_batch
+from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, TreePolicy, policy_of
 from draftsmith.models.causal_lm import CausalLMDrafting
+from draftsmith.models.draft_tree import Committed
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Sampling
@@ -23,6 +24,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut
 from draftsmith.recipes.schema import SvipSection, TreeSection
 from tests.conftest import make_target
+from tests.decoding import decode, decode_batch
 from tests.test_decode import generate
 from tests.test_sampling import EnumeratedDraws, answers_of, assert_same_law, enumerate_law, small_pair
 from tests.thinning import pairwise
@@ -43,7 +45,7 @@ def make_pair(trained: int | None, drafted: int | None, **overrides) -> tuple[Ta
         vocab = DraftVocab(torch.randperm(size, generator=chance)[:trained].sort().values, size)
     torch.manual_seed(3)
     config = Eagle3Config.for_target(target.config, size, target.capture_layers, vocab.size)
-    drafter = Eagle3Drafter(config, vocab, target.embedding_table).eval()
+    drafter = Eagle3Drafter(config, vocab).eval()
     return target, drafter, None if drafted is None else cut(vocab, counts, drafted, [STOP])
 
 
@@ -51,7 +53,7 @@ def make_pair(trained: int | None, drafted: int | None, **overrides) -> tuple[Ta
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_cut_drafts_from_the_cut_logits_renormalised(case: str, rows: int) -> None:
     """Over a whole round: the root's children, two of them expanded, and one child of each."""
-    _, drafter, part = make_pair(*CUTS[case])
+    target, drafter, part = make_pair(*CUTS[case])
     assert part is not None
     torch.manual_seed(0)
     counts = [6, 3, 5][:rows]
@@ -61,7 +63,7 @@ def test_a_cut_drafts_from_the_cut_logits_renormalised(case: str, rows: int) -> 
     drafting, whole = FeatureDrafting(drafter, part), FeatureDrafting(drafter)
     for each in (drafting, whole):
         each.reset(rows)
-        each.observe(committed, features, counts)
+        each.observe(Committed(target, committed, features, counts))
     assert drafting.vocab.same_as(part)
 
     # By a walk over the drafter's own vocabulary: where each token of the cut stands in it.

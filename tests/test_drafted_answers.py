@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen.answers import drafted as drafted_answers
-from draftsmith.data_gen.answers.drafted import DraftedAnswers
-from draftsmith.data_gen.answers.generators import GenerationSettings, generate
+from draftsmith.data_gen.answers import generators
+from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.target import Target, load_causal_lm
@@ -16,6 +15,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
+from tests.decoding import write_answers
 from tests.pairs import taught, untaught
 from tests.test_regenerate import STOPS, Workspace
 from tests.test_regenerate import place as place  # the fixture
@@ -76,7 +76,7 @@ def test_draws_do_not_depend_on_neighbours_or_order(place: Workspace) -> None:
     def answers(batch_size: int, order: int) -> dict[Any, Any]:
         settings = GenerationSettings(12, 200, STOPS, temperature=1.0, top_p=0.9, batch_size=batch_size)
         prompts = [(("q", i), [5 + i, 7, 11][: 1 + i % 3]) for i in range(9)][::order]
-        return {key: (ids, reason) for key, ids, reason in DraftedAnswers(recipe, settings)(iter(prompts))}
+        return {key: (ids, reason) for key, ids, reason in Writer.of(recipe, settings)(iter(prompts))}
 
     together = answers(4, 1)
     assert together == answers(1, -1)
@@ -93,7 +93,7 @@ def test_first_tokens_follow_the_target_s_law(place: Workspace) -> None:
     for position in range(3):
         drafted, plain = (
             Counter(ids[position] for _, ids, _ in ways)
-            for ways in (DraftedAnswers(recipe, settings)(iter(prompts)), generate(model, iter(prompts), settings))
+            for ways in (Writer.of(recipe, settings)(iter(prompts)), write_answers(model, iter(prompts), settings))
         )
         for token in drafted | plain:
             spread = (max(drafted[token], plain[token], 4) * 2) ** 0.5  # of the difference of two counts
@@ -103,14 +103,14 @@ def test_first_tokens_follow_the_target_s_law(place: Workspace) -> None:
 def test_the_plan_names_the_drafter_and_loads_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = add_drafter(place, steps=1)
     place.ask(2)
-    monkeypatch.setattr(drafted_answers, "Lineup", None)
+    monkeypatch.setattr(generators, "Lineup", None)
     printed = place.run("--plan", f"data.generator.drafter={drafter}")
     assert f"drafter        {drafter}, 3 tokens for each pass" in printed and ", the drafter 0." in printed
 
 
 def test_what_cannot_draft_is_told_before_anything_is_loaded(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ask(2)
-    monkeypatch.setattr(drafted_answers, "Lineup", None)
+    monkeypatch.setattr(generators, "Lineup", None)
     with pytest.raises(UserError, match=r"data\.generator\.drafter: .*nowhere: no drafter here"):
         place.run(f"data.generator.drafter={place.folder / 'nowhere'}")
     drafter = add_drafter(place, steps=1)

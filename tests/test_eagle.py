@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Columns, Documents
 from draftsmith.models.drafters import build_drafter, drafter_config, padded, trainable_parameters
+from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -59,19 +60,24 @@ class Seen:
             yield self.captured[row, here], self.ids[row, here]
 
 
+def ids_of(inputs: DecoderInputs) -> torch.Tensor:
+    """[B, T] the tokens that have these embeddings."""
+    return (inputs.embeddings[:, :, None] == small_target().embedding_table).all(-1).float().argmax(-1)
+
+
 class Recorder(TrainingTimeTest):
     """Keeps what it is called with."""
 
     def forward(
         self,
         captured_BTF: torch.Tensor,
-        ids_BT: torch.Tensor,
+        inputs_BT: DecoderInputs,
         columns: Columns,
         teacher: Teacher,
         documents: Documents | None = None,
     ) -> UnrollSums:
-        self.seen.append(Seen(captured_BTF, ids_BT, columns, teacher, documents))
-        return super().forward(captured_BTF, ids_BT, columns, teacher, documents)
+        self.seen.append(Seen(captured_BTF, ids_of(inputs_BT), columns, teacher, documents))
+        return super().forward(captured_BTF, inputs_BT, columns, teacher, documents)
 
     seen: list[Seen]
 
@@ -191,7 +197,7 @@ def test_a_wider_mlp_begins_as_the_narrow_one(kind: str) -> None:
     vocab = DraftVocab.full(target.vocab_size)
     torch.manual_seed(0)
     narrow, wide = (
-        build_drafter(drafter_config(section, target.config, layers), vocab, target.embedding_table, target.frozen_head)
+        build_drafter(drafter_config(section, target.config, layers), vocab, target.frozen_head)
         for section in (narrow_section, wide_section)
     )
     random_rows = wide.stacks[0][0].mlp.gate_proj.weight.detach().clone()

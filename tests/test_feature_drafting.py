@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from draftsmith.models.draft_tree import Committed
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.train.loss.unroll import unroll
 from tests.drafter_cases import (
@@ -17,6 +18,8 @@ from tests.drafter_cases import (
     chain_of,
     column_alone,
     drafter_of,
+    embedder_of,
+    inputs_of,
     make_rows,
     states_of,
 )
@@ -41,7 +44,7 @@ def unrolled(
     captured[0, : len(text) - 1] = captured_TF[: len(text) - 1]
     steps = len(drafted) + 1
     with torch.no_grad():
-        outputs = unroll(drafter, captured, ids, column_alone(len(text) - 2, steps), steps)
+        outputs = unroll(drafter, captured, inputs_of(drafter, ids), column_alone(len(text) - 2, steps), steps)
         return torch.cat([torch.log_softmax(drafter.logits(output[0]), -1) for output in outputs])
 
 
@@ -69,7 +72,7 @@ def test_several_rounds(name: str, rows: int) -> None:
         for i, (count, done) in enumerate(zip(new, read, strict=True)):
             features[i, :count] = captured[i, done - 1 - count : done - 1]
         committed = [text[:done] for text, done in zip(texts, read, strict=True)]
-        drafting.observe(committed, features, new)
+        drafting.observe(Committed(embedder_of(drafter), committed, features, new))
         accepted = [chance.randint(0, steps - 1) for _ in texts]
         drafts = [
             [*text[done : done + a], *(chance.randrange(VOCAB_SIZE) for _ in range(steps - 1 - a))]
@@ -131,7 +134,7 @@ def test_a_trees_distributions_are_those_of_its_paths_as_chains(name: str, tree:
         for i in range(rows):
             features[i, : new[i]] = captured[i, done[i] - 1 - new[i] : done[i] - 1]
         texts = [ids[i, : done[i]].tolist() for i in range(rows)]
-        drafting.observe(texts, features, new[:rows])
+        drafting.observe(Committed(embedder_of(drafter), texts, features, new[:rows]))
         found = {0: drafting.root_log_probs()}
         ways: list[dict[int, list[int]]] = [{0: [0]} for _ in texts]  # of each slot, the slots from the root to it
         said: list[dict[int, int]] = [{} for _ in texts]  # the token of each slot

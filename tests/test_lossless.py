@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decoding.decode import Generation, Request, decode, decode_batch, decode_queue
+from draftsmith.eval.decoding.decode import Generation, Request
 from draftsmith.eval.decoding.policies import Chain, PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
@@ -27,6 +27,7 @@ from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, cut
 from draftsmith.recipes.schema import TreeSection
+from tests.decoding import decode, decode_batch, decode_queue
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
 from tests.thinning import meeting
 

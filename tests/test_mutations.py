@@ -9,7 +9,7 @@ import json
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -317,7 +317,7 @@ def test_every_line_gives_training_rows_or_is_rejected(files: list[Path], tmp_pa
     for path in files:
         seen: list[int | None] = []
 
-        def look(_: str, messages: list[Any], line: int, seen: list[int | None] = seen) -> None:
+        def look(_: str, messages: list[Any], __: Sequence[str], line: int, seen: list[int | None] = seen) -> None:
             seen.append(line)
             index.find(messages)
 

@@ -154,7 +154,7 @@ def shape_of(hidden: int = 64, vocab: int = 500, draft_vocab: int = 300) -> Eagl
 
 def drafter_of(shape: Eagle3Config) -> Eagle3Drafter:
     vocab = DraftVocab(torch.arange(shape.draft_vocab_size), shape.vocab_size)
-    return Eagle3Drafter(shape, vocab, torch.randn(shape.vocab_size, shape.hidden_size))
+    return Eagle3Drafter(shape, vocab)
 
 
 def test_trainable_parameters_are_the_modules() -> None:
@@ -166,13 +166,14 @@ def test_trainable_parameters_are_the_modules() -> None:
 
 
 class SmallTarget:
-    """A head alone, as `teacher_of` needs it."""
+    """Head and embeddings alone."""
 
     def __init__(self, shape: Eagle3Config):
         self.head = torch.nn.Linear(shape.hidden_size, shape.vocab_size, bias=False).requires_grad_(False)
         self.config = None
+        self.embedding_table, self.embedding_scale = torch.randn(shape.vocab_size, shape.hidden_size), 1.0
 
-    logits = Target.logits
+    logits, embed, inputs = Target.logits, Target.embed, Target.inputs
 
 
 def micro_batch(
@@ -192,7 +193,8 @@ def micro_batch(
         last = torch.randn(rows, tokens, shape.hidden_size)
         teacher = teacher_of(target, last, ids, counted, drafter.vocab)  # type: ignore[arg-type]
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return trainee(captured, ids, counted, teacher).loss
+            inputs = target.inputs(ids, dtype=drafter.dtype)  # type: ignore[misc]
+            return trainee(captured, inputs, counted, teacher).loss
 
     return lambda: loss().backward()
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender, named
-from draftsmith.eval.decoding.decode import Generation, decode
+from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.plan import main as plan_main
 from draftsmith.eval.planner import search as planner
 from draftsmith.eval.planner.command import choose_tree, lean, line_of, print_choice
@@ -43,6 +43,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
 from draftsmith.train.run.inputs import read_rows
+from tests.decoding import decode
 from tests.pairs import PROMPTS, greedy, pair_of
 from tests.planner_cases import KINDS, proposer_of, tree_of
 from tests.planner_cases import doubter as doubter

@@ -20,6 +20,7 @@ from draftsmith.eval.decoding.policies import (
     likeliest,
 )
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
+from draftsmith.models.draft_tree import Committed
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.recipes.schema import TreeSection
 from tests import reference
@@ -444,7 +445,7 @@ def test_the_proposer_drafts_below_the_last_tokens_of_the_rows_that_go_on() -> N
     proposer.admit(1, [SeededDraws(0, 0)])
     drafting.tables = [tables[2], tables[0]]
     features = torch.zeros(2, 4, 1)
-    proposer.observe([[9, 8, 4], [7, 0]], features, [2, 1])
+    proposer.observe(Committed(None, [[9, 8, 4], [7, 0]], features, [2, 1]))  # type: ignore[arg-type]
     assert drafting.seen == [("reset", 1), ("admit", 1), ([[9, 8, 4], [7, 0]], features, [2, 1])]
     tree, calls = proposer.propose()
     assert calls == [3, 3]

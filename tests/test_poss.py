@@ -7,7 +7,7 @@ from draftsmith.models.alignment import columns_of
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.recipes.schema import Detach
 from draftsmith.train.loss.unroll import unroll
-from tests.drafter_cases import CASES, SPECIALISTS, drafter_of, gradients, make_rows, states_of
+from tests.drafter_cases import CASES, SPECIALISTS, drafter_of, gradients, inputs_of, make_rows, states_of
 
 
 def of_specialist(name: str) -> int | None:
@@ -25,7 +25,7 @@ def test_what_a_specialist_learns_from(name: str, detach: Detach, checkpointing:
     columns, (captured, _) = columns_of(span, case.steps), states_of(drafter, ids)
     shared = {key for key, _ in drafter.named_parameters() if of_specialist(key) is None}
     for step in range(case.steps):
-        outputs = list(unroll(drafter, captured, ids, columns, case.steps, checkpointing, detach))
+        outputs = list(unroll(drafter, captured, inputs_of(drafter, ids), columns, case.steps, checkpointing, detach))
         counted = columns.counted(step)
         torch.log_softmax(drafter.logits(outputs[step][counted]), -1)[:, 0].sum().backward()
         found = {key: gradient for key, gradient in gradients(drafter).items() if gradient.abs().max() > 0}
@@ -44,7 +44,7 @@ def test_where_a_feature_is_cut_off(name: str, detach: Detach) -> None:
     case, drafter = CASES[name], drafter_of(CASES[name])
     ids, span = make_rows([20, 16])
     columns, (captured, _) = columns_of(span, case.steps), states_of(drafter, ids)
-    outputs = list(unroll(drafter, captured, ids, columns, case.steps, False, detach))
+    outputs = list(unroll(drafter, captured, inputs_of(drafter, ids), columns, case.steps, False, detach))
     for k in range(case.steps):
         for j in range(k):
             (gradient,) = torch.autograd.grad(outputs[k].sum(), outputs[j], retain_graph=True, allow_unused=True)

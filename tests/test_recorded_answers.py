@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decoding.decode import decode_batch
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
@@ -33,6 +32,7 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.inputs import read_rows
 from tests import reference
 from tests.conftest import make_target, make_tokenizer
+from tests.decoding import decode_batch
 from tests.pairs import greedy
 from tests.replay_cases import conversation, generation_line, recorded, write_lines
 

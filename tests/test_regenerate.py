@@ -17,15 +17,17 @@ import yaml
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftsmith.data_gen import regenerate
-from draftsmith.data_gen.answers import regeneration
+from draftsmith.data_gen.answers import generators, regeneration
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
-from draftsmith.data_gen.answers.generators import GenerationSettings, _Pool, generate
+from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.models.target import Target, TargetSession
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target, make_tokenizer
+from tests.decoding import write_answers
 
 ROOT = Path(__file__).parent.parent
 # Many stop tokens, so that random-weight targets end most of their answers.
@@ -40,7 +42,7 @@ def some_prompts(count: int, seed: int = 0) -> list[tuple[tuple[str, int], list[
 
 def answers(model: Any, prompts: Any, **settings: Any) -> dict[Any, tuple[list[int], str]]:
     merged = {"max_new_tokens": 20, "max_length": 50, "stop_ids": STOPS, "batch_size": 4} | settings
-    found = list(generate(model, iter(prompts), GenerationSettings(**merged)))
+    found = list(write_answers(model, iter(prompts), GenerationSettings(**merged)))
     assert len({key for key, _, _ in found}) == len(found)
     return {key: (tokens, reason) for key, tokens, reason in found}
 
@@ -133,13 +135,16 @@ def test_first_tokens_follow_the_processed_law(temperature: float, top_p: float,
 
 
 def test_no_row_is_decoded_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every position of every forward pass gives a token that is kept."""
+    """Every position of every round gives a token that is kept; the prompt's pass gives the first one."""
+    writer = Writer(
+        Target(make_target(num_layers=2), (0,)), GenerationSettings(20, 60, STOPS, temperature=0, batch_size=6)
+    )
     sizes: list[int] = []
-    step = _Pool.step
-    monkeypatch.setattr(_Pool, "step", lambda pool, tokens, at: sizes.append(len(tokens)) or step(pool, tokens, at))
-    found = answers(make_target(num_layers=2), some_prompts(30), temperature=0, batch_size=6)
-    assert sum(sizes) == sum(len(tokens) for tokens, _ in found.values())
-    assert len({len(tokens) for tokens, _ in found.values()}) > 3  # answers of unequal length: rows were replaced
+    verify = TargetSession.verify
+    monkeypatch.setattr(TargetSession, "verify", lambda at, tree: sizes.append(tree.rows) or verify(at, tree))
+    found = [tokens for _, tokens, _ in writer(iter(some_prompts(30)))]
+    assert sum(sizes) == sum(len(tokens) - 1 for tokens in found)
+    assert len({len(tokens) for tokens in found}) > 3  # answers of unequal length: rows were replaced
     assert max(sizes) == 6 and len(sizes) < sum(sizes) / 2
 
 
@@ -152,7 +157,7 @@ def test_prompts_may_wait_for_answers() -> None:
             yield None
         yield "second", [7, *got[0]]
 
-    for _, tokens, _ in generate(model, prompts(), GenerationSettings(5, 50, STOPS, temperature=0)):
+    for _, tokens, _ in write_answers(model, prompts(), GenerationSettings(5, 50, STOPS, temperature=0)):
         got.append(tokens)
     assert len(got) == 2
 
@@ -332,7 +337,7 @@ def test_missing_prompts(place: Workspace) -> None:
 
 def test_plan_loads_no_model_and_writes_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     place.ask(6)
-    monkeypatch.setattr(regeneration, "load_causal_lm", None)
+    monkeypatch.setattr(generators, "Lineup", None)
     printed = place.run("--plan")
     assert "greedy" in printed and "6 conversations, 12 answers" in printed and "at most 240" in printed
     assert not place.out.exists()
@@ -342,7 +347,7 @@ def test_finished_file_is_left_alone(place: Workspace, monkeypatch: pytest.Monke
     place.ask(5)
     place.run()
     before = place.path.read_bytes()
-    monkeypatch.setattr(regeneration, "load_causal_lm", None)  # not needed
+    monkeypatch.setattr(generators, "Lineup", None)  # not needed
     assert "all 5 conversations are done" in place.run()
     assert "holds 3 conversations that are not among these prompts" in place.run("data.max_prompts=2")
     assert place.path.read_bytes() == before
@@ -404,7 +409,7 @@ def test_other_prompts_of_the_same_ids_are_refused(place: Workspace, monkeypatch
     place.ask(2, record)
     place.run()
     whole = place.path.read_bytes()
-    monkeypatch.setattr(regeneration, "load_causal_lm", None)  # not needed
+    monkeypatch.setattr(generators, "Lineup", None)  # not needed
     reworded = {**record, "messages": [{"role": "user", "content": "u9"}, *record["messages"][1:]]}
     for other in (reworded, {**record, "tools": [{"name": "look_down"}]}, {"id": "a", "messages": record["messages"]}):
         place.ask(2, other)

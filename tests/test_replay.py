@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decoding.decode import decode, decode_batch
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.recorded.answers import (
@@ -25,7 +24,7 @@ from draftsmith.eval.recorded.replay import (
     replay,
     replay_all,
 )
-from draftsmith.models.draft_tree import DraftTree, Proposer
+from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Sampling, SeededDraws
@@ -33,6 +32,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from tests import reference
 from tests.conftest import make_target
+from tests.decoding import decode, decode_batch
 from tests.pairs import greedy, pair_of, pair_of_kind, taught
 from tests.replay_cases import (
     BUDGET,
@@ -46,6 +46,7 @@ from tests.replay_cases import (
     recorded,
     stops_of,
 )
+from tests.scripted_drafting import unasked_target
 from tests.thinning import thinned
 
 # Decoding's own generations.
@@ -217,7 +218,7 @@ def test_rounds_are_those_of_a_walk_by_hand(name: str) -> None:
             """Tokens and parents of the tree below the last of `read` tokens."""
             fresh = PolicyProposer(FeatureDrafting(drafter), policy(name))
             fresh.reset(1)
-            fresh.observe([text[:read]], captured[:, : read - 1], [read - 1])
+            fresh.observe(Committed(target, [text[:read]], captured[:, : read - 1], [read - 1]))
             tree, _ = fresh.propose()
             return tree.tokens[0].tolist(), tree.parents[0].tolist()
 
@@ -228,7 +229,7 @@ def test_rounds_are_those_of_a_walk_by_hand(name: str) -> None:
 def test_acceptance_by_hand() -> None:
     """Padding, siblings, wrong turnings, and trees that go beyond the end of an answer."""
     answers = [RecordedAnswer([1], [5, 6, 7, 8]), RecordedAnswer([1, 2], [5, 9]), RecordedAnswer([3], [5, 6, 7])]
-    verifier = RecordedVerifier(answers, None, 100, torch.device("cpu"))
+    verifier = RecordedVerifier(answers, None, unasked_target(100))
     assert verifier.prefill([answer.prompt for answer in answers]) == [5, 5, 5]
     assert verifier.limits() == [98, 97, 98]
     tree = DraftTree(
@@ -245,7 +246,7 @@ def test_acceptance_by_hand() -> None:
     # Beyond the end nothing is right, not even the last token again.
     for longest in (2, 5):
         answers = [RecordedAnswer([1], [5, 6]), RecordedAnswer([1], [5, 6, 6, 6, 6][:longest])]
-        verifier = RecordedVerifier(answers, None, 100, torch.device("cpu"))
+        verifier = RecordedVerifier(answers, None, unasked_target(100))
         verifier.prefill([answer.prompt for answer in answers])
         chain = DraftTree.chains([[5, 6, 6, 6, 6, 6]] * 2, torch.device("cpu"))
         rest = [6] * (longest - 1)
@@ -270,10 +271,11 @@ def test_states_are_handed_over_once_and_are_the_target_s(monkeypatch: pytest.Mo
             super().keep(rows)
             self.live = [self.live[row] for row in rows]
 
-        def observe(self, committed: Any, features: torch.Tensor | None, counts: Sequence[int]) -> None:
-            super().observe(committed, features, counts)
-            assert features is not None
-            for row, tokens, states, count in zip(self.live, committed, features, counts, strict=True):
+        def observe(self, committed: Committed) -> None:
+            super().observe(committed)
+            assert committed.features is not None
+            told = committed.tokens, committed.features, committed.counts
+            for row, tokens, states, count in zip(self.live, *told, strict=True):
                 read[row].append(states[:count])
                 assert sum(map(len, read[row])) == len(tokens) - 1
 

@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from draftsmith.data_gen.answers.generators import resolve_sampling
 from draftsmith.eval.decoding.accept import Accepted, accept_sampled
-from draftsmith.eval.decoding.decode import Generation, decode
+from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.draft_tree import DraftTree
@@ -28,6 +28,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from tests import reference
 from tests.conftest import make_target
+from tests.decoding import decode
 from tests.pairs import untaught
 from tests.thinning import thinned
 
@@ -329,7 +330,7 @@ def small_pair(draft_ids: list[int] | None) -> tuple[Target, Eagle3Drafter]:
     vocab = DraftVocab.full(VOCAB) if draft_ids is None else DraftVocab(torch.tensor(draft_ids), VOCAB)
     torch.manual_seed(4)
     config = Eagle3Config.for_target(target.config, VOCAB, target.capture_layers, vocab.size)
-    return target, Eagle3Drafter(config, vocab, target.embedding_table)
+    return target, Eagle3Drafter(config, vocab)
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from draftsmith.eval.decoding import speculator as speculator_module
-from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.models.chat import decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
@@ -19,6 +18,7 @@ from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
+from tests.decoding import decode
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 
@@ -33,7 +33,7 @@ def untrained(section: TargetSection, directory: Path) -> Path:
     vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
     torch.manual_seed(0)
     config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
-    save_drafter(directory, Eagle3Drafter(config, vocab, target.embedding_table), identity, "", {})
+    save_drafter(directory, Eagle3Drafter(config, vocab), identity, "", {})
     return directory
 
 

@@ -15,7 +15,7 @@ from draftsmith.train.attention.kernels import BLOCKS
 from draftsmith.train.loss.unroll import teacher_of
 from draftsmith.train.measure.step_flops import StepFlops
 from draftsmith.train.run.batches import collate
-from tests.drafter_cases import CASES, VOCAB_SIZE, drafter_of, small_target, states_of, trainee_of
+from tests.drafter_cases import CASES, VOCAB_SIZE, drafter_of, inputs_of, small_target, states_of, trainee_of
 
 TOKENS = 30
 
@@ -42,7 +42,7 @@ def test_operations_are_those_of_a_real_unroll(name: str) -> None:
     captured, last = states_of(trainee.drafter, ids)
     with FlopCounterMode(display=False) as counter:
         teacher = teacher_of(target, last, ids, columns, trainee.drafter.vocab)
-        trainee(captured, ids, columns, teacher).loss.backward()
+        trainee(captured, inputs_of(trainee.drafter, ids), columns, teacher).loss.backward()
     count = TOKENS - 2
     flops = replace(flops_of(name), size=None)
     again = Fraction(7, 6)  # scores are multiplied once more on the way back

@@ -184,7 +184,13 @@ def sums_of(source: StateSource, target: Target, trainee: TrainingTimeTest, batc
     columns = columns_of(batch.span, trainee.steps)
     captured, last = source.of(batch)
     teacher = teacher_of(target, last, batch.ids, columns, trainee.drafter.vocab)
-    sums = trainee(captured, batch.ids, columns, teacher, batch.documents)
+    sums = trainee(
+        captured,
+        target.inputs(batch.ids, batch.position, dtype=trainee.drafter.dtype),
+        columns,
+        teacher,
+        batch.documents,
+    )
     sums.loss.backward()
     return sums
 

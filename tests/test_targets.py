@@ -5,6 +5,7 @@ largest logit at most in these families, so that 1e-4 leaves room for other mach
 window changes far more.
 """
 
+import copy
 import random
 from dataclasses import replace
 from functools import cache
@@ -16,8 +17,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from draftsmith.data_gen.answers.generators import GenerationSettings
-from draftsmith.data_gen.answers.generators import generate as generate_answers
-from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.alignment import columns_of
@@ -30,7 +29,7 @@ from draftsmith.models.costs import (
     target_forward_flops,
     target_size,
 )
-from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, load_causal_lm
@@ -39,6 +38,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_target, make_tokenizer
+from tests.decoding import decode, write_answers
 from tests.slow_drafters import SlowDrafter
 
 DEMO = Path(__file__).parents[1] / "recipes/demo_target"
@@ -126,7 +126,7 @@ def drafter_of(name: str) -> Eagle3Drafter:
     shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, 200)
     shape = replace(shape, embedding_scale=target.embedding_scale)
     vocab = DraftVocab(torch.randperm(320)[:200].sort().values, 320)
-    return Eagle3Drafter(shape, vocab, target.embedding_table)
+    return Eagle3Drafter(shape, vocab)
 
 
 def some_tokens(count: int, seed: int) -> list[int]:
@@ -161,7 +161,7 @@ def test_states_and_embeddings_are_those_of_output_hidden_states(name: str) -> N
     # Drafters read embeddings as the target's first layer does. To GPT-2's, learned positions are added.
     assert target.embedding_scale == pytest.approx(SCALES.get(name, 1.0), rel=1e-5)
     if name != "gpt2":
-        torch.testing.assert_close(drafter_of(name).embed(ids), theirs[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(target.embed(ids), theirs[0], rtol=1e-5, atol=1e-6)
 
 
 @everywhere
@@ -238,7 +238,7 @@ def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
         assert decode(target, drafting, prompt, {STOP}, 16).token_ids == answer
         assert decode(target, lookup, prompt, {STOP}, 16).token_ids == answer
     settings = GenerationSettings(16, 100, (STOP,), temperature=0)
-    written = {key: tokens for key, tokens, _ in generate_answers(target.model, iter(enumerate(prompts)), settings)}
+    written = {key: tokens for key, tokens, _ in write_answers(target.model, iter(enumerate(prompts)), settings)}
     assert [written[key] for key in range(len(prompts))] == expected
 
 
@@ -265,7 +265,7 @@ def test_a_window_that_the_decoder_ignores_is_ignored(family: str, stray: dict[s
     for prompt, answer in zip(prompts, expected, strict=True):
         assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 16).token_ids == answer
     settings = GenerationSettings(16, 100, (STOP,), temperature=0)
-    written = {key: tokens for key, tokens, _ in generate_answers(target.model, iter(enumerate(prompts)), settings)}
+    written = {key: tokens for key, tokens, _ in write_answers(target.model, iter(enumerate(prompts)), settings)}
     assert [written[key] for key in range(len(prompts))] == expected
 
 
@@ -303,7 +303,12 @@ def test_one_training_step_reaches_every_parameter(name: str) -> None:
     columns = columns_of(span, 3)
     states = target.states(ids)
     trainee = TrainingTimeTest(drafter, 3, 0.8)
-    sums = trainee(states.captured, ids, columns, teacher_of(target, states.last, ids, columns, drafter.vocab))
+    sums = trainee(
+        states.captured,
+        target.inputs(ids, dtype=drafter.dtype),
+        columns,
+        teacher_of(target, states.last, ids, columns, drafter.vocab),
+    )
     (sums.loss / sums.columns).backward()
     gradients = {parameter_name: p.grad for parameter_name, p in drafter.named_parameters()}
     drafter.zero_grad()
@@ -318,14 +323,14 @@ def test_a_scaled_embedding_equals_the_slow_twin() -> None:
     torch.manual_seed(3)
     shape = Eagle3Config.for_target(target.config, 320, target.capture_layers, 320)
     shape = replace(shape, embedding_scale=target.embedding_scale, rms_norm_eps=0.5)
-    drafter = Eagle3Drafter(shape, DraftVocab.full(320), target.embedding_table)
+    drafter = Eagle3Drafter(shape, DraftVocab.full(320))
     ids, steps = some_tokens(9, 9), 3
     captured = target.states(torch.tensor([ids])).captured
 
     def outputs(drafter: Eagle3Drafter) -> list[torch.Tensor]:
         drafting = FeatureDrafting(drafter)
         drafting.reset(1)
-        drafting.observe([ids[:7]], captured[:, :6], [6])  # column 5 drafts below root ids[6]
+        drafting.observe(Committed(target, [ids[:7]], captured[:, :6], [6]))  # column 5 drafts below root ids[6]
         for step in range(1, steps):
             drafting.expand(torch.tensor([[step - 1]]), torch.tensor([ids[6 + step : 7 + step]]), step)
         return list(drafting.outputs[0])
@@ -335,7 +340,8 @@ def test_a_scaled_embedding_equals_the_slow_twin() -> None:
         wanted = slow.chain(captured[0], ids, 5, steps)
     for mine, twin in zip(outputs(drafter), wanted, strict=True):
         torch.testing.assert_close(mine, twin, rtol=1e-4, atol=1e-4)
-    drafter.config = replace(shape, embedding_scale=1.0)
+    target = copy.copy(target)
+    target.embedding_scale = 1.0
     assert (outputs(drafter)[0] - wanted[0]).abs().max() > 1e-2
 
 
@@ -385,7 +391,7 @@ def test_a_vision_language_model_is_a_text_target() -> None:
     answer = generate(target, prompt, 8)
     assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 8).token_ids == answer
     settings = GenerationSettings(8, 100, (STOP,), temperature=0)
-    assert next(generate_answers(model, iter([("a", prompt)]), settings))[1] == answer
+    assert next(write_answers(model, iter([("a", prompt)]), settings))[1] == answer
 
 
 def test_a_config_without_a_width_asks_for_one() -> None:

@@ -11,6 +11,7 @@ import torch
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.layers import GatedMLP, RmsNorm, rotary
+from draftsmith.models.prompt import DecoderInputs
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel
 from draftsmith.train.loss.head_loss import Teacher
@@ -34,6 +35,7 @@ from tests.drafter_cases import (
     chain_of,
     drafter_of,
     gradients,
+    inputs_of,
     make_rows,
     small_target,
     states_of,
@@ -62,7 +64,7 @@ def test_unroll_equals_drafting_a_chain_with_a_cache(name: str) -> None:
     captured, _ = states_of(drafter, ids)
     compared = 0
     with torch.no_grad():
-        outputs = list(unroll(drafter, captured, ids, columns, steps))
+        outputs = list(unroll(drafter, captured, inputs_of(drafter, ids), columns, steps))
         for b, c in columns.counted(0).nonzero().tolist():
             t, depth = int(columns.index[b, c]), int(columns.depth[b, c])
             drafting, log_probs = chain_of(drafter, captured[b], ids[b, : t + 1 + depth].tolist(), t)
@@ -92,7 +94,7 @@ def test_unroll_equals_the_slow_twin_in_value_and_gradient(name: str) -> None:
     columns = columns_of(span, case.steps)
     trainee = trainee_of(case, drafter)
     teacher = teacher_of(target, last.float(), ids, columns, drafter.vocab)
-    sums = trainee(captured, ids, columns, teacher)
+    sums = trainee(captured, inputs_of(drafter, ids), columns, teacher)
     sums.loss.backward()
 
     weights = {key: p.detach().clone().requires_grad_() for key, p in drafter.named_parameters()}
@@ -178,7 +180,7 @@ def sums_of_batch(trainee: TrainingTimeTest, batch: MicroBatch, noisy: bool = Fa
     if noisy:
         draws = [f"0/0/{row}" for row in batch.rows]
         captured = add_noise(captured, 0.2, batch.lengths, draws, batch.documents)
-    return trainee(captured, batch.ids, columns, teacher, batch.documents)
+    return trainee(captured, inputs_of(drafter, batch.ids, batch.documents), columns, teacher, batch.documents)
 
 
 def tallies(sums: UnrollSums) -> list[list[int]]:
@@ -243,7 +245,9 @@ def test_nothing_leaks_from_one_document_into_another(name: str) -> None:
     first, end = runs[0].first, runs[-1].end
 
     def outputs(captured: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        found = unroll(drafter, captured, ids, columns, steps, documents=batch.documents)
+        found = unroll(
+            drafter, captured, inputs_of(drafter, ids, batch.documents), columns, steps, documents=batch.documents
+        )
         # Steps at which a column does not count read tokens behind its span.
         return torch.cat([output[0, first:end][columns.depth[0, first:end] > k] for k, output in enumerate(found)])
 
@@ -276,7 +280,9 @@ def test_outputs_see_neither_what_comes_later_nor_padding_nor_other_rows(name: s
     def outputs(captured: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
         columns = Columns(torch.full((rows, 1), column), torch.full((rows, 1), steps))
         with torch.no_grad():
-            return torch.stack([output[0, 0] for output in unroll(drafter, captured, ids, columns, steps)])
+            return torch.stack(
+                [output[0, 0] for output in unroll(drafter, captured, inputs_of(drafter, ids), columns, steps)]
+            )
 
     # A prefix of six columns and the tokens of the chain, nothing else.
     bare = outputs(captured[:1, : column + 1 + steps], ids[:1, : column + 1 + steps], 1)
@@ -333,6 +339,7 @@ def test_the_unroll_on_a_gpu_is_the_cpu_s(name: str, bf16: bool, packed: bool) -
     sums_of_batch(trainee_of(case, drafter), batch).loss.backward()
     expected = gradients(drafter)
     states = small_target().states(batch.ids, drafter.config.capture_layers, batch.documents)
+    embeddings = inputs_of(drafter, batch.ids).embeddings
     columns = columns_of(batch.span, case.steps)
     columns = replace(columns, known_runs=tuple(columns.runs(batch.documents)))
     teacher = teacher_of(small_target(), states.last, batch.ids, columns, drafter.vocab)
@@ -343,7 +350,8 @@ def test_the_unroll_on_a_gpu_is_the_cpu_s(name: str, bf16: bool, packed: bool) -
     fused = kernel_of(drafter.config, device, torch.bfloat16 if bf16 else torch.float32).forward is not BLOCKS.forward
     assert fused == bf16
     there = batch.to(device)
-    trainee(states.captured.to(device), there.ids, columns.to(device), teacher, there.documents).loss.backward()
+    inputs = DecoderInputs(embeddings.to(device), there.position)
+    trainee(states.captured.to(device), inputs, columns.to(device), teacher, there.documents).loss.backward()
     for key, own in gradients(drafter).items():
         assert (own.cpu() - expected[key]).norm() <= (0.05 if bf16 else 1e-3) * expected[key].norm(), key
 

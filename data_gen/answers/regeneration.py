@@ -13,8 +13,14 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.conversation_log import ConversationLog, LogContent, not_done, read_log
-from draftsmith.data_gen.answers.drafted import DraftedAnswers, check_generator_drafter
-from draftsmith.data_gen.answers.generators import Answer, GenerationSettings, Prompt, generate, resolve_sampling
+from draftsmith.data_gen.answers.generators import (
+    Answer,
+    Asked,
+    GenerationSettings,
+    Writer,
+    check_generator_drafter,
+    resolve_sampling,
+)
 from draftsmith.data_gen.answers.prompt_sizes import HUB_SAMPLE, planned, sampled
 from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
@@ -33,7 +39,7 @@ from draftsmith.models.chat import (
 )
 from draftsmith.models.checkpoint import tensor_digest, weight_bytes
 from draftsmith.models.costs import decoding_lines, decoding_time
-from draftsmith.models.target import load_causal_lm
+from draftsmith.models.prompt import Prompt
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -52,7 +58,7 @@ NAMED_AT_MOST = 5  # conversations without an answer; there may be thousands
 PLAN_SECONDS = 5.0  # --plan waits no longer for a server
 CUT_SHARE = 0.5  # of the answers; beyond it the summary says what to change
 # Prompts in, answers out as they arrive; None where there is nothing new but progress.
-Writer = Callable[[Iterator[Prompt | None]], Iterator[Answer | Answered | Unanswered | None]]
+Write = Callable[[Iterator[Asked | None]], Iterator[Answer | Answered | Unanswered | None]]
 # What generation configs may ask for beyond temperature, top_p and top_k; speculative decoding does not know it either.
 _OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
 
@@ -96,19 +102,18 @@ def main(command: Command) -> int:
         if recipe.data.generator.kind == "openai":
             with open_servers(recipe, settings, tokenizer) as servers:
                 log.identify("served_model", servers.connect())
-                write: Writer = partial(generate_from_servers, servers)
-                return regenerate(write, tokenizer, todo, settings, log, rejects, servers)
-        drafted = None if recipe.data.generator.drafter is None else DraftedAnswers(recipe, settings)
-        model = load_causal_lm(section) if drafted is None else drafted.lineup.target.model
-        log.identify("embedding_digest", tensor_digest(model.get_input_embeddings().weight))
-        if drafted is not None:
-            log.note("drafted_by", drafted.words)
-        write = drafted or partial(generate, model, settings=settings)
-        return regenerate(write, tokenizer, todo, settings, log, rejects, summary=drafted.summary if drafted else list)
+                return regenerate(
+                    partial(generate_from_servers, servers), tokenizer, todo, settings, log, rejects, servers
+                )
+        writer = Writer.of(recipe, settings)
+        log.identify("embedding_digest", tensor_digest(writer.target.embedding_table))
+        if (asked := recipe.data.generator).drafter is not None:
+            log.note("drafted_by", {"drafter": asked.drafter, "draft_tokens": asked.draft_tokens})
+        return regenerate(writer, tokenizer, todo, settings, log, rejects, summary=writer.summary)
 
 
 def regenerate(
-    write: Writer,
+    write: Write,
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[Conversation],
     settings: GenerationSettings,
@@ -254,7 +259,7 @@ class _Progress:
     pending: deque[list[dict[str, Any]]]  # what stands before each answer that is still to be asked for
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)  # of the answer that is being written
+    prompt: Prompt = field(default_factory=lambda: Prompt(()))  # of the answer that is being written
 
 
 class _Asked:
@@ -270,13 +275,13 @@ class _Asked:
         self._open: dict[str, _Progress] = {}  # an answer is being written
         self._tokenizer, self._max_length, self._rejects = tokenizer, max_length, rejects
 
-    def prompts(self) -> Iterator[Prompt | None]:
+    def prompts(self) -> Iterator[Asked | None]:
         """Next turns of open conversations first, so that few are open at a time; None while all depend on answers."""
         while True:
             progress = self._continued.popleft() if self._continued else self._next_fresh()
             if progress is not None:
                 self._open[progress.conversation.id] = progress
-                yield (progress.conversation.id, len(progress.turns)), progress.prompt_ids
+                yield (progress.conversation.id, len(progress.turns)), progress.prompt
             elif self._open:
                 yield None
             else:
@@ -288,7 +293,7 @@ class _Asked:
         progress = self._open.pop(conversation_id)
         progress.messages.append(answer_message(self._tokenizer, output_ids))
         turn = {
-            "prompt_token_ids": progress.prompt_ids,
+            "prompt_token_ids": list(progress.prompt),
             "output_token_ids": output_ids,
             "finish_reason": finish_reason,
         }
@@ -338,12 +343,12 @@ class _Asked:
         """Renders the prompt of the next answer; what is wrong with it, or None. Then nothing has changed."""
         messages = [*progress.messages, *progress.pending[0]]
         try:
-            ids = render_prompt(self._tokenizer, messages, progress.conversation.meta.get("tools"))
+            prompt = render_prompt(self._tokenizer, messages, progress.conversation.meta.get("tools"))
         except RenderError as error:
             return str(error)
-        if len(ids) >= self._max_length:
-            return f"longer than data.max_length: a prompt of {len(ids)} tokens, the limit is {self._max_length}"
-        progress.messages, progress.prompt_ids = messages, ids
+        if len(prompt) >= self._max_length:
+            return f"longer than data.max_length: a prompt of {len(prompt)} tokens, the limit is {self._max_length}"
+        progress.messages, progress.prompt = messages, prompt
         progress.pending.popleft()
         return None
 

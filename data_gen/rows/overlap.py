@@ -15,8 +15,8 @@ import os
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
-from draftsmith.recipes.prompts.records import Conversation, is_regenerated, to_conversation
+from draftsmith.recipes.prompts.records import Conversation, is_regenerated, pictures_of, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe
 
-# Why a conversation is left out, or None where it stays: called with its id, its messages and its line.
-LeaveOut = Callable[[str, list[Any], int], str | None]
+# Why a conversation is left out, or None where it stays: called with its id, its messages, its pictures and its
+# line.
+LeaveOut = Callable[[str, list[Any], Sequence[str], int], str | None]
 
 GRAM = 13
 SHARE = 0.5
@@ -54,6 +55,7 @@ class EvaluationTurn:
     source: str
     text: str  # its beginning
     grams: int = 0  # distinct runs of words by which it can be found
+    pictures: tuple[str, ...] = ()  # that are shown with it (`Conversation.pictures`)
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,15 @@ class EvaluationIndex:
         texts: list[list[str]] = []
         for conversation in conversations:
             self.conversations += 1
+            shown = tuple(conversation.pictures)
             for number, text in enumerate(user_texts(conversation.messages)):
                 words = words_of(text)
-                if (number and len(words) < LATER_TURN_WORDS) or (key := _key(words, text)) in self._exact:
+                if (number and len(words) < LATER_TURN_WORDS) or (
+                    key := _key(words, text, conversation.pictures)
+                ) in self._exact:
                     continue
                 benchmark = str(conversation.meta.get("benchmark", ""))
-                turn = EvaluationTurn(conversation.id, benchmark, conversation.source, _beginning(text))
+                turn = EvaluationTurn(conversation.id, benchmark, conversation.source, _beginning(text), 0, shown)
                 self._exact[key] = turn
                 if len(words) >= GRAM:
                     for gram in set(_grams(words)):
@@ -108,15 +113,19 @@ class EvaluationIndex:
         counts = Counter(turn for turns in self._turns_of.values() for turn in turns)
         for number, words in enumerate(texts):
             old = self._turns[number]
-            self._turns[number] = EvaluationTurn(old.id, old.benchmark, old.source, old.text, counts[number])
+            self._turns[number] = replace(old, grams=counts[number])
             self._corners.update(_corners(words))
 
-    def find(self, messages: list[Any]) -> Finding | None:
-        """The evaluation turn that a conversation shares most with, an equal one before all others."""
+    def find(self, messages: list[Any], pictures: Sequence[str] = ()) -> Finding | None:
+        """The evaluation turn that a conversation shares most with, an equal one before all others.
+
+        Args:
+            pictures: of the conversation. The same words about other pictures are another question.
+        """
         best: Finding | None = None
         for text in user_texts(messages):
             words = words_of(text)
-            if (same := self._exact.get(_key(words, text))) is not None:
+            if (same := self._exact.get(_key(words, text, pictures))) is not None:
                 return Finding("exact", 1.0, same, _beginning(text))
             # Most texts end here, in a loop that Python does not run itself.
             if len(words) < GRAM or self._corners.isdisjoint(_corners(words)):
@@ -124,6 +133,8 @@ class EvaluationIndex:
             shared = Counter(turn for gram in set(_grams(words)) for turn in self._turns_of.get(gram, ()))
             for number, count in shared.items():
                 share = count / self._turns[number].grams
+                if self._turns[number].pictures != tuple(pictures):
+                    continue
                 if share >= SHARE and (best is None or share > best.share):
                     best = Finding("overlap", share, self._turns[number], _beginning(text))
         return best
@@ -142,8 +153,9 @@ def user_texts(messages: list[Any]) -> Iterator[str]:
             yield content
 
 
-def _key(words: list[str], text: str) -> str:
-    return " ".join(words) or "".join(text.split())  # a text of signs alone has no words
+def _key(words: list[str], text: str, pictures: Sequence[str]) -> str:
+    asked = " ".join(words) or "".join(text.split())  # a text of signs alone has no words
+    return "\n".join([asked, *pictures])
 
 
 def _grams(words: list[str]) -> Iterator[int]:
@@ -199,10 +211,12 @@ class Check:
                     f"note: contamination was checked against the first {limit:,} conversations of {source}"
                 )
 
-    def look(self, source: str, line: int | None, conversation_id: str, messages: list[Any]) -> str | None:
+    def look(
+        self, source: str, line: int | None, conversation_id: str, messages: list[Any], pictures: Sequence[str]
+    ) -> str | None:
         """Notes what a conversation shares with the evaluation; a reason to leave it out, where that is asked for."""
         self.checked[source] += 1
-        finding = self.index.find(messages)
+        finding = self.index.find(messages, pictures)
         if finding is None:
             return None
         self.findings.append(
@@ -223,7 +237,7 @@ class Check:
 
     def leave_out(self, source: str | Path) -> LeaveOut:
         """For `training_rows` over the file `source`."""
-        return lambda conversation_id, messages, line: self.look(str(source), line, conversation_id, messages)
+        return lambda name, messages, pictures, line: self.look(str(source), line, name, messages, pictures)
 
     def report(self, write: bool = True) -> None:
         """Prints what was found, in a line, and lists it in the recipe's contamination_path."""
@@ -284,7 +298,7 @@ def screen(
     clean = []
     for conversation in Bar(conversations, desc="contamination", unit="conversation", leave=False):
         place = conversation.source, conversation.line
-        if reason := check.look(*place, conversation.id, conversation.messages):
+        if reason := check.look(*place, conversation.id, conversation.messages, conversation.pictures):
             record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
             rejects.add(*place, reason, record)
         else:
@@ -344,25 +358,32 @@ def main(command: Command) -> None:
     with Bar(desc="contamination", unit="conversation", leave=False) as progress:
         if prompts:
             for conversation in read_training_prompts(recipe.data, rejects, recipe.data.max_prompts):
-                check.look(conversation.source, conversation.line, conversation.id, conversation.messages)
+                check.look(
+                    conversation.source,
+                    conversation.line,
+                    conversation.id,
+                    conversation.messages,
+                    conversation.pictures,
+                )
                 progress.update()
-        for line, conversation_id, messages in _conversations_of(file, rejects) if file else ():
-            check.look(str(file), line, conversation_id, messages)
+        for line, conversation_id, messages, pictures in _conversations_of(file, rejects) if file else ():
+            check.look(str(file), line, conversation_id, messages, pictures)
             progress.update()
     print(f"compared: {', '.join(f'{count:,} conversations of {name}' for name, count in check.checked.items())}")
     check.report()
     print(rejects.summary())
 
 
-def _conversations_of(path: Path, rejects: Rejects) -> Iterator[tuple[int, str, list[Any]]]:
-    """(line, id, messages) of a conversations file."""
+def _conversations_of(path: Path, rejects: Rejects) -> Iterator[tuple[int, str, list[Any], list[str]]]:
+    """(line, id, messages, pictures) of a conversations file."""
     for line, record in records(str(path), rejects):
         if is_regenerated(record):
-            yield line, str(record.get("id")), record.get("messages") or []
+            messages = record.get("messages") or []
+            yield line, str(record.get("id")), messages, pictures_of(messages, record.get("images") or ())
             continue
         try:
             conversation = to_conversation(record, f"{path.name}:{line}", str(path), line)
         except ValueError as error:
             rejects.add(str(path), line, str(error), record)
         else:
-            yield line, conversation.id, conversation.messages
+            yield line, conversation.id, conversation.messages, conversation.pictures

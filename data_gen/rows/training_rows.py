@@ -38,14 +38,15 @@ from draftsmith.models.chat import (
     render_prompt,
     tokenizer_fingerprint,
 )
+from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.recipes.command.inputs import conversations, need
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.records import Conversation, is_regenerated, to_conversation
+from draftsmith.recipes.prompts.records import Conversation, is_regenerated, pictures_of, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import check_source, records
 from draftsmith.recipes.schema import Recipe
 
-Turn = tuple[list[int], list[int]]  # prompt tokens, output tokens
+Turn = tuple[Sequence[int], list[int]]  # the prompt, which is a `Prompt` where it is more than tokens; output tokens
 Span = tuple[int, int]  # half-open
 MAX_TOKEN = 1 << 31  # no token id reaches it
 
@@ -58,6 +59,12 @@ class TrainingRow:
     input_ids: list[int]
     loss_mask: list[bool]  # True where the target wrote the token
     spans: list[Span]  # one per assistant turn, its stop token included
+    inserts: tuple[Insert, ...] = ()  # what stands in the place of some tokens
+
+    @property
+    def prompt(self) -> Prompt:
+        """The whole row, as the target reads it."""
+        return Prompt(self.input_ids, self.inserts)
 
 
 def usable_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rejects: Rejects) -> list[TrainingRow]:
@@ -108,23 +115,23 @@ def training_rows(
 
 def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow]:
     """Joins turns to rows: a turn whose prompt begins with the row so far goes on with it."""
-    ids: list[int] = []
-    spans: list[Span] = []
-    for prompt, output in turns:
-        if spans and prompt[: len(ids)] != ids:
-            yield _row(conversation_id, ids, spans)
+    row, spans = Prompt(()), list[Span]()
+    for asked, output in turns:
+        prompt = Prompt.of(asked)
+        if spans and not prompt.begins_with(row):
+            yield _row(conversation_id, row, spans)
             spans = []
-        ids = [*prompt, *output]
-        spans = [*spans, (len(prompt), len(ids))]
+        row = prompt.then(output)
+        spans = [*spans, (len(prompt), len(row))]
     if spans:
-        yield _row(conversation_id, ids, spans)
+        yield _row(conversation_id, row, spans)
 
 
-def _row(conversation_id: str, ids: list[int], spans: list[Span]) -> TrainingRow:
-    mask = [False] * len(ids)
+def _row(conversation_id: str, row: Prompt, spans: list[Span]) -> TrainingRow:
+    mask = [False] * len(row)
     for start, end in spans:
         mask[start:end] = [True] * (end - start)
-    return TrainingRow(conversation_id, ids, mask, spans)
+    return TrainingRow(conversation_id, list(row), mask, spans, row.inserts)
 
 
 def spans_of(mask: Sequence[bool]) -> list[Span]:
@@ -152,12 +159,12 @@ def _conversations(
             if is_regenerated(record):
                 _check_fingerprint(record, fingerprint, path, line)
                 conversation_id, messages = _id_and_messages(record)
-                turns = _turns_of_tokens(record["turns"])
+                turns, pictures = _turns_of_tokens(record["turns"]), pictures_of(messages, record.get("images") or ())
             else:
                 conversation = to_conversation(record, f"{path.name}:{line}", str(path), line)
                 conversation_id, messages = conversation.id, conversation.messages
-                turns = _turns_of_conversation(tokenizer, conversation)
-            if leave_out and (reason := leave_out(conversation_id, messages, line)):
+                turns, pictures = _turns_of_conversation(tokenizer, conversation), conversation.pictures
+            if leave_out and (reason := leave_out(conversation_id, messages, pictures, line)):
                 raise ValueError(reason)
         except (RenderError, ValueError) as error:
             rejects.add(str(path), line, str(error), record)
@@ -275,7 +282,7 @@ def _turn_with_thought(
     if not str(tokenizer.decode(prompt[-8:])).rstrip().endswith("<think>"):
         return None
     ids = render(tokenizer, messages, tools)
-    if ids[: len(prompt)] == prompt:
+    if ids[: len(prompt)] == list(prompt):
         return None
     content, reasoning = messages[-1].get("content") or "", messages[-1].get("reasoning_content")
     if reasoning:
@@ -292,7 +299,7 @@ def _turn_with_thought(
     return [*prompt, *written, *ending], len(prompt), len(prompt) + len(written) + len(ending)
 
 
-def _common(a: list[int], b: list[int]) -> int:
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 

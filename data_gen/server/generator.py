@@ -27,7 +27,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from draftsmith.data_gen.answers.generators import GenerationSettings, Prompt
+from draftsmith.data_gen.answers.generators import Asked, GenerationSettings
 from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Unfinished, Vocabulary, read_answer
 from draftsmith.data_gen.server.client import CONNECT_SECONDS, NEEDED, Client, Failed, normalised_urls
 from draftsmith.recipes.errors import UserError
@@ -80,7 +80,7 @@ class Server:
 
 
 def generate_from_servers(
-    servers: "Servers", prompts: Iterator[Prompt | None]
+    servers: "Servers", prompts: Iterator[Asked | None]
 ) -> Iterator[Answered | Unanswered | None]:
     """Answers of `servers` to token prompts, each as it arrives, at most `concurrency` under way.
 
@@ -107,7 +107,7 @@ def generate_from_servers(
             if prompt is _END or prompt is None:
                 break
             key, prompt_ids = prompt
-            task = loop.create_task(servers.answer(key, prompt_ids))
+            task = loop.create_task(servers.answer(key, list(prompt_ids)))
             task.add_done_callback(_look_at)
             waiting.add(task)
         if not waiting:

@@ -99,9 +99,10 @@ ENCODINGS = {
 
 
 def key_of(row: TrainingRow) -> bytes:
-    """Says which row this is: its id, its tokens and its spans."""
+    """Says which row this is: its id, its spans, its tokens and what stands in the place of some of them."""
     words = json.dumps([row.id, row.spans]).encode()
-    return hashlib.blake2b(words + array("i", row.input_ids).tobytes(), digest_size=KEY_BYTES).digest()
+    asked = array("i", row.input_ids).tobytes() + row.prompt.inserts_digest
+    return hashlib.blake2b(words + asked, digest_size=KEY_BYTES).digest()
 
 
 def length_of(row: TrainingRow) -> int:

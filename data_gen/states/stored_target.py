@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from draftsmith.data_gen.states.store import MEND, Manifest, Store, file_problem
 from draftsmith.models.chat import load_config, load_generation_config
 from draftsmith.models.checkpoint import file_digest
+from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_folder
@@ -118,6 +119,10 @@ class StoredTarget(Target):
         self.head = head
         self.capture_layers = store.capture_layers
         self.embedding_scale = float(store.manifest.made_of["target"]["embedding_scale"])
+        self._scale_behind_embedding = 1.0  # inserts are refused
+
+    def read_insert(self, insert: Insert) -> NoReturn:
+        raise UserError(f"{self.name} cannot read inserts: a store keeps states of text; leave data.states out")
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UserError(f"{self.name} is not here, only its head and embeddings: leave data.states out to run it")

@@ -29,7 +29,7 @@ from draftsmith.eval.decoding.contenders import (
     vocab_of,
     words_of,
 )
-from draftsmith.eval.decoding.decode import Round, run_rounds
+from draftsmith.eval.decoding.decode import Round, decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.recorded.answers import (
@@ -48,7 +48,9 @@ from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_finger
 from draftsmith.models.checkpoint import config_identity, differences
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree
+from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Sampling
+from draftsmith.models.target import Target
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -192,7 +194,8 @@ def identity_of(
     config = load_config(target).get_text_config(decoder=True)
     digest = hashlib.sha256()
     for answer in answers:
-        digest.update(json.dumps([*answer.key, answer.prompt, answer.tokens]).encode())
+        prompt = Prompt.of(answer.prompt)
+        digest.update(json.dumps([*answer.key, list(prompt), answer.tokens]).encode() + prompt.inserts_digest)
     return {
         "depth_convention": DEPTH_CONVENTION,
         "entropy_over": section.entropy_over,
@@ -310,11 +313,10 @@ class LabellingVerifier(RecordedVerifier):
         self,
         answers: Sequence[RecordedAnswer],
         states_PF: torch.Tensor | None,
-        positions: int,
-        device: torch.device,
+        target: Target,
         entropy_over: int,
     ):
-        super().__init__(answers, states_PF, positions, device)
+        super().__init__(answers, states_PF, target)
         self.entropy_over = entropy_over
         self.watched: list[torch.Tensor] = []  # of this round's trees, call by call [B, b * K, 3]
         self.live = list(range(len(answers)))
@@ -393,20 +395,19 @@ def label(
     drafting: Drafting,
     answers: Sequence[RecordedAnswer],
     states_PF: torch.Tensor | None,
-    positions: int,
+    target: Target,
     section: LabelSection,
 ) -> list[Labelled]:
     """Uncut trees along each answer, side by side.
 
     Args:
         states_PF: as `RecordedVerifier` takes them.
-        positions: that the target has.
+        target: gives the drafter the embeddings of tokens.
     """
-    device = drafting.vocab.target_ids.device
-    verifier = LabellingVerifier(answers, states_PF, positions, device, section.entropy_over)
+    verifier = LabellingVerifier(answers, states_PF, target, section.entropy_over)
     policy = Eagle2(1 + section.nodes, section.draft_calls, section.top_k, watch=verifier.watch)
     prompts, budgets = [answer.prompt for answer in answers], [len(answer.tokens) for answer in answers]
-    run_rounds(verifier, PolicyProposer(drafting, policy), prompts, (), budgets)
+    decode(verifier, PolicyProposer(drafting, policy), prompts, (), budgets)
     drafting.reset(0)
     return verifier.labelled
 
@@ -426,7 +427,6 @@ def label_all(
     """
     target, agreement = lineup.target, Agreement.of(lineup.target)
     drafting = lineup.drafting(contender)
-    positions = target.config.max_position_embeddings
     todo = remaining(manifest, batches, section.max_rows)
     began, done = time.perf_counter(), 0
     with Bar(total=sum(tokens_of(batches[number]) for number in todo), desc="labelling", unit="token") as bar:
@@ -434,7 +434,7 @@ def label_all(
             batch = batches[number]
             states = read_states(target, batch, drafting.capture_layers, agreement)
             agreement.check()
-            labelled = label(drafting, batch, states, positions, section)
+            labelled = label(drafting, batch, states, target, section)
             first = sum(map(len, batches[:number]))
             before, most = manifest.total("rows"), section.max_rows or math.inf
             kept = list(_until(labelled, most - before))

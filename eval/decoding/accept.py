@@ -25,12 +25,13 @@ Shapes: B trees, N nodes, V tokens, A = depth of the deepest node + 1.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.sampling import Draws, Sampling
+from draftsmith.models.sampling import GREEDY, Draws, Sampling, tokens_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,81 @@ class Accepted:
     path: torch.Tensor | None
     length: torch.Tensor  # [B] nodes of the path, the root included
     bonus: torch.Tensor  # [B] the target's token after it
+
+
+class Acceptance(Protocol):
+    """How a verifier decides, from the target's logits, which tokens are the answer."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether answers are the target's own: its greedy tokens, or its law under `sampling`.
+
+        Replay, which takes a recorded answer for what the target says, and the report's promises rest on it.
+        """
+        ...
+
+    @property
+    def sampling(self) -> Sampling:
+        """How plain decoding would draw the answers."""
+        ...
+
+    def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
+        """[B] the first token of each answer, behind its prompt.
+
+        Args:
+            draws: the random numbers of each row.
+
+        Raises:
+            ValueError: it needs draws, and has none.
+        """
+        ...
+
+    def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
+        """A path and a bonus token of each tree; `draws` are empty where none were given."""
+        ...
+
+
+@dataclass(frozen=True)
+class GreedyAcceptance:
+    """The target's likeliest tokens."""
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    @property
+    def sampling(self) -> Sampling:
+        return GREEDY
+
+    def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
+        return logits_BV.argmax(-1)
+
+    def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
+        return accept_greedy(tree, logits_BNV)
+
+
+@dataclass(frozen=True)
+class SampledAcceptance:
+    """Tokens of the target's law."""
+
+    sampling: Sampling
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
+        if draws is None:
+            raise ValueError("sampling needs draws: models.sampling.SeededDraws(seed, key)")
+        return tokens_of(self.sampling.probabilities(logits_BV), draws)
+
+    def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
+        return accept_sampled(tree, logits_BNV, self.sampling, draws)
+
+
+def acceptance_of(sampling: Sampling) -> Acceptance:
+    """The lossless one."""
+    return GreedyAcceptance() if sampling.greedy else SampledAcceptance(sampling)
 
 
 def accept_greedy(tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
@@ -61,6 +137,8 @@ def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling
         draws: the random numbers of each row.
     """
     p_BNV = sampling.probabilities(logits_BNV)
+    if tree.nodes == 1:  # plain decoding: one random number a token
+        return _accepted(tree, torch.zeros_like(tree.tokens[:, 0]), tokens_of(p_BNV[:, 0], draws))
     each = torch.arange(tree.rows, device=p_BNV.device)
     parents = tree.parents.clamp(min=0)  # the root's own entry means nothing
     of_node = p_BNV[each[:, None], parents, tree.tokens]  # [B, N] p(x) after the node's parent
@@ -79,7 +157,7 @@ def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling
         rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
     # A rejection that rounding alone allowed leaves nothing over.
     rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
-    return _accepted(tree, last, torch.stack([draw.token(rest) for draw, rest in zip(draws, rest_BV, strict=True)]))
+    return _accepted(tree, last, tokens_of(rest_BV, draws))
 
 
 def _events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:

@@ -25,11 +25,14 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from draftsmith.eval.decoding.accept import accept_greedy, accept_sampled
-from draftsmith.eval.decoding.admission import taken, worth_a_prefill
-from draftsmith.models.draft_tree import DraftTree, Proposer
-from draftsmith.models.sampling import GREEDY, Draws, Sampling
+from draftsmith.eval.decoding.accept import Acceptance, GreedyAcceptance
+from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
+from draftsmith.models.prompt import Prompt
+from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
+
+GREEDY = GreedyAcceptance()
+_END: Any = object()
 
 
 @dataclass
@@ -73,14 +76,21 @@ class Verifier(Protocol):
     """Says which drafted tokens are the target's, and hands its states to the proposer."""
 
     device: torch.device
-    features: torch.Tensor | None  # [B, n, F] states of what was read or committed last, row b's in its first counts[b]
-    counts: list[int]
+    positions: int  # that the target has
 
     def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
         """Reads the prompts, as rows behind those that there are: the first token of each answer.
 
         Args:
             draws: the random numbers of each; needed where the target samples.
+        """
+        ...
+
+    def committed(self, tokens: Sequence[Sequence[int]]) -> Committed:
+        """For the proposer: what was read or committed since the last round.
+
+        Args:
+            tokens: all of each row, the unread root last.
         """
         ...
 
@@ -103,33 +113,43 @@ class TargetVerifier:
     """The target itself.
 
     Args:
-        capture: layers whose states the proposer reads.
+        proposer: the layers whose states it reads are captured; None: no layers.
+        acceptance: which drafted tokens are kept.
+        prefill_tokens: as `TargetSession.prefill` takes `at_once`.
     """
 
-    def __init__(self, target: Target, capture: Sequence[int], sampling: Sampling = GREEDY):
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer | None,
+        acceptance: Acceptance = GREEDY,
+        prefill_tokens: int = 0,
+    ):
         self.device = target.device
-        self.session = target.session(capture)
-        self.sampling = sampling
-        self.draws: list[Draws] = []  # of each row; none for greedy decoding
+        self.session = target.session(() if proposer is None else proposer.capture_layers)
+        self.acceptance, self.prefill_tokens = acceptance, prefill_tokens
+        self.draws: list[Draws] = []  # of each row, if it was given any
         self.positions: int = target.config.max_position_embeddings
         self.logits = torch.empty(0)
+        self.prompts: list[Prompt] = []
+        # [B, n, F] states of what was read or committed last, row b's in its first counts[b]
         self.features: torch.Tensor | None = None
         self.counts: list[int] = []
 
     def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
-        if draws is None and not self.sampling.greedy:
-            raise ValueError("sampling needs draws: models.sampling.SeededDraws(seed, key)")
-        logits_BV, features = self.session.prefill(prompts)
+        logits_BV, features = self.session.prefill(prompts, at_once=self.prefill_tokens)
+        first = self.acceptance.first(logits_BV, draws).tolist()
         if self.counts and self.features is not None and features is not None:
             most = max(self.features.shape[1], features.shape[1])
             features = torch.cat([functional.pad(s, (0, 0, 0, most - s.shape[1])) for s in (self.features, features)])
         self.features = features
+        self.prompts += map(Prompt.of, prompts)
         self.counts = [*self.counts, *map(len, prompts)]
-        if self.sampling.greedy or draws is None:
-            return logits_BV.argmax(-1).tolist()
-        self.draws = [*self.draws, *draws]
-        p_BV = self.sampling.probabilities(logits_BV)
-        return [int(draw.token(p_V)) for draw, p_V in zip(draws, p_BV, strict=True)]
+        self.draws = [*self.draws, *(draws or ())]
+        return first
+
+    def committed(self, tokens: Sequence[Sequence[int]]) -> Committed:
+        return Committed(self.session.target, tokens, self.features, self.counts, self.prompts)
 
     def limits(self) -> list[int]:
         # A node of depth d stands at position length + d.
@@ -139,10 +159,7 @@ class TargetVerifier:
         self.logits, self.features = self.session.verify(tree)
 
     def accept(self, tree: DraftTree) -> Round:
-        if self.sampling.greedy:
-            accepted = accept_greedy(tree, self.logits)
-        else:
-            accepted = accept_sampled(tree, self.logits, self.sampling, self.draws)
+        accepted = self.acceptance.accept(tree, self.logits, self.draws)
         sizes = accepted.length if tree.sizes is None else tree.sizes
         on_path = tree.tokens if accepted.path is None else tree.tokens.gather(1, accepted.path)
         numbers = torch.cat((torch.stack((accepted.length, sizes, accepted.bonus), dim=1), on_path), dim=1)
@@ -164,7 +181,8 @@ class TargetVerifier:
     def keep(self, rows: Sequence[int]) -> None:
         self.session.keep(rows)
         self.counts = [self.counts[row] for row in rows]
-        if not self.sampling.greedy:
+        self.prompts = [self.prompts[row] for row in rows]
+        if self.draws:
             self.draws = [self.draws[row] for row in rows]
         if self.features is not None:
             index = torch.tensor(rows, dtype=torch.long, device=self.device)
@@ -172,52 +190,6 @@ class TargetVerifier:
 
 
 def decode(
-    target: Target,
-    proposer: Proposer | None,
-    prompt_token_ids: Sequence[int],
-    stop_ids: Collection[int],
-    max_new_tokens: int,
-    sampling: Sampling = GREEDY,
-    draws: Draws | None = None,
-) -> Generation:
-    """One answer; see `decode_batch`."""
-    rows = None if draws is None else [draws]
-    return decode_batch(target, proposer, [prompt_token_ids], stop_ids, max_new_tokens, sampling, rows)[0]
-
-
-def decode_batch(
-    target: Target,
-    proposer: Proposer | None,
-    prompts: Sequence[Sequence[int]],
-    stop_ids: Collection[int],
-    max_new_tokens: int,
-    sampling: Sampling = GREEDY,
-    draws: Sequence[Draws] | None = None,
-) -> list[Generation]:
-    """One answer to each prompt, decoded side by side, with `proposer` drafting or plain where it is None.
-
-    Greedy tokens are those of plain greedy decoding whatever the proposer drafts (exactly in float32; in lower
-    precision as far as the target's forward over several tokens rounds like the one over a single token). Sampled
-    tokens have the law of plain sampling; which ones they are hangs on `draws` and on what was drafted.
-
-    Args:
-        draws: the random numbers of each answer; needed unless `sampling` is greedy.
-
-    Raises:
-        ValueError: nothing to decode, or more than the target has positions for.
-    """
-    if not prompts or not all(prompts) or max_new_tokens < 1:
-        raise ValueError("decoding needs prompts of one token or more, and max_new_tokens of 1 or more")
-    if draws is not None and len(draws) != len(prompts):
-        raise ValueError(f"{len(draws)} sets of draws for {len(prompts)} prompts")
-    _check_positions(target, max(map(len, prompts)), max_new_tokens)
-    capture = () if proposer is None else proposer.capture_layers
-    verifier = TargetVerifier(target, capture, sampling)
-    with torch.inference_mode():  # small models on a CPU gain a tenth over no_grad; nothing made inside is kept
-        return run_rounds(verifier, proposer, prompts, stop_ids, max_new_tokens, draws)
-
-
-def run_rounds(
     verifier: Verifier,
     proposer: Proposer | None,
     prompts: Sequence[Sequence[int]],
@@ -225,59 +197,32 @@ def run_rounds(
     max_new_tokens: int | Sequence[int],
     draws: Sequence[Draws] | None = None,
 ) -> list[Generation]:
-    """All prompts side by side; answers that end drop out, the others go on.
+    """One answer to each prompt, all decoded side by side; answers that end drop out, the others go on.
+
+    With a `TargetVerifier` whose acceptance is greedy, the tokens are those of plain greedy decoding whatever the
+    proposer drafts: exactly in float32, in lower precision as far as the target's forward over several tokens rounds
+    like the one over a single token. Sampled tokens have the law of plain sampling; which ones they are depends on
+    `draws` and on what was drafted.
 
     Args:
+        proposer: None: plain decoding.
         max_new_tokens: of every answer, or of each.
+        draws: the random numbers of each answer; needed where the acceptance samples.
+
+    Raises:
+        ValueError: as `decode_stream`, or no prompts.
     """
     budgets = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    if not prompts:
+        raise ValueError("decoding needs prompts")
+    if draws is not None and len(draws) != len(prompts):
+        raise ValueError(f"{len(draws)} sets of draws for {len(prompts)} prompts")
     requests = [
         Request(i, prompt, budget, None if draws is None else draws[i])
         for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
     ]
     answers = dict(decode_stream(verifier, proposer, iter(requests), stop_ids, len(requests)))
     return [answers[request.key] for request in requests]
-
-
-@torch.inference_mode()
-def decode_queue(
-    target: Target,
-    proposer: Proposer | None,
-    requests: Iterator["Request | None"],
-    stop_ids: Collection[int],
-    rows: int,
-    sampling: Sampling = GREEDY,
-) -> Iterator[tuple[Any, Generation]]:
-    """Any number of answers, `rows` of them side by side, as `decode_batch` would give them.
-
-    Args:
-        requests: as in `decode_stream`.
-
-    Yields:
-        (key, answer), each as it ends.
-
-    Raises:
-        ValueError: nothing to decode, more than the target has positions for, or requests of which some have draws.
-    """
-    capture = () if proposer is None else proposer.capture_layers
-    if rows < 1:
-        raise ValueError("decoding needs one row or more")
-
-    def fitting() -> Iterator[Request | None]:
-        for request in requests:
-            if request is not None:
-                _check_positions(target, len(request.prompt), request.max_new_tokens)
-            yield request
-
-    yield from decode_stream(TargetVerifier(target, capture, sampling), proposer, fitting(), stop_ids, rows)
-
-
-def _check_positions(target: Target, prompt_tokens: int, max_new_tokens: int) -> None:
-    positions = target.config.max_position_embeddings
-    if prompt_tokens + max_new_tokens > positions:
-        raise ValueError(
-            f"{prompt_tokens} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"
-        )
 
 
 @dataclass(frozen=True)
@@ -323,19 +268,27 @@ def decode_stream(
 ) -> Iterator[tuple[Any, Generation]]:
     """The loop itself: `rows` answers side by side; when a quarter of them has ended, the next ones take their places.
 
+    A small model on a CPU gains a tenth where the caller is in `torch.inference_mode()`.
+
     Args:
         requests: None says "nothing now, ask again after an answer", for prompts that are made of answers.
 
     Yields:
         (key, answer), each as it ends.
+
+    Raises:
+        ValueError: an empty prompt, nothing to write, more than the verifier has positions for, or requests of which
+            some have draws.
     """
+    if rows < 1:
+        raise ValueError("decoding needs one row or more")
     clock = Clock(verifier.device)
     live: list[_Row] = []
     rounds: list[tuple[list[_Row], list[Mark]]] = []  # not charged yet: who decoded, when its parts began and ended
     exhausted, ended = False, clock.mark()
     while True:
-        if not exhausted and worth_a_prefill(len(live), rows):
-            new, exhausted = taken(requests, rows - len(live))
+        if not exhausted and _worth_a_prefill(len(live), rows):
+            new, exhausted = _taken(requests, rows - len(live))
             if new:
                 going, over = _admit(verifier, proposer, new, len(live), stop_ids, clock)
                 live = live + going
@@ -352,7 +305,7 @@ def decode_stream(
         if proposer is None:
             tree, calls = DraftTree.root_only([tokens[-1] for tokens in committed], verifier.device), [0] * len(live)
         else:
-            proposer.observe(committed, verifier.features, verifier.counts)
+            proposer.observe(verifier.committed(committed))
             tree, calls = proposer.propose()
             tree = tree.pruned(verifier.limits())
         drafted = clock.mark()
@@ -375,6 +328,22 @@ def decode_stream(
                 proposer.keep(going)
 
 
+def _worth_a_prefill(active: int, rows: int) -> bool:
+    """Prompts are read in groups: a quarter of the rows is free (all of them at the start and at lulls)."""
+    return active <= rows - max(1, rows // 4)
+
+
+def _taken(waiting: Iterator[Request | None], most: int) -> tuple[list[Request], bool]:
+    """The next ones, and whether there are none behind them: fewer than `most` also where None says "not now"."""
+    new: list[Request] = []
+    while len(new) < most:
+        one = next(waiting, _END)
+        if one is _END or one is None:
+            return new, one is _END
+        new.append(one)
+    return new, False
+
+
 def _going(kept: Sequence[bool]) -> list[int]:
     """Rows that go on, in their new order: the last ones move into the gaps, and the others stay."""
     count = sum(kept)
@@ -392,8 +361,15 @@ def _admit(
 ) -> tuple[list[_Row], list[_Row]]:
     """Reads new prompts behind the rows that there are: those that go on, and those that ended with their first token,
     of which the proposer never learns."""
-    if any(not request.prompt or request.max_new_tokens < 1 for request in new):
-        raise ValueError("decoding needs prompts of one token or more, and max_new_tokens of 1 or more")
+    for request in new:
+        prompt_tokens, budget = len(request.prompt), request.max_new_tokens
+        if not prompt_tokens or budget < 1:
+            raise ValueError("decoding needs prompts of one token or more, and max_new_tokens of 1 or more")
+        if prompt_tokens + budget > verifier.positions:
+            raise ValueError(
+                f"{prompt_tokens} prompt tokens and {budget} new ones exceed the target's {verifier.positions} "
+                "positions"
+            )
     began = clock.mark()
     draws = _draws_of(new)
     first = verifier.prefill([request.prompt for request in new], draws)

@@ -30,7 +30,7 @@ from torch.nn import functional
 
 from draftsmith.eval.decoding.stopping import Calls, Ddd, Stop, Svip, SvipTree
 from draftsmith.models.c2t import C2tClassifier, node_features
-from draftsmith.models.draft_tree import Drafting, DraftTree
+from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -505,10 +505,11 @@ class PolicyProposer:
         if self.draws is not None:
             self.draws = [self.draws[row] for row in rows]
 
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+    def observe(self, committed: Committed) -> None:
         # Copied to the device while that is idle: a copy waits for what was asked for before it.
-        self.roots_B = torch.tensor([tokens[-1] for tokens in committed], device=self.drafting.vocab.target_ids.device)
-        self.drafting.observe(committed, features, counts)
+        roots = [tokens[-1] for tokens in committed.tokens]
+        self.roots_B = torch.tensor(roots, device=self.drafting.vocab.target_ids.device)
+        self.drafting.observe(committed)
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         return self.policy.grow(self.drafting, self.roots_B, self.draws)

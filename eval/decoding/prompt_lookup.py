@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.sampling import Draws
 
 
@@ -36,8 +36,8 @@ class PromptLookup:
     def keep(self, rows: Sequence[int]) -> None:
         self.texts = [self.texts[row] for row in rows]
 
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
-        for text, tokens in zip(self.texts, committed, strict=True):
+    def observe(self, committed: Committed) -> None:
+        for text, tokens in zip(self.texts, committed.tokens, strict=True):
             text.extend(tokens)
 
     def propose(self) -> tuple[DraftTree, list[int]]:

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
+from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
-from draftsmith.eval.decoding.decode import Generation, decode
+from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
 from draftsmith.eval.measured.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
@@ -135,5 +136,7 @@ class Speculator:
             )
         proposer = self.proposer(tree or TreeSection(), sampling)
         draws = SeededDraws(seed, tuple(prompt))
-        generation = decode(self.target, proposer, prompt, self.stop_ids, max_new_tokens, sampling, draws)
+        verifier = TargetVerifier(self.target, proposer, acceptance_of(sampling))
+        with torch.inference_mode():
+            [generation] = decode(verifier, proposer, [prompt], self.stop_ids, max_new_tokens, [draws])
         return Answer(decode_answer(self.tokenizer, generation.token_ids), generation)

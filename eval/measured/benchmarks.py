@@ -10,12 +10,15 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.eval.decoding.decode import Generation, decode_batch
+from draftsmith.eval.decoding.accept import acceptance_of
+from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
 from draftsmith.eval.measured.generation_log import record_of, token_texts
 from draftsmith.models.chat import RenderError, answer_message, as_text, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
@@ -102,29 +105,31 @@ class Bench:
     seed: int = 0
     batch_size: int = 1
 
-    def prompt(self, question: Question, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of the next prompt. Raises ValueError where it cannot be asked."""
+    def prompt(self, question: Question, messages: list[dict[str, Any]]) -> Prompt:
+        """The next prompt. Raises ValueError where it cannot be asked."""
         try:
-            ids = render_prompt(self.tokenizer, messages, question.tools)
+            prompt = render_prompt(self.tokenizer, messages, question.tools)
         except RenderError as error:
             raise ValueError(str(error)) from error
-        if len(ids) + self.max_new_tokens > self.max_length:
+        if len(prompt) + self.max_new_tokens > self.max_length:
             raise ValueError(
-                f"too long: {len(ids)} prompt tokens and {self.max_new_tokens} new ones exceed the target's "
+                f"too long: {len(prompt)} prompt tokens and {self.max_new_tokens} new ones exceed the target's "
                 f"{self.max_length} positions"
             )
-        return ids
+        return prompt
 
     def _answers(
         self,
         proposer: Proposer | None,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         keys: Sequence[Hashable],
         max_new_tokens: int | None = None,
     ) -> list[Generation]:
         draws = [SeededDraws(self.seed, key) for key in keys]
         budget = max_new_tokens or self.max_new_tokens
-        return decode_batch(self.target, proposer, prompts, self.stop_ids, budget, self.sampling, draws)
+        verifier = TargetVerifier(self.target, proposer, acceptance_of(self.sampling))
+        with torch.inference_mode():
+            return decode(verifier, proposer, prompts, self.stop_ids, budget, draws)
 
     def run(
         self, asked: list[Question], proposers: dict[str, Proposer | None], shown: str, file: IO[str], rejects: Rejects
@@ -238,7 +243,7 @@ class _Talk:
     question: Question
     turn: int = 0  # asked so far
     history: list[dict[str, Any]] = field(default_factory=list)
-    prompt: list[int] = field(default_factory=list)  # of the turn
+    prompt: Prompt = field(default_factory=lambda: Prompt(()))  # of the turn
 
     @property
     def words(self) -> str:

@@ -9,7 +9,7 @@ the rest of a round counts on both sides, because it is a tenth of the time on s
 (policies that stop early), so costs are summed over the rounds of recorded answers; the formula is their mean. The time
 in which the drafter reads an answer's prompt is added.
 
-All costs come from real rounds of the decoding loop (`eval.decoding.decode.run_rounds`) over recorded text, at one
+All costs come from real rounds of the decoding loop (`eval.decoding.decode`) over recorded text, at one
 length of context, in repeats in which all probes take turns. Plain rounds stand between the probes, and a probe's time
 is scaled by those around it, because other work slows some seconds more than others. Between the measured numbers of
 nodes and calls the curves are straight lines, and beyond them, too.
@@ -18,7 +18,6 @@ Answers side by side share a round, which costs as much as its largest tree and 
 alone, so policies that stop early are then predicted a little too fast.
 """
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -30,8 +29,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftsmith.eval.decoding.decode import Clock, Generation, Mark, Round, TargetVerifier, run_rounds
-from draftsmith.models.draft_tree import DraftTree, Proposer
+from draftsmith.eval.decoding.accept import acceptance_of
+from draftsmith.eval.decoding.decode import Clock, Generation, Mark, Round, TargetVerifier, decode
+from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
@@ -406,9 +406,10 @@ def timed_rounds(
     draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
     clock = Clock(target.device)
     watched = None if proposer is None else _WatchedProposer(proposer, clock)
-    verifier = _WatchedTarget(clock, target, proposer.capture_layers if proposer else (), sampling)
-    with suppress(_Enough), torch.inference_mode():  # as `decode.decode_batch`: with gradients rounds take a tenth more
-        run_rounds(verifier, watched, prompts, (), sys.maxsize, draws)
+    verifier = _WatchedTarget(clock, target, proposer, sampling)
+    with suppress(_Enough), torch.inference_mode():  # as in an evaluation: with gradients rounds take a tenth more
+        budgets = [verifier.positions - len(prompt) for prompt in prompts]
+        decode(verifier, watched, prompts, (), budgets, draws)
     began = watched.began if watched else verifier.verify_began  # plain decoding drafts nothing
     for i, (verify, accept) in enumerate(zip(verifier.verify_began, verifier.accept_began, strict=False)):
         yield TimedRound(
@@ -428,8 +429,8 @@ class _Enough(Exception):
 class _WatchedTarget(TargetVerifier):
     """Marks where each part of a round begins."""
 
-    def __init__(self, clock: Clock, target: Target, capture: Sequence[int], sampling: Sampling):
-        super().__init__(target, capture, sampling)
+    def __init__(self, clock: Clock, target: Target, proposer: Proposer | None, sampling: Sampling):
+        super().__init__(target, proposer, acceptance_of(sampling))
         self.clock = clock
         self.verify_began: list[Mark] = []
         self.accept_began: list[Mark] = []
@@ -464,9 +465,9 @@ class _WatchedProposer:
     def keep(self, rows: Sequence[int]) -> None:
         self.proposer.keep(rows)
 
-    def observe(self, committed: Sequence[Sequence[int]], features: torch.Tensor | None, counts: Sequence[int]) -> None:
+    def observe(self, committed: Committed) -> None:
         self.began.append(self.clock.mark())
-        self.proposer.observe(committed, features, counts)
+        self.proposer.observe(committed)
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         tree, calls = self.proposer.propose()

@@ -34,7 +34,7 @@ IDENTITY = ("tokenizer_fingerprint", "embedding_digest")  # what a target is kno
 class RecordedAnswer:
     """One turn: what the target read, and what it wrote."""
 
-    prompt: list[int]
+    prompt: Sequence[int]  # a `Prompt` where it is more than tokens
     tokens: list[int]  # stop token included
     sampling: Sampling | None = None  # how they were drawn; None: not known
     benchmark: str = ""

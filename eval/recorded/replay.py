@@ -8,7 +8,7 @@ The latter replays the conversations that training keeps for validation; of thos
 The tree that is drafted at a root hangs on the target's states of the committed tokens alone: accepted positions reach
 a drafter with the target's own states, never with drafted ones. Which of its nodes are accepted hangs on what the
 target says next alone. So the target reads each answer once, all positions in one pass, and the loop of decoding
-(`decode.run_rounds`) goes along it with a `RecordedVerifier` in the target's place:
+(`decode.decode`) goes along it with a `RecordedVerifier` in the target's place:
 
     recorded   p p p | r a b c d e       tree below r:  a x, below a: b y, below b: z
     round 1            r a b c           a and b are accepted, the recorded c is the bonus
@@ -31,9 +31,10 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.eval.decoding.accept import deepest
-from draftsmith.eval.decoding.decode import Generation, Round, run_rounds
+from draftsmith.eval.decoding.decode import Generation, Round, decode
 from draftsmith.eval.recorded.answers import RecordedAnswer
-from draftsmith.models.draft_tree import DraftTree, Proposer
+from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
+from draftsmith.models.prompt import PlacedInsert, Prompt
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
@@ -51,23 +52,23 @@ class RecordedVerifier:
     Args:
         states_PF: the target's captured states of each answer's prompt and tokens (but the last one, which no round
             reads), row after row; None where the proposer reads none.
-        positions: that the target has.
+        target: gives the proposer the embeddings of tokens, and nothing else.
     """
 
     def __init__(
         self,
         answers: Sequence[RecordedAnswer],
         states_PF: torch.Tensor | None,
-        positions: int,
-        device: torch.device,
+        target: Target,
     ):
-        self.device, self.positions = device, positions
+        self.target, self.device = target, target.device
+        self.positions: int = target.config.max_position_embeddings
         self.answers = list(answers)
         self.states = states_PF
         # Padding follows every answer: no token equals it, so no tree goes beyond the end.
         longest = max(len(answer.tokens) for answer in answers) + 1
         padded = [[*a.tokens, *[NO_TOKEN] * (longest - len(a.tokens))] for a in answers]
-        self.tokens = torch.tensor(padded, device=device)  # [B, longest]
+        self.tokens = torch.tensor(padded, device=self.device)  # [B, longest]
         self.starts: list[int] = []  # where each row's states begin
         at = 0
         for answer in answers:
@@ -76,10 +77,12 @@ class RecordedVerifier:
         self.done = [1] * len(answers)  # tokens of each answer so far; the last of them is the root
         self.features: torch.Tensor | None = None
         self.counts: list[int] = []
+        self.prompts: list[Prompt] = []
 
     def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
         """All recorded answers at once: others are not to be had."""
         self.counts = [len(prompt) for prompt in prompts]
+        self.prompts = [Prompt.of(prompt) for prompt in prompts]
         self._read([0] * len(prompts))
         return [answer.tokens[0] for answer in self.answers]
 
@@ -90,6 +93,9 @@ class RecordedVerifier:
         at = torch.tensor([start + position for start, position in zip(self.starts, first, strict=True)])
         index = (at[:, None] + torch.arange(max(self.counts))).clamp_(max=len(self.states) - 1)
         self.features = self.states[index.to(self.device)]  # [B, n, F]
+
+    def committed(self, tokens: Sequence[Sequence[int]]) -> Committed:
+        return Committed(self.target, tokens, self.features, self.counts, self.prompts)
 
     def limits(self) -> list[int]:
         # As in decoding: a node of depth d stands at position (committed tokens but the root) + d.
@@ -121,6 +127,7 @@ class RecordedVerifier:
     def keep(self, rows: Sequence[int]) -> None:
         self.answers, self.starts = [self.answers[row] for row in rows], [self.starts[row] for row in rows]
         self.done, self.counts = [self.done[row] for row in rows], [self.counts[row] for row in rows]
+        self.prompts = [self.prompts[row] for row in rows]
         index = torch.tensor(rows, dtype=torch.long, device=self.device)
         self.tokens = self.tokens[index]
         if self.features is not None:
@@ -249,16 +256,17 @@ def read_states(
     """
     if not capture and (agreement is None or agreement.enough):
         return None
-    read = [[*answer.prompt, *answer.tokens[:-1]] for answer in answers]
+    read = [Prompt.of(answer.prompt).then(answer.tokens[:-1]) for answer in answers]
     found: list[torch.Tensor | None] = [None] * len(answers)
     for rows in _passes([len(tokens) for tokens in read], target.device):
         longest = max(len(read[row]) for row in rows)
         padded = [[*read[row], *[0] * (longest - len(read[row]))] for row in rows]
         ids_BT = torch.tensor(padded, device=target.device)
+        inserts = [PlacedInsert(i, insert) for i, row in enumerate(rows) for insert in read[row].inserts]
         if capture and (agreement is None or agreement.enough):
-            captured = target.captured_states(ids_BT, capture)
+            captured = target.captured_states(ids_BT, capture, inserts)
         elif agreement is not None:
-            states = target.states(ids_BT, capture)
+            states = target.states(ids_BT, capture, inserts=inserts)
             captured = states.captured
             for i, row in enumerate(rows):
                 last = states.last[i, len(answers[row].prompt) - 1 : len(read[row])]
@@ -408,9 +416,9 @@ def _of_layers(states_PF: torch.Tensor, layers: Sequence[int], wanted: Sequence[
 def _replay_batch(
     target: Target, proposer: Proposer, batch: Sequence[RecordedAnswer], states_PF: torch.Tensor | None
 ) -> Iterable[Generation]:
-    verifier = RecordedVerifier(batch, states_PF, target.config.max_position_embeddings, target.device)
+    verifier = RecordedVerifier(batch, states_PF, target)
     prompts, budgets = [answer.prompt for answer in batch], [len(answer.tokens) for answer in batch]
-    generations = run_rounds(verifier, proposer, prompts, (), budgets)
+    generations = decode(verifier, proposer, prompts, (), budgets)
     for answer, generation in zip(batch, generations, strict=True):
         assert generation.token_ids == answer.tokens
         generation.prefill_seconds = generation.draft_seconds = 0.0
@@ -424,7 +432,7 @@ def plain_rounds(answer: RecordedAnswer) -> Generation:
     """Plain decoding of the same answer: a round for every token but the first, which the prefill gives."""
     rounds = len(answer.tokens) - 1
     return Generation(
-        answer.prompt,
+        list(answer.prompt),
         answer.tokens,
         [0] * rounds,
         last_round_cut=False,

@@ -99,9 +99,9 @@ def _asked_once(conversations: Iterator[Conversation], rejects: Rejects) -> Iter
 
 
 def asked_digest(conversation: Conversation) -> str:
-    """sha256 of what the target is asked: the messages without their answers, the tools and the images."""
+    """sha256 of what the target is asked: the messages without their answers, the tools and what the pictures show."""
     asked: list[Any] = [list(questions(conversation.messages)), conversation.meta.get("tools")]
-    asked += [conversation.images] if conversation.images else []
+    asked += [conversation.pictures] if conversation.pictures else []
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -13,9 +13,13 @@ one:
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.rejects import is_unicode
 
@@ -60,6 +64,34 @@ class Conversation:
     # Its place, for rejects; equal conversations may stand at different ones.
     source: str = field(default="", compare=False)  # as named in the recipe
     line: int | None = field(default=None, compare=False)  # from 1: line of a text file, row of a table
+
+    @cached_property
+    def pictures(self) -> list[str]:
+        """`pictures_of` it."""
+        return pictures_of(self.messages, self.images)
+
+
+def pictures_of(messages: Sequence[Any], images: Sequence[str]) -> list[str]:
+    """Digests of the pictures that a conversation shows, in order: two under one name differ, copies of one do not.
+
+    A picture that is no file here, such as a URL, stands for itself.
+    """
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    shown = [part for part in parts if isinstance(part, dict) and part.get("type") != "text"]
+    return [json.dumps(_content(each), sort_keys=True, default=str) for each in (*images, *shown)]
+
+
+def _content(value: Any) -> Any:
+    """`value` with the digest of each file in the place of its path."""
+    if isinstance(value, dict):
+        return {key: _content(each) for key, each in value.items()}
+    if isinstance(value, str):
+        try:
+            return f"sha256 {file_digest(Path(value))}" if Path(value).is_file() else value
+        except (OSError, ValueError):  # no path at all: a picture in base64
+            return value
+    return value
 
 
 def to_conversation(record: Any, default_id: str, source: str, line: int, benchmark: str = "") -> Conversation:

@@ -12,11 +12,14 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
+from draftsmith.models.draft_tree import Committed
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.prompt import DecoderInputs, PlacedInsert
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -43,13 +46,14 @@ def main() -> None:
         1, wanted.context, drafter.fc.in_features, device=wanted.device, dtype=drafter.fc.weight.dtype
     )
     tokens = list(range(wanted.context + 1))
+    target = RandomEmbeddings(wanted.vocab, features.new_zeros(wanted.hidden))
     fed = torch.arange(wanted.nodes, device=wanted.device)[None]
     seconds: dict[str, list[float]] = defaultdict(list)
     with torch.inference_mode():
         for repeat in range(wanted.repeats + 2):  # the first two warm up
             for name, drafting in draftings.items():
                 drafting.reset(1)
-                drafting.observe([tokens], features, [wanted.context])
+                drafting.observe(Committed(target, [tokens], features, [wanted.context]))
                 _wait(wanted.device)
                 began = time.perf_counter()
                 drafting.expand(torch.zeros_like(fed), fed, 1)
@@ -62,6 +66,26 @@ def main() -> None:
     for name, measured in seconds.items():
         median = statistics.median(measured)
         print(f"{name:>10}  {1e3 * median:9.2f}  {median / whole:12.2f}")
+
+
+class RandomEmbeddings:
+    """In a target's place."""
+
+    def __init__(self, vocab_size: int, like_H: torch.Tensor):
+        self.table = torch.randn(vocab_size, len(like_H), dtype=like_H.dtype, device=like_H.device)
+
+    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.table[ids].to(dtype or self.table.dtype)
+
+    def inputs(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        inserts: Sequence[PlacedInsert] = (),
+        dtype: torch.dtype | None = None,
+    ) -> DecoderInputs:
+        assert positions is not None
+        return DecoderInputs(self.embed(ids, dtype), positions)
 
 
 def random_drafter(hidden: int, vocab_size: int) -> Eagle3Drafter:
@@ -79,7 +103,7 @@ def random_drafter(hidden: int, vocab_size: int) -> Eagle3Drafter:
         rms_norm_eps=1e-5,
         max_position_embeddings=8192,
     )
-    drafter = Eagle3Drafter(config, DraftVocab.full(vocab_size), torch.randn(vocab_size, hidden))
+    drafter = Eagle3Drafter(config, DraftVocab.full(vocab_size))
     return drafter.requires_grad_(False)
 
 

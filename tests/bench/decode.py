@@ -32,7 +32,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftsmith.eval.decoding.decode import TargetVerifier, decode
+from draftsmith.eval.decoding.decode import TargetVerifier
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.models import feature_drafter
@@ -48,6 +48,7 @@ from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.stdlib import stdlib_conversations
 from draftsmith.recipes.schema import TargetSection, TreeSection
+from tests.decoding import decode
 
 ROOT = Path(__file__).parents[2]
 GENERATE, PLAIN, ASSISTED = "transformers generate", "loop, no drafter", "transformers assisted"
@@ -325,7 +326,7 @@ def demo_bench(args: argparse.Namespace) -> tuple[Bench, list[list[int]]]:
     bench.add_loop(TREE, speculator.proposer(TreeSection(policy="eagle2", nodes=60)), network)
 
     questions = [c["messages"][:1] for c in stdlib_conversations("heldout")]
-    prompts = [render_prompt(speculator.tokenizer, question) for question in questions[: args.prompts]]
+    prompts = [list(render_prompt(speculator.tokenizer, question)) for question in questions[: args.prompts]]
     room = target.config.max_position_embeddings - args.new_tokens - nodes
     return bench, [prompt for prompt in prompts if len(prompt) <= room]
 
@@ -346,7 +347,7 @@ def large_bench(args: argparse.Namespace) -> tuple[Bench, list[list[int]]]:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     target = Target(model)
     shape = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, target.vocab_size)
-    drafter = Eagle3Drafter(shape, DraftVocab.full(target.vocab_size), target.embedding_table).requires_grad_(False)
+    drafter = Eagle3Drafter(shape, DraftVocab.full(target.vocab_size)).requires_grad_(False)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     print(f"\nrandom Llama of {millions:.0f} M parameters, 12 layers, 32,000 tokens; random EAGLE-3 drafter")
 

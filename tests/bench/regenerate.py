@@ -1,4 +1,4 @@
-"""Regeneration's decoding pool against transformers' `generate` and `generate_batch`, alternating in one run.
+"""Regeneration by the decoding loop against transformers' `generate` and `generate_batch`, alternating in one run.
 
     python tests/bench/regenerate.py                 # the demo's target and prompts, greedy, float32
     python tests/bench/regenerate.py --drafter runs/demo/drafter --batch-size 1   # and drafted
@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from draftsmith.data_gen.answers.drafted import DraftedAnswers
-from draftsmith.data_gen.answers.generators import GenerationSettings, generate
+from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.models.chat import load_tokenizer, render_prompt, stop_ids
-from draftsmith.models.target import load_causal_lm
+from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.stdlib import stdlib_conversations
 from draftsmith.recipes.schema import TargetSection
@@ -27,19 +26,14 @@ ROOT = Path(__file__).parents[2]
 TARGET = str(ROOT / "recipes/demo_target")
 
 
-def pool(model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]) -> Iterator[int]:
-    for _, tokens, _ in generate(model, iter(list(enumerate(prompts))), settings_of(args, stops)):
-        yield len(tokens)
-
-
 def settings_of(args: argparse.Namespace, stops: tuple[int, ...]) -> GenerationSettings:
     return GenerationSettings(args.max_new_tokens, 1024, stops, temperature=0, batch_size=args.batch_size)
 
 
-def drafted(
-    write: DraftedAnswers, model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]
+def written(
+    write: Writer, model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]
 ) -> Iterator[int]:
-    """The pool's answers with a drafter, which has loaded the target once more."""
+    """By the loop; with a drafter, it has loaded the target once more."""
     for _, tokens, _ in write(iter(list(enumerate(prompts)))):
         yield len(tokens)
 
@@ -80,8 +74,9 @@ def main() -> None:
     model, tokenizer = load_causal_lm(section), load_tokenizer(section)
     stops = stop_ids(tokenizer, model.generation_config)
     questions = list(stdlib_conversations("heldout"))[: args.prompts]
-    prompts = [render_prompt(tokenizer, question["messages"][:1]) for question in questions]
-    ways: dict[str, Callable] = {"pool": pool, "padded": padded}
+    prompts = [list(render_prompt(tokenizer, question["messages"][:1])) for question in questions]
+    plain = Writer(Target(model, capture_layers=(0,)), settings_of(args, stops))
+    ways: dict[str, Callable] = {"loop": partial(written, plain), "padded": padded}
     if args.continuous:
         ways["continuous"] = continuous
     for count in args.draft_tokens if args.drafter else ():
@@ -90,8 +85,8 @@ def main() -> None:
             f"data.generator.draft_tokens={count}",
             f"target.model={TARGET}",
         ]
-        writer = DraftedAnswers(load_recipe(ROOT / "recipes/demo.yaml", own), settings_of(args, stops))
-        ways[f"drafted, {count}"] = partial(drafted, writer)
+        writer = Writer.of(load_recipe(ROOT / "recipes/demo.yaml", own), settings_of(args, stops))
+        ways[f"drafted, {count}"] = partial(written, writer)
     for round_number in range(args.rounds):
         for name, way in ways.items():
             began = time.perf_counter()

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.decoding.decode import Generation, decode
+from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.eval.measured.benchmarks import load_questions
 from draftsmith.eval.recorded.answers import RecordedAnswer
@@ -29,6 +29,7 @@ from draftsmith.models.sampling import GREEDY
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection, TreeSection
+from tests.decoding import decode
 
 ROOT = Path(__file__).parent.parent.parent
 TREES = {

@@ -173,6 +173,7 @@ def optimiser_of(parameters: list[nn.Parameter]) -> torch.optim.AdamW:
 def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     from draftsmith.models.alignment import Documents, columns_of
     from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+    from draftsmith.models.prompt import DecoderInputs
     from draftsmith.models.vocab import DraftVocab
     from draftsmith.train.attention.kernels import BLOCKS
     from draftsmith.train.loss.unroll import TrainingTimeTest, kernel_of, teacher_of
@@ -194,13 +195,14 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     )
     device, dtype = torch.device(wanted.device), getattr(torch, wanted.dtype)
     vocab = DraftVocab(torch.arange(wanted.draft_vocab), wanted.vocab)
-    drafter = Eagle3Drafter(config, vocab, torch.randn(wanted.vocab, wanted.hidden)).to(device)
+    drafter = Eagle3Drafter(config, vocab).to(device)
     drafter.lm_head.weight.requires_grad_(not wanted.freeze_head)
     trainee = TrainingTimeTest(drafter, wanted.ttt, 0.8)
     trainee.bf16 = dtype == torch.bfloat16
     trainee.kernel = BLOCKS if wanted.attention == "blocks" else kernel_of(config, device, dtype)
     head = nn.Linear(wanted.hidden, wanted.vocab, bias=False).to(device, dtype)
     target: Any = SimpleNamespace(logits=lambda last: head(last.to(dtype)).float())
+    table = torch.randn(wanted.vocab, wanted.hidden, device=device, dtype=dtype)
     captured = torch.randn(1, wanted.seq, 3 * wanted.hidden, device=device, dtype=dtype)
     last = torch.randn(1, wanted.seq, wanted.hidden, device=device, dtype=dtype)
     ids = torch.randint(0, wanted.draft_vocab, (1, wanted.seq), device=device)
@@ -211,7 +213,8 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     position = torch.cat([torch.arange(length) for length in lengths])[None]
     places = tuple((0, start, length) for start, length in zip(starts, lengths, strict=True))
     laid_out = Documents(position, places) if wanted.docs > 1 else None
-    documents = laid_out and Documents(position.to(device), places)
+    on_device = position.to(device)
+    documents = laid_out and Documents(on_device, places)
     parameters = [p for p in trainee.parameters() if p.requires_grad]
     optimiser = optimiser_of(parameters)
 
@@ -219,7 +222,8 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
         columns = columns_of(span, wanted.ttt)  # as the loop does it, which looks at numbers before they are sent
         columns = replace(columns, known_runs=tuple(columns.runs(laid_out))).to(device)
         teacher = teacher_of(target, last, ids, columns, drafter.vocab)
-        sums = trainee(captured, ids, columns, teacher, documents)
+        inputs = DecoderInputs(nn.functional.embedding(ids, table).to(drafter.dtype), on_device)
+        sums = trainee(captured, inputs, columns, teacher, documents)
         (sums.loss / sums.columns).backward()
         nn.utils.clip_grad_norm_(parameters, 0.5)
         optimiser.step()

@@ -24,7 +24,8 @@ from the same step-0 features and from the drafted features of steps 1..k-1, whi
     stack              0     0     1     1
     feature            f[t]  a_0 | a_1   a_2        a_1 | is cut off, and a_0 is when stack 1 reads it again
 
-Tokens are the data's at every step, never the drafter's own guesses (feeding guesses lowers acceptance: 5.0 to 4.44 in
+Of tokens a drafter sees what the target's first layer sees (`models.prompt.DecoderInputs`), and no ids. They are the
+data's at every step, never the drafter's own guesses (feeding guesses lowers acceptance: 5.0 to 4.44 in
 one published reproduction).
 
 Shapes: B rows, T tokens, F captured states, C counted columns, A query heads, G key/value heads, R = A/G, D head
@@ -43,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 from draftsmith.models.alignment import Columns, Documents, Run
 from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter
 from draftsmith.models.layers import for_products
+from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Detach, StepWeight
@@ -70,6 +72,7 @@ class _Chains:
         drafter: FeatureDrafter,
         layers: Sequence[DraftLayer],
         entry_BTW: torch.Tensor,
+        position_BT: torch.Tensor,
         columns: Columns,
         documents: Documents | None,
         runs: Sequence[Run],
@@ -78,11 +81,9 @@ class _Chains:
         self.drafter, self.layers = drafter, layers
         self.runs, self.kernel = runs, kernel
         rows, tokens = entry_BTW.shape[:2]
-        every_column = torch.arange(tokens, device=entry_BTW.device).expand(rows, -1)  # [B, T]
-        position = every_column if documents is None else documents.position
-        self.position = columns.gather(position)  # [B, C]
-        rotary = drafter.rotary(entry_BTW, position)
-        self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []  # each layer's keys and values [B, G, T, D]
+        self.position = columns.gather(position_BT)  # [B, C]
+        rotary = drafter.rotary(entry_BTW, position_BT)
+        self.prefix: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each layer: [B, G, T, D] keys and values
         h = entry_BTW
         for layer in layers:
             x, residual = _enter(layer, h)
@@ -142,7 +143,7 @@ def kernel_of(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -
 def unroll(
     drafter: FeatureDrafter,
     captured_BTF: torch.Tensor,
-    ids_BT: torch.Tensor,
+    inputs_BT: DecoderInputs,
     columns: Columns,
     steps: int,
     gradient_checkpointing: bool = False,
@@ -155,27 +156,29 @@ def unroll(
     At step k only columns with `columns.counted(k)` are meaningful; the others must be masked.
 
     Args:
-        detach: True: gradients stop at every step (HASS); "specialists": where the stack changes.
-        documents: places of the documents; None: every row is one.
-        kernel: of attention; None: the best of the device.
+        inputs_BT: what the target's first layer saw of each token.
+        detach: whether gradients never flow from one step to the one before (HASS), or not where the stack changes.
+        documents: where they stand; None: every row is one.
+        kernel: of attention; None: what suits the device.
     """
-    # [B, T] x[t+1]; the last column of a document never counts.
-    following = torch.cat((ids_BT[:, 1:], ids_BT[:, -1:]), dim=1)
-    entry_BTW = drafter.entry(drafter.fuse(captured_BTF), drafter.embed(following))
+    embeddings_BTH = inputs_BT.embeddings
+    # [B, T, H] of x[t+1]; a document's last column never counts
+    following = torch.cat((embeddings_BTH[:, 1:], embeddings_BTH[:, -1:]), dim=1)
+    entry_BTW = drafter.entry(drafter.fuse(captured_BTF), following)
 
     def run(function, *args):
         # Not the reentrant form: it gives outputs inside containers no gradient.
         return checkpoint(function, *args, use_reentrant=False) if gradient_checkpointing else function(*args)
 
     def entry_of(feature: torch.Tensor, step: int) -> torch.Tensor:
-        return drafter.entry(feature, drafter.embed(columns.gather(ids_BT, 1 + step)))
+        return drafter.entry(feature, columns.gather(embeddings_BTH, 1 + step))
 
     stack = drafter.stack_of(0)
     if kernel is None:
         device = entry_BTW.device
         autocast = torch.is_autocast_enabled(device.type)
         kernel = kernel_of(drafter.config, device, torch.get_autocast_dtype(device.type) if autocast else drafter.dtype)
-    common = entry_BTW, columns, documents, columns.runs(documents), kernel
+    common = entry_BTW, inputs_BT.positions, columns, documents, columns.runs(documents), kernel
     chains = _Chains(drafter, drafter.stacks[stack], *common)
     output = run(chains.first_step)
     yield output
@@ -286,7 +289,7 @@ class TrainingTimeTest(nn.Module):
     def forward(
         self,
         captured_BTF: torch.Tensor,
-        ids_BT: torch.Tensor,
+        inputs_BT: DecoderInputs,
         columns: Columns,
         teacher: Teacher,
         documents: Documents | None = None,
@@ -297,12 +300,12 @@ class TrainingTimeTest(nn.Module):
             torch.autocast(device, torch.bfloat16, cache_enabled=self.caches_casts) if self.bf16 else nullcontext()
         )
         with products:
-            return self._sums(captured_BTF, ids_BT, columns, teacher, documents)
+            return self._sums(captured_BTF, inputs_BT, columns, teacher, documents)
 
     def _sums(
         self,
         captured_BTF: torch.Tensor,
-        ids_BT: torch.Tensor,
+        inputs_BT: DecoderInputs,
         columns: Columns,
         teacher: Teacher,
         documents: Documents | None,
@@ -311,7 +314,7 @@ class TrainingTimeTest(nn.Module):
         fixed = fixed_weights(self.step_weight, self.steps)
         # Before the unroll: a copy to the device waits for work that was queued before it.
         weights_KBC = torch.tensor(fixed or [1.0] * self.steps, device=captured_BTF.device)[:, None, None]
-        outputs = list(unroll(self.drafter, captured_BTF, ids_BT, columns, self.steps, *how))
+        outputs = list(unroll(self.drafter, captured_BTF, inputs_BT, columns, self.steps, *how))
         reached_KBC = self._reached(columns, teacher)
         head_loss = HeadLoss(teacher, self.drafter.vocab, reached_KBC, self.weights, weights_KBC, self.logits_at_once)
         if fixed is None:

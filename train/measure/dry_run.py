@@ -69,10 +69,12 @@ def unroll_cost(
         embedding = torch.empty(shape.vocab_size, shape.hidden_size, dtype=target_dtype)
         head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False, dtype=target_dtype)
         frozen = FrozenHead(head.weight, None, partial(scaled_logits, target_config))
-        trainee = trainee_of(build_drafter(shape, vocab, embedding, frozen))
+        trainee = trainee_of(build_drafter(shape, vocab, frozen))
         trainee.logits_at_once = elements_of(device)
         target: Any = SimpleNamespace(head=head, config=target_config)
         target.logits = partial(Target.logits, target)
+        target.embedding_table, target.embedding_scale = embedding, shape.embedding_scale
+        target.embed = partial(Target.embed, target)
         trainee.kernel = trainee.kernel or FLASH_CPU  # a kernel cannot be tried on fake tensors
         ids = torch.zeros(rows, tokens, dtype=torch.long)
         first = max(0, tokens - columns - 2)  # one span, at the end of each row
@@ -95,7 +97,8 @@ def unroll_cost(
             if noisy:
                 captured = add_noise(captured, 1.0, [tokens] * rows, [""] * rows)
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                return trainee(captured, ids, counted, teacher).loss
+                inputs = Target.inputs(target, ids, dtype=trainee.drafter.dtype)
+                return trainee(captured, inputs, counted, teacher).loss
 
         with Meter(kind) as meter:
             micro_batch().backward()

@@ -14,6 +14,7 @@ import torch
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Documents
+from draftsmith.models.prompt import PlacedInsert
 
 POOL_BATCHES = 32  # micro-batches whose rows are sorted by length together
 
@@ -36,6 +37,7 @@ class MicroBatch:
         rows: indices of the training rows in layout order: row by row, left to right.
         places: (row, first column, tokens) of each training row, in that order.
         tokens_at: [N] indices of the tokens in the flattened B * T, without padding, in that order.
+        inserts: what stands in the place of tokens.
     """
 
     ids: torch.Tensor
@@ -45,6 +47,7 @@ class MicroBatch:
     rows: tuple[int, ...]
     places: tuple[tuple[int, int, int], ...]
     tokens_at: torch.Tensor
+    inserts: tuple[PlacedInsert, ...] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -86,7 +89,13 @@ class MicroBatch:
         places = tuple((0, start, tokens) for start, tokens in zip(starts, self.lengths, strict=False))
         ids, span, position = (self.in_one_row(each) for each in (self.ids, self.span, self.position))
         every = torch.arange(self.tokens, device=ids.device)
-        return MicroBatch(ids, span, (position == 0).cumsum(1), position, self.rows, places, every)
+        inserts = tuple(
+            PlacedInsert(0, placed.insert.at(start + placed.insert.first - was))
+            for (_, start, _), (row, was, tokens) in zip(places, self.places, strict=True)
+            for placed in self.inserts
+            if placed.row == row and was <= placed.insert.first < was + tokens
+        )
+        return MicroBatch(ids, span, (position == 0).cumsum(1), position, self.rows, places, every, inserts)
 
     def in_one_row(self, values_BT: torch.Tensor) -> torch.Tensor:
         """Values laid out like the ids, [B, T, ...], in the layout of `one_row`: [1, N, ...]."""
@@ -114,7 +123,7 @@ def collate_as(
     lengths = [[counted_length(rows[i]) for i in line] for line in layout]
     shape = len(layout), max(map(sum, lengths))
     ids, span, document, position = (torch.zeros(shape, dtype=torch.long) for _ in range(4))
-    places = []
+    places, inserts = [], list[PlacedInsert]()
     for b, line in enumerate(layout):
         start = 0
         for number, (i, length) in enumerate(zip(line, lengths[b], strict=True), start=1):
@@ -125,10 +134,11 @@ def collate_as(
             for span_number, (first, end) in enumerate(rows[i].spans, start=1):
                 span[b, start + max(first, 1) : start + end] = span_number
             places.append((b, start, length))
+            inserts += [PlacedInsert(b, each.at(start + each.first)) for each in rows[i].inserts if each.first < length]
             start += length
     order = [i if indices is None else indices[i] for line in layout for i in line]
     tokens_at = torch.cat([torch.arange(shape[1] * b + start, shape[1] * b + start + n) for b, start, n in places])
-    return MicroBatch(ids, span, document, position, tuple(order), tuple(places), tokens_at)
+    return MicroBatch(ids, span, document, position, tuple(order), tuple(places), tokens_at, tuple(inserts))
 
 
 def counted_length(row: TrainingRow) -> int:

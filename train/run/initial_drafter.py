@@ -36,7 +36,7 @@ def new_drafter(
     Raises:
         UserError: drafter.init_from was trained for another target or has another shape.
     """
-    drafter = build_drafter(shape, vocab, target.embedding_table, target.frozen_head)
+    drafter = build_drafter(shape, vocab, target.frozen_head)
     if section.init_head == "target" and isinstance(drafter, Eagle3Drafter):
         with torch.no_grad():
             drafter.lm_head.weight.copy_(target.head_weight[vocab.target_ids.to(target.device)])

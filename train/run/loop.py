@@ -130,6 +130,7 @@ class Loop:
         self.checkpoints, self.metrics = checkpoints, MetricsLog(metrics_path)
         self.replay, self.trackers, self.flops, self.profile = replay, trackers, flops, profile
         self.vocab, self.unroll_steps = engine.alone.drafter.vocab, engine.alone.steps
+        self.drafter_dtype = engine.alone.drafter.dtype
         order = BatchOrder([len(row.input_ids) for row in rows], schedule.rows_per_micro_batch, settings.seed)
         self.order = states.ordered(order, schedule.ranks, schedule.micro_batches_per_rank)
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
@@ -326,7 +327,8 @@ class Loop:
         if draws is not None and self.settings.feature_noise:
             captured = add_noise(captured, self.settings.feature_noise, row.lengths, draws, row.documents)
         with record_function("unroll and loss"):
-            return trainee(captured, row.ids, columns, teacher, row.documents)
+            inputs = self.target.inputs(row.ids, row.position, row.inserts, self.drafter_dtype)
+            return trainee(captured, inputs, columns, teacher, row.documents)
 
     @torch.no_grad()
     def validate(self) -> dict[str, Any]:

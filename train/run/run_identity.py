@@ -22,10 +22,10 @@ MAY_CHANGE = {
 
 
 def rows_digest(rows: Sequence[TrainingRow]) -> str:
-    """Identifies rows and their order: their number, and the sha256 of their ids and lengths."""
+    """Identifies rows and their order: their number, and the sha256 of their ids, lengths and inserts."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps([row.id, len(row.input_ids)]).encode() + b"\n")
+        digest.update(json.dumps([row.id, len(row.input_ids)]).encode() + row.prompt.inserts_digest + b"\n")
     return f"{len(rows)} rows, sha256 {digest.hexdigest()}"
 
 

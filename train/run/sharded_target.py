@@ -22,6 +22,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deep
 
 from draftsmith.models.chat import load_config
 from draftsmith.models.costs import gigabytes, named_dtype, torch_dtype
+from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target, decoder_layers, read_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, TargetSection
@@ -135,9 +136,11 @@ class ShardedTarget(Target):
             f"{gigabytes(self.piece_bytes)} of them, and {gigabytes(whole)} of embeddings, head and norm whole"
         )
 
-    def captured_states(self, input_ids_BT: torch.Tensor, capture: Sequence[int]) -> torch.Tensor:
-        """Like `Target`'s, but runs all layers, so that every pass gathers the same weights."""
-        return self.states(input_ids_BT, capture).captured
+    def captured_states(
+        self, input_ids_BT: torch.Tensor, capture: Sequence[int], inserts: Sequence[PlacedInsert] = ()
+    ) -> torch.Tensor:
+        """As `Target`'s, but all layers are computed: one pass gathers what another does."""
+        return self.states(input_ids_BT, capture, inserts=inserts).captured
 
     @contextmanager
     def uneven_passes(self) -> Iterator[None]:

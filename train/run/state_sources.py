@@ -61,7 +61,7 @@ class OnlineStates:
         self.target = target
 
     def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        states = self.target.states(batch.ids, documents=batch.documents)
+        states = self.target.states(batch.ids, documents=batch.documents, inserts=batch.inserts)
         return states.captured, states.last
 
     def ordered(self, order: BatchOrder, ranks: int, micro_batches_per_rank: int) -> BatchOrder:

@@ -1,0 +1,170 @@
+"""What the target is asked: token ids, and what its decoder reads in place of some of their embeddings.
+
+    token_ids     U   U   P   P   P   U   H        P: placeholder ids, which the chat template writes for a picture
+    inserts               [- insert --]            what stands there instead; `first` is 2, and it covers 3 tokens
+
+`Target.read`, and nothing else, turns that into what the first decoder layer sees:
+
+    embeddings    t   t   e   e   e   t   t        t: a row of the embedding table, e: the insert's
+    positions     0   1   2   3   4   5   6
+
+A `Prompt` is the type of this question from the chat template to `TargetSession.prefill` and `Target.states`. Drafters
+never see it: they are handed `DecoderInputs`, by decoding and by the unroll alike. A new kind of input needs an
+`Insert` here, its embeddings in `Target.read_insert`, and nothing in the drafters.
+
+Whatever is kept under a key of what was asked (answers, stored states, labels) hashes the inserts, too: two pictures
+under one question are two prompts.
+
+Shapes: B rows, T tokens, n tokens of an insert, H hidden size.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol, overload
+
+import torch
+
+
+class Insert(Protocol):
+    """Something that is no text, in the place of consecutive placeholder tokens."""
+
+    @property
+    def first(self) -> int:
+        """The column of its first token in the prompt."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens that it covers."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal content, in every process; its place left out."""
+        ...
+
+    def at(self, first: int) -> "Insert":
+        """The same content with its first token at another column."""
+        ...
+
+
+@dataclass(frozen=True)
+class EmbeddingInsert:
+    """Embeddings as they are, such as a soft prompt, or a picture that some encoder has read already.
+
+    Attributes:
+        rows: [n, H] in the scale of the target's own input embeddings, `get_input_embeddings()(ids)`.
+    """
+
+    first: int
+    rows: torch.Tensor = field(compare=False)
+
+    @property
+    def length(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def digest(self) -> str:
+        content = self.rows.detach().float().cpu().contiguous()
+        return hashlib.sha256(repr(tuple(content.shape)).encode() + content.numpy().tobytes()).hexdigest()
+
+    def at(self, first: int) -> "EmbeddingInsert":
+        return EmbeddingInsert(first, self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt(Sequence[int]):
+    """As a sequence, it is its token ids.
+
+    Raises:
+        ValueError: an insert reaches beyond the tokens, or into another one.
+    """
+
+    token_ids: Sequence[int]
+    inserts: tuple[Insert, ...] = ()
+
+    def __post_init__(self) -> None:
+        end = 0
+        for insert in self.inserts:
+            if insert.first < end or insert.first + insert.length > len(self.token_ids):
+                raise ValueError(
+                    f"an insert covers tokens {insert.first} to {insert.first + insert.length - 1}, but the one before "
+                    f"ends at {end} and the prompt at {len(self.token_ids)}"
+                )
+            end = insert.first + insert.length
+
+    @classmethod
+    def of(cls, prompt: Sequence[int]) -> "Prompt":
+        """`prompt` itself, or token ids without inserts."""
+        return prompt if isinstance(prompt, Prompt) else cls(prompt)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.token_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return list(self.token_ids[index]) if isinstance(index, slice) else self.token_ids[index]
+
+    def __eq__(self, other: object) -> bool:
+        """Token ids alone equal a prompt without inserts."""
+        if not isinstance(other, (Prompt, list, tuple)):
+            return NotImplemented
+        return list(self) == list(other) and self.inserts_digest == Prompt.of(other).inserts_digest
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.token_ids), self.inserts_digest))
+
+    def then(self, tokens: Sequence[int]) -> "Prompt":
+        """With text behind it."""
+        return Prompt([*self.token_ids, *tokens], self.inserts)
+
+    def begins_with(self, other: "Prompt") -> bool:
+        """Whether `other` is its beginning, inserts included."""
+        inside = [insert for insert in self.inserts if insert.first < len(other)]
+        return list(self.token_ids[: len(other)]) == list(other) and digest_of(inside) == other.inserts_digest
+
+    @cached_property
+    def inserts_digest(self) -> bytes:
+        """For keys that hash token ids in their own way; empty where there are none, so that keys of text stay."""
+        return digest_of(self.inserts)
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all that is asked."""
+        return hashlib.sha256(array("q", self.token_ids).tobytes() + self.inserts_digest).hexdigest()
+
+
+def digest_of(inserts: Sequence[Insert]) -> bytes:
+    """sha256 of inserts and their places; empty where there are none."""
+    words = [f"{insert.first}+{insert.length}:{insert.digest}" for insert in inserts]
+    return hashlib.sha256(" ".join(words).encode()).digest() if words else b""
+
+
+@dataclass(frozen=True)
+class PlacedInsert:
+    """An insert in a batch: `insert.first` is its column in row `row`."""
+
+    row: int
+    insert: Insert
+
+
+@dataclass(frozen=True)
+class DecoderInputs:
+    """What the target's first layer sees of some tokens, and all that a drafter learns of which they are.
+
+    Attributes:
+        embeddings: [B, T, H] scaled as the target's family scales them.
+        positions: [B, T] of each token in its text.
+    """
+
+    embeddings: torch.Tensor
+    positions: torch.Tensor
