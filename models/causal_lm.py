@@ -107,6 +107,11 @@ class CausalLMDrafting:
         self.drafted = [(tokens[index], parents[index], depth) for tokens, parents, depth in self.drafted]
         self.slots.keep(index)
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        held = self.session.lengths
+        self.session.rollback([min(length, known) for length, known in zip(lengths, held, strict=False)])
+        self._begin_round(self.log_probs_of_root)
+
     @torch.no_grad()
     def observe(self, committed: Committed) -> None:
         """Catches up on the tokens that were committed, the root included, in one forward; nothing else is read."""

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from draftsmith.models.chat import FINGERPRINT_COVERS, first_line
 from draftsmith.models.drafters import build_drafter, config_class, known_kinds, tensor_shapes, words_of_kind
-from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
+from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -59,6 +60,30 @@ def target_identity(target: Target, model: str, revision: str | None, fingerprin
     """What a drafter must find again in the target it is used with: the config's words and the embeddings."""
     words = config_identity(target.config, model, revision, fingerprint)
     return words | {"embedding_digest": tensor_digest(target.embedding_table)}
+
+
+def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> dict[str, Any]:
+    """What an export must know of a target, so that it needs neither the target nor a guess.
+
+    Args:
+        config: the target's whole config.
+        dtype: that it was trained beside.
+
+    Returns:
+        `architectures`, `model_type`, `dtype`; `embeddings` and `head`, the names of these tensors in its checkpoint;
+        `tied`, whether they are one.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    names = {id(module): name for name, module in model.named_modules()}
+    return {
+        "architectures": list(config.architectures or [type(model).__name__]),
+        "model_type": config.model_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "embeddings": f"{names[id(model.get_input_embeddings())]}.weight",
+        "head": f"{names[id(model.get_output_embeddings())]}.weight",
+        "tied": bool(config.get_text_config(decoder=True).tie_word_embeddings),
+    }
 
 
 def tensor_digest(tensor: torch.Tensor, rows: int = 4096) -> str:
@@ -341,10 +366,22 @@ def load_drafter(
             f"{directory}: the drafter reads target states {list(shape.capture_layers)}, "
             f"this run captures {list(given)}"
         )
-    vocab = read_vocab(directory, shape)
-    drafter = build_drafter(shape, vocab, target.frozen_head)
+    return read_drafter(directory, target.frozen_head).to(target.device)
+
+
+def read_drafter(directory: Path, head: FrozenHead | None = None) -> FeatureDrafter:
+    """The drafter in `directory`, in evaluation mode on the CPU, without the target: for exports and inspection.
+
+    Args:
+        head: the target's. Kinds without a head of their own can be read without it, but give no logits.
+
+    Raises:
+        UserError: no checkpoint, or tensors that do not fit its config.
+    """
+    shape, _ = read_config(directory)
+    drafter = build_drafter(shape, read_vocab(directory, shape), head)
     drafter.load_state_dict(read_tensors(directory))
-    return drafter.to(target.device).eval().requires_grad_(False)
+    return drafter.eval().requires_grad_(False)
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -219,6 +219,12 @@ class Proposer(Protocol):
     def observe(self, committed: Committed) -> None:
         """What was committed since the last call."""
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Forgets what it read of each row but the first lengths[b] positions and the token behind them.
+
+        As if no more had been committed: the next `observe` goes on from there, maybe with other tokens.
+        """
+
     def propose(self) -> tuple[DraftTree, list[int]]:
         """Trees below the last committed tokens, and how many drafter calls each took."""
         ...
@@ -241,6 +247,8 @@ class Drafting(Protocol):
     def keep(self, rows: Sequence[int]) -> None: ...
 
     def observe(self, committed: Committed) -> None: ...
+
+    def rollback(self, lengths: Sequence[int]) -> None: ...
 
     def root_log_probs(self) -> torch.Tensor:
         """[B, Vd] of the roots' children, from the last committed columns (slot 0)."""

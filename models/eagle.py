@@ -57,11 +57,12 @@ class EagleDrafter(FeatureDrafter):
 
     def __init__(self, config: EagleConfig, vocab: DraftVocab, head: FrozenHead | None):
         super().__init__(config, vocab)
-        if head is None or not vocab.is_full:
+        if not vocab.is_full:
             raise ValueError("EAGLE-1 drafts with the target's head over its whole vocabulary")
-        self.register_buffer("head_weight", head.weight_VH.detach(), persistent=False)
-        self.register_buffer("head_bias", None if head.bias_V is None else head.bias_V.detach(), persistent=False)
-        self.scaled = head.scaled
+        weight, bias = (None, None) if head is None else (head.weight_VH, head.bias_V)  # without, it can only be read
+        self.register_buffer("head_weight", None if weight is None else weight.detach(), persistent=False)
+        self.register_buffer("head_bias", None if bias is None else bias.detach(), persistent=False)
+        self.scaled = (lambda logits: logits) if head is None else head.scaled
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.stacks = self.make_layers()
 

@@ -22,11 +22,12 @@ vocabulary, b new slots, S slots of the round.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from draftsmith.models.draft_tree import Committed, Embedder
 from draftsmith.models.families import layer_configs
@@ -305,6 +306,11 @@ class FeatureDrafting:
         index = torch.tensor(rows, device=self.device)
         self.newest_B1 = self.newest_B1[index]
         self._new_round(self.outputs[index, :1])
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Column t needs the token t + 1, so the first lengths[b] columns need no more than what is kept."""
+        self.columns.rollback(lengths)
+        self._new_round(self.outputs[:, :0])  # no output of these columns is known
 
     @torch.no_grad()
     def observe(self, committed: Committed) -> None:

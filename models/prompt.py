@@ -21,45 +21,47 @@ Shapes: B rows, T tokens, n tokens of an insert, H hidden size.
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, overload
+from typing import overload
 
 import torch
+from typing_extensions import Self
 
 
-class Insert(Protocol):
-    """Something that is no text, in the place of consecutive placeholder tokens."""
+@dataclass(frozen=True)
+class Insert:
+    """Something that is no text, in the place of consecutive placeholder tokens: the base of all its kinds.
 
-    @property
-    def first(self) -> int:
-        """The column of its first token in the prompt."""
-        ...
+    Attributes:
+        first: the column of its first token in the prompt.
+    """
+
+    first: int
 
     @property
     def length(self) -> int:
         """Tokens that it covers."""
-        ...
+        raise NotImplementedError
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Equal for equal content, in every process; its place left out."""
-        ...
+        raise NotImplementedError
 
-    def at(self, first: int) -> "Insert":
+    def at(self, first: int) -> Self:
         """The same content with its first token at another column."""
-        ...
+        return replace(self, first=first)
 
 
 @dataclass(frozen=True)
-class EmbeddingInsert:
+class EmbeddingInsert(Insert):
     """Embeddings as they are, such as a soft prompt, or a picture that some encoder has read already.
 
     Attributes:
         rows: [n, H] in the scale of the target's own input embeddings, `get_input_embeddings()(ids)`.
     """
 
-    first: int
     rows: torch.Tensor = field(compare=False)
 
     @property
@@ -70,9 +72,6 @@ class EmbeddingInsert:
     def digest(self) -> str:
         content = self.rows.detach().float().cpu().contiguous()
         return hashlib.sha256(repr(tuple(content.shape)).encode() + content.numpy().tobytes()).hexdigest()
-
-    def at(self, first: int) -> "EmbeddingInsert":
-        return EmbeddingInsert(first, self.rows)
 
 
 @dataclass(frozen=True, eq=False)

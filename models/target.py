@@ -222,6 +222,7 @@ class Target:
         """Head, scaling and soft-capping over final states [..., H]: float32 logits [..., V]."""
         return scaled_logits(self.config, self.head(last)).float()
 
+    @torch.no_grad()
     def inputs(
         self,
         ids: torch.Tensor,
@@ -247,6 +248,7 @@ class Target:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
         return DecoderInputs(embeddings, positions)
 
+    @torch.no_grad()
     def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """[..., H] embeddings of text, as the first layer sees them; in `dtype`, or the target's."""
         rows = functional.embedding(ids, self.embedding_table).to(dtype or self.dtype)

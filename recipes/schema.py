@@ -599,10 +599,13 @@ EAGLE1_PATHS = [
 ]
 
 
+ProposerName = Literal["drafter", "prompt_lookup", "causal_lm"]  # `eval.decoding.contenders.PROPOSERS` makes them
+
+
 class ContenderSection(Section):
     name: str
     """Its row in the table."""
-    proposer: Literal["drafter", "prompt_lookup", "causal_lm"] = "drafter"
+    proposer: ProposerName = "drafter"
     """Who drafts: the trained drafter, a copy of what followed the last words earlier in the text, or a small causal LM
     with the target's tokenizer."""
     drafter: str | None = None

@@ -166,7 +166,7 @@ def sums_of(trainee: TrainingTimeTest, ids: torch.Tensor, span: torch.Tensor) ->
     captured, last = states_of(trainee.drafter, ids)
     columns = columns_of(span, trainee.steps)
     teacher = teacher_of(small_target(), last, ids, columns, trainee.drafter.vocab)
-    return trainee(captured, ids, columns, teacher)
+    return trainee(captured, inputs_of(trainee.drafter, ids), columns, teacher)
 
 
 def gradients(drafter: FeatureDrafter) -> dict[str, torch.Tensor]:

@@ -64,6 +64,9 @@ class Scripted:
     def keep(self, rows: Sequence[int]) -> None:
         self.tables = [self.tables[row] for row in rows]
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        raise AssertionError("nothing is rolled back here")
+
     def observe(self, committed: Committed) -> None:
         self.seen.append((committed.tokens, committed.features, committed.counts))
 

@@ -45,6 +45,9 @@ class Along(Scripted):
 
     def keep(self, rows: Sequence[int]) -> None: ...
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        raise AssertionError("nothing is rolled back here")
+
     def observe(self, committed: Committed) -> None:
         self.tables = [self.table(text_seed(tokens)) for tokens in committed.tokens]
 

@@ -140,6 +140,9 @@ class Chain:
     def keep(self, rows: Sequence[int]) -> None:
         self.drafting.keep(rows)
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        raise AssertionError("nothing is rolled back here")
+
     def observe(self, committed: Committed) -> None:
         self.committed = committed.tokens
         self.drafting.observe(committed)

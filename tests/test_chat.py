@@ -10,8 +10,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data_gen import regenerate
-from draftsmith.data_gen.answers import regeneration
-from draftsmith.data_gen.answers.generators import GenerationSettings
+from draftsmith.data_gen.answers.generators import Writer
 from draftsmith.data_gen.corpus.ranking import count_supervised
 from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import (
@@ -348,11 +347,11 @@ def test_two_turns_are_two_rows_and_the_second_prompt_holds_no_thoughts(
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     output = ids_of(tokenizer, answer)
 
-    def answers(model: Any, prompts: Any, settings: GenerationSettings) -> Any:
+    def answers(writer: Writer, prompts: Any) -> Any:
         for key, _ in prompts:
             yield key, output, "stop"
 
-    monkeypatch.setattr(regeneration, "generate", answers)
+    monkeypatch.setattr(Writer, "__call__", answers)
     monkeypatch.setattr("sys.argv", ["regenerate.py", str(tmp_path / "r.yaml")])
     regenerate.main()
     rows = list(training_rows(tmp_path / "out/conversations.jsonl", tokenizer, 1000, Rejects()))

@@ -243,10 +243,11 @@ def test_the_answer_in_the_next_prompt_reads_as_regeneration_writes_it(
     ids = [*tokenizer("the cat . don 't")["input_ids"], END]
     assert decode_answer(tokenizer, ids) == "the cat . don 't"
 
-    def decoded(target: Any, proposer: Any, prompts: list[list[int]], *_: Any) -> list[Generation]:
-        return [Generation(prompt, ids, [], last_round_cut=False) for prompt in prompts]
+    def decoded(verifier: Any, proposer: Any, prompts: list[list[int]], *_: Any) -> list[Generation]:
+        return [Generation(list(prompt), ids, [], last_round_cut=False) for prompt in prompts]
 
-    monkeypatch.setattr(benchmarks, "decode_batch", decoded)
+    monkeypatch.setattr(benchmarks, "decode", decoded)
+    monkeypatch.setattr(benchmarks, "TargetVerifier", lambda *_: None)
     bench = benchmarks.Bench(None, tokenizer, (END,), max_new_tokens=20, max_length=90)  # type: ignore[arg-type]
     prompts = write(tmp_path / "p.jsonl", {"turns": ["a", "b"]})
     asked = benchmarks.load_questions(str(prompts), Rejects(), None)

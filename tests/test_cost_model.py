@@ -194,6 +194,9 @@ class SlowProposer:
     def keep(self, rows: Sequence[int]) -> None:
         raise AssertionError("no answer ends while costs are measured")
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        raise AssertionError("nothing is rolled back here")
+
     def observe(self, committed: Committed) -> None:
         self.clock.now += self.reads
         self.clock.now += 50 * (0 < self.rounds < SETTLING)

@@ -81,6 +81,9 @@ class Oracle:
     def keep(self, rows: Sequence[int]) -> None:
         self.live = [self.live[row] for row in rows]
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        raise AssertionError("nothing is rolled back here")
+
     def observe(self, committed: Committed) -> None:
         assert committed.features is not None
         self.committed = committed.tokens

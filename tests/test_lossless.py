@@ -56,13 +56,14 @@ ROWS = (1, 3)
 TRIED = ("chain", "eagle2")  # with every proposer
 
 
-class BrokenNow(Drafting):
+class BrokenNow:
     """Every third distribution is NaN in places or throughout, as of a drafter in a precision too low for it."""
 
     def __init__(self, drafting: Drafting):
         self.drafting, self.vocab, self.capture_layers = drafting, drafting.vocab, drafting.capture_layers
         self.reset, self.admit, self.keep = drafting.reset, drafting.admit, drafting.keep
         self.observe = drafting.observe
+        self.rollback = drafting.rollback
         self.calls = 0
 
     def _broken(self, log_probs: torch.Tensor) -> torch.Tensor:

@@ -413,7 +413,7 @@ def test_bounds_hold_where_every_turn_is_a_row(tmp_path: Path, max_length: int) 
         history: list[dict[str, str]] = []
         for message in conversation.messages:
             history.append(message)
-            ids = render_prompt(tokenizer, history)
+            ids = list(render_prompt(tokenizer, history))
             if len(ids) + len(output) > max_length:
                 break
             rows, tokens = rows + 1, tokens + len(ids) + len(output)

@@ -190,9 +190,10 @@ def test_every_contender_s_answers_are_logged_with_their_place(tmp_path: Path, m
     tokenizer: Any = make_tokenizer()
     ids = tokenizer("the cat<|end|>")["input_ids"]
     monkeypatch.setattr(
-        *(benchmarks, "decode_batch"),
-        lambda target, proposer, prompts, *_: [Generation(prompt, ids, [], False) for prompt in prompts],
+        *(benchmarks, "decode"),
+        lambda verifier, proposer, prompts, *_: [Generation(list(prompt), ids, [], False) for prompt in prompts],
     )
+    monkeypatch.setattr(benchmarks, "TargetVerifier", lambda *_: None)
     one = tmp_path / "one.jsonl"
     one.write_text('{"question_id": 0, "category": "writing", "turns": ["a", "b"]}\n')
     (tmp_path / "two").mkdir()

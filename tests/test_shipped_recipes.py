@@ -268,7 +268,7 @@ def test_from_prompts_to_acceptance(
     if "labels" in recipe.model_fields_set:
         sweep = "--betas", "0.3", "0.6", "--nodes", "4", "12"
         run(c2t_sweep, "c2t_sweep.py", path, [*overrides, *sweep], monkeypatch)
-        assert "at equal tau" in capsys.readouterr().out
+        assert "At equal tau" in capsys.readouterr().out
 
     conversations = [json.loads(line) for line in (tmp_path / "run/conversations.jsonl").read_text().splitlines()]
     assert len(conversations) == 12

@@ -135,7 +135,7 @@ def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
         UserError: nobody has that name, or it has no distributions.
     """
     contender = contender_named(recipe, name)
-    if contender.proposer == "prompt_lookup":
+    if not contender.has_distributions:
         raise UserError("--contender: prompt lookup copies and has no distribution that P and H could be taken from")
     # Two nodes: labelling verifies no tree, so that none is too large for the target's positions.
     tree = TreeSection(

@@ -5,10 +5,10 @@ with one is told by `check_contenders`, before weights are loaded; `Lineup` then
 contenders share it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -40,7 +40,7 @@ from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, always_inside, check_counted, check_counts, cut, load_token_counts
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection, TreeSection
+from draftsmith.recipes.schema import ContenderSection, ProposerName, Recipe, TargetSection, TreeSection
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,18 @@ class Contender:
     """One row of the table. `name` is empty until `named` has given it one."""
 
     name: str
-    proposer: Literal["drafter", "prompt_lookup", "causal_lm"]
+    proposer: ProposerName
     tree: TreeSection
     place: str  # where it stands, for messages
     kind: str = ""  # of the drafter, for its name
     drafter: Path | None = None  # its directory
     draft_model: TargetSection | None = None  # of causal_lm
     token_counts: Path | None = None  # what tree.vocab_size ranks by
+
+    @property
+    def has_distributions(self) -> bool:
+        """Whether trees are grown from probabilities, or the drafted tokens are all that there is."""
+        return PROPOSERS[self.proposer].drafting is not None
 
 
 def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:
@@ -173,7 +178,7 @@ def repeated_names(given: Sequence[tuple[str, str]]) -> list[str]:
 
 def _words(contender: Contender) -> str:
     """Who drafts what, in a few words."""
-    if contender.proposer == "prompt_lookup":
+    if not contender.has_distributions:
         return f"prompt lookup of {contender.tree.most - 1}"
     who = Path(contender.draft_model.model).name if contender.draft_model else contender.kind
     return f"{who}, {tree_in_words(contender.tree)}"
@@ -355,7 +360,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         if tree.policy != "auto":
             known = holds("eval.tree.c2t.classifier", policy_of, tree, sampling)
             holds("eval.tree", check_size, tree, config.max_position_embeddings)
-        if there and contender.proposer != "prompt_lookup":
+        if there and contender.has_distributions:
             told_of = (contender, config.vocab_size, fingerprint, stops)
             if holds("eval.token_counts", _check_vocab, *told_of) and known:
                 holds("eval.tree.c2t.classifier", check_classifier, contender, _vocab_of(*told_of), section)
@@ -453,20 +458,17 @@ class Lineup:
         Raises:
             UserError: a model or file of its is not there, or another target's.
         """
-        if contender.proposer == "prompt_lookup":
-            return PromptLookup(contender.tree.most - 1, self.target.device)
+        if (alone := PROPOSERS[contender.proposer].alone) is not None:
+            return alone(self, contender)
         drafting = self.drafting(contender)
         check_classifier(contender, drafting.vocab, self.section)
         return PolicyProposer(drafting, policy_of(contender.tree, sampling))
 
     def drafting(self, contender: Contender) -> Drafting:
         """The drafter of `proposer`, with its vocabulary cut as the tree says."""
-        if contender.draft_model is not None:
-            small = self._draft_model(contender.draft_model)
-            return CausalLMDrafting(small, self._cut(contender, DraftVocab.full(small.vocab_size)))
-        assert contender.drafter is not None
-        drafter = self.drafter(contender.drafter)
-        return FeatureDrafting(drafter, self._cut(contender, drafter.vocab))
+        make = PROPOSERS[contender.proposer].drafting
+        assert make is not None
+        return make(self, contender)
 
     def drafter(self, directory: Path) -> FeatureDrafter:
         if directory not in self.drafters:
@@ -474,12 +476,50 @@ class Lineup:
             self.drafters[directory] = load_drafter(directory, self.target, self.identity, shape.capture_layers)
         return self.drafters[directory]
 
-    def _draft_model(self, section: TargetSection) -> Target:
+    def draft_model(self, section: TargetSection) -> Target:
         key = section.model_dump_json()
         if key not in self.draft_models:
             self.draft_models[key] = load_draft_model(section)
             check_vocabulary(self.draft_models[key], self.target)
         return self.draft_models[key]
 
-    def _cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:
+    def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:
+        """What `contender` drafts from instead of `vocab`; None: all of it."""
         return _cut_of(contender, vocab, self.fingerprint, self.stop_ids)
+
+
+# Who can propose. A new one needs its name in `schema.ProposerName`, and a line here.
+
+
+@dataclass(frozen=True)
+class ProposerKind:
+    """How a contender's proposer is made: from distributions that any policy grows trees from, or as it is.
+
+    Exactly one of the two is given.
+    """
+
+    drafting: Callable[[Lineup, Contender], Drafting] | None = None
+    alone: Callable[[Lineup, Contender], Proposer] | None = None
+
+
+def _by_drafter(lineup: Lineup, contender: Contender) -> Drafting:
+    assert contender.drafter is not None
+    drafter = lineup.drafter(contender.drafter)
+    return FeatureDrafting(drafter, lineup.cut(contender, drafter.vocab))
+
+
+def _by_causal_lm(lineup: Lineup, contender: Contender) -> Drafting:
+    assert contender.draft_model is not None
+    small = lineup.draft_model(contender.draft_model)
+    return CausalLMDrafting(small, lineup.cut(contender, DraftVocab.full(small.vocab_size)))
+
+
+def _by_lookup(lineup: Lineup, contender: Contender) -> Proposer:
+    return PromptLookup(contender.tree.most - 1, lineup.target.device)
+
+
+PROPOSERS: dict[ProposerName, ProposerKind] = {
+    "drafter": ProposerKind(drafting=_by_drafter),
+    "causal_lm": ProposerKind(drafting=_by_causal_lm),
+    "prompt_lookup": ProposerKind(alone=_by_lookup),
+}

@@ -505,6 +505,9 @@ class PolicyProposer:
         if self.draws is not None:
             self.draws = [self.draws[row] for row in rows]
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        self.drafting.rollback(lengths)
+
     def observe(self, committed: Committed) -> None:
         # Copied to the device while that is idle: a copy waits for what was asked for before it.
         roots = [tokens[-1] for tokens in committed.tokens]

@@ -36,6 +36,12 @@ class PromptLookup:
     def keep(self, rows: Sequence[int]) -> None:
         self.texts = [self.texts[row] for row in rows]
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        for row, length in enumerate(lengths):
+            kept = self.texts[row].tokens[: length + 1]
+            self.texts[row] = _Text(self.max_ngram)
+            self.texts[row].extend(kept)
+
     def observe(self, committed: Committed) -> None:
         for text, tokens in zip(self.texts, committed.tokens, strict=True):
             text.extend(tokens)

@@ -83,7 +83,7 @@ def points_of(
         UserError: a beta, beam or number of nodes that means nothing; fewer than two points of a curve.
     """
     main = contender_named(recipe, contender)
-    if main.proposer == "prompt_lookup":
+    if not main.has_distributions:
         raise UserError("--contender: prompt lookup copies and has no probabilities that a tree could grow by")
     base = main.tree
     section = base.c2t if base.policy == "c2t" else C2tSection()

@@ -239,7 +239,7 @@ def in_words(contender: Contender) -> str:
     if tree["policy"] == "auto":
         return "the fastest tree on this machine, measured first"
     nodes = f"at most {tree['nodes']:,} nodes"
-    calls = "" if contender.proposer == "prompt_lookup" else f", at most {tree['draft_calls']} draft calls"
+    calls = "" if not contender.has_distributions else f", at most {tree['draft_calls']} draft calls"
     cut_to = f", from {tree['vocab_size']:,} tokens" if tree["vocab_size"] is not None else ""
     return f"{tree['policy']}, {nodes}{calls}{cut_to}"
 

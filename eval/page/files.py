@@ -9,10 +9,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.page.drawing import write_png
 from draftsmith.eval.page.figures import acceptance_plots, parts_of, training_plots
 from draftsmith.eval.page.file_shapes import Acceptance, MetricsLine, check, load
 from draftsmith.eval.page.html import build_html, choose_answers, rounds_coarsely
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -65,8 +67,10 @@ def write_acceptance(
         baseline: the contender that decodes plainly.
         made: how the numbers came about: `device`, `dtype` and `made`.
     """
+    sampling = Sampling.of(recipe.eval)
     shared = {
-        "lossless": True,  # of the rules, in exact arithmetic; what was measured is matches_target: see `metrics`
+        # Of the rule, in exact arithmetic; what was measured is matches_target: see `metrics`.
+        "lossless": acceptance_of(sampling).lossless,
         "temperature": recipe.eval.temperature,
         "top_p": recipe.eval.top_p,
         "top_k": recipe.eval.top_k,

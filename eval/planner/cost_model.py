@@ -465,6 +465,9 @@ class _WatchedProposer:
     def keep(self, rows: Sequence[int]) -> None:
         self.proposer.keep(rows)
 
+    def rollback(self, lengths: Sequence[int]) -> None:
+        self.proposer.rollback(lengths)
+
     def observe(self, committed: Committed) -> None:
         self.began.append(self.clock.mark())
         self.proposer.observe(committed)

@@ -16,7 +16,7 @@ from accelerate.utils import set_seed
 
 from draftsmith.data_gen.states.stored_target import StoredTarget
 from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids
-from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, written
+from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
 from draftsmith.models.costs import target_size
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.command.cli import Command
@@ -194,5 +194,7 @@ def save(training: Training) -> None:
             made_by["checkpoint"] = {"step": step_of(checkpoint), str(recipe.train.keep_best): tau}
             chosen = f", of step {step_of(checkpoint):,}, which has the best {recipe.train.keep_best}: {tau:.2f}"
         with full_disk_is_told(recipe.drafter_dir):
-            save_drafter(recipe.drafter_dir, trained.drafter, training.identity, dump_recipe(recipe), made_by)
+            layout = target_layout(load_config(recipe.target), loop.target.dtype, recipe.target.trust_remote_code)
+            words = training.identity | {"layout": layout}
+            save_drafter(recipe.drafter_dir, trained.drafter, words, dump_recipe(recipe), made_by)
         print(f"drafter: {recipe.drafter_dir}{chosen}")

@@ -1,0 +1,277 @@
+"""What the target is asked travels whole: inserts reach target, drafter, training and every key, and caches roll back.
+
+An insert of the target's own embeddings of some tokens must change nothing against the tokens themselves, wherever it
+goes; one of other embeddings must change everything that depends on it.
+"""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.data_gen.rows.overlap import EvaluationIndex
+from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of
+from draftsmith.data_gen.states.store import key_of
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import replay
+from draftsmith.models.alignment import columns_of
+from draftsmith.models.causal_lm import CausalLMDrafting
+from draftsmith.models.draft_tree import Committed, Drafting
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.prompt import EmbeddingInsert, PlacedInsert, Prompt
+from draftsmith.models.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.reader import asked_digest
+from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.schema import TreeSection
+from draftsmith.train.loss.unroll import UnrollSums, teacher_of
+from draftsmith.train.run.batches import collate
+from draftsmith.train.run.run_identity import rows_digest
+from draftsmith.train.run.state_sources import OnlineStates
+from tests.conftest import make_target
+from tests.decoding import decode, decode_batch
+from tests.drafter_cases import CASES, drafter_of, small_target, trainee_of
+from tests.pairs import pair_of, pair_of_kind
+
+PLACEHOLDER = 3
+TEXT = [11, 12, 13, 14, 15, 16]
+TREE = TreeSection(nodes=12, draft_calls=3, top_k=4)
+
+
+def with_insert(target: Target, tokens: list[int], first: int, end: int, scale: float = 1.0) -> Prompt:
+    """`tokens`, of which some are given by the target's embeddings of them; times `scale`."""
+    rows = scale * target.embedding(torch.tensor(tokens[first:end])).detach()
+    hidden = [*tokens[:first], *[PLACEHOLDER] * (end - first), *tokens[end:]]
+    return Prompt(hidden, (EmbeddingInsert(first, rows),))
+
+
+def test_a_prompt_is_its_tokens_and_what_stands_in_their_place() -> None:
+    one, other = (EmbeddingInsert(1, torch.full((2, 4), value)) for value in (1.0, 2.0))
+    assert Prompt([5, 6]) == [5, 6] and Prompt([5, 6]).inserts_digest == b""
+    prompts = [Prompt([5, 3, 3, 7]), *(Prompt([5, 3, 3, 7], (each,)) for each in (one, other, one.at(2)))]
+    assert len({prompt.digest for prompt in prompts}) == 4 and len(set(prompts)) == 4
+    longer = prompts[1].then([8, 9])
+    assert list(longer) == [5, 3, 3, 7, 8, 9] and longer.inserts == (one,)
+    assert [longer.begins_with(prompt) for prompt in prompts] == [False, True, False, False]
+    assert longer.begins_with(Prompt([5])) and not longer.begins_with(Prompt([5, 3]))  # the insert reaches beyond
+    for wrong in (one.at(3), one.at(-1)):
+        with pytest.raises(ValueError, match="an insert covers tokens"):
+            Prompt([5, 3, 3, 7], (wrong,))
+
+
+# Gemma scales its embeddings in their module, Granite in the decoder.
+@pytest.mark.parametrize("family", ["llama", "gemma", "granite", "gpt2"])
+def test_an_insert_of_the_target_s_own_embeddings_changes_nothing(family: str) -> None:
+    target = Target(make_target(family))
+    asked = with_insert(target, TEXT, 1, 4)
+    ids, inserts = torch.tensor([asked.token_ids]), [PlacedInsert(0, each) for each in asked.inserts]
+    text = torch.tensor([TEXT])
+    for mine, plain in zip(
+        (
+            target.states(ids, inserts=inserts).captured,
+            target.states(ids, inserts=inserts).last,
+            target.captured_states(ids, (0, 3), inserts),
+            target.inputs(ids, inserts=inserts).embeddings,
+            target.session((0, 3)).prefill([[7], asked])[0],
+        ),
+        (
+            target.states(text).captured,
+            target.states(text).last,
+            target.captured_states(text, (0, 3)),
+            target.inputs(text).embeddings,
+            target.session((0, 3)).prefill([[7], TEXT])[0],
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+    assert (target.states(ids).last - target.states(text).last).abs().max() > 1e-2  # the placeholders alone
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "hass"])
+def test_decoding_reads_inserts_as_the_text_that_they_are(kind: str) -> None:
+    """Target and drafter: the same tokens in the same rounds, alone and beside text; replay likewise."""
+    target, drafter = pair_of_kind(kind, "llama", None)
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(TREE))
+    prompts = [[21, 22, 23, 24, 25, 26, 27, 28, 29], [11, 12, 13]]
+    asked = [with_insert(target, prompts[0], 0, 7), Prompt(prompts[1])]
+    expected = decode_batch(target, proposer, prompts, {-1}, 30)
+    assert sum(expected[0].accepted_per_round) > 8
+    for found in (decode_batch(target, proposer, asked, {-1}, 30), [decode(target, proposer, asked[0], {-1}, 30)]):
+        for answer, wanted in zip(found, expected, strict=False):
+            assert (answer.token_ids, answer.accepted_per_round) == (wanted.token_ids, wanted.accepted_per_round)
+    recorded = [RecordedAnswer(each, answer.token_ids) for each, answer in zip(asked, expected, strict=True)]
+    rounds = replay(target, proposer, recorded, 2)
+    assert [answer.accepted_per_round for answer in rounds] == [answer.accepted_per_round for answer in expected]
+
+
+def test_other_embeddings_are_another_question() -> None:
+    """Greedy answers stay the target's own, whatever stands in the prompt."""
+    target, drafter = pair_of("llama")
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(TREE))
+    answers = []
+    for scale in (1.0, -3.0):
+        asked = with_insert(target, TEXT, 2, 5, scale)
+        plain, drafted = (decode(target, who, asked, {-1}, 20).token_ids for who in (None, proposer))
+        assert drafted == plain
+        answers.append(plain)
+    assert answers[0] != answers[1]
+
+
+def test_an_input_that_a_target_cannot_read_is_refused() -> None:
+    target = small_target()
+    too_wide = Prompt(TEXT, (EmbeddingInsert(1, torch.zeros(2, 7)),))
+    with pytest.raises(UserError, match="reads text, and embeddings 32 wide"):
+        target.session().prefill([too_wide])
+
+
+# Training.
+
+
+def rows_and_texts() -> tuple[list[TrainingRow], list[TrainingRow]]:
+    """Two rows with inserts, one of them at the row's beginning, and the same as text."""
+    target, texts = small_target(), [[*range(20, 34)], [*range(30, 41)]]
+    spans = [[(6, 14)], [(4, 7), (8, 11)]]
+    plain = [TrainingRow(str(i), text, [], span) for i, (text, span) in enumerate(zip(texts, spans, strict=True))]
+    asked = [with_insert(target, texts[0], 2, 6), with_insert(target, texts[1], 0, 3)]
+    return [
+        replace(row, input_ids=list(prompt), inserts=prompt.inserts) for row, prompt in zip(plain, asked, strict=True)
+    ], plain
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_training_reads_inserts_as_the_text_that_they_are(packed: bool) -> None:
+    case, target = CASES["eagle3"], small_target()
+
+    def sums(rows: list[TrainingRow]) -> UnrollSums:
+        drafter = drafter_of(case)
+        batch = collate(rows, packed)
+        captured, last = (batch.in_one_row(each) for each in OnlineStates(target).of(batch))
+        row, columns = batch.one_row, columns_of(batch.one_row.span, case.steps)
+        inputs = target.inputs(row.ids, row.position, row.inserts, drafter.dtype)
+        teacher = teacher_of(target, last, row.ids, columns, drafter.vocab)
+        return trainee_of(case, drafter)(captured, inputs, columns, teacher, row.documents)
+
+    mine, plain = map(sums, rows_and_texts())
+    assert mine.columns == plain.columns > 8
+    torch.testing.assert_close(mine.loss, plain.loss, rtol=1e-5, atol=1e-5)
+    blind = [replace(row, inserts=()) for row in rows_and_texts()[0]]
+    assert (sums(blind).loss - plain.loss).abs() > 1e-2
+
+
+def test_turns_join_to_rows_only_where_their_inserts_do() -> None:
+    target = small_target()
+    first = with_insert(target, TEXT, 1, 4)
+    again, other = first.then([7, 8, 9]), with_insert(target, TEXT, 1, 4, 2.0).then([7, 8, 9])
+    assert [row.spans for row in rows_of("a", [(first, [7, 8]), (again, [10])])] == [[(6, 8), (9, 10)]]
+    rows = list(rows_of("a", [(first, [7, 8]), (other, [10])]))
+    assert [row.spans for row in rows] == [[(6, 8)], [(9, 10)]]
+    assert [row.inserts for row in rows] == [first.inserts, other.inserts]
+
+
+# Keys.
+
+
+def test_two_inserts_under_one_question_have_two_keys() -> None:
+    (row, _), (text, _) = rows_and_texts()
+    other = replace(row, inserts=(with_insert(small_target(), [*range(20, 34)], 2, 6, 2.0).inserts))
+    blind = replace(row, inserts=())
+    assert len({key_of(each) for each in (row, other, blind, text)}) == 4
+    assert len({rows_digest([each]) for each in (row, other, blind)}) == 3
+
+
+@pytest.mark.parametrize("place", ["beside", "inside"])
+def test_two_pictures_under_one_question_are_told_apart(place: str, tmp_path: Path) -> None:
+    """By what they show, not by their names: resumption, repeated questions and contamination."""
+    for name, content in (("a", b"one"), ("b", b"two"), ("copy of a", b"one")):
+        (tmp_path / name).write_bytes(content)
+
+    def asks(name: str) -> Conversation:
+        text, path = "What does this picture show us today?", str(tmp_path / name)
+        if place == "beside":
+            return Conversation("q", [{"role": "user", "content": text}], [path])
+        return Conversation("q", [{"role": "user", "content": [{"type": "text", "text": text}, picture(path)]}])
+
+    def picture(path: str) -> dict[str, str]:
+        return {"type": "image", "path": path}
+
+    before = asked_digest(asks("a"))
+    assert before != asked_digest(asks("b"))
+    index = EvaluationIndex([asks("a")])
+    for name, found in (("a", True), ("copy of a", True), ("b", False)):
+        training = asks(name)
+        assert (index.find(training.messages, training.pictures) is not None) == ((found and name == "a") or found)
+    (tmp_path / "a").write_bytes(b"another one")
+    assert asked_digest(asks("a")) != before
+
+
+# Rollback.
+
+
+@cache
+def blurred() -> Target:
+    return Target(make_target(num_layers=7, seed=5), (0,))
+
+
+DRAFTERS = ["eagle3", "hass", "poss over eagle3", "eagle3.1", "causal_lm", "prompt lookup"]
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_proposer_that_was_rolled_back_goes_on_as_if_nothing_had_been_there(kind: str) -> None:
+    """Three rows: one keeps all, one loses some positions, one all but its prompt."""
+    target, drafter = pair_of_kind(kind, "llama", None) if kind not in DRAFTERS[4:] else (pair_of("llama")[0], None)
+
+    def fresh() -> PolicyProposer | PromptLookup:
+        if kind == "prompt lookup":
+            return PromptLookup(4, target.device)
+        drafting: Drafting = CausalLMDrafting(blurred()) if drafter is None else FeatureDrafting(drafter)
+        return PolicyProposer(drafting, policy_of(TREE))
+
+    texts = [[11, 12, 13, 14, 15, 16, 11, 12, 17], [21, 22, 23, 24, 25, 21, 22, 26, 27], [5, 6, 5, 6, 5, 6, 5, 6, 8]]
+    kept = [8, 5, 3]  # positions that stay, with the token behind them
+    others = [
+        [*text[: k + 1], *[40 + 3 * i, 5, 6][: 1 + i]] for i, (text, k) in enumerate(zip(texts, kept, strict=True))
+    ]
+    reads = () if drafter is None else drafter.config.capture_layers
+
+    def tell(proposer: PolicyProposer | PromptLookup, texts: list[list[int]], begins: list[int]) -> None:
+        counts = [len(text) - 1 - begin for text, begin in zip(texts, begins, strict=True)]
+        features = None
+        if reads:
+            features = torch.zeros(len(texts), max(counts), len(reads) * target.hidden_size)
+            for row, (text, begin, count) in enumerate(zip(texts, begins, counts, strict=True)):
+                states = target.states(torch.tensor([text]), reads).captured[0]
+                features[row, :count] = states[begin : begin + count]
+        proposer.observe(Committed(target, texts, features, counts))
+
+    rolled, new = fresh(), fresh()
+    for proposer in (rolled, new):
+        proposer.reset(3)
+    tell(rolled, texts, [0, 0, 0])
+    rolled.propose()
+    rolled.rollback(kept)
+    tell(rolled, others, kept)
+    tell(new, [text[: k + 1] for text, k in zip(texts, kept, strict=True)], [0, 0, 0])
+    tell(new, others, kept)
+    mine, wanted = rolled.propose()[0], new.propose()[0]
+    assert mine.tokens.tolist() == wanted.tokens.tolist() and mine.parents.tolist() == wanted.parents.tolist()
+
+
+def test_a_target_s_session_rolls_back() -> None:
+    target = small_target()
+    session, fresh = target.session((1, 4)), target.session((1, 4))
+    session.prefill([TEXT, [*TEXT, 17, 18]])
+    session.rollback([3, 5])
+    fresh.prefill([TEXT[:3], TEXT[:5]])
+    tokens = torch.tensor([[31, 32], [33, 34]])
+    depths = torch.arange(2).expand(2, -1)
+    visible = torch.ones(2, 2, dtype=torch.bool).tril().expand(2, -1, -1)
+    for mine, wanted in zip(
+        session.append(tokens, depths, visible), fresh.append(tokens, depths, visible), strict=True
+    ):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-4)
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        session.rollback([4, 5])
