@@ -234,7 +234,7 @@ def test_a_process_begins_when_rank_0_has_found_everything_in_order(
     words = HashStore()
     with pytest.raises(SystemExit) as ended:
         capturing.capture_with(Team(0, 2, 0, words), script.read_command)
-    assert ended.value.code == 2 and "captured otherwise" in capsys.readouterr().err
+    assert ended.value.code == 2 and "captured with other settings" in capsys.readouterr().err
     words.delete_key("missing")
     with pytest.raises(SystemExit) as ended:  # silent: rank 0 has said why
         capturing.capture_with(Team(1, 2, 1, words), script.read_command)
@@ -251,7 +251,7 @@ def test_processes_that_capture_something_else_than_rank_0_say_so(recipe_path: P
     recipe = load_recipe(recipe_path, [f"data.states={tmp_path}"])
     job = Job.of(recipe, rows_of(recipe)[1:], "another tokenizer")
     words = HashStore()
-    Team(0, 2, 0, words).tell("made_of", Job.of(recipe, rows_of(recipe), "this tokenizer").made_of)
+    Team(0, 2, 0, words).publish("made_of", Job.of(recipe, rows_of(recipe), "this tokenizer").made_of)
     with pytest.raises(UserError) as raised:
         capturing.check_same(Team(1, 2, 1, words), job.made_of)
     said = str(raised.value)
@@ -262,7 +262,7 @@ def test_processes_that_capture_something_else_than_rank_0_say_so(recipe_path: P
 def test_of_several_that_fail_one_speaks(capsys: pytest.CaptureFixture) -> None:
     words = HashStore()
     for rank in (1, 0):
-        with pytest.raises(SystemExit) as ended, Team(rank, 3, rank, words).speaking_once():
+        with pytest.raises(SystemExit) as ended, Team(rank, 3, rank, words).reporting_once():
             raise UserError(f"the disk of rank {rank} is full")
         assert ended.value.code == 2
     with pytest.raises(SystemExit) as ended:
@@ -270,7 +270,7 @@ def test_of_several_that_fail_one_speaks(capsys: pytest.CaptureFixture) -> None:
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: the disk of rank 1 is full\n"
     words = HashStore()
-    with pytest.raises(ZeroDivisionError), Team(1, 2, 1, words).speaking_once():
+    with pytest.raises(ZeroDivisionError), Team(1, 2, 1, words).reporting_once():
         print(1 / 0)
     with pytest.raises(SystemExit):
         Team(0, 2, 0, words).wait(lambda: False)

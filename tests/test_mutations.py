@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
-from draftsmith.data_gen.answers.regeneration import _Asked
+from draftsmith.data_gen.answers.regeneration import OpenConversations
 from draftsmith.data_gen.rows.overlap import EvaluationIndex
 from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.data_gen.server.generator import Answered
@@ -292,7 +292,7 @@ def test_every_conversation_is_asked_or_rejected(files: list[Path], tmp_path: Pa
         finished = []
         log_path = tmp_path / f"{path.stem}.jsonl"
         with limited(path.name), ConversationLog(log_path, {"tokenizer_fingerprint": "f"}) as log:
-            asked = _Asked(conversations, tokenizer, 2000, rejects)
+            asked = OpenConversations(conversations, tokenizer, 2000, rejects)
             for prompt in asked.prompts():
                 assert prompt is not None
                 record = asked.take(Answered(prompt[0], [9, 10, tokenizer.eos_token_id], "stop"))

@@ -80,14 +80,14 @@ def test_a_server_that_comes_back_as_garbage_hangs_nothing(place: Place, monkeyp
         async def broken(*_: Any) -> Any:
             raise KeyError("a defect")
 
-        looks = server_generator.Servers._ask_one
+        looks = server_generator.Servers._ask_one_token
         trials: list[int] = []
 
         async def once(self: Any, server: Any) -> None:
             trials.append(1)
             await (looks if len(trials) == 1 else broken)(self, server)
 
-        monkeypatch.setattr(server_generator.Servers, "_ask_one", once)
+        monkeypatch.setattr(server_generator.Servers, "_ask_one_token", once)
         problems, _ = place.fails()
     assert "no server has given an answer for" in problems[1] and len(trials) > 2
 
@@ -121,7 +121,7 @@ def test_tokens_are_progress(place: Place) -> None:
         (True, b"x" * 2**16, "a reply of more than"),
         (True, b'data: {"choices": [{"token_ids": [7]}]}\n\n', "25 tokens where at most 24 were asked for"),
         (True, b'data: {"choices": [{"text": "a"}]}\n\n', "97 pieces where at most 24 tokens were asked for"),
-        (True, b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\n', "goes on behind its finish_reason"),
+        (True, b'data: {"choices": [{"text": "a", "finish_reason": "stop"}]}\n\n', "continues after its finish_reason"),
     ],
 )
 def test_replies_without_end_are_left(

@@ -170,7 +170,7 @@ def test_rows_with_states_that_are_not_finite_are_named_and_kept(
     broken = [row for row in rows if token in row.input_ids]
     opened, printed = Store(tmp_path / "states"), capsys.readouterr().out
     assert opened.manifest.total("nonfinite_rows") == len(broken) and bad in broken
-    assert f"states that are not finite numbers in {len(broken)} rows" in printed
+    assert f"NaN or inf among the states of {len(broken)} rows" in printed
     for row in rows:
         stored = opened.read(row)
         decoded = opened.encoding.decode(stored.captured, stored.captured_scale, torch.float32)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen.answers.regeneration import _Asked
+from draftsmith.data_gen.answers.regeneration import OpenConversations
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.data_gen.server.generator import Answered
 from draftsmith.models.chat import tokenizer_fingerprint
@@ -79,7 +79,7 @@ def supervised(tokenizer: Any, row: TrainingRow) -> list[str]:
 
 def regenerate_with(tokenizer: Any, source: str, path: Path, *answers: str) -> list[str]:
     """Asks `source`'s only conversation, answers with texts, writes the record; the prompts as they were asked."""
-    asked = _Asked(list(read_conversations(source, Rejects())), tokenizer, 1000, Rejects())
+    asked = OpenConversations(list(read_conversations(source, Rejects())), tokenizer, 1000, Rejects())
     texts, replies = [], deque(answers)
     for prompt in asked.prompts():
         assert prompt is not None

@@ -1,10 +1,10 @@
-"""The file that regenerate appends to: JSON lines that survive a kill at any moment, and say themselves what is done.
+"""The conversations file that regenerate appends to. A run that is killed resumes from it.
 
-A line is handed to the operating system in one write, so a killed process leaves whole lines and at most one torn last
-one, which the next start cuts off. The disk is made to follow once a second, for the case of a power cut.
+Each line is written in one call, so a kill leaves whole lines and at most one torn last line. The next start cuts that
+line off. The file is synced once a second, in case of a power cut.
 
-Every line carries a digest of what was asked: an id alone, often a file's name and a line, does not say that this very
-conversation is done.
+Each line carries a digest of what was asked, because an id (often a file name and a line number) does not show that
+this exact conversation is done.
 """
 
 import contextlib
@@ -22,15 +22,13 @@ from draftsmith.recipes.prompts.reader import Conversation, asked_digest
 from draftsmith.recipes.prompts.rejects import is_unicode
 
 SECONDS_BETWEEN_SYNCS = 1.0
-# What a loaded target and a server are told apart by.
-LEARNED = ("embedding_digest", "served_model")
-# Conversations that a refusal names; there may be thousands.
-NAMED_AT_MOST = 5
-_START = b'{"id": '  # of every line of ours
+LEARNED = ("embedding_digest", "served_model")  # identify the target once it is loaded or reached
+NAMED_AT_MOST = 5  # conversations that an error lists
+_START = b'{"id": '  # of every line that regenerate writes
 
 
 class Done(NamedTuple):
-    """A conversation that is written."""
+    """A finished conversation."""
 
     line: int  # from 1
     asked_digest: str
@@ -46,17 +44,13 @@ class LogContent:
     answer_tokens: int = 0
     whole_bytes: int = 0  # length of the file without a torn last line
     torn_bytes: int = 0
-    learned: dict[str, set[str]] = field(default_factory=dict)  # what `identify` was told, by its names
+    learned: dict[str, set[str]] = field(default_factory=dict)  # values of LEARNED among the lines
 
 
 def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
-    """What is done already.
+    """Reads what is done already.
 
-    Args:
-        generator: what makes the answers of this run; the file must have been made by the same.
-
-    Raises:
-        UserError: a line that is none of regenerate's, an id twice, or another generator; both sides are printed.
+    Raises UserError for a foreign line, a repeated id, or a line whose generator is not `generator`.
     """
     content = LogContent(path)
     if not path.exists():
@@ -70,7 +64,7 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
             with contextlib.suppress(ValueError, RecursionError):
                 record = json.loads(raw)
             if record is None and not _may_be_torn(raw, bool(content.done)):
-                raise _not_ours(path, number)  # never cut off what somebody else wrote
+                raise _not_ours(path, number)  # never cut off foreign text
             try:
                 if record is not None:
                     conversation_id, turns, written_by = record["id"], record["turns"], record["generator"]
@@ -94,11 +88,11 @@ def read_log(path: Path, generator: dict[str, Any]) -> LogContent:
     return content
 
 
-def _may_be_torn(raw: bytes, behind_ours: bool) -> bool:
-    """Could a kill or a power cut, which may leave zeros, have left this of a line of ours? It then has no end."""
+def _may_be_torn(raw: bytes, after_ours: bool) -> bool:
+    """Whether a kill could have left this: a line without its end, or the zeros that a power cut leaves."""
     if not raw.strip(b"\0\n"):
         return True
-    return not raw.endswith(b"\n") and (behind_ours or raw.startswith(_START) or _START.startswith(raw))
+    return not raw.endswith(b"\n") and (after_ours or raw.startswith(_START) or _START.startswith(raw))
 
 
 def _not_ours(path: Path, line: int) -> UserError:
@@ -106,11 +100,7 @@ def _not_ours(path: Path, line: int) -> UserError:
 
 
 def not_done(conversations: list[Conversation], content: LogContent) -> list[Conversation]:
-    """The conversations that are still to be asked.
-
-    Raises:
-        UserError: a conversation of the same id is done that was asked something else; both places are named.
-    """
+    """The conversations that are still to be asked. Raises UserError if a finished id was asked something else."""
     todo, others = [], []
     for conversation in conversations:
         done = content.done.get(conversation.id)
@@ -136,22 +126,17 @@ def _check_generator(path: Path, line: int, written_by: dict[str, Any], generato
         if written_by.get(key) != value
     ]
     if differences:
-        raise UserError(
-            [
-                *differences,
-                "answers of two kinds do not belong in one file: use the same settings, or another output_dir",
-            ]
-        )
+        advice = "answers of two kinds do not belong in one file: use the same settings, or another output_dir"
+        raise UserError([*differences, advice])
 
 
 class ConversationLog:
-    """Appends records to a conversations file, alone.
+    """Appends records to a conversations file under a lock.
+
+    Raises UserError if another process is writing the file, or as `read_log` does.
 
     Args:
-        generator: goes into every line; the file's lines must have been made by the same.
-
-    Raises:
-        UserError: another process is writing the file; or as `read_log`.
+        generator: is written into every line. The file's lines must have the same one.
     """
 
     def __init__(self, path: Path, generator: dict[str, Any]):
@@ -174,17 +159,13 @@ class ConversationLog:
         self.appended = 0  # lines of this run
 
     def _keep_torn(self) -> str:
-        """No whole line shows that the file is ours: what is cut off it is kept beside it."""
+        """Copies the file: without a whole line, nothing proves that regenerate wrote it."""
         beside = self.path.with_name(self.path.name + ".torn")
         beside.write_bytes(self.path.read_bytes())
         return f" (kept in {beside})"
 
     def identify(self, name: str, value: str) -> None:
-        """Names the target by what is known only once it is loaded or reached; refuses another one's lines.
-
-        Args:
-            name: one of LEARNED.
-        """
+        """Adds one of LEARNED to the generator. Raises UserError if the file holds lines of another target."""
         others = self.content.learned.get(name, set()) - {value}
         if others:
             raise UserError(
@@ -194,11 +175,11 @@ class ConversationLog:
         self._generator[name] = value
 
     def note(self, name: str, value: Any) -> None:
-        """Stands in the lines of this run; lines without it, or with another value, may stand beside them."""
+        """Adds a value to this run's lines. Older lines need not have it."""
         self._generator[name] = value
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one line. It is safe from a kill when this returns, from a power cut within about a second."""
+        """Writes one line. It survives a kill at once, and a power cut after about a second."""
         text = json.dumps(record | {"generator": self._generator}, ensure_ascii=False)
         if not is_unicode(text):
             text = json.dumps(record | {"generator": self._generator})  # lone surrogates as \\ud800
@@ -214,5 +195,5 @@ class ConversationLog:
     def __exit__(self, *_: object) -> None:
         os.fsync(self._file.fileno())
         if self._file.tell() == 0:
-            self.path.unlink()  # nothing was written: leave no file that looks like an empty result
+            self.path.unlink()  # an empty file would look like a result
         self._opened.close()

@@ -1,14 +1,12 @@
-"""Who writes answers in process: the target, by the decoding loop of `eval.decoding`, with a drafter or without.
+"""Writes answers with the target in this process, by the decoding loop of `eval.decoding`, with or without a drafter.
 
-Prompts in, answers out, in whatever order they end: an answer that ends leaves its row to the next prompts, so nobody
-waits for the slowest. Prompts are read in right-padded groups, so an answer does not depend on its neighbours, up to
-the rounding of a batched matrix product.
+Answers arrive in the order in which they end. A finished answer gives its row to the next prompt. Prompts are read in
+right-padded groups, so an answer does not depend on its neighbours, up to the rounding of batched matrix products.
 
-With a drafter (data.generator.drafter) the same loop takes fewer rounds, and every token is still the target's own.
-Greedy answers are the same with and without it, token for token in float32. Sampled ones have the same law, but are
-others: plain decoding spends one random number a token, verification several. So a file that was begun without a
-drafter may be continued with one, and with another one. What a drafter saves are passes of the target, not its
-arithmetic: it pays where a pass over few tokens costs as much as one over several, as on a GPU with few rows.
+A drafter (data.generator.drafter) lowers the number of target passes. Greedy answers stay the same token for token in
+float32. Sampled answers differ but follow the same distribution, because verification draws more random numbers. So a
+file may be continued with or without a drafter, or with another one. A drafter saves passes, not arithmetic: it pays
+where a pass over several tokens costs no more than a pass over one, as on a GPU with few rows.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -29,7 +27,7 @@ from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe, TreeSection
 
-# Prompt tokens, padding included, that one prefill reads: bounds its activations, and the padding of unequal prompts.
+# Prompt tokens of one prefill, padding included. Bounds activations and padding.
 PREFILL_TOKENS = 8192
 
 Asked = tuple[Hashable, Sequence[int]]  # key, prompt
@@ -38,8 +36,7 @@ Answer = tuple[Any, list[int], str]
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How answers are drawn. Two runs with equal settings and prompts draw equal answers, in any order and batch; where
-    a drafter helps, with the same one and as many tokens of it."""
+    """How answers are drawn. Equal settings, prompts and drafters give equal answers, in any order and batch."""
 
     max_new_tokens: int  # tokens of an answer, stop token included
     max_length: int  # tokens of prompt and answer together
@@ -54,10 +51,9 @@ class GenerationSettings:
 def resolve_sampling(
     temperature: float | None, top_p: float | None, top_k: int | None, generation_config: GenerationConfig
 ) -> tuple[float, float, int]:
-    """(temperature, top_p, top_k): what is None comes from the target's generation config, else 1, 1 and off.
+    """(temperature, top_p, top_k): None is replaced by the target's generation config, else by 1, 1 and off.
 
-    Raises:
-        UserError: a number of the generation config is outside its range.
+    Raises UserError if the generation config holds a number out of range.
     """
 
     def first(*values: Any) -> Any:
@@ -66,7 +62,7 @@ def resolve_sampling(
     sampling = (
         float(first(temperature, generation_config.temperature, 1.0)),
         float(first(top_p, generation_config.top_p, 1.0)),
-        max(0, int(first(top_k, generation_config.top_k, 0))),  # -1 is how some servers say off
+        max(0, int(first(top_k, generation_config.top_k, 0))),  # some servers write -1 for off
     )
     try:
         Sampling(*sampling)
@@ -79,13 +75,10 @@ def resolve_sampling(
 
 
 class Writer:
-    """Writes answers with a target.
-
-    Args:
-        proposer: drafts for it; None: plain decoding.
+    """Writes answers with a target, and with `proposer` if there is one.
 
     Attributes:
-        tokens, rounds: of all answers, but for the first token of each, which the prompt's pass gives.
+        tokens, rounds: of all answers, without each answer's first token, which comes from the prompt's pass.
     """
 
     def __init__(self, target: Target, settings: GenerationSettings, proposer: Proposer | None = None):
@@ -103,15 +96,13 @@ class Writer:
 
     @torch.inference_mode()
     def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[Answer]:
-        """Answers to prompts, each as soon as it ends.
+        """Yields (key, token ids of the answer, finish reason) as soon as an answer ends.
+
+        "stop": the last token is a stop token. "length": the answer was cut at max_new_tokens or max_length.
 
         Args:
-            prompts: (key, prompt); the key also seeds the answer's draws. None says "nothing now, ask again after an
-                answer", for prompts that are made of answers. Prompts must be shorter than settings.max_length.
-
-        Yields:
-            (key, token ids of the answer, finish reason). "stop": the last token is a stop token. "length": it was cut
-            at max_new_tokens or max_length.
+            prompts: (key, prompt), shorter than settings.max_length. The key also seeds the answer's draws. None: no
+                prompt is ready before another answer ends.
         """
         settings = self.settings
         requests = (None if asked is None else self._request(*asked) for asked in prompts)
@@ -129,17 +120,15 @@ class Writer:
         return Request(key, prompt, budget, None if self.sampling.greedy else SeededDraws(settings.seed, key))
 
     def summary(self) -> list[str]:
-        """What drafting gave, for the end of a run."""
         if self.proposer is None or not self.rounds:
             return []
         return [f"drafted: {self.tokens / self.rounds:.2f} tokens of an answer in each pass of the target"]
 
 
 def check_generator_drafter(recipe: Recipe) -> None:
-    """Whatever is wrong with data.generator.drafter, before weights are loaded.
+    """Checks data.generator.drafter before weights are loaded.
 
-    Raises:
-        UserError: no drafter there, one for another target, or chains longer than the target has positions.
+    Raises UserError for a missing drafter, a drafter of another target, or chains longer than the target's context.
     """
     contender = _contender(recipe)
     assert contender.drafter is not None

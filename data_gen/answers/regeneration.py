@@ -1,4 +1,4 @@
-"""The writing of training answers behind data_gen/regenerate.py: conversations in, answered conversations out."""
+"""Answers conversations for training, behind data_gen/regenerate.py."""
 
 import contextlib
 import signal
@@ -53,18 +53,18 @@ from draftsmith.recipes.prompts.reader import (
 )
 from draftsmith.recipes.schema import Recipe
 
-RATE_SECONDS = 30.0  # over which the tokens per second of the progress bar are taken
-NAMED_AT_MOST = 5  # conversations without an answer; there may be thousands
-PLAN_SECONDS = 5.0  # --plan waits no longer for a server
-CUT_SHARE = 0.5  # of the answers; beyond it the summary says what to change
-# Prompts in, answers out as they arrive; None where there is nothing new but progress.
+RATE_SECONDS = 30.0  # window of the progress bar's tokens per second
+NAMED_AT_MOST = 5  # conversations without an answer that the summary lists
+PLAN_SECONDS = 5.0  # longest wait of --plan for a server
+CUT_SHARE = 0.5  # share of cut answers above which the summary gives advice
+# Takes prompts and yields answers as they arrive; None reports progress alone.
 Write = Callable[[Iterator[Asked | None]], Iterator[Answer | Answered | Unanswered | None]]
-# What generation configs may ask for beyond temperature, top_p and top_k; speculative decoding does not know it either.
+# Settings of generation configs that speculative decoding does not apply, with their neutral values.
 _OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
 
 
 def main(command: Command) -> int:
-    """Writes the answers; the number of conversations that got none in this run and are to be asked again."""
+    """Writes the answers and returns the number of conversations that the next run has to ask again."""
     recipe, section = command.recipe, command.recipe.target
     tokenizer = load_tokenizer(section)
     generation_config = load_generation_config(section)
@@ -74,13 +74,13 @@ def main(command: Command) -> int:
         check_generator_drafter(recipe)
     path = recipe.conversations_path
     rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
-    limit, of_sample = recipe.data.max_prompts, command.plan and planned_from_a_sample(recipe)
-    if of_sample:
+    limit, sample_only = recipe.data.max_prompts, command.plan and has_hub_prompts(recipe)
+    if sample_only:
         limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
     conversations = list(read_training_prompts(recipe.data, rejects, limit))
     if (dropped := rejects.counts[DUPLICATE]) > 0:
         print(f"data.prompts: repeated questions dropped: {dropped:,} (data.duplicates=keep keeps them)")
-    if not of_sample:
+    if not sample_only:
         conversations = screen(recipe, conversations, rejects, write=not command.plan)
     if command.plan:
         print_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
@@ -88,12 +88,12 @@ def main(command: Command) -> int:
             with open_servers(recipe, settings, tokenizer) as servers:
                 print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
         return 0
-    _name_ignored_sampling(generation_config)
+    _print_ignored_sampling(generation_config)
     with ConversationLog(path, generator) as log, _sigterm_exits():
         todo = not_done(conversations, log.content)
-        done, strangers = len(conversations) - len(todo), len(log.content.done) - (len(conversations) - len(todo))
-        if strangers:
-            print(f"{path}: holds {strangers:,} conversations that are not among these prompts; they stay")
+        done = len(conversations) - len(todo)
+        if others := len(log.content.done) - done:
+            print(f"{path}: holds {others:,} conversations that are not among these prompts; they stay")
         if not todo:
             print(f"all {done:,} conversations are done; {rejects.summary()}")
             return 0
@@ -122,16 +122,15 @@ def regenerate(
     servers: Servers | None = None,
     summary: Callable[[], Sequence[str]] = list,
 ) -> int:
-    """Answers all `conversations` and appends each to `log` when its last turn is written; how many got no answer.
+    """Answers `conversations` and appends each to `log` after its last turn. Returns how many got no answer.
+
+    Raises UserError if no conversation could be asked or answered.
 
     Args:
-        servers: those behind `write`, for progress and summary.
-        summary: further lines for the end.
-
-    Raises:
-        UserError: nothing could be asked or answered at all.
+        servers: the servers that `write` asks, for progress and summary.
+        summary: returns more lines for the summary.
     """
-    asked = _Asked(conversations, tokenizer, settings.max_length, rejects)
+    asked = OpenConversations(conversations, tokenizer, settings.max_length, rejects)
     tally, ended = _Tally(settings), False
     try:
         with Bar(total=len(conversations), desc="regenerating", unit="conversation") as bar:
@@ -162,7 +161,7 @@ def regenerate(
             )
         ended = True
     finally:
-        if ended or tally.turns:  # an interrupt leaves answers, too; an error before the first answer stands alone
+        if ended or tally.turns:  # after an interrupt as well, but not after an error before the first answer
             print(
                 f"{log.appended:,} of {len(conversations):,} conversations written"
                 + f", {asked.rejected:,} rejected" * (asked.rejected > 0)
@@ -180,14 +179,14 @@ def regenerate(
 
 @dataclass
 class _Tally:
-    """What a run has done."""
+    """Counts of one run."""
 
     settings: GenerationSettings
     unasked: int = 0  # user turns
     turns: int = 0
     tokens: int = 0
-    cut_at_tokens: int = 0  # answers of max_new_tokens
-    cut_at_length: int = 0  # answers that ended with the row, at max_length
+    cut_at_tokens: int = 0  # answers cut at max_new_tokens
+    cut_at_length: int = 0  # answers cut at max_length
     retokenised: int = 0  # answers
     started: float = field(default_factory=time.monotonic)
     _lately: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.monotonic(), 0)]))
@@ -196,14 +195,14 @@ class _Tally:
         self.turns += 1
         self.tokens += len(answer.token_ids)
         if answer.finish_reason == "length":
-            # Tokens made again from text may be fewer than were generated, and say nothing.
+            # The number of retokenised ids does not show where the server cut.
             at_length = len(answer.token_ids) < self.settings.max_new_tokens and not answer.retokenised
             self.cut_at_length += at_length
             self.cut_at_tokens += not at_length
         self.retokenised += answer.retokenised
 
     def progress(self, servers: Servers | None) -> str:
-        """Tokens per second of the last half minute, and what the servers are doing."""
+        """Tokens per second over RATE_SECONDS, and the servers' open requests."""
         now, tokens = time.monotonic(), self.tokens if servers is None else servers.tokens_received
         self._lately.append((now, tokens))
         while now - self._lately[0][0] > RATE_SECONDS and len(self._lately) > 2:
@@ -213,7 +212,6 @@ class _Tally:
         return text if servers is None else f"{text}, {servers.in_flight} in flight, {servers.retries} retries"
 
     def summary(self) -> list[str]:
-        """Lines for the end of the run."""
         rate, cut = self.tokens / max(time.monotonic() - self.started, 1e-3), self.cut_at_tokens + self.cut_at_length
         text = f"{self.turns:,} answers, {self.tokens:,} tokens, {rate:,.0f} tokens/s"
         text += f", {cut / max(self.turns, 1):.1%} of the answers cut by length" * (cut > 0)
@@ -222,7 +220,7 @@ class _Tally:
         return [text, *self.advice()]
 
     def advice(self) -> Iterator[str]:
-        """What to change where most answers were cut."""
+        """Says what to change if most answers were cut."""
         limits = {
             "data.generator.max_new_tokens": (self.cut_at_tokens, self.settings.max_new_tokens, ""),
             "data.max_length": (self.cut_at_length, self.settings.max_length, " if the target reads that many"),
@@ -239,7 +237,7 @@ class _Tally:
 
 @contextlib.contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does, with 143: what has been answered is written, and the summary printed."""
+    """Ends the run on SIGTERM as on Ctrl-C, with exit code 143: answers are written and the summary is printed."""
 
     def leave(*_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)
@@ -256,27 +254,27 @@ class _Progress:
     """One conversation under way."""
 
     conversation: Conversation
-    pending: deque[list[dict[str, Any]]]  # what stands before each answer that is still to be asked for
+    pending: deque[list[dict[str, Any]]]  # for each answer yet to be asked for, the messages before it
     messages: list[dict[str, Any]] = field(default_factory=list)
     turns: list[dict[str, Any]] = field(default_factory=list)
-    prompt: Prompt = field(default_factory=lambda: Prompt(()))  # of the answer that is being written
+    prompt: Prompt = field(default_factory=lambda: Prompt(()))  # of the current answer
 
 
-class _Asked:
-    """Turns conversations into prompts, one turn at a time, and answers into finished records."""
+class OpenConversations:
+    """Makes prompts from conversations, turn by turn, and finished records from the answers."""
 
     def __init__(
         self, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int, rejects: Rejects
     ):
-        self.rejected = 0  # conversations of which nothing could be asked
-        self.failed: dict[str, str] = {}  # why there is no answer in this run, by conversation
+        self.rejected = 0  # conversations that could not be asked
+        self.failed: dict[str, str] = {}  # conversation id -> why this run has no answer
         self._fresh = iter(conversations)
-        self._continued: deque[_Progress] = deque()  # their next prompt is ready
-        self._open: dict[str, _Progress] = {}  # an answer is being written
+        self._continued: deque[_Progress] = deque()  # the next prompt is ready
+        self._open: dict[str, _Progress] = {}  # waiting for an answer
         self._tokenizer, self._max_length, self._rejects = tokenizer, max_length, rejects
 
     def prompts(self) -> Iterator[Asked | None]:
-        """Next turns of open conversations first, so that few are open at a time; None while all depend on answers."""
+        """Prompts of open conversations first, which keeps few open. None: every next prompt needs an answer."""
         while True:
             progress = self._continued.popleft() if self._continued else self._next_fresh()
             if progress is not None:
@@ -288,7 +286,7 @@ class _Asked:
                 return
 
     def take(self, answer: Answered) -> dict[str, Any] | None:
-        """Adds an answer to its conversation: the conversation's record if that was its last turn, else None."""
+        """Adds an answer to its conversation. Returns the conversation's record after its last turn, else None."""
         (conversation_id, _), output_ids, finish_reason, retokenised = answer
         progress = self._open.pop(conversation_id)
         progress.messages.append(answer_message(self._tokenizer, output_ids))
@@ -307,7 +305,7 @@ class _Asked:
         return _record(progress, unasked, reason)
 
     def give_up(self, unanswered: Unanswered) -> dict[str, Any] | None:
-        """Ends a conversation whose next answer does not come: its record if it goes without that answer, else None."""
+        """Ends a conversation early. Returns its record if earlier turns were answered and this one was refused."""
         conversation_id, turn = unanswered.key
         progress = self._open.pop(conversation_id)
         if not unanswered.refused:
@@ -321,11 +319,11 @@ class _Asked:
         return _record(progress, len(progress.pending) + 1, unanswered.reason)
 
     def _next_fresh(self) -> _Progress | None:
-        """The next conversation whose first turn can be asked; those before it are rejected."""
+        """The next conversation with a usable first turn; rejects the ones before it."""
         for conversation in self._fresh:
             progress = _Progress(conversation, deque(questions(conversation.messages)))
             try:
-                as_text(conversation.messages, conversation.images)  # also what comes in later turns
+                as_text(conversation.messages, conversation.images)  # checks later turns as well
                 problem = self._prepare(progress) if progress.pending else "no user turn"
             except RenderError as error:
                 problem = str(error)
@@ -340,7 +338,7 @@ class _Asked:
         self.rejected += 1
 
     def _prepare(self, progress: _Progress) -> str | None:
-        """Renders the prompt of the next answer; what is wrong with it, or None. Then nothing has changed."""
+        """Renders the prompt of the next answer. Returns the problem, leaving `progress` unchanged, or None."""
         messages = [*progress.messages, *progress.pending[0]]
         try:
             prompt = render_prompt(self._tokenizer, messages, progress.conversation.meta.get("tools"))
@@ -372,7 +370,7 @@ def open_servers(recipe: Recipe, settings: GenerationSettings, tokenizer: PreTra
 def generation_settings(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig
 ) -> GenerationSettings:
-    """The recipe's wishes, completed by the target's generation config and limited by its context."""
+    """The recipe's settings, completed by the target's generation config and limited by its context."""
     section, asked = recipe.target, recipe.data.generator
     config = load_config(section).get_text_config()
     temperature, top_p, top_k = resolve_sampling(asked.temperature, asked.top_p, asked.top_k, generation_config)
@@ -391,18 +389,16 @@ def generation_settings(
 def generator_identity(
     recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """What made a file's answers: every line carries it, and a run goes on only with the same. Who drafted them is not
-    of it: greedy answers are the same, others have the same law."""
+    """Settings that every line of the file must share. The drafter is left out: it does not change the distribution."""
     section, kind = recipe.target, recipe.data.generator.kind
     dtype = section.dtype
     if dtype == "auto":
-        config = load_config(section)
-        dtype = str(config.dtype or "float32").removeprefix("torch.")
+        dtype = str(load_config(section).dtype or "float32").removeprefix("torch.")
     return {
         "kind": kind,
         "target": section.model,
         "revision": section.revision,
-        "dtype": dtype if kind == "transformers" else None,  # servers have their own; the log learns `served_model`
+        "dtype": dtype if kind == "transformers" else None,  # unknown for servers; the log records `served_model`
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         **({"template_args": template_variables(section)} if template_variables(section) else {}),
         "temperature": settings.temperature,
@@ -423,12 +419,11 @@ def print_plan(
     log: LogContent,
     rejects: Rejects,
 ) -> None:
-    """What a run would do, from the tokenizer, a sample of the prompts and what is written already."""
+    """Prints what a run would do, estimated from a sample of the prompts and the answers written so far."""
     todo = not_done(conversations, log)
     sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
-    sampling += f", top_p {settings.top_p:g}" * (settings.top_p < 1) + f", top_k {settings.top_k}" * (
-        settings.top_k > 0
-    )
+    sampling += f", top_p {settings.top_p:g}" * (settings.top_p < 1)
+    sampling += f", top_k {settings.top_k}" * (settings.top_k > 0)
     asked = sum(len(list(questions(conversation.messages))) for conversation in todo)
     answer_mean = log.answer_tokens / log.answers if log.answers else settings.max_new_tokens
     sample = sampled(todo)
@@ -436,9 +431,8 @@ def print_plan(
     scale = len(todo) / max(1, len(sample))
     turns = sum(size.rows for size in sizes)
     prompt_mean = sum(sum(size.prompts) for size in sizes) / max(1, turns)
-    of_hub = planned_from_a_sample(recipe)
-    # Answers so far, a part of the conversations: what they lead to is an estimate.
-    bound = "about" if log.answers or scale > 1 or of_hub else "at most"
+    on_hub = has_hub_prompts(recipe)
+    bound = "about" if log.answers or scale > 1 or on_hub else "at most"
     generator = recipe.data.generator
     how = f"{settings.batch_size} conversations side by side"
     if generator.kind == "openai":
@@ -447,10 +441,10 @@ def print_plan(
     if generator.drafter is not None:
         print(f"drafter        {generator.drafter}, {generator.draft_tokens} tokens for each pass of the target")
     print(f"conversations  {len(conversations):,} of {recipe.data.prompts}; {len(log.done):,} done in {log.path}")
-    if of_hub:
+    if on_hub:
         print("               a sample: hub datasets are not read for a plan, and not compared with eval.prompts")
         if (count := recipe.data.max_prompts) is None:
-            print("to do          not known how much: set data.max_prompts. Of the sample it were")
+            print("to do          unknown without data.max_prompts; the lines below are for the sample")
         else:
             left = max(0, count - len(log.done))
             scale, asked = left / max(1, len(sample)), int(asked * left / max(1, len(todo)))
@@ -465,7 +459,7 @@ def print_plan(
     size = scale * sum(size.file_bytes for size in sizes)
     print(f"disk           {bound} {size / 1e6:,.1f} MB more in {log.path}")
     if generator.kind == "openai":
-        print("memory, time   the servers'; the progress bar tells the time after the first answers")
+        print("memory, time   depend on the servers; the progress bar shows the time after the first answers")
     else:
         config, rows = load_config(recipe.target), min(settings.batch_size, max(1, len(todo)))
         beside = 0 if generator.drafter is None else weight_bytes(Path(generator.drafter))
@@ -475,19 +469,19 @@ def print_plan(
     print(f"rejected       {rejects.summary()}")
     if sizes and not turns:
         print(
-            f"CANNOT WORK: no room for an answer: every prompt that was looked at takes all of {settings.max_length} "
+            f"CANNOT WORK: no room for an answer: every prompt of the sample takes all of {settings.max_length} "
             "tokens (data.max_length, or the target's positions where they are fewer)"
         )
 
 
-def planned_from_a_sample(recipe: Recipe) -> bool:
-    """Are prompts on the hub? Of them a plan reads a sample alone."""
+def has_hub_prompts(recipe: Recipe) -> bool:
+    """Whether data.prompts names a hub dataset. A plan reads only a sample of one."""
     prompts = recipe.data.prompts
     names = [prompts] if isinstance(prompts, str) else prompts or []
     return any(name.startswith("hf:") for name in names)
 
 
-def _name_ignored_sampling(generation_config: GenerationConfig) -> None:
+def _print_ignored_sampling(generation_config: GenerationConfig) -> None:
     for key, neutral in _OTHER_SAMPLING.items():
         value = getattr(generation_config, key, None)
         if value is not None and value != neutral:

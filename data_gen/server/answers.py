@@ -1,14 +1,14 @@
-"""What a server answers to one prompt, believed only as far as it can be checked.
+"""Checks a server's reply to one prompt and reads token ids from it.
 
-A reply, whole or in streamed pieces, becomes a `Completion`; `read_answer` makes token ids of it, as the writer in this
-process would have given them: cut at the first stop token, which ends them where the reason is "stop".
+A reply, whole or in streamed pieces, becomes a `Completion`. `read_answer` returns its token ids as `generators.Writer`
+would: cut behind the first stop token.
 
-Token ids are looked for where servers put them
+Servers put token ids into
     choice.token_ids                        vLLM, SGLang: asked for by return_token_ids
     choice.output_token_ids, .output_ids    others
     choice.logprobs.tokens                  vLLM: "token_id:123", asked for by return_tokens_as_token_ids
     choice.logprobs.content[].id            llama.cpp
-and otherwise made of the text by the target's tokenizer, which need not give back the tokens that were generated.
+Without any of these, the target's tokenizer makes ids from the text. They may differ from the generated tokens.
 """
 
 import re
@@ -21,41 +21,40 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.recipes.prompts.rejects import is_unicode
 
 _TOKEN_ID = re.compile(r"token_id:(\d{1,9})")
-# What two correct detokenisers may differ in: blanks at the start and around special tokens, and how many signs stand
-# for bytes that are no UTF-8 (the end of a cut answer).
+# Two correct detokenisers may differ in blanks at the start and around special tokens, and in the number of U+FFFD for
+# bytes that are not UTF-8 (the end of a cut answer).
 _LOOSE = re.compile(r"[\s\ufffd]+")
 
 
 class BadAnswer(Exception):
-    """An answer that cannot be: torn, or at odds with itself. The try has failed; another one may succeed."""
+    """A torn or contradictory answer. Another try may succeed."""
 
 
 class Unfinished(BadAnswer):
-    """The server says that it did not finish: aborted, or no finish_reason at all."""
+    """The server did not finish: aborted, or no finish_reason."""
 
 
 class Refused(Exception):
-    """The server does not answer this prompt, and would not if it were asked again; the message says "kind: detail"."""
+    """The server will never answer this prompt. The message is "kind: detail"."""
 
 
 @dataclass
 class Completion:
-    """One reply, as the server said it."""
+    """One reply, unchecked."""
 
     text: str = ""
     token_ids: list[Any] | None = None
     prompt_token_ids: list[Any] | None = None
     finish_reason: str | None = None
-    stopped_at: int | str | None = None  # the token or text that ended it, where the server names it
+    stopped_at: int | str | None = None  # the token or text that ended the answer, if the server names it
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
-    model: str | None = None  # the name that the server gives itself
+    model: str | None = None  # the model's name in the reply
 
     def add(self, body: Any) -> int:
-        """Takes a whole reply, or the next piece of a streamed one; the number of tokens in it, as far as is known.
+        """Adds a whole reply or the next streamed piece. Returns its number of tokens; without ids, 1 for any text.
 
-        Raises:
-            BadAnswer: it is an error, or no completion.
+        Raises BadAnswer for an error or a malformed reply.
         """
         if not isinstance(body, dict):
             raise BadAnswer("the reply is no JSON object")
@@ -70,14 +69,14 @@ class Completion:
         choices = body.get("choices")
         if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices) or len(choices) > 1:
             raise BadAnswer("the reply has no list of one choice")
-        if not choices:  # the piece of a stream that brings the usage
+        if not choices:  # the piece of a stream that holds the usage
             return 0
         choice = choices[0]
         text, ids = choice.get("text") or "", _token_ids(choice)
         if not isinstance(text, str):
             raise BadAnswer("the text of the reply is no text")
         if self.finish_reason and (text or ids):
-            raise BadAnswer("the reply goes on behind its finish_reason")
+            raise BadAnswer("the reply continues after its finish_reason")
         self.text += text
         if ids is not None:
             self.token_ids = self.token_ids or []
@@ -96,35 +95,32 @@ class Completion:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the ids of an answer may be."""
+    """The target's token ids and stop tokens."""
 
     tokenizer: PreTrainedTokenizerBase
     size: int  # rows of the target's embedding
     stop_ids: tuple[int, ...]
-    usual_stop: int = field(init=False)  # what a server that strips the stop token has most likely stripped
+    usual_stop: int = field(init=False)  # the stop token that a server has most likely stripped
 
     def __post_init__(self) -> None:
         own: Any = self.tokenizer.eos_token_id
         object.__setattr__(self, "usual_stop", own if own in self.stop_ids else self.stop_ids[0])
 
     def text(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        decoded = self.tokenizer.decode(
-            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
-        return str(decoded)
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(list(ids), **options))
 
 
 def read_answer(
     said: Completion, prompt_ids: list[int], limit: int, vocabulary: Vocabulary
 ) -> tuple[list[int], str, bool]:
-    """(token ids, "stop" or "length", were the ids made of the text?).
+    """(token ids, "stop" or "length", whether the ids were made from text).
+
+    Raises BadAnswer if the reply contradicts itself, the request or the vocabulary, and Refused if the server ended
+    the answer for another reason.
 
     Args:
         limit: the max_tokens of the request.
-
-    Raises:
-        BadAnswer: the reply is at odds with itself, with the request or with the vocabulary.
-        Refused: the server ended it for a reason of its own.
     """
     if said.finish_reason in (None, "abort", "error"):
         raise Unfinished(f"finish_reason {said.finish_reason}: the server did not finish the answer")
@@ -151,7 +147,7 @@ def read_answer(
         ids = [*ids, _stripped_stop(said, len(ids), retokenised, vocabulary)]
     if len(ids) > limit and not retokenised:
         raise BadAnswer(f"{len(ids)} tokens, the stop token included, where at most {limit} were asked for")
-    # Other tokens of the same text may be more than the target wrote.
+    # Retokenised text may have more tokens than the target wrote.
     return (ids[:limit], "length", True) if len(ids) > limit else (ids, reason, retokenised)
 
 
@@ -199,7 +195,7 @@ def _stripped_stop(said: Completion, written: int, retokenised: bool, vocabulary
 
 
 def error_text(body: Any) -> str:
-    """The message of an error, in the forms that servers give it."""
+    """The message of an error in any known form."""
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
             return error_text(body[key])
@@ -232,7 +228,7 @@ def _loose(text: str) -> str:
 
 
 def short(text: str, length: int = 200) -> str:
-    """A server's words on one line: no control characters (of a terminal, say), no half characters; "..." at a cut."""
+    """A server's text on one line, without unprintable characters; "..." marks a cut."""
     start = text[: 10 * length]
     words = "".join(character for character in " ".join(start.split()) if character.isprintable())
     return words if len(words) <= length and len(start) == len(text) else words[:length] + "..."

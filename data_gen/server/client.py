@@ -1,11 +1,10 @@
-"""Requests to OpenAI-compatible servers. Everything that goes wrong becomes one of four outcomes.
+"""Requests to OpenAI-compatible servers.
 
-A try ends in one of four ways: a reply; `Failed` (another try may succeed); `Refused` (this prompt will not be
-answered); `UserError` (no prompt will be: a key, a URL or a name is wrong). The key is never part of a message.
+A try ends with a reply, `Failed` (another try may succeed), `Refused` (this prompt is never answered) or `UserError`
+(no prompt is answered: a key, a URL or a name is wrong). No message contains the key.
 
-Neither the `openai` client nor `tenacity` is used. The client retries at the same server, while a failed try here goes
-to the least loaded one; it reads replies of any size, and its timeout counts bytes, not tokens. A retry loop by
-`tenacity` would replace the four lines of `generator.Servers.answer` that sleep.
+The `openai` client is not used: it retries at the same server, reads replies of any size, and its timeout counts bytes
+instead of tokens. Here a failed try goes to the least loaded server.
 """
 
 import contextlib
@@ -25,14 +24,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
 
 CONNECT_SECONDS = 10.0
-# What a reply may have: for itself, and for each token of prompt and answer (id, text, logprobs, a stream's frame).
+# Largest reply: a constant, plus bytes for each token of prompt and answer (id, text, logprobs, a stream's frame).
 REPLY_BYTES, REPLY_BYTES_PER_TOKEN = 2**20, 2**12
-ERROR_BYTES = 2**16  # read of what a server says besides
+ERROR_BYTES = 2**16  # read from an error's body
 _ENVIRONMENT = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _TRY_AGAIN = (408, 409, 425, 429)  # and 5xx
 _OF_THE_PROMPT = (400, 413, 422)
 _NO_COMPLETIONS = (404, 405)  # on a POST to /v1/completions
-# What a server must do, at the end of messages about one that does not.
+# End of messages about servers that lack something.
 NEEDED = (
     "regeneration sends prompts as token ids to /v1/completions, which vLLM, SGLang and llama.cpp take; "
     "docs/regeneration.md lists what a server needs"
@@ -45,7 +44,7 @@ class Failed(Exception):
     """A failed try; another one may succeed."""
 
     def __init__(self, reason: str, unreachable: bool = False, busy: bool = False, pause: float = 0.0):
-        """`pause`: seconds that the server asks for before the next request."""
+        """`pause`: seconds before the next request, as the server asks."""
         super().__init__(reason)
         self.unreachable, self.busy, self.pause = unreachable, busy, pause
 
@@ -53,12 +52,11 @@ class Failed(Exception):
 class Client:
     """Connections to any number of servers. Every call runs in one event loop.
 
+    Raises UserError if the key is missing, or if the environment's proxies or certificates cannot be used.
+
     Args:
         key_variable: name of the environment variable with the servers' key.
         silence_seconds: longest wait for a whole reply; in a stream, for the next token.
-
-    Raises:
-        UserError: the key is not where it should be, or the environment's proxies or certificates cannot be used.
     """
 
     def __init__(self, key_variable: str | None, silence_seconds: float):
@@ -66,24 +64,24 @@ class Client:
         try:
             self._client = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # the rest by deadlines: bytes are no progress
-                # As many connections as requests. An idle one is dropped before servers do it (5 seconds in uvicorn):
-                # a request on a connection that is just being closed fails.
+                timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),  # `_deadline` limits the rest
+                # As many connections as requests. An idle one is dropped before the server drops it (5 seconds in
+                # uvicorn), because a request on a closing connection fails.
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0),
             )
-        except Exception as error:  # of any kind: it reads proxies and certificates from the environment
+        except Exception as error:  # many kinds: httpx reads proxies and certificates from the environment
             given = [name for name in _ENVIRONMENT if os.environ.get(name) or os.environ.get(name.lower())]
             said = str(error) if isinstance(error, ImportError | OSError) else type(error).__name__
             raise UserError(
                 f"data.generator: no connection can be set up with the environment variables {', '.join(given)} "
-                f"({said}): mend or unset them"
+                f"({said}): correct or unset them"
             ) from None
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def models(self, url: str, timeout: float) -> dict[str, int | None]:
-        """{served name: its longest sequence, where that is said}. Raises Failed, UserError."""
+        """{served name: its longest sequence, or None if not given}. Raises Failed, UserError."""
         with self.translated():
             with _deadline(timeout):
                 async with self._client.stream("GET", url + "/models") as reply:
@@ -99,12 +97,9 @@ class Client:
             )
 
     async def complete(self, url: str, body: dict[str, Any], take: Callable[[Any], int]) -> None:
-        """Sends a completion request; `take` gets the reply, or every piece of it if body["stream"].
+        """Sends a completion request and calls `take` with the reply, or with every piece if body["stream"].
 
-        Args:
-            take: returns the number of tokens that it was given.
-
-        Raises Failed, BadAnswer, Refused, UserError.
+        `take` returns the number of tokens in its argument. Raises Failed, BadAnswer, Refused, UserError.
         """
         most = REPLY_BYTES + REPLY_BYTES_PER_TOKEN * (len(body["prompt"]) + body["max_tokens"])
         with self.translated(), _deadline(self._seconds) as scope:
@@ -120,7 +115,7 @@ class Client:
                         if line.startswith(b"data:"):
                             data = line[5:].strip()
                             if data == b"[DONE]":
-                                return  # whatever the connection does next
+                                return
                             if take(_parsed(data)):
                                 scope.deadline = anyio.current_time() + self._seconds
         raise Failed(
@@ -129,7 +124,7 @@ class Client:
 
     @contextlib.contextmanager
     def translated(self) -> Iterator[None]:
-        """The HTTP library's exceptions in our words; and no key in any of them, whatever the server said."""
+        """Turns the HTTP library's exceptions into Failed and removes the key from every message."""
         try:
             try:
                 yield
@@ -138,16 +133,16 @@ class Client:
             except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
                 raise Failed(f"the connection broke: {short(str(error)) or type(error).__name__}") from None
         except UserError as error:
-            raise UserError([self.fit(problem) for problem in error.problems]) from None
+            raise UserError([self.redacted(problem) for problem in error.problems]) from None
         except (Failed, BadAnswer, Refused) as error:
-            error.args = (self.fit(str(error)),)
+            error.args = (self.redacted(str(error)),)
             raise
 
     async def _check_status(self, url: str, reply: httpx.Response) -> None:
         status = reply.status_code
         if status == 200:
             return
-        words = _error_of(await _start(reply)) or short(reply.reason_phrase)
+        words = _error_of(await _beginning(reply)) or short(reply.reason_phrase)
         said = f"{status}: {words}"
         if status in _TRY_AGAIN or status >= 500:
             raise Failed(said, busy=status == 429, pause=_retry_after(reply))
@@ -167,8 +162,8 @@ class Client:
             raise UserError(f"data.generator.base_urls: {url} has no /v1/completions ({said}): {NEEDED}")
         raise UserError(f"data.generator.base_urls: {url} says {said}; {advice}")
 
-    def fit(self, text: str) -> str:
-        """What a server said, fit to be printed and kept: the key, or the start of it before a cut, is taken out."""
+    def redacted(self, text: str) -> str:
+        """A server's text, shortened, without the key and without the start of a key before a cut."""
         text = short(text, 2000)
         key = self._key or ""
         for secret in {key, " ".join(key.split()), repr(key)[1:-1], json.dumps(key)[1:-1]} - {""}:
@@ -180,7 +175,7 @@ class Client:
 
 @contextlib.contextmanager
 def _deadline(seconds: float) -> Iterator[anyio.CancelScope]:
-    """Ends what is done within it after some seconds, as Failed. Setting the scope's deadline gives more time."""
+    """Raises Failed after some seconds. Setting the scope's deadline gives more time."""
     try:
         with anyio.fail_after(seconds) as scope:
             yield scope
@@ -188,7 +183,7 @@ def _deadline(seconds: float) -> Iterator[anyio.CancelScope]:
         raise Failed(f"no answer within {seconds:g} seconds (data.generator.timeout_seconds)") from None
 
 
-async def _start(reply: httpx.Response) -> bytes:
+async def _beginning(reply: httpx.Response) -> bytes:
     """The first ERROR_BYTES of a reply, or a few more."""
     start = b""
     async for piece in reply.aiter_bytes():
@@ -212,7 +207,7 @@ async def _bounded(reply: httpx.Response, most: int) -> AsyncIterator[bytes]:
 
 
 async def _lines(reply: httpx.Response, most: int) -> AsyncGenerator[bytes, None]:
-    """Lines of a stream of events. The library's own would also split at U+2028 and its like, which JSON may hold."""
+    """Lines of a stream of events. httpx's own also split at U+2028, which JSON may contain."""
     rest = bytearray()
     async for piece in _bounded(reply, most):
         rest += piece
@@ -240,12 +235,11 @@ def _error_of(content: bytes) -> str:
 
 
 def _text_of(content: bytes) -> str:
-    """The start of a text that is no JSON."""
     return "an HTML page" if _PAGE.match(content) else short(content.decode("utf-8", "replace"))
 
 
 def _retry_after(reply: httpx.Response) -> float:
-    """Seconds that the server asks us to wait; 0 where it does not."""
+    """Seconds to wait before the next request, or 0 if the server gives none."""
     value = reply.headers.get("retry-after", "").strip()
     with contextlib.suppress(ValueError):
         return max(0.0, float(value))
@@ -254,26 +248,26 @@ def _retry_after(reply: httpx.Response) -> float:
     return 0.0
 
 
-# What the recipe says.
+# The recipe's settings.
 
 
 def normalised_urls(urls: list[str]) -> list[str]:
-    """Each up to /v1, however it was written. Raises UserError with every problem."""
+    """The URLs, each ending with /v1. Raises UserError with every problem."""
     problems, found = [], []
     for number, url in enumerate(urls):
         where = f"data.generator.base_urls[{number}]"
         try:
             parsed = httpx.URL(url.strip())
             host = parsed.host
-        except (httpx.InvalidURL, ValueError) as error:  # also names that IDNA does not know
+        except (httpx.InvalidURL, ValueError) as error:  # ValueError: IDNA refuses the host name
             problems.append(f"{where}: no URL: {error}")
             continue
         if parsed.scheme not in ("http", "https") or not host or parsed.query or parsed.fragment:
             problems.append(f"{where}: must be like http://host:8000/v1")
         elif parsed.userinfo:
             problems.append(
-                f"{where}: holds a user name or password; put the key into an environment variable and name that in "
-                "data.generator.api_key_env"
+                f"{where}: holds a user name or password; put the key into an environment variable and set "
+                "data.generator.api_key_env to its name"
             )
         else:
             normal = str(parsed).rstrip("/")
@@ -295,5 +289,5 @@ def _api_key(variable: str | None) -> str | None:
     if not key:
         raise UserError(f"data.generator.api_key_env: the environment variable {variable} is not set, or empty")
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"data.generator.api_key_env: what {variable} holds is no key: it has unprintable characters")
+        raise UserError(f"data.generator.api_key_env: {variable} holds no key: it has unprintable characters")
     return key

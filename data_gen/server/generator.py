@@ -1,21 +1,20 @@
-"""The second writer of answers: OpenAI-compatible servers that serve the target, any number of them.
+"""Writes answers with OpenAI-compatible servers that serve the target.
 
     with Servers(recipe.data.generator, settings, vocabulary) as servers:
         servers.connect()
         for answer in generate_from_servers(servers, prompts):
             ...
 
-Prompts are token ids, rendered here, and go to `/v1/completions` as they are: no template of a server can differ.
-Answers are checked (`data_gen.server.answers`). Every request carries all sampling parameters, so that no default of a
-server counts, and a seed of its own, made of the recipe's seed and the prompt's key: asked again, it is the same
-request.
+Prompts are rendered here and sent to `/v1/completions` as token ids, so a server's own template never counts. Answers
+are checked (`data_gen.server.answers`). Every request carries all sampling parameters, so a server's defaults never
+count, and a seed made of the recipe's seed and the prompt's key, so a retry is the same request.
 
     waiting prompt -> server with the fewest requests in flight -> answer
                   \\- failed try: pause that doubles, then the least loaded server again, max_retries times
-    server         in service -> set aside (cannot be reached, or 3 failed tries in a row) -> looked at again after
+    server         in service -> set aside (unreachable, or 3 failed tries in a row) -> tried again after
                   1, 2, 4 .. 30 seconds -> in service
 
-One event loop does all of it, and runs while the caller waits for the next answer: no thread, and no polling.
+One event loop runs while the caller waits for the next answer. There are no threads and no polling.
 """
 
 import asyncio
@@ -34,22 +33,22 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import GeneratorSection
 
 FIRST_PAUSE_SECONDS = 0.5  # before the second try of a request; doubles, with jitter
-FIRST_LOOK_SECONDS = 1.0  # before a server that is set aside is looked at again; doubles
+FIRST_LOOK_SECONDS = 1.0  # before a server that was set aside is tried again; doubles
 LONGEST_PAUSE_SECONDS = 30.0
 FAILURES_IN_A_ROW = 3  # then a server is set aside
-TRIAL_SECONDS = 15.0  # for the first answer of one token; then those start that are ready
-PIECES_PER_TOKEN = 4  # of a stream of text; beyond that it has no end
-HEARTBEAT_SECONDS = 1.0  # how often a caller hears from us while no answer comes
+TRIAL_SECONDS = 15.0  # for the first answer of one token; then the ready servers start
+PIECES_PER_TOKEN = 4  # longest stream of text
+HEARTBEAT_SECONDS = 1.0  # between two yields while no answer arrives
 _END: Any = object()
 
 
 class Answered(NamedTuple):
-    """An answer. The first three are what the writer in process gives."""
+    """An answer. The first three fields are those of `generators.Answer`."""
 
     key: Any
     token_ids: list[int]
     finish_reason: str
-    retokenised: bool = False  # the server gave text, the ids are the tokenizer's
+    retokenised: bool = False  # the server gave text; the ids come from the tokenizer
 
 
 @dataclass(frozen=True)
@@ -58,43 +57,39 @@ class Unanswered:
 
     key: Any
     reason: str  # "kind: detail"
-    refused: bool  # the server will not answer it; else it may in another run
+    refused: bool  # the server will never answer it; else another run may succeed
 
 
 @dataclass
 class Server:
-    """One endpoint, and how it has been doing."""
+    """One endpoint and its record."""
 
     url: str  # ends with /v1
     in_flight: int = 0
     failures: int = 0  # tries that failed since the last good answer
     aside: bool = False
-    aside_pause: float = 0.0  # before the last look at it; the next one is twice as long
-    not_before: float = 0.0  # it asked for a pause until then (Retry-After); time.monotonic()
-    ids_by_logprobs: bool = False  # gives token ids as names of logprobs only
+    aside_pause: float = 0.0  # seconds before the last retry; the next pause is twice as long
+    not_before: float = 0.0  # end of the pause that Retry-After asked for; time.monotonic()
+    ids_by_logprobs: bool = False  # gives token ids only as names of logprobs
     answers: int = 0
     tokens: int = 0
     failed_tries: int = 0
     last_failure: str = ""
-    calls_itself: str = ""  # the model of its last reply
+    reported_model: str = ""  # of its last reply
 
 
 def generate_from_servers(
     servers: "Servers", prompts: Iterator[Asked | None]
 ) -> Iterator[Answered | Unanswered | None]:
-    """Answers of `servers` to token prompts, each as it arrives, at most `concurrency` under way.
+    """Answers of connected `servers` to token prompts, as they arrive, with at most `concurrency` requests at a time.
+
+    Yields answers, prompts without one, and None after HEARTBEAT_SECONDS without news. An interrupt (Ctrl-C, SystemExit
+    of a signal handler) is raised after the answers that had arrived.
+
+    Raises UserError if a server refuses every prompt, or if all servers have been failing for give_up_seconds.
 
     Args:
-        servers: connected.
-        prompts: as in `generators.generate`: (key, token ids), or None for "ask again after an answer".
-
-    Yields:
-        Answers, prompts that get none, and None where nothing has arrived for a second. An interrupt (Ctrl-C,
-        SystemExit of a signal handler) is raised after the answers that had arrived.
-
-    Raises:
-        UserError: a server refuses us for a reason that holds for every prompt, or all servers have been failing for
-            give_up_seconds.
+        prompts: as for `generators.Writer`: (key, token ids), or None until another answer has arrived.
     """
     loop = servers.loop
     loop.run_until_complete(servers.try_out())
@@ -108,7 +103,7 @@ def generate_from_servers(
                 break
             key, prompt_ids = prompt
             task = loop.create_task(servers.answer(key, list(prompt_ids)))
-            task.add_done_callback(_look_at)
+            task.add_done_callback(_retrieve_exception)
             waiting.add(task)
         if not waiting:
             if not exhausted:
@@ -125,28 +120,27 @@ def generate_from_servers(
         for task in done:
             yield task.result()
         if not done:
-            servers.check_hope(all(server.aside for server in servers.servers))
+            servers.check_give_up(all(server.aside for server in servers.servers))
             yield None
 
 
-def _look_at(task: asyncio.Task) -> None:
-    """Several may fail of one cause, and one alone is raised: asyncio complains of those that nobody looked at."""
+def _retrieve_exception(task: asyncio.Task) -> None:
+    """Keeps asyncio from warning about exceptions that are never raised: of several failed tasks only one is raised."""
     if not task.cancelled():
         task.exception()
 
 
 class Servers:
-    """The endpoints of a recipe and the connections to them. A context manager: leaving it drops what is under way.
+    """The endpoints of a recipe and the connections to them. Leaving the context drops open requests.
 
-    Raises:
-        UserError: base_urls are missing or no URLs, or the key is not where api_key_env says.
+    Raises UserError for missing or malformed base_urls, or if the variable of api_key_env holds no key.
     """
 
     def __init__(self, section: GeneratorSection, settings: GenerationSettings, vocabulary: Vocabulary):
         self.servers = [Server(url) for url in normalised_urls(section.base_urls)]
         self.concurrency = section.concurrency
         self.retries = 0  # tries beyond the first
-        self.tokens_received = 0  # also of answers under way, where they are streamed
+        self.tokens_received = 0  # includes unfinished answers that are streamed
         self.model = section.served_model
         self._section, self._settings, self._vocabulary = section, settings, vocabulary
         self._client = Client(section.api_key_env, section.timeout_seconds)
@@ -168,7 +162,7 @@ class Servers:
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks, timeout=1.0)  # a deadline that ends at the same time may swallow the first
+            await asyncio.wait(tasks, timeout=1.0)  # a deadline that ends at the same time may swallow the first cancel
         await self._client.close()
 
     @property
@@ -176,31 +170,29 @@ class Servers:
         return sum(server.in_flight for server in self.servers)
 
     def summary(self) -> list[str]:
-        """A line per server. One of another name is not refused: it may be a path or another name of the model."""
+        """A line per server. Another model name is reported, not refused: it may be a path or an alias."""
         lines = []
         for server in self.servers:
             line = f"  {server.url}: {server.answers:,} answers, {server.tokens:,} tokens, "
             line += f"{server.failed_tries:,} failed tries"
             line += f" (the last: {server.last_failure})" if server.last_failure else ""
             line += ", set aside" if server.aside else ""
-            if server.calls_itself not in ("", self.model):
-                line += f", was asked for {self.model} and says that it is {server.calls_itself}"
+            if server.reported_model not in ("", self.model):
+                line += f", was asked for {self.model} and says that it is {server.reported_model}"
             lines.append(line)
         return lines
 
     def _refusal(self, advice: str, where: str = "data.generator.base_urls: ") -> UserError:
-        """For when no server can be used."""
+        """The error for when no server can be used."""
         return UserError([*(f"{where}{server.url}: {server.last_failure}" for server in self.servers), advice])
 
     # Before the first prompt.
 
     def connect(self, timeout: float = CONNECT_SECONDS) -> str:
-        """Asks every server what it serves: the served name of the target.
+        """Asks every server for its models and returns the served name of the target. Generates nothing.
 
-        Servers that cannot be reached are set aside, and named. Nothing is generated.
-
-        Raises:
-            UserError: none can be reached; or one refuses us, serves something else, or serves it too short.
+        Sets unreachable servers aside and prints their names. Raises UserError if no server can be reached, or if one
+        refuses access, serves another model, or serves too few tokens.
         """
 
         async def look(server: Server) -> dict[str, int | None] | Failed | UserError:
@@ -224,7 +216,7 @@ class Servers:
                 except UserError as error:
                     problems.append(str(error))
         if problems:
-            raise UserError([self._client.fit(problem) for problem in problems])
+            raise UserError([self._client.redacted(problem) for problem in problems])
         for server, one in zip(self.servers, found, strict=True):
             if isinstance(one, Failed):
                 server.aside, server.last_failure = True, str(one)
@@ -237,14 +229,13 @@ class Servers:
         return self.model
 
     async def try_out(self) -> None:
-        """One token from every server: does it take token ids, and how does it give them? Starts the clocks, too.
+        """Asks every server for one token, to learn how it returns token ids. Starts the clock of give_up_seconds.
 
-        Raises:
-            UserError: a server refuses, or none of them manages it.
+        Raises UserError if a server refuses or no server answers.
         """
-        trials = {self.loop.create_task(self._ask_one(s)): s for s in self.servers if not s.aside}
+        trials = {self.loop.create_task(self._ask_one_token(s)): s for s in self.servers if not s.aside}
         done, silent = await asyncio.wait(trials, timeout=TRIAL_SECONDS)
-        while silent and None not in [trial.exception() for trial in done]:  # they may still be warming up
+        while silent and None not in [trial.exception() for trial in done]:  # servers may still be warming up
             print(f"note: waiting for a first answer of {', '.join(trials[trial].url for trial in silent)}")
             more, silent = await asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED)
             done |= more
@@ -267,7 +258,7 @@ class Servers:
             if server.aside:
                 self._revive_later(server)
 
-    async def _ask_one(self, server: Server) -> None:
+    async def _ask_one_token(self, server: Server) -> None:
         prompt = [self._vocabulary.stop_ids[0]]
         for by_logprobs in (False, True):
             server.ids_by_logprobs = by_logprobs
@@ -281,7 +272,7 @@ class Servers:
                 ) from None
             except BadAnswer as error:
                 if said.text or said.token_ids or said.finish_reason is None:
-                    raise Failed(str(error)) from None  # else it may be a token without text
+                    raise Failed(str(error)) from None  # an empty answer may be a token without text
             if said.token_ids is not None:
                 return
         server.ids_by_logprobs = False
@@ -289,7 +280,7 @@ class Servers:
     # One prompt.
 
     async def answer(self, key: Hashable, prompt_ids: list[int]) -> Answered | Unanswered:
-        """Asks until there is an answer, the tries are used up, or a server refuses the prompt."""
+        """Asks until an answer arrives, the tries are used up, or a server refuses the prompt."""
         settings = self._settings
         limit = min(settings.max_new_tokens, settings.max_length - len(prompt_ids))
         tries = 0
@@ -320,7 +311,7 @@ class Servers:
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
 
     async def _ask(self, server: Server, body: dict[str, Any], said: Completion) -> tuple[list[int], str, bool]:
-        """One try: fills `said`, and reads it. Raises BadAnswer, Failed, Refused, UserError."""
+        """One try: fills `said` and reads it. Raises BadAnswer, Failed, Refused, UserError."""
         received, limit = 0, body["max_tokens"]
 
         def take(piece: Any) -> int:
@@ -333,7 +324,7 @@ class Servers:
             if received > PIECES_PER_TOKEN * limit:
                 raise BadAnswer(f"a stream of {received} pieces where at most {limit} tokens were asked for")
             if said.model is not None:
-                server.calls_itself = self._client.fit(said.model)
+                server.reported_model = self._client.redacted(said.model)
             return tokens
 
         try:
@@ -341,11 +332,11 @@ class Servers:
             with self._client.translated():
                 return read_answer(said, body["prompt"], body["max_tokens"], self._vocabulary)
         except BaseException:
-            self.tokens_received -= received  # they will come again
+            self.tokens_received -= received  # the next try receives them again
             raise
 
     def _body(self, key: Hashable, prompt_ids: list[int], limit: int, server: Server) -> dict[str, Any]:
-        """The request. What a server does not know it ignores; what it does not get it may take from elsewhere."""
+        """The request. It sets every parameter: servers ignore unknown ones and fill missing ones with defaults."""
         settings = self._settings
         digest = hashlib.sha256(repr((settings.seed, key)).encode()).digest()
         body = {
@@ -359,7 +350,7 @@ class Servers:
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "seed": int.from_bytes(digest[:4], "big") >> 1,  # 31 bits: every server takes them
+            "seed": int.from_bytes(digest[:4], "big") >> 1,  # every server takes 31 bits
             "n": 1,
             "stream": self._section.stream,
             "stop_token_ids": list(settings.stop_ids),
@@ -388,7 +379,7 @@ class Servers:
                 await asyncio.wait_for(self._changed.wait(), min(pauses, default=None))
 
     def _wake(self) -> None:
-        self._changed.set()  # all who wait are called up by this
+        self._changed.set()  # wakes all waiting tasks
         self._changed.clear()
 
     # What happens to a server.
@@ -409,14 +400,14 @@ class Servers:
         if not server.aside and (unreachable or (server.failures >= FAILURES_IN_A_ROW and not busy)):
             server.aside = True
             self._revive_later(server)
-        self.check_hope(all(s.failures or s.aside for s in self.servers))
+        self.check_give_up(all(s.failures or s.aside for s in self.servers))
 
-    def check_hope(self, all_fail: bool) -> None:
-        """Raises UserError where all servers fail, and have done so for give_up_seconds."""
+    def check_give_up(self, all_fail: bool) -> None:
+        """Raises UserError if all servers have been failing for give_up_seconds."""
         silent = time.monotonic() - self._last_good
         if all_fail and silent > self._section.give_up_seconds:
             self._fatal = self._refusal(
-                f"no server has given an answer for {silent:.0f} seconds (data.generator.give_up_seconds): see to them "
+                f"no server has given an answer for {silent:.0f} seconds (data.generator.give_up_seconds): check them "
                 "and run the same command again; what is written stays",
                 where="",
             )
@@ -429,28 +420,27 @@ class Servers:
         task.add_done_callback(self._revivals.discard)
 
     async def _revive(self, server: Server) -> None:
-        """Looks at a server that was set aside, after growing pauses, until it serves the target again."""
+        """Tries a server that was set aside, after growing pauses, until it serves the target again."""
         while server.aside:
             server.aside_pause = min(LONGEST_PAUSE_SECONDS, max(FIRST_LOOK_SECONDS, server.aside_pause * 2))
             await asyncio.sleep(server.aside_pause)
             if not server.aside:
-                return  # an answer came after all
+                return  # an earlier request was answered meanwhile
             try:
                 models = await self._client.models(server.url, CONNECT_SECONDS)
                 _check_served(server.url, models, self.model, self._settings.max_length)
-                await self._ask_one(server)
-            except Exception as error:  # of any kind: else nobody would look at this server again
+                await self._ask_one_token(server)
+            except Exception as error:  # any other exception would end the retries as well
                 known = isinstance(error, Failed | UserError)
-                server.last_failure = str(error) if known else self._client.fit(f"{type(error).__name__}: {error}")
-                with contextlib.suppress(UserError):  # kept, and raised where an answer is waited for
-                    self.check_hope(all(s.failures or s.aside for s in self.servers))
+                server.last_failure = str(error) if known else self._client.redacted(f"{type(error).__name__}: {error}")
+                with contextlib.suppress(UserError):  # `_least_loaded` raises it from `_fatal`
+                    self.check_give_up(all(s.failures or s.aside for s in self.servers))
             else:
                 server.aside, server.failures = False, 0
                 self._wake()
 
 
 def _only_model(listed: dict[str, dict[str, int | None]]) -> str:
-    """The one name that all servers list."""
     names = sorted({name for models in listed.values() for name in models})
     if len(names) == 1:
         return names[0]

@@ -1,14 +1,14 @@
-"""The processes of a capture: who leads, what each takes next, and what the leader hears of it.
+"""The processes of a capture and the values that they share.
 
-    torchrun --nproc_per_node 8 data_gen/capture.py my.yaml     says by RANK, LOCAL_RANK and WORLD_SIZE who is who
+    torchrun --nproc_per_node 8 data_gen/capture.py my.yaml     sets RANK, LOCAL_RANK and WORLD_SIZE
 
-    rank 0     looks at what is there, and tells which shards are missing
-    all        take the next one that nobody has taken, write it, and tell
-    rank 0     names it in the manifest, which nobody else writes, and shows how far all of them are
+    rank 0     publishes the numbers of the missing shards
+    all        take the next free shard, write it, and publish its manifest entry
+    rank 0     enters it in the manifest, which no other rank writes, and shows the progress of all
 
-They share a few words, in the key-value store where the launcher has them meet (MASTER_ADDR, MASTER_PORT). There is no
-process group and no collective: nobody waits for anybody but for rank 0's first words, and rank 0 at the end for what
-the others still write. A launcher ends all processes when one of them fails; where it does not, they find out here.
+Values are shared in the launcher's key-value store (MASTER_ADDR, MASTER_PORT). There is no process group and no
+collective. The other ranks wait once, for rank 0's list, and rank 0 waits at the end for the last shards. Most
+launchers end all processes when one fails; with other launchers, `Team.wait` ends them.
 """
 
 import json
@@ -36,48 +36,40 @@ class Team:
     """This process among those of its run.
 
     Args:
-        local_rank: its number among those of its machine.
-        words: what all of them share; None: this one is alone.
+        local_rank: its number on its machine.
+        shared: the store of all processes; None: there is only one process.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, words: Store | None = None):
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, shared: Store | None = None):
         self.rank, self.size, self.local_rank = rank, size, local_rank
-        self.words = HashStore() if words is None else words
+        self.shared = HashStore() if shared is None else shared
 
     @classmethod
     def of_environment(cls) -> "Team":
-        """The processes that a launcher started, or this one.
-
-        Raises:
-            UserError: they cannot meet.
-        """
+        """The processes that a launcher started, or this one. Raises UserError if they cannot connect."""
         rank, size, local_rank = (
             int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
         )
         if size == 1:
             return cls()
         try:
-            words, _, _ = next(rendezvous("env://"))
+            shared, _, _ = next(rendezvous("env://"))
         except (ValueError, DistError) as error:
             raise UserError(
                 f"rank {rank} of {size} does not find the others ({str(error).splitlines()[0]}); start them with "
                 "torchrun or accelerate launch"
             ) from None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # what an earlier one told does not count
-        return cls(rank, size, local_rank, PrefixStore(f"capture/{attempt}", words))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # hides the values of earlier attempts
+        return cls(rank, size, local_rank, PrefixStore(f"capture/{attempt}", shared))
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
 
     def take_device(self, wanted: str) -> str | None:
-        """Where this process's target goes; None: where target.device says.
+        """The device of this process's target, or None if `wanted`, which is target.device, decides.
 
-        Args:
-            wanted: target.device. Of a kind of which there are several, each process of a machine takes its own.
-
-        Raises:
-            UserError: fewer devices than processes on this machine.
+        Raises UserError if this machine has fewer devices than processes.
         """
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         given = torch.device((accelerator or "cpu") if wanted == "auto" else wanted)
@@ -92,25 +84,25 @@ class Team:
         torch.get_device_module(given).set_device(self.local_rank)
         return f"{given.type}:{self.local_rank}"
 
-    # What they tell each other.
+    # Shared values.
 
-    def tell(self, key: str, words: Any) -> None:
-        self._asked(lambda: self.words.set(key, json.dumps(words)))
+    def publish(self, key: str, value: Any) -> None:
+        self._asked(lambda: self.shared.set(key, json.dumps(value)))
 
-    def is_told(self, key: str) -> bool:
-        return self._asked(lambda: self.words.check([key]))
+    def is_published(self, key: str) -> bool:
+        return self._asked(lambda: self.shared.check([key]))
 
-    def told(self, key: str) -> Any:
-        """What was or will be told under `key`."""
-        self.wait(lambda: self.is_told(key))
-        return json.loads(self._asked(lambda: self.words.get(key)))
+    def receive(self, key: str) -> Any:
+        """Waits for the value of `key` and returns it."""
+        self.wait(lambda: self.is_published(key))
+        return json.loads(self._asked(lambda: self.shared.get(key)))
 
     def count(self, name: str, more: int = 0) -> int:
-        """A sum over all processes, with what this one adds."""
-        return self._asked(lambda: self.words.add(name, more))
+        """Adds `more` to a sum over all processes and returns the sum."""
+        return self._asked(lambda: self.shared.add(name, more))
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Ends this process where another one has failed, which has said why."""
+        """Waits until `until()` is True. Exits with 2 if another process has failed and reported its error."""
         while not until():
             if self.count(FAILED):
                 sys.exit(2)
@@ -122,12 +114,12 @@ class Team:
         except DistError:
             if self.leads:
                 raise
-            sys.exit(2)  # rank 0, or the launcher, has ended and taken the words with it
+            sys.exit(2)  # rank 0 or the launcher has ended, and the store with it
 
     @contextmanager
-    def speaking_once(self) -> Iterator[None]:
-        """Of several processes that fail, the first one says why. No other ends before it has: a launcher would then
-        end them all."""
+    def reporting_once(self) -> Iterator[None]:
+        """Lets only the first failing process print its error. The others wait for it, because a launcher ends all
+        processes when one exits."""
         try:
             yield
         except UserError as error:

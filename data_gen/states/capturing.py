@@ -24,16 +24,16 @@ from draftsmith.data_gen.states.store import (
     file_problem,
     key_of,
     length_of,
+    rows_identity,
+    store_differences,
     taught_tokens,
-    unlike,
-    words_of_rows,
 )
 from draftsmith.data_gen.states.stored_target import (
     head_bytes,
+    logit_settings,
+    save_config_and_tokenizer,
     save_target,
     target_is_whole,
-    words_bytes,
-    words_of_config,
 )
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences, file_digest, target_identity
@@ -48,8 +48,8 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import Recipe
 
 MANIFEST_BYTES_A_SHARD = 450
-# What the processes tell and count: shards that are missing, what they are made of; shards that were taken, shards that
-# were written (and under written/1, written/2, ... which), tokens that the target has read.
+# Keys of `Team`. Published: numbers of the missing shards, the manifest's made_of, and each written shard's entry as
+# written/1, written/2, ... Counted: shards taken, shards written, tokens that the target has read.
 MISSING, MADE_OF, TAKEN, WRITTEN, TOKENS = "missing", "made_of", "taken", "written", "tokens"
 
 
@@ -57,21 +57,21 @@ def capture_with(team: Team, read_command: Callable[[], Command]) -> None:
     """Does this process's part.
 
     Args:
-        read_command: parses the command line. Rank 0 does so first, so that a mistake is reported once.
+        read_command: parses the command line. Rank 0 calls it first, and a mistake is reported once.
     """
-    with team.speaking_once():
+    with team.reporting_once():
         if not team.leads:
             follow(team, read_command)
             return
         try:
             lead(team, read_command())
         finally:
-            if not team.is_told(MISSING):
-                team.tell(MISSING, [])
+            if not team.is_published(MISSING):
+                team.publish(MISSING, [])
 
 
 def lead(team: Team, command: Command) -> None:
-    """Rank 0: looks at what is there, says what is to be done, and has a part in it."""
+    """Rank 0: checks the folder, publishes the missing shards, and captures with the others."""
     recipe = command.recipe
     directory = recipe.states_dir
     if (problem := output_problem(directory, folder=True)) is not None:
@@ -83,7 +83,7 @@ def lead(team: Team, command: Command) -> None:
     with ExitStack() as held:
         if directory.exists() and not command.plan:
             held.enter_context(alone_in(directory))
-        manifest = begun(directory, job, command.verify)
+        manifest = manifest_so_far(directory, job, command.verify)
         for text in plan_lines(job, manifest, directory):
             print(text)
         if command.plan:
@@ -94,19 +94,19 @@ def lead(team: Team, command: Command) -> None:
             held.enter_context(alone_in(directory))
         clear_leftovers(directory, manifest)
         if manifest.complete and manifest.files:
-            print(f"all is captured: {in_words(manifest)}")
+            print(f"all is captured: {summary(manifest)}")
             return
         missing = missing_shards(job, manifest)
-        team.tell(MISSING, missing)
+        team.publish(MISSING, missing)
         capture(job, missing, directory, team, manifest)
-    print(f"{directory}: {in_words(manifest)}")
+    print(f"{directory}: {summary(manifest)}")
 
 
 def follow(team: Team, read_command: Callable[[], Command]) -> None:
-    """Any other rank: begins when rank 0 has found everything in order."""
-    missing: list[int] = team.told(MISSING)
+    """Any other rank: starts after rank 0 has published the missing shards."""
+    missing: list[int] = team.receive(MISSING)
     if team.rank >= len(missing):
-        return  # the others can take one each
+        return  # there is no shard left for this rank
     logging.disable_progress_bar()  # transformers': rank 0 shows its own
     recipe = read_command().recipe
     capture(job_of(recipe, Rejects()), missing, recipe.states_dir, team)
@@ -114,11 +114,11 @@ def follow(team: Team, read_command: Callable[[], Command]) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What the recipe asks for.
+    """The store that the recipe asks for.
 
     Args:
-        shards: the rows of each.
-        made_of: as far as it is known before the target is loaded.
+        shards: the rows of each shard.
+        made_of: the manifest's made_of as far as it is known before the target is loaded.
     """
 
     recipe: Recipe
@@ -136,8 +136,8 @@ class Job:
         shape = shape_of(config, layers, settings.dtype)
         target = config_identity(config, section.model, section.revision, fingerprint)
         made_of = wanted(target, config, layers, settings.dtype) | {
-            "rows": words_of_rows({key_of(row) for row in rows}),
-            # What decides the last bits, and where each row lies.
+            "rows": rows_identity({key_of(row) for row in rows}),
+            # These change the last bits of a state, or the shard of a row.
             "computed_in": str(torch_dtype(config, section.dtype)).removeprefix("torch."),
             "shard_megabytes": settings.shard_megabytes,
             "batch_tokens": settings.batch_tokens,
@@ -147,12 +147,13 @@ class Job:
 
     @property
     def bytes_of_target(self) -> int:
-        """Of its head, embeddings, config and tokenizer."""
+        """Size of target/: head, embeddings, config and tokenizer."""
         section = self.recipe.target
         config = load_config(section)
-        itemsize = torch_dtype(config, section.dtype).itemsize
+        size = head_bytes(config.get_text_config(decoder=True), torch_dtype(config, section.dtype).itemsize)
         with tempfile.TemporaryDirectory() as folder:
-            return head_bytes(config.get_text_config(decoder=True), itemsize) + words_bytes(section, Path(folder))
+            save_config_and_tokenizer(section, Path(folder))
+            return size + sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
 
 
 def job_of(recipe: Recipe, rejects: Rejects) -> Job:
@@ -161,7 +162,7 @@ def job_of(recipe: Recipe, rejects: Rejects) -> Job:
 
 
 def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
-    """States that the recipe's drafter reads: EAGLE-1's is the last, behind the final norm."""
+    """Layers that the recipe's drafter reads. EAGLE-1 reads the last state, behind the final norm."""
     if recipe.drafter.extends == "eagle":
         return (config.num_hidden_layers,)
     return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
@@ -173,33 +174,31 @@ def shape_of(config: Any, layers: Sequence[int], dtype: str) -> Shape:
 
 
 def wanted(target: dict[str, Any], config: Any, layers: Sequence[int], dtype: str) -> dict[str, Any]:
-    """What a store must be to be read with this target, drafter and recipe; its rows apart.
+    """The made_of, without rows, of a store that fits this target, drafter and recipe.
 
     Args:
-        target: its identity, as far as it is known.
+        target: the target's identity as far as it is known.
     """
-    return {"target": target | words_of_config(config), "capture_layers": list(layers), "dtype": dtype}
+    return {"target": target | logit_settings(config), "capture_layers": list(layers), "dtype": dtype}
 
 
-def begun(directory: Path, job: Job, verify: bool) -> Manifest:
-    """What was captured there so far, as far as it is intact; an empty manifest where nothing was.
-
-    Raises:
-        UserError: what lies there was made otherwise.
-    """
+def manifest_so_far(directory: Path, job: Job, verify: bool) -> Manifest:
+    """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ."""
     manifest = Manifest.read(directory)
     if manifest is None:
         return Manifest(job.made_of, len(job.shards))
     known = {**manifest.made_of, "target": {**manifest.made_of["target"], **job.made_of["target"]}}
-    if different := unlike(manifest, known | {key: job.made_of[key] for key in job.made_of if key != "target"}):
+    if different := store_differences(
+        manifest, known | {key: job.made_of[key] for key in job.made_of if key != "target"}
+    ):
         raise UserError(
-            f"{directory}: states that were captured otherwise ({'; '.join(different)}); name another data.states, or "
+            f"{directory}: states captured with other settings ({'; '.join(different)}); name another data.states, or "
             "delete that folder"
         )
-    for number, said in list(manifest.shards.items()):
-        path = directory / said["file"]
-        problem = file_problem(path, said)
-        if problem is None and verify and file_digest(path) != said["sha256"]:
+    for number, entry in list(manifest.shards.items()):
+        path = directory / entry["file"]
+        problem = file_problem(path, entry)
+        if problem is None and verify and file_digest(path) != entry["sha256"]:
             problem = f"{path}: damaged: not what was written (its sha256 differs)"
         if problem is not None:
             print(f"note: {problem}; captured again")
@@ -210,18 +209,17 @@ def begun(directory: Path, job: Job, verify: bool) -> Manifest:
 
 
 def clear_leftovers(directory: Path, manifest: Manifest) -> None:
-    """Removes what a kill left half-written, or half-deleted."""
-    for pattern in ("*.partial", ".tmp*", "*.tmp"):  # ours, safetensors' own, and those of older versions
+    """Removes files that a kill left half-written or half-deleted."""
+    for pattern in ("*.partial", ".tmp*", "*.tmp"):  # of `atomic_path`, of safetensors, of older versions
         for leftover in directory.glob(pattern):
             if leftover.is_file():
                 leftover.unlink()
-    if manifest.files:  # else it is written anew, and whoever does that clears up
+    if manifest.files:  # else `save_target` writes it again and clears up
         for leftover in (directory / "target.partial", directory / "target.replaced"):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def missing_shards(job: Job, manifest: Manifest) -> list[int]:
-    """Their numbers."""
     return [number for number in range(len(job.shards)) if number not in manifest.shards]
 
 
@@ -229,7 +227,7 @@ def missing_shards(job: Job, manifest: Manifest) -> list[int]:
 
 
 def estimated_bytes(job: Job) -> int:
-    """The whole store: shards, target/ and manifest."""
+    """Size of the whole store: shards, target/ and manifest."""
     shards = sum(map(job.shape.bytes_of_shard, job.shards))
     return shards + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
 
@@ -239,7 +237,7 @@ def plan_lines(job: Job, manifest: Manifest, directory: Path) -> Iterator[str]:
     shape, tokens = job.shape, sum(map(length_of, rows))
     taught = sum(taught_tokens(row.spans) for row in rows)
     a_token = shape.encoding.bytes_of(shape.hidden_size) * (shape.states + (taught / tokens if shape.has_last else 0))
-    last = f"the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which is the teacher's, too"
+    last = f"the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
     yield f"rows           {len(rows):,}, {tokens:,} tokens, of training and validation"
     yield f"states         {list(job.layers)} of every token, {last}, in {job.recipe.data.capture.dtype}"
     yield f"a token        {a_token:,.0f} bytes of states"
@@ -249,22 +247,18 @@ def plan_lines(job: Job, manifest: Manifest, directory: Path) -> Iterator[str]:
         f"{gigabytes(free_bytes(directory))} are free there"
     )
     if manifest.shards:
-        yield f"done           {in_words(manifest)}"
+        yield f"done           {summary(manifest)}"
     yield f"writes         {directory}"
 
 
 def free_bytes(directory: Path) -> int:
-    """Of the disk that `directory` lies on, or will."""
+    """Free bytes of the disk that holds or will hold `directory`."""
     there = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
     return shutil.disk_usage(there).free
 
 
 def check_room(job: Job, manifest: Manifest, directory: Path) -> None:
-    """Refuses before anything is written what cannot fit.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
     left = sum(job.shape.bytes_of_shard(job.shards[number]) for number in missing_shards(job, manifest))
     left += 0 if manifest.files else job.bytes_of_target
     free = free_bytes(directory)
@@ -275,14 +269,12 @@ def check_room(job: Job, manifest: Manifest, directory: Path) -> None:
         )
 
 
-def in_words(manifest: Manifest) -> str:
+def summary(manifest: Manifest) -> str:
     rows, tokens, size = (manifest.total(name) for name in ("rows", "tokens", "bytes"))
-    text = (
-        f"{rows:,} rows, {tokens:,} tokens, {gigabytes(size)} in {len(manifest.shards):,} of {manifest.of_shards:,} "
-        "shards"
-    )
+    shards = f"{len(manifest.shards):,} of {manifest.of_shards:,} shards"
+    text = f"{rows:,} rows, {tokens:,} tokens, {gigabytes(size)} in {shards}"
     if broken := manifest.total("nonfinite_rows"):
-        text += f"; {broken:,} rows have states that are not finite numbers, and training will skip them"
+        text += f"; {broken:,} rows have NaN or inf among their states, and training will skip them"
     return text
 
 
@@ -290,14 +282,13 @@ def in_words(manifest: Manifest) -> str:
 
 
 def capture(job: Job, missing: Sequence[int], directory: Path, team: Team, manifest: Manifest | None = None) -> None:
-    """Makes missing shards until none is left that nobody has taken.
+    """Makes missing shards until all are taken.
+
+    Raises UserError if the existing shards or rank 0 have another target, or if the disk is full.
 
     Args:
         missing: the same for all processes.
-        manifest: rank 0's, who writes target/, too, and stays until all shards are there.
-
-    Raises:
-        UserError: the target is not the one of the shards that are there, or not rank 0's; the disk is full.
+        manifest: given to rank 0, which also writes target/ and waits for all shards.
     """
     section = job.recipe.target
     target = Target(load_causal_lm(section, team.take_device(section.device)), job.layers)
@@ -309,8 +300,13 @@ def capture(job: Job, missing: Sequence[int], directory: Path, team: Team, manif
         if manifest is None:
             check_same(team, made_of)
         else:
-            begin(directory, manifest, made_of)
-            team.tell(MADE_OF, made_of)
+            if manifest.shards and (different := store_differences(manifest, made_of)):
+                raise UserError(
+                    f"{directory}: states of another target ({'; '.join(different)}); name another data.states, or "
+                    "delete that folder"
+                )
+            manifest.made_of = made_of
+            team.publish(MADE_OF, made_of)
             if not manifest.files:
                 manifest.files = save_target(section, target, directory)
                 manifest.write(directory)
@@ -318,36 +314,26 @@ def capture(job: Job, missing: Sequence[int], directory: Path, team: Team, manif
             ledger = Ledger(directory, manifest, team, tokens)
         make_shards(job, missing, target, directory, team, ledger)
         if ledger is not None:
-            team.wait(ledger.keeps_all)
+            team.wait(ledger.is_complete)
     except (OSError, SafetensorError) as error:
         whole = len(job.shards) - len(missing) + team.count(WRITTEN)
         raise UserError(
-            f"{directory}: cannot be written ({str(error).splitlines()[0]}): make room, if the disk is full, and "
-            f"start again; {whole:,} of {len(job.shards):,} shards are whole, and it goes on behind them"
+            f"{directory}: cannot be written ({str(error).splitlines()[0]}): make room if the disk is full, then "
+            f"start again; {whole:,} of {len(job.shards):,} shards are whole and stay"
         ) from error
     finally:
         if ledger is not None:
             ledger.bar.close()
     if ledger is not None and ledger.nonfinite:
         rows = ledger.nonfinite
-        print(f"note: states that are not finite numbers in {len(rows)} rows, the first: {rows[:5]}")
-
-
-def begin(directory: Path, manifest: Manifest, made_of: dict[str, Any]) -> None:
-    """Raises UserError where shards are there that another target's states are in."""
-    if manifest.shards and (different := unlike(manifest, made_of)):
-        raise UserError(
-            f"{directory}: states of another target ({'; '.join(different)}); name another data.states, or delete that "
-            "folder"
-        )
-    manifest.made_of = made_of
+        print(f"note: NaN or inf among the states of {len(rows)} rows, the first: {rows[:5]}")
 
 
 def check_same(team: Team, made_of: dict[str, Any]) -> None:
-    """Raises UserError where this process would write other states than rank 0."""
+    """Raises UserError if this process would write other states than rank 0."""
     if different := [
         f"{key}: rank 0 has {theirs!r}, rank {team.rank} has {mine!r}"
-        for key, theirs, mine in differences(team.told(MADE_OF), json.loads(json.dumps(made_of)))
+        for key, theirs, mine in differences(team.receive(MADE_OF), json.loads(json.dumps(made_of)))
     ]:
         raise UserError(
             f"the processes do not capture the same ({'; '.join(different)}); do all of them see the same "
@@ -356,40 +342,40 @@ def check_same(team: Team, made_of: dict[str, Any]) -> None:
 
 
 class Ledger:
-    """What rank 0 keeps: the manifest, by what all processes tell, and the bar.
+    """Rank 0's record of all processes: manifest and progress bar.
 
     Attributes:
-        nonfinite: ids of rows with states that are not finite numbers, of the shards of this run.
+        nonfinite: ids of this run's rows with NaN or inf among their states.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, team: Team, tokens: int):
         self.directory, self.manifest, self.team = directory, manifest, team
-        self.entered = 0  # of the shards that were written
+        self.entered = 0  # shards of this run in the manifest
         self.nonfinite: list[str] = []
         self.bar = Bar(total=tokens, desc="capture", unit="token", unit_scale=True)
 
-    def keep(self) -> None:
-        """Enters what was written since the last time."""
+    def update(self) -> None:
+        """Enters newly written shards."""
         self.bar.update(self.team.count(TOKENS) - self.bar.n)
         before = self.entered
-        while self.team.is_told(f"{WRITTEN}/{self.entered + 1}"):
+        while self.team.is_published(f"{WRITTEN}/{self.entered + 1}"):
             self.entered += 1
-            number, said, nonfinite = self.team.told(f"{WRITTEN}/{self.entered}")
-            self.manifest.shards[number] = said
+            number, entry, nonfinite = self.team.receive(f"{WRITTEN}/{self.entered}")
+            self.manifest.shards[number] = entry
             self.nonfinite += nonfinite
         if self.entered > before:
             self.manifest.write(self.directory)
 
-    def keeps_all(self) -> bool:
-        """Enters what was written since; true when no shard is missing."""
-        self.keep()
+    def is_complete(self) -> bool:
+        """Enters newly written shards; True when none is missing."""
+        self.update()
         return self.manifest.complete
 
 
 def make_shards(
     job: Job, missing: Sequence[int], target: Target, directory: Path, team: Team, ledger: Ledger | None
 ) -> None:
-    """Takes, makes and tells, shard by shard."""
+    """Takes, writes and publishes shards, one at a time."""
     while (taken := team.count(TAKEN, 1)) <= len(missing):
         number = missing[taken - 1]
         shard = ShardBuffer(job.shape, job.shards[number])
@@ -397,16 +383,16 @@ def make_shards(
             fill(shard, batch, target)
             team.count(TOKENS, sum(length_of(shard.rows[index]) for index in batch))
             if ledger is not None:
-                ledger.keep()
-        said = shard.write(directory, number)
+                ledger.update()
+        entry = shard.write(directory, number)
         nonfinite = [shard.rows[index].id for index in sorted(shard.nonfinite)]
-        team.tell(f"{WRITTEN}/{team.count(WRITTEN, 1)}", (number, said, nonfinite))
+        team.publish(f"{WRITTEN}/{team.count(WRITTEN, 1)}", (number, entry, nonfinite))
         if ledger is not None:
-            ledger.keep()
+            ledger.update()
 
 
 def batches_of(rows: Sequence[TrainingRow], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of rows that are read side by side: of like length, so many tokens with their padding."""
+    """Indices of rows that are read together: rows of similar length, at most `batch_tokens` tokens with padding."""
     order = sorted(range(len(rows)), key=lambda index: (length_of(rows[index]), index), reverse=True)
     batch: list[int] = []
     for index in order:
@@ -420,7 +406,7 @@ def batches_of(rows: Sequence[TrainingRow], batch_tokens: int) -> Iterator[list[
 
 
 def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:
-    """Runs the target over some rows of a shard and puts their states into it."""
+    """Runs the target over some rows of a shard and stores their states in it."""
     rows = [shard.rows[index] for index in batch]
     ids = torch.zeros(len(rows), max(map(length_of, rows)), dtype=torch.long)
     for i, row in enumerate(rows):

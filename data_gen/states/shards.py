@@ -1,10 +1,10 @@
-"""Folders of shards beside a manifest: how hidden states and labelled trees are named, written whole, and read back.
+"""Folders of shards and a manifest: the format of hidden states and of labelled trees.
 
-    manifest.json               what the shards are, and of each its sha256 and counts
+    manifest.json               settings, and each shard's sha256 and counts
     shard-00000.safetensors     ...
 
-Every file is whole or not there (`recipes.files.atomic`). What the manifest does not name does not count, so a kill at
-any moment costs the shards that were in the making.
+Every file is written atomically (`recipes.files.atomic`), and files that the manifest does not name are ignored. So a
+kill costs only the unfinished shards.
 """
 
 import json
@@ -36,11 +36,11 @@ def shard_name(number: int) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What the shards of a folder hold, as its manifest says it.
+    """The content of a folder's shards.
 
     Args:
-        script: which writes such folders.
-        verb: what it does.
+        script: writes such folders.
+        verb: names what the script does, in messages.
     """
 
     name: str
@@ -49,17 +49,13 @@ class Kind:
 
     def write(self, directory: Path, words: dict[str, Any]) -> None:
         """Writes the manifest."""
-        text = json.dumps({"kind": self.name} | words, indent=2) + "\n"
-        atomic_write(directory / MANIFEST, text)
+        atomic_write(directory / MANIFEST, json.dumps({"kind": self.name} | words, indent=2) + "\n")
 
     def read(self, directory: Path, parse: Callable[[dict[str, Any]], T]) -> T | None:
-        """What `parse` makes of the manifest; None where there is none yet.
+        """The parsed manifest, or None without one. Raises UserError for a damaged one or another kind of file.
 
         Args:
-            parse: raises KeyError, TypeError, ValueError or AttributeError for what `write` cannot have been given.
-
-        Raises:
-            UserError: a manifest that is damaged, or another kind of file.
+            parse: raises KeyError, TypeError, ValueError or AttributeError for values that `write` never writes.
         """
         path = directory / MANIFEST
         try:
@@ -81,7 +77,7 @@ class Kind:
 
 
 def check_counts(name: str, words: dict[str, Any], keys: Iterable[str]) -> None:
-    """Raises ValueError where one of them is no whole number of 0 or more."""
+    """Raises ValueError unless each value is a whole number of 0 or more."""
     for key in keys:
         if type(words[key]) is not int or words[key] < 0:
             raise ValueError(f"{name}: {key}: {short(words[key])} must be a whole number, 0 or more")

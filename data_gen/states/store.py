@@ -1,32 +1,30 @@
-"""The target's hidden states on disk, so that a drafter is trained many times and the target runs once.
+"""The target's hidden states on disk. The target runs once, and any number of drafters train on the store.
 
-    manifest.json               whose states these are, of which rows, in which dtype; size, sha256 and counts of every
-                                file
-    target/                     what training asks of the target itself: its embeddings and head
-                                (`data_gen.states.stored_target`), its config and tokenizer
-    shard-00000.safetensors     rows one behind the other:
+    manifest.json               target, rows and dtype of the store; size, sha256 and counts of every file
+    target/                     the target's embeddings and head (`data_gen.states.stored_target`), config, tokenizer
+    shard-00000.safetensors     rows, one after another:
         captured        [N, S, H]   the states that the drafter reads, of all tokens
-        captured_scale  [N, S]      float32, of int8 and fp8 alone: a state is values * scale
-        last            [M, H]      the teacher's last state, of the tokens alone that some column has for a teacher;
-        last_scale      [M]         neither is there where the last state is captured: then it is in `captured`
+        captured_scale  [N, S]      float32, only for int8 and fp8: a state is values * scale
+        last            [M, H]      the last states of teacher positions. `last` and `last_scale` are absent if the
+        last_scale      [M]         drafter reads the last state, because `captured` holds it then
         ids             [N] int32   the rows' tokens
         starts          [R + 1]     tokens of row r are starts[r] to starts[r + 1]
         spans           [P, 3]      (row, start, end) of the supervised spans
         key             [R, 16]     `key_of` each row
 
-A row's tokens behind its last span are not stored: nothing there is ever read (`train.run.batches.collate`). Which of
-them is whose teacher, `models.alignment` says: column t has the target's distribution at t + 1, and counts where x[t+1]
-and x[t+2] lie in one span. So a span (s, e) needs the last states of s to e - 2:
+Tokens behind a row's last span are not stored, because training never reads them (`train.run.batches.collate`).
+Teachers follow `models.alignment`: column t has the target's distribution at t + 1, and counts if x[t+1] and x[t+2] lie
+in one span. So a span (s, e) needs the last states of s to e - 2:
 
     position      0  1  2  3  4  5  6  7  8  9 10
     token         u  u  u  >  A  B  C  D  .  u  u          span (4, 9)
     captured      *  *  *  *  *  *  *  *  *
     last                      *  *  *  *
 
-Rows lie in shards by the order of their keys, that is, at random: a shard is a fair sample of the data, and training
-shuffles shards and what is in a few of them (`train.run.state_sources`). A shard is whole or not there
-(`recipes.files.atomic`), and what the manifest does not name does not count. Reading compares sizes when a store
-is opened and sha256 when a shard is first read.
+Rows are sorted into shards by their keys, which are random. A shard is therefore a fair sample, and training shuffles
+shards, then the rows of a few neighbouring shards (`train.run.state_sources`). Shards are written atomically
+(`recipes.files.atomic`). Files that the manifest does not name are ignored. Opening a store compares sizes; the first
+read of a shard compares its sha256.
 
 Shapes: N tokens, S captured states of width H, M teacher positions, R rows, P spans, T tokens of a row.
 """
@@ -52,27 +50,26 @@ from draftsmith.recipes.files.atomic import atomic_path
 
 KIND = Kind("hidden_states", script="data_gen/capture.py", verb="capture")
 KEY_BYTES = 16
-# What safetensors says of the tensors of a shard before their bytes, about.
-HEADER_BYTES = 600
+HEADER_BYTES = 600  # of a shard's safetensors header, about
 COUNTS = ("rows", "tokens", "teacher_tokens", "nonfinite_rows")
 
 
-# How a state is stored.
+# Encoding of a state.
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """A dtype of stored states. `largest`: what the largest element of a state becomes; None: states are not scaled."""
+    """A dtype of stored states. `largest`: the value that a state's largest element is scaled to; None: unscaled."""
 
     dtype: torch.dtype
     largest: float | None = None
 
     def bytes_of(self, width: int) -> int:
-        """Of one state."""
+        """Bytes of one state."""
         return width * self.dtype.itemsize + (0 if self.largest is None else 4)
 
     def encode(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """States [..., H] as (values [..., H], scales [...] or None). What is not finite does not become so."""
+        """States [..., H] as (values [..., H], scales [...] or None). NaN and inf stay visible after decoding."""
         if self.largest is None:
             return states.to(self.dtype), None
         exact = states.float()
@@ -83,7 +80,6 @@ class Encoding:
         return values.to(self.dtype), scale
 
     def decode(self, values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """The other way, in `dtype`."""
         return values.to(dtype) if scales is None else (values.float() * scales[..., None]).to(dtype)
 
 
@@ -99,32 +95,32 @@ ENCODINGS = {
 
 
 def key_of(row: TrainingRow) -> bytes:
-    """Says which row this is: its id, its spans, its tokens and what stands in the place of some of them."""
-    words = json.dumps([row.id, row.spans]).encode()
-    asked = array("i", row.input_ids).tobytes() + row.prompt.inserts_digest
-    return hashlib.blake2b(words + asked, digest_size=KEY_BYTES).digest()
+    """Digest of a row's id, spans, tokens and inserts."""
+    place = json.dumps([row.id, row.spans]).encode()
+    content = array("i", row.input_ids).tobytes() + row.prompt.inserts_digest
+    return hashlib.blake2b(place + content, digest_size=KEY_BYTES).digest()
 
 
 def length_of(row: TrainingRow) -> int:
-    """Tokens whose states are stored."""
+    """Number of tokens with stored states."""
     return max(end for _, end in row.spans)
 
 
 def teacher_positions(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Positions whose last state teaches some column at some step, ascending. The first token has no column before it.
+    """Positions with a last state that teaches some column, ascending. The first token has no column before it.
 
-    Teachers of later steps are other columns' of step 0 (`models.alignment`), so that K does not matter.
+    Later steps reuse the teachers of step 0's other columns (`models.alignment`), so K does not matter.
     """
     return [position for start, end in spans for position in range(max(start, 1), end - 1)]
 
 
 def taught_tokens(spans: Iterable[Sequence[int]]) -> int:
-    """How many `teacher_positions` there are."""
+    """Number of `teacher_positions`."""
     return sum(max(0, end - max(start, 1) - 1) for start, end in spans)
 
 
-def words_of_rows(keys: Iterable[bytes]) -> str:
-    """Says which rows these are, whatever their order."""
+def rows_identity(keys: Iterable[bytes]) -> str:
+    """Number and digest of a set of rows, in any order."""
     ordered = sorted(keys)
     return f"{len(ordered)} rows, sha256 {hashlib.sha256(b''.join(ordered)).hexdigest()}"
 
@@ -134,11 +130,11 @@ def words_of_rows(keys: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides how many bytes a row takes.
+    """Determines the bytes of a row.
 
     Attributes:
         states: S, captured states of a token.
-        has_last: the teacher's last states stand beside them.
+        has_last: the teacher's last states are stored separately.
     """
 
     states: int
@@ -152,7 +148,7 @@ class Shape:
         return state * (self.states * length + taught) + 4 * length + 24 * len(row.spans) + 8 + KEY_BYTES
 
     def shards(self, rows: Sequence[TrainingRow], shard_bytes: float) -> list[list[TrainingRow]]:
-        """Which rows stand together: each once, in the order of their keys, shards of about the same size."""
+        """Divides distinct rows, in the order of their keys, into shards of about the same size."""
         distinct = {key_of(row): row for row in rows}
         sizes = {key: self.bytes_of(row) for key, row in distinct.items()}
         shards: list[list[TrainingRow]] = [[]]
@@ -173,7 +169,7 @@ class Shape:
 
 
 class ShardBuffer:
-    """A shard in the making, in memory, as it will lie on disk."""
+    """A shard in memory, in its format on disk."""
 
     def __init__(self, shape: Shape, rows: Sequence[TrainingRow]):
         self.shape, self.rows = shape, rows
@@ -191,7 +187,7 @@ class ShardBuffer:
         self.nonfinite: set[int] = set()
 
     def put(self, index: int, captured_TF: torch.Tensor, last_TH: torch.Tensor) -> None:
-        """The states of row `index`, one for each of its tokens."""
+        """Stores the states of row `index`, one for each of its tokens."""
         captured_TSH = captured_TF.unflatten(-1, (self.shape.states, self.shape.hidden_size))
         self._put(index, "captured", self.starts, captured_TSH)
         if self.shape.has_last:
@@ -208,7 +204,7 @@ class ShardBuffer:
             self.nonfinite.add(index)
 
     def write(self, directory: Path, number: int) -> dict[str, Any]:
-        """Writes shard `number` and returns what the manifest says of it."""
+        """Writes shard `number` and returns its manifest entry."""
         ids = [row.input_ids[: length_of(row)] for row in self.rows]
         spans = [(index, start, end) for index, row in enumerate(self.rows) for start, end in row.spans]
         keys = b"".join(map(key_of, self.rows))
@@ -238,13 +234,12 @@ class ShardBuffer:
 
 @dataclass
 class Manifest:
-    """What a store says of itself.
+    """A store's manifest.
 
     Args:
-        made_of: everything that decides what is in it: target (`identity_of` in data_gen/capture.py), dtype, capture
-            layers, rows, how they are divided into shards.
-        files: size and sha256 of what lies in target/.
-        of_shards: how many there will be; `shards` holds those that are written, by number.
+        made_of: everything that determines the content: target, dtype, capture layers, rows, division into shards.
+        files: size and sha256 of each file in target/.
+        of_shards: number of shards of the complete store. `shards` holds the written ones by number.
     """
 
     made_of: dict[str, Any]
@@ -274,11 +269,7 @@ class Manifest:
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest | None":
-        """None where nothing was captured yet.
-
-        Raises:
-            UserError: a manifest that is damaged, or another kind of file.
-        """
+        """None if there is no manifest yet. Raises UserError for a damaged manifest or another kind of file."""
         return KIND.read(directory, cls._of)
 
     @classmethod
@@ -304,8 +295,8 @@ class Manifest:
         return cls(made_of, words["of_shards"], words["target_files"], shards)
 
 
-def unlike(manifest: Manifest, wanted: dict[str, Any]) -> list[str]:
-    """In what a store differs from what is asked for, both sides named; a target may be moved or renamed."""
+def store_differences(manifest: Manifest, wanted: dict[str, Any]) -> list[str]:
+    """Differences between a store and what is asked for, both sides named. The target's place and name may differ."""
     return [
         f"{key}: the store has {theirs!r}, asked for is {mine!r}"
         for key, theirs, mine in differences(manifest.made_of, json.loads(json.dumps(wanted)))
@@ -313,13 +304,13 @@ def unlike(manifest: Manifest, wanted: dict[str, Any]) -> list[str]:
     ]
 
 
-def file_problem(path: Path, said: dict[str, Any]) -> str | None:
-    """By size alone: what does not take time."""
+def file_problem(path: Path, entry: dict[str, Any]) -> str | None:
+    """What is wrong with a file, by its size alone, or None."""
     try:
-        has = path.stat().st_size
+        found = path.stat().st_size
     except OSError as error:
         return f"{path}: {error.strerror.lower() if error.strerror else error}"
-    return None if has == said["bytes"] else f"{path}: damaged: {has:,} bytes instead of {said['bytes']:,}"
+    return None if found == entry["bytes"] else f"{path}: damaged: {found:,} bytes instead of {entry['bytes']:,}"
 
 
 # Reading.
@@ -327,11 +318,11 @@ def file_problem(path: Path, said: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class RowStates:
-    """What is stored of a row, as it is stored.
+    """The stored, encoded states of a row.
 
     Attributes:
         captured: [T, S, H]; captured_scale: [T, S] or None.
-        last: [m, H], of `teacher_positions`; None where it is among `captured`. last_scale: [m] or None.
+        last: [m, H], of `teacher_positions`; None if `captured` holds it. last_scale: [m] or None.
     """
 
     captured: torch.Tensor
@@ -343,7 +334,7 @@ class RowStates:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "RowStates":
-        """In memory that is copied to a GPU while it computes."""
+        """In pinned memory, which is copied to a GPU while it computes."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "RowStates":
@@ -354,11 +345,9 @@ class RowStates:
 
 
 class Store:
-    """A whole store, opened for reading, by one thread at a time.
+    """A complete store, opened for reading, by one thread at a time.
 
-    Raises:
-        UserError: there is none, it is unfinished, or files are missing, truncated or altered; all that can be seen
-            without reading the shards, at once.
+    Raises UserError if there is no store, if it is unfinished, or for all files that are missing or of another size.
     """
 
     def __init__(self, directory: Path):
@@ -372,10 +361,10 @@ class Store:
                 "data_gen/capture.py again, which goes on"
             )
         self.manifest = manifest
-        files = [(directory / "target" / name, said) for name, said in manifest.files.items()]
+        files = [(directory / "target" / name, entry) for name, entry in manifest.files.items()]
         files += [(directory / shard["file"], shard) for shard in manifest.shards.values()]
-        if problems := [problem for path, said in files if (problem := file_problem(path, said))]:
-            raise UserError([f"{problem}; {MEND}" for problem in problems])
+        if problems := [problem for path, entry in files if (problem := file_problem(path, entry))]:
+            raise UserError([f"{problem}; {REPAIR}" for problem in problems])
         self.encoding = ENCODINGS[manifest.made_of["dtype"]]
         self.capture_layers: tuple[int, ...] = tuple(manifest.made_of["capture_layers"])
         self._verified: set[int] = set()
@@ -384,9 +373,9 @@ class Store:
         self._places = dict(self._read_keys())  # key -> (shard, row in it)
 
     def _read_keys(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
-        for number, said in self.manifest.shards.items():
-            keys = self._of_shard(number, lambda shard: shard.get_tensor("key")).numpy().tobytes()
-            if hashlib.sha256(keys).hexdigest() != said["keys_sha256"]:
+        for number, entry in self.manifest.shards.items():
+            keys = self._from_shard(number, lambda shard: shard.get_tensor("key")).numpy().tobytes()
+            if hashlib.sha256(keys).hexdigest() != entry["keys_sha256"]:
                 raise self._damaged(number, "its rows are not those that were written")
             for row in range(len(keys) // KEY_BYTES):
                 yield keys[row * KEY_BYTES : (row + 1) * KEY_BYTES], (number, row)
@@ -399,7 +388,7 @@ class Store:
         )
 
     def missing(self, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-        """Those of which nothing is stored."""
+        """The rows that are not stored."""
         return [row for row in rows if key_of(row) not in self._places]
 
     def shard_of(self, row: TrainingRow) -> int:
@@ -407,15 +396,11 @@ class Store:
         return self._places[key_of(row)][0]
 
     def read(self, row: TrainingRow) -> RowStates:
-        """What is stored of a row.
-
-        Raises:
-            UserError: its shard is not what was written.
-        """
+        """The stored states of a row. Raises UserError if its shard was altered."""
         number, index = self._places[key_of(row)]
         if number not in self._verified:
             self._verify(number)
-        return self._of_shard(number, lambda shard: self._read(shard, number, index, row))
+        return self._from_shard(number, lambda shard: self._read(shard, number, index, row))
 
     def _read(self, shard: Any, number: int, index: int, row: TrainingRow) -> RowStates:
         if number not in self._indices:
@@ -433,22 +418,22 @@ class Store:
         return RowStates(captured, part("captured_scale", starts), last, last_scale)
 
     def _verify(self, number: int) -> None:
-        said = self.manifest.shards[number]
+        entry = self.manifest.shards[number]
         try:
-            found = file_digest(self.directory / said["file"])
+            found = file_digest(self.directory / entry["file"])
         except OSError as error:
             raise self._damaged(number, str(error.strerror)) from None
-        if found != said["sha256"]:
+        if found != entry["sha256"]:
             raise self._damaged(number, "not what was written (its sha256 differs)")
         self._verified.add(number)
 
-    def _of_shard(self, number: int, read: Any) -> Any:
-        """What `read` makes of the opened shard. Few stay open: a store may have more files than a process may open."""
+    def _from_shard(self, number: int, read: Any) -> Any:
+        """Applies `read` to the opened shard. Keeps OPEN_SHARDS open, because a process may not open many files."""
         try:
             shard = self._open.pop(number, None)
             if shard is None:
                 shard = safe_open(self.directory / self.manifest.shards[number]["file"], framework="pt")
-            self._open[number] = shard  # the last used one stands last
+            self._open[number] = shard  # in the order of use
             while len(self._open) > OPEN_SHARDS:
                 self._open.pop(next(iter(self._open)))
             return read(shard)
@@ -457,15 +442,15 @@ class Store:
 
     def _damaged(self, number: int, problem: str) -> UserError:
         path = self.directory / self.manifest.shards[number]["file"]
-        return UserError(f"{path}: damaged: {problem}; {MEND}")
+        return UserError(f"{path}: damaged: {problem}; {REPAIR}")
 
 
 OPEN_SHARDS = 16
-MEND = "copy it again, or run data_gen/capture.py --verify, which writes anew what is damaged"
+REPAIR = "copy it again, or run data_gen/capture.py --verify, which rewrites damaged files"
 
 
 def _starts(shard: Any) -> tuple[list[int], list[int]]:
-    """Where the tokens of each row begin in a shard, and where its teacher positions do."""
+    """For each row of a shard, the start of its tokens and the start of its teacher positions."""
     starts = shard.get_tensor("starts").tolist()
     taught = [0] * (len(starts) - 1)
     for row, *span in shard.get_tensor("spans").tolist():

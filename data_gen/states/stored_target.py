@@ -1,8 +1,7 @@
-"""What training asks of a target beside its states, in a store's folder target/: its weights are not needed then.
+"""The target's embeddings, head, config and tokenizer in a store's folder target/. Training needs no other weights.
 
-    head.safetensors                embedding [V, H]; head [V, H] where it is another matrix; bias [V] if there is one
-    config.json, tokenizer files    as the target has them: on a machine without the target, target.model can name this
-                                    folder
+    head.safetensors                embedding [V, H]; head [V, H] unless tied; bias [V] if there is one
+    config.json, tokenizer files    the target's; target.model can name this folder on a machine without the target
 
 Shapes: V vocabulary, H hidden size.
 """
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from draftsmith.data_gen.states.store import MEND, Manifest, Store, file_problem
+from draftsmith.data_gen.states.store import REPAIR, Manifest, Store, file_problem
 from draftsmith.models.chat import load_config, load_generation_config
 from draftsmith.models.checkpoint import file_digest
 from draftsmith.models.prompt import Insert
@@ -28,17 +27,17 @@ from draftsmith.recipes.schema import TargetSection
 
 FOLDER = "target"
 HEAD = "head.safetensors"
-# What a family reads of its config behind the head (`families.scaled_logits`).
+# Settings that change logits behind the head (`families.scaled_logits`).
 LOGITS = ("model_type", "logits_scaling", "logit_scale", "final_logit_softcapping")
 
 
-def words_of_config(config: Any) -> dict[str, Any]:
-    """What of a text config decides how final states become logits."""
+def logit_settings(config: Any) -> dict[str, Any]:
+    """The settings of a text config that determine logits from final states."""
     return {name: getattr(config, name, None) for name in LOGITS}
 
 
-def save_words(section: TargetSection, directory: Path) -> None:
-    """The target's config and tokenizer as it has them: what the recipe says of the template is not written in."""
+def save_config_and_tokenizer(section: TargetSection, directory: Path) -> None:
+    """Writes the target's own config and tokenizer, without the recipe's changes to the template."""
     load_config(section).save_pretrained(directory)
     load_generation_config(section).save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(
@@ -48,19 +47,17 @@ def save_words(section: TargetSection, directory: Path) -> None:
 
 
 def save_target(section: TargetSection, target: Target, store: Path) -> dict[str, dict[str, Any]]:
-    """Writes the folder and returns what the manifest says of its files.
-
-    Raises:
-        UserError: the head is more than a matrix and a bias.
-    """
+    """Writes the folder and returns the manifest's entries. Raises UserError for an unsupported head (`check_head`)."""
     check_head(target)
     bias = getattr(target.head, "bias", None)
     tensors = {"embedding": target.embedding_table, "head": target.head_weight, "bias": bias}
     if is_tied(target):
         del tensors["head"]
     given = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
-    with atomic_folder(store / FOLDER, own=_names(store)) as partial:
-        save_words(section, partial)
+    # Files of earlier captures, also of one that was killed while it replaced the folder.
+    own = {path.name for path in store.glob(f"{FOLDER}*/*")}
+    with atomic_folder(store / FOLDER, own=own) as partial:
+        save_config_and_tokenizer(section, partial)
         save_file(given, partial / HEAD)
     return {
         path.relative_to(store / FOLDER).as_posix(): {"bytes": path.stat().st_size, "sha256": file_digest(path)}
@@ -69,18 +66,13 @@ def save_target(section: TargetSection, target: Target, store: Path) -> dict[str
     }
 
 
-def _names(store: Path) -> set[str]:
-    """What earlier captures wrote there, one that was killed while it replaced the folder among them."""
-    return {path.name for path in store.glob(f"{FOLDER}*/*")}
-
-
 def is_tied(target: Target) -> bool:
     return target.head_weight.data_ptr() == target.embedding_table.data_ptr()
 
 
 @torch.no_grad()
 def check_head(target: Target) -> None:
-    """Refuses heads whose logits are not those of the matrix that is stored: packed weights, adapters."""
+    """Raises UserError if the stored matrix does not give the head's logits: packed weights, adapters."""
     weight, bias = target.head_weight, getattr(target.head, "bias", None)
     problem = f"its weight is {list(weight.shape)} of {weight.dtype}"
     if weight.is_floating_point() and tuple(weight.shape) == (target.vocab_size, target.hidden_size):
@@ -97,10 +89,10 @@ def check_head(target: Target) -> None:
 
 
 class StoredTarget(Target):
-    """Stands in for a target whose states are read from a store: head, embeddings and config, but no layers.
+    """Replaces the target when states are read from a store: head, embeddings and config, but no layers.
 
     Args:
-        config: the text config of the recipe's target, which has been compared with the store's.
+        config: the text config of the recipe's target, already compared with the store's.
     """
 
     def __init__(self, store: Store, config: Any, device: torch.device | str = "cpu"):
@@ -132,37 +124,31 @@ class StoredTarget(Target):
 
 def _read_head(store: Store) -> dict[str, torch.Tensor]:
     path = store.directory / FOLDER / HEAD
-    said = store.manifest.files.get(HEAD)
-    if said is None:
-        raise UserError(f"{path}: the manifest does not name it; {MEND}")
+    entry = store.manifest.files.get(HEAD)
+    if entry is None:
+        raise UserError(f"{path}: the manifest does not name it; {REPAIR}")
     try:
-        if file_digest(path) != said["sha256"]:
-            raise UserError(f"{path}: damaged: not what was written (its sha256 differs); {MEND}")
+        if file_digest(path) != entry["sha256"]:
+            raise UserError(f"{path}: damaged: not what was written (its sha256 differs); {REPAIR}")
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: damaged: {str(error).splitlines()[0]}; {MEND}") from None
+        raise UserError(f"{path}: damaged: {str(error).splitlines()[0]}; {REPAIR}") from None
 
 
 def target_is_whole(store: Path, manifest: Manifest, verify: bool = False) -> bool:
-    """Whether target/ is what the manifest says; a manifest that says nothing was written before it was there."""
-    paths = {store / FOLDER / name: said for name, said in manifest.files.items()}
-    if not paths or any(file_problem(path, said) for path, said in paths.items()):
+    """Whether target/ matches the manifest. A manifest without entries for it is older than the folder."""
+    paths = {store / FOLDER / name: entry for name, entry in manifest.files.items()}
+    if not paths or any(file_problem(path, entry) for path, entry in paths.items()):
         return False
-    return not verify or all(file_digest(path) == said["sha256"] for path, said in paths.items())
+    return not verify or all(file_digest(path) == entry["sha256"] for path, entry in paths.items())
 
 
 def stored_bytes(store: Store) -> int:
-    """What a `StoredTarget` holds in memory."""
+    """Memory of a `StoredTarget`."""
     return store.manifest.files[HEAD]["bytes"]
 
 
-def words_bytes(section: TargetSection, directory: Path) -> int:
-    """What `save_words` takes; writes it into `directory`, which is empty."""
-    save_words(section, directory)
-    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-
-
 def head_bytes(config: Any, itemsize: int) -> int:
-    """What `head.safetensors` takes, by a text config."""
+    """Size of `head.safetensors` by a text config."""
     matrices = 1 if getattr(config, "tie_word_embeddings", False) else 2
     return matrices * config.vocab_size * config.hidden_size * itemsize

@@ -25,8 +25,15 @@ from typing import Any, Protocol
 import torch
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.store import RowStates, Store, key_of, teacher_positions, unlike, words_of_rows
-from draftsmith.data_gen.states.stored_target import words_of_config
+from draftsmith.data_gen.states.store import (
+    RowStates,
+    Store,
+    key_of,
+    rows_identity,
+    store_differences,
+    teacher_positions,
+)
+from draftsmith.data_gen.states.stored_target import logit_settings
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.target import Target
@@ -227,15 +234,15 @@ def store_of(
     target = config_identity(config, section.model, section.revision, fingerprint)
     made_of = store.manifest.made_of
     asked = {
-        "target": made_of["target"] | target | words_of_config(config),  # the rest is known only from the weights
+        "target": made_of["target"] | target | logit_settings(config),  # the rest is known only from the weights
         "capture_layers": list(layers),
         "dtype": recipe.data.capture.dtype,
     }
-    problems = unlike(store.manifest, asked)
+    problems = store_differences(store.manifest, asked)
     covers = f" (a fingerprint covers {FINGERPRINT_COVERS})" * ("tokenizer_fingerprint: " in "".join(problems))
     if missing := store.missing(rows):
         problems.append(
-            f"rows: the store has {made_of['rows']}, asked for are {words_of_rows({key_of(row) for row in rows})}; "
+            f"rows: the store has {made_of['rows']}, asked for are {rows_identity({key_of(row) for row in rows})}; "
             f"{len(missing):,} of these are not in it, the first is {missing[0].id!r} with {len(missing[0].input_ids)} "
             "tokens"
         )
