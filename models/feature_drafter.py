@@ -1,19 +1,19 @@
-"""What EAGLE's drafters share: layers that draft from the target's features, and how they do it inside an answer.
+"""The base of EAGLE's drafters: layers that draft from the target's features, and decoding with them.
 
     captured target states --fuse--> feature_t                only where the target's states are known
-    feature_t, embedding of token t+1 --entry--> [W]          what belongs to all layers of the drafter
+    feature_t, embedding of token t+1 --entry--> [W]          shared by all layers of the drafter
     [W] --layer.enter--> input of attention, residual --attention--> layer.finish --> output
     output --logits--> distribution over the draft vocabulary
     output --feedback--> the next drafted column's feature
 
-Drafters differ in fuse, entry, logits and feedback, and in their layers: `models.eagle`, `models.eagle3`. A *stack* is
-the layers that make one output, one above the other. Most drafters have one; position specialists (`models.poss`) have
-several, and the position that is drafted says which: step 0 is the first drafted token.
+Drafters (`models.eagle`, `models.eagle3`) differ in fuse, entry, logits, feedback and layers. A *stack* is the layers
+that make one output. Most drafters have one; position specialists (`models.poss`) have several, chosen by the drafted
+position (step 0 is the first drafted token):
 
     step      0  1  2  3  4  5  6 ...
-    stack     0  0  1  1  2  2  2 ...        three stacks, two positions each; the last one goes on
+    stack     0  0  1  1  2  2  2 ...        three stacks, two positions each; the last one serves all later steps
 
-Training (`train.loss.unroll`) and decoding (`FeatureDrafting`) call the same five functions; they differ in which keys
+Training (`train.loss.unroll`) and decoding (`FeatureDrafting`) call the same five functions but differ in the keys that
 a query sees.
 
 Shapes: B rows, T tokens, C columns, H hidden size, F captured states, W entry width, V target vocabulary, Vd draft
@@ -22,6 +22,7 @@ vocabulary, b new slots, S slots of the round.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -39,10 +40,10 @@ from draftsmith.recipes.errors import UserError
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Everything that fixes the shape of a drafter; stored in its config.json."""
+    """The shape of a drafter, as stored in its config.json."""
 
     kind: ClassVar[str]
-    base: ClassVar[str | None] = None  # of position specialists: what they extend
+    base: ClassVar[str | None] = None  # the kind that position specialists extend
     own_head: ClassVar[bool]  # whether the head is trained, or the target's
 
     hidden_size: int
@@ -57,7 +58,7 @@ class DrafterConfig:
     max_position_embeddings: int
     hidden_act: str = "silu"
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
-    embedding_scale: float = 1.0  # the target's (`Target.embedding_scale`): rows of its table are multiplied with it
+    embedding_scale: float = 1.0  # the target's (`Target.embedding_scale`)
     num_layers: int = 1
     attention_bias: bool = False
 
@@ -80,13 +81,13 @@ class DrafterConfig:
         intermediate_size: int | None = None,
         **own: Any,
     ) -> Self:
-        """The shape that fits a target; what is None is taken from it.
+        """The shape that fits a target; arguments that are None take the target's value.
 
         Args:
             config: the target's text config; vocab_size: rows of its head.
             own: further fields of the kind's config.
         """
-        # Where layers differ, those that see everything are the model for the drafter, which does, too.
+        # Where layers differ, the drafter takes after one with full attention, which it has, too.
         types = getattr(config, "layer_types", None) or []
         layer = layer_configs(config)[types.index("full_attention") if "full_attention" in types else 0]
         heads = num_attention_heads or layer.num_attention_heads
@@ -116,7 +117,7 @@ class DrafterConfig:
 
     @property
     def cached_layers(self) -> int:
-        """Layers that keep keys and values."""
+        """Number of layers with keys and values."""
         return self.num_layers
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,24 +130,18 @@ class DrafterConfig:
 
 
 class DraftLayer(nn.Module):
-    """A decoder layer whose attention reads inputs of width `input_size`. What comes before attention is `enter`'s."""
+    """A decoder layer with attention over inputs of width `input_size`, which `enter` prepares."""
 
     def __init__(self, config: DrafterConfig, input_size: int):
         super().__init__()
         size = config.hidden_size
-        self.self_attn = Attention(
-            input_size,
-            size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.attention_bias,
-        )
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        self.self_attn = Attention(input_size, size, heads, groups, config.head_dim, config.attention_bias)
         self.post_attention_layernorm = RmsNorm(size, eps=config.rms_norm_eps)
         self.mlp = GatedMLP(size, config.intermediate_size, config.hidden_act)
 
     def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention reads [..., input_size], and the residual stream [..., H]."""
+        """(input of attention [..., input_size], residual stream [..., H])."""
         raise NotImplementedError
 
     def finish(self, residual: torch.Tensor, attended_BACD: torch.Tensor) -> torch.Tensor:
@@ -156,7 +151,7 @@ class DraftLayer(nn.Module):
 
 
 class UpperLayer(DraftLayer):
-    """A layer above the first one: the ordinary pre-norm decoder layer."""
+    """An ordinary pre-norm decoder layer, above the first one of a stack."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config, config.hidden_size)
@@ -168,19 +163,15 @@ class UpperLayer(DraftLayer):
 
 @dataclass(frozen=True)
 class FrozenHead:
-    """The target's head, for drafters whose outputs are features of the target.
-
-    Attributes:
-        scaled: what the target's family does to logits behind the head (`families.scaled_logits`).
-    """
+    """The target's head, for drafters that output the target's features."""
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
-    scaled: Callable[[torch.Tensor], torch.Tensor]
+    scaled: Callable[[torch.Tensor], torch.Tensor]  # the family's scaling of logits (`families.scaled_logits`)
 
 
 class FeatureDrafter(nn.Module):
-    """A trainable drafter. Tokens reach it as the target's embeddings of them (`models.prompt.DecoderInputs`)."""
+    """A trainable drafter. It reads tokens as the target's embeddings (`models.prompt.DecoderInputs`)."""
 
     def __init__(self, config: DrafterConfig, vocab: DraftVocab):
         super().__init__()
@@ -195,14 +186,14 @@ class FeatureDrafter(nn.Module):
         self.register_buffer("t2d", vocab.t2d.clone())
         self.rotary = rotary(config.rope_parameters, config.head_dim, config.max_position_embeddings)
 
-    stacks: Sequence[Sequence[DraftLayer]]  # set by those who make the layers; `nn.Module` does not see into it
+    stacks: Sequence[Sequence[DraftLayer]]  # set by subclasses; not registered with `nn.Module`
 
     @property
     def positions_per_stack(self) -> int:
         return 1
 
     def stack_of(self, step: int) -> int:
-        """Which stack makes the output of this step."""
+        """Index of the stack for this step."""
         return min(step // self.positions_per_stack, len(self.stacks) - 1)
 
     @property
@@ -222,11 +213,11 @@ class FeatureDrafter(nn.Module):
         return self._vocab
 
     def fuse(self, captured: torch.Tensor) -> torch.Tensor:
-        """Target states [..., F] to features [..., H], in the precision of the residual stream."""
+        """Target states [..., F] to features [..., H] in the residual stream's precision."""
         raise NotImplementedError
 
     def entry(self, feature: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Features and the target's embeddings [..., H] to what the first layer of a stack enters with, [..., W]."""
+        """Features and the target's embeddings [..., H] to the input [..., W] of a stack's first layer."""
         raise NotImplementedError
 
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -234,16 +225,12 @@ class FeatureDrafter(nn.Module):
         return self.head(None)(outputs)
 
     def head(self, rows: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """`logits`, of these draft ids [n] alone: outputs [..., H] to float32 [..., n]. None: of all."""
+        """A function like `logits` for the draft ids `rows` [n] only: [..., H] to float32 [..., n]. None: all ids."""
         raise NotImplementedError
 
     def head_loss(self, outputs: Sequence[torch.Tensor], loss: Callable[..., Any]) -> Any:
-        """`loss(read, weight, bias, scaled)` (`train.loss.head_loss`), for losses that drop logits as soon as they are
-        made.
-
-        Args:
-            outputs: [B, C, H] of each step.
-        """
+        """`loss(read, weight, bias, scaled)` (`train.loss.head_loss`) over outputs [B, C, H] of each step, for losses
+        that never hold all logits at once."""
         raise NotImplementedError
 
     def feedback(self, outputs: torch.Tensor) -> torch.Tensor:
@@ -255,19 +242,18 @@ class FeatureDrafting:
     """A drafter inside B answers: a `models.draft_tree.Drafting`.
 
     Column t of the cache holds key and value of (target feature of position t, token t+1) at position t, never of a
-    drafted feature: accepted columns are read again from the target's states (`observe`). Drafted columns of the round
-    stand behind them in the same buffers (`models.key_values`) and are overwritten by the next round:
+    drafted feature: `observe` reads accepted columns again from the target's states. The round's drafted columns stand
+    behind them in the same buffers (`models.key_values`); the next round overwrites them:
 
-        buffer   | 0 1 2 ... S-1 | slot 1  slot 2 ... |        slot 0 is column S-1, whose output drafts the root's
-        children
-                   committed       this round's tree
+        buffer   | 0 1 2 ... S-1 | slot 1  slot 2 ... |        slot 0 is column S-1; its output drafts the root's
+                   committed       this round's tree           children
 
-    Every layer of every stack has such buffers. Where the stack changes within a round, the new one reads the round's
-    drafted columns again, by its own weights: features are handed over, keys and values are not.
+    Every layer of every stack has such buffers. When the stack changes within a round, the new one recomputes keys and
+    values of the drafted columns from their features.
 
     Args:
-        cut: FR-Spec (arXiv 2502.14856): draft these tokens alone, by their rows of the drafter's head; probabilities
-            are those among them. None: all that the drafter knows.
+        cut: draft only these tokens, with their rows of the head, and normalise over them (FR-Spec, arXiv 2502.14856).
+            None: the whole draft vocabulary.
     """
 
     def __init__(self, drafter: FeatureDrafter, cut: DraftVocab | None = None):
@@ -277,11 +263,8 @@ class FeatureDrafting:
         self.head = drafter.head(None if cut is None else rows_of(drafter.vocab, self.vocab))
         self.capture_layers = drafter.config.capture_layers
         self.stacks = drafter.stacks
-        # Which of the buffers is a layer's: those of stack s begin at first[s].
-        self.first = [0]
-        for stack in self.stacks:
-            self.first.append(self.first[-1] + len(stack))
-        self.target: Embedder  # of whoever told what was committed
+        self.first = [0, *accumulate(map(len, self.stacks))]  # buffers of stack s begin at first[s]
+        self.target: Embedder  # from the last `observe`
         self.reset(0)
 
     def reset(self, rows: int) -> None:
@@ -297,25 +280,24 @@ class FeatureDrafting:
     def _new_round(self, outputs: torch.Tensor) -> None:
         self.outputs = outputs  # [B, slots, H] outputs of the round's columns, slot 0 first
         self.slots = SlotTree(len(outputs), self.device)
-        self.stack = 0  # which made the newest outputs
+        self.stack = 0  # the one that made the newest outputs
         self.drafted: list[tuple[torch.Tensor, ...]] = []  # of each expansion: entry [B, b, W], cos and sin [B, b, D]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Between rounds: what the last one drafted is forgotten, but its outputs."""
+        """Keeps these rows between rounds; drops the last round's drafted columns."""
         self.columns.keep(rows)
         index = torch.tensor(rows, device=self.device)
         self.newest_B1 = self.newest_B1[index]
         self._new_round(self.outputs[index, :1])
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Column t needs the token t + 1, so the first lengths[b] columns need no more than what is kept."""
+        """Keeps the first lengths[b] columns. Column t depends on no token behind t + 1."""
         self.columns.rollback(lengths)
-        self._new_round(self.outputs[:, :0])  # no output of these columns is known
+        self._new_round(self.outputs[:, :0])  # their outputs are unknown
 
     @torch.no_grad()
     def observe(self, committed: Committed) -> None:
-        """New columns from target states [B, n, F]; only the last one's output is needed, the others leave
-        key and value."""
+        """Adds committed columns from target states [B, n, F]. Only the last one's output is computed."""
         features, counts = committed.features, committed.counts
         assert features is not None
         drafter, columns, self.target = self.drafter, self.columns, committed.target
@@ -347,8 +329,8 @@ class FeatureDrafting:
         self._attend(last, x, residual, cos, sin, keys, values)
 
     def _observe_packed(self, committed: Committed, features: torch.Tensor) -> None:
-        """The same where most of [B, n] is padding, as when prompts take the places of some answers that ended: its
-        columns alone, side by side in one row of N, as far as keys and values."""
+        """`observe` where most of [B, n] is padding, as when new prompts replace a few finished answers: computes keys
+        and values in one row of N columns without padding."""
         drafter, columns, counts = self.drafter, self.columns, committed.counts
         rows, most = len(counts), features.shape[1]
         row_N = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=self.device)
@@ -384,9 +366,9 @@ class FeatureDrafting:
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> None:
-        """Of the newest committed column of each row, [B, 1, ...], the output that a round begins with."""
+        """Starts a round with the output of each row's newest committed column, [B, 1, ...]."""
         columns, mask = self.columns, None
-        if not columns.even:  # row b sees its own columns alone; the others' may reach farther
+        if not columns.even:  # hides columns beyond a row's own
             lengths = torch.tensor(columns.lengths, device=self.device)
             mask = (torch.arange(keys.shape[2], device=self.device) < lengths[:, None])[:, None]
         else:
@@ -411,8 +393,7 @@ class FeatureDrafting:
         else:
             parents = self.outputs[torch.arange(rows, device=self.device)[:, None], parent_slots]
         h = drafter.entry(drafter.feedback(parents), self.target.embed(tokens, drafter.dtype))
-        # The tree's columns at depth d stand d behind the newest committed one: the column of unroll step d
-        # (models.alignment).
+        # Columns at depth d have the position of unroll step d (models.alignment).
         cos, sin = drafter.rotary(h, (self.newest_B1 + depth).expand(-1, count))
         stack = drafter.stack_of(depth)
         if stack != self.stack:
@@ -435,13 +416,13 @@ class FeatureDrafting:
         sin: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Columns that were placed, through a layer and into its buffers: [B, n, H]."""
+        """Runs placed columns through a layer and writes its buffers: [B, n, H]."""
         x, residual = layer.enter(h)
         keys, values = self.columns.write(place, *layer.self_attn.keys_values(x, cos, sin))
         return layer.finish(residual, grouped_attention(layer.self_attn.queries(x, cos, sin), keys, values, mask))
 
     def _hand_over(self, stack: int, drafted: int) -> None:
-        """Another stack goes on: keys and values of the columns drafted so far, by its own weights."""
+        """Changes the stack: computes the new one's keys and values for the columns drafted so far."""
         self.stack = stack
         if not drafted:
             return
@@ -456,5 +437,5 @@ class FeatureDrafting:
 
 
 def layers_above(config: DrafterConfig) -> Iterator[UpperLayer]:
-    """The further layers of a stack."""
+    """New layers of a stack, from the second on."""
     return (UpperLayer(config) for _ in range(config.num_layers - 1))

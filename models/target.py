@@ -1,13 +1,12 @@
-"""The target model: load it, read its inner states, verify draft trees with it, keep its cache true.
+"""The target model: loads it, captures its hidden states, verifies draft trees with it, keeps its cache.
 
-A target is any `AutoModelForCausalLM` whose decoder is a list of layers. Three things are asked of it:
+A target is any `AutoModelForCausalLM` with a list of decoder layers. It has three uses:
 
 - `states`: one causal pass over padded rows, for training;
 - `TargetSession.prefill` / `verify` / `commit`: decoding, one forward over a whole draft tree;
 - `logits`: the head over chosen positions only.
 
-What it is asked is a `models.prompt.Prompt`; what that means to its layers, and so to drafters, is found here alone
-(`Target.inputs`).
+Prompts are `models.prompt.Prompt`. Only `Target.inputs` turns them into what the layers and the drafters read.
 
 Shapes: B rows, T tokens, N tree nodes, P cached tokens, H hidden size, F = captured layers * H, V vocabulary;
 n, S, A as in `models.key_values`.
@@ -32,10 +31,14 @@ from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.document_attention import document_attention, is_possible
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.families import TRIED_TOKENS as TRIED_TOKENS
-from draftsmith.models.families import TRIED_WINDOW as TRIED_WINDOW
-from draftsmith.models.families import AttentionKinds, scaled_logits, tried_attention
-from draftsmith.models.families import shortened_window as shortened_window
+from draftsmith.models.families import (
+    TRIED_TOKENS,
+    TRIED_WINDOW,
+    AttentionKinds,
+    scaled_logits,
+    shortened_window,
+    tried_attention,
+)
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.key_values import KeyValues, Kind
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, Prompt
@@ -45,11 +48,11 @@ from draftsmith.recipes.schema import TargetSection
 
 
 def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
-    """The model in evaluation mode, all parameters frozen, on `device` (None: where the section says).
+    """The model in evaluation mode, all parameters frozen, on `device` (None: the section's).
 
     Raises:
-        UserError: nothing loadable there, a family that cannot be drafted for (`families.attention_kinds`), weights
-            that the checkpoint lacks, or only pickled weights (safetensors are the one format read).
+        UserError: nothing loadable there, an unsupported family (`families.attention_kinds`), missing weights, or
+            only pickled weights (only safetensors are read).
     """
     device = device or section.device
     if device == "auto":
@@ -58,8 +61,8 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
 
 
 def read_causal_lm(section: TargetSection) -> Any:
-    """`load_causal_lm` without a device of its own: on the CPU, or where transformers is told to put it."""
-    load_config(section)  # refuses what its config alone rules out, before any weight is read
+    """Like `load_causal_lm`, on the CPU or wherever transformers puts the weights."""
+    load_config(section)  # raises for unsupported configs before any weight is read
     try:
         with _our_bars():
             result: Any = AutoModelForCausalLM.from_pretrained(
@@ -84,14 +87,14 @@ def read_causal_lm(section: TargetSection) -> Any:
 
 @contextmanager
 def _our_bars() -> Iterator[None]:
-    """transformers' own bars, but as `recipes.command.progress` shows them."""
+    """Shows transformers' progress bars in the style of `recipes.command.progress`."""
 
     def bar(factory: Any, args: Any, settings: Any) -> Any:
         if not logging.is_progress_bar_enabled():
             return factory(*args, **settings)
         return Bar(*args, **{"unit": "tensor", "leave": False, **settings})
 
-    # Older releases have no such hook: their bars stay as they are.
+    # Older releases have no such hook and keep their own bars.
     set_hook = getattr(logging, "set_tqdm_hook", lambda hook: None)
     before = set_hook(bar)
     try:
@@ -115,10 +118,10 @@ def _why_not_loaded(section: TargetSection, error: Exception) -> str:
 
 
 def checked_capture_layers(layers: Sequence[int] | None, num_layers: int, final: bool = False) -> tuple[int, ...]:
-    """`layers`, or the default ones where None.
+    """`layers`, or the defaults where None.
 
     Args:
-        final: state L may be among them, which has passed the final norm: EAGLE-1's feature.
+        final: also allow state L, the output of the final norm (EAGLE-1's feature).
 
     Raises:
         UserError: not ascending and distinct, or outside 0 to L-1.
@@ -147,30 +150,30 @@ def default_capture_layers(num_layers: int) -> tuple[int, int, int]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-# How documents that share a row are kept apart: attended to one by one, or masked from each other.
+# How packed documents are kept apart: by an attention function that runs one document at a time, or by masks.
 Packing = Literal["attention", "masks"]
 
 
 class _AllCaptured(Exception):
-    """Ends a forward of which nothing more is wanted."""
+    """Ends a forward early, once all wanted states are captured."""
 
 
 @dataclass(frozen=True)
 class TargetStates:
-    """What one pass of the target leaves behind."""
+    """Hidden states from one pass of the target."""
 
     captured: torch.Tensor  # [B, T, F] states of the captured layers, concatenated low to high
     last: torch.Tensor  # [B, T, H] after the final norm: what the head reads
 
 
 class Target:
-    """A loaded causal LM with its capture hooks.
+    """A loaded causal LM with capture hooks.
 
-    What its family does around the decoder layers is tried out once, on a few tokens, and refused where it is not what
-    this file computes: embeddings, the head, draft trees.
+    The constructor tries embeddings, head and draft trees on a few tokens. It raises UserError where the model computes
+    them differently from this file.
 
     Args:
-        model: what `load_causal_lm` returned.
+        model: returned by `load_causal_lm`.
         capture_layers: see `checked_capture_layers`.
     """
 
@@ -189,11 +192,15 @@ class Target:
             raise UserError(f"target.model: {self.name} has no head, or embeddings of another width than its layers")
         self.vocab_size: int = self.head.weight.shape[0]  # type: ignore[union-attr]
         self.capture_layers = checked_capture_layers(capture_layers, self.num_layers, final=True)
-        # What the decoder multiplies rows of `embedding_table` with before its first layer; 1 where it does more.
+        # The decoder multiplies rows of `embedding_table` by this before its first layer; 1 where it does more.
         self.embedding_scale = self._try_embedding_and_head()
-        self._scale_behind_embedding = self.embedding_scale / self._scale_of_embedding()
+        # The embedding module may apply part of that scale; the decoder applies the rest.
+        ids = torch.arange(8, device=self.device) % self.vocab_size
+        with torch.no_grad():
+            of_module = _constant_ratio(self.embedding(ids), self.embedding_table[ids])
+        self._scale_behind_embedding = self.embedding_scale / of_module
         self._try_tree()
-        self._packing: Packing | None = None  # not tried yet: only those who pack need it
+        self._packing: Packing | None = None  # unknown until `try_documents`
 
     @property
     def device(self) -> torch.device:
@@ -210,12 +217,12 @@ class Target:
 
     @property
     def embedding_table(self) -> torch.Tensor:
-        """[V, H] the input embeddings, which drafters share."""
+        """[V, H] the input embeddings; drafters share them."""
         return self.embedding.weight  # type: ignore[return-value]
 
     @property
     def frozen_head(self) -> FrozenHead:
-        """The head as drafters use it that have none of their own."""
+        """The head, for drafters without their own."""
         return FrozenHead(self.head_weight, getattr(self.head, "bias", None), partial(scaled_logits, self.config))
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
@@ -230,13 +237,13 @@ class Target:
         inserts: Sequence[PlacedInsert] = (),
         dtype: torch.dtype | None = None,
     ) -> DecoderInputs:
-        """What the first layer sees of these tokens, for drafters, which see it, too.
+        """The input of the first layer for these tokens. Drafters read it, too.
 
         Args:
-            ids: [B, T], at inserts placeholders.
+            ids: [B, T], with placeholders at inserts.
             positions: [B, T] of each token in its text; None: 0, 1, 2, ... along each row.
-            inserts: those that begin before the first column, or end behind the last, are cut.
-            dtype: of the embeddings, which are scaled in it; None: the target's.
+            inserts: parts before the first or after the last column are cut off.
+            dtype: of the embeddings, also while scaling; None: the target's.
         """
         embeddings = self.embed(ids, dtype)
         for placed in inserts:
@@ -250,22 +257,22 @@ class Target:
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """[..., H] embeddings of text, as the first layer sees them; in `dtype`, or the target's."""
+        """[..., H] scaled embeddings of text tokens, the first layer's input, in `dtype` or the target's."""
         rows = functional.embedding(ids, self.embedding_table).to(dtype or self.dtype)
         return rows if self.embedding_scale == 1 else rows * self.embedding_scale
 
     def read_insert(self, insert: Insert) -> torch.Tensor:
-        """[n, H] what stands in the place of its tokens, in the scale of `get_input_embeddings()(ids)`.
+        """[n, H] embeddings that replace the insert's tokens, in the scale of `get_input_embeddings()(ids)`.
 
         Raises:
-            UserError: this target cannot read such an input.
+            UserError: this target cannot read such an insert.
         """
         if not isinstance(insert, EmbeddingInsert) or insert.rows.shape[1] != self.hidden_size:
             raise UserError(f"target.model: {self.name} reads text, and embeddings {self.hidden_size} wide")
         return insert.rows.to(self.device)
 
     def _asked(self, ids: torch.Tensor, inserts: Sequence[PlacedInsert]) -> dict[str, torch.Tensor]:
-        """How the decoder is told of them: as ids wherever that says all, for some families read ids elsewhere, too."""
+        """The decoder's keyword arguments. Ids where there is no insert: some families use them elsewhere, too."""
         if not inserts:
             return {"input_ids": ids}
         embeddings = self.embedding(ids).clone()
@@ -282,15 +289,15 @@ class Target:
         documents: Documents | None = None,
         inserts: Sequence[PlacedInsert] = (),
     ) -> TargetStates:
-        """One causal pass over right-padded rows. Padding comes last, so no counted position ever sees it.
+        """One causal pass over right-padded rows. Padding comes last, so no counted position sees it.
 
         Args:
-            capture: the layers whose states are wanted, any or none; None: those of the target.
-            documents: where they stand, each read as if it were alone; None: every row is one.
-            inserts: what stands in place of tokens.
+            capture: layers to capture, possibly none; None: the target's `capture_layers`.
+            documents: packed documents, each read as if it were alone; None: every row is one document.
+            inserts: embeddings that replace tokens.
 
         Raises:
-            UserError: this decoder does not keep documents apart that share a row.
+            UserError: this decoder does not keep packed documents apart.
         """
         if documents is not None:
             self.try_documents()
@@ -308,10 +315,9 @@ class Target:
     ) -> torch.Tensor:
         """Final states [B, T, H].
 
-        Documents are kept apart by an attention or by masks of our own, of which it was tried that the decoder follows
-        them, and not by those that transformers makes out of position_ids: which of its attentions and families heed
-        positions that restart changes from release to release. Masks are for those with attention formulas of their
-        own:
+        Documents are kept apart by our own attention function or masks, after a trial that the decoder follows them.
+        transformers can derive masks from position_ids, but which families support restarting positions changes from
+        release to release. Masks serve families with their own attention formulas:
 
             document     a a a b b          sees      a . . . .
             position     0 1 2 0 1                    a a . . .
@@ -336,27 +342,26 @@ class Target:
     def captured_states(
         self, input_ids_BT: torch.Tensor, capture: Sequence[int], inserts: Sequence[PlacedInsert] = ()
     ) -> torch.Tensor:
-        """[B, T, F] states of these layers, one or more, as in `states`; layers behind them are not computed."""
+        """[B, T, F] states of these layers, one or more, as in `states`; later layers are not computed."""
         with self._capturing(capture, end_there=True) as captured, suppress(_AllCaptured):
             self.decoder(**self._asked(input_ids_BT, inserts), use_cache=False)
         return _side_by_side(captured)
 
     def uneven_passes(self) -> AbstractContextManager[None]:
-        """For work that the processes of a run have unequal shares of, with the target in it. Each has a target of its
-        own, so nothing is to be done (but for `train.run.sharded_target`)."""
+        """A context for forwards that some processes of a run make more often than others. It does nothing here: each
+        process has a whole target. `train.run.sharded_target` overrides it."""
         return nullcontext()
 
     def session(self, capture: Sequence[int] = ()) -> "TargetSession":
-        """Fresh conversations with an empty cache, of which the states of these layers are given back."""
+        """New conversations with an empty cache. Their forwards return the states of the `capture` layers."""
         return TargetSession(self, capture)
 
     @contextmanager
     def _capturing(self, layers: Sequence[int], end_there: bool = False) -> Iterator[list[torch.Tensor]]:
-        """Collects the inputs of `layers` during one forward, and for layer L what the decoder returns; keeps nothing
-        else alive.
+        """Collects the inputs of `layers` during one forward; for layer L, the decoder's output.
 
         Args:
-            end_there: the forward ends with `_AllCaptured` once it has them all.
+            end_there: raise `_AllCaptured` in the forward once all are captured.
         """
         captured: list[torch.Tensor] = []
 
@@ -382,7 +387,11 @@ class Target:
 
     @torch.no_grad()
     def _try_embedding_and_head(self) -> float:
-        """Refuses states and logits that are not what `states` and `logits` give; returns the embeddings' scale."""
+        """Compares `states` and `logits` with a whole forward; returns the embeddings' scale.
+
+        Raises:
+            UserError: they differ.
+        """
         ids = torch.arange(8, device=self.device)[None] % self.vocab_size
         whole = self.model(input_ids=ids, use_cache=False).logits.float()
         with self._capturing(range(self.num_layers)) as captured:
@@ -402,18 +411,13 @@ class Target:
         return _constant_ratio(captured[0][0], self.embedding_table[ids[0]])
 
     @torch.no_grad()
-    def _scale_of_embedding(self) -> float:
-        """How much of `embedding_scale` the embedding module itself does; the decoder does the rest."""
-        ids = torch.arange(8, device=self.device) % self.vocab_size
-        return _constant_ratio(self.embedding(ids), self.embedding_table[ids])
-
-    @torch.no_grad()
     def _try_tree(self) -> None:
-        """Refuses decoders that do not go by the mask and the positions that a draft tree gives them.
+        """Raises UserError where the decoder ignores the mask or the positions of a draft tree.
 
-        A node's logits must not hang on its siblings, nor on its place among them; rounding may stir them a little, so
-        what siblings do is compared with what other roots do. All tokens are spread over the vocabulary, and the root
-        that moves most counts: neighbouring ids, special ones above all, may mean the same to a trained model.
+        A node's logits must not depend on its siblings or on its place among them. Rounding may change them a little,
+        so the effect of siblings is compared with the effect of other roots. Tokens are spread over the vocabulary and
+        the root with the largest effect counts: to a trained model, neighbouring (above all special) ids may mean the
+        same.
         """
         device, vocab = self.device, self.vocab_size
         prompt, node = [vocab * i // 7 for i in (1, 2, 3)], vocab // 3
@@ -434,34 +438,38 @@ class Target:
 
         try:
             wanted = logits_of(1, [root, node, *siblings])
-            stirred = (logits_of(len(siblings) + 1, [root, *siblings, node]) - wanted).abs().max()
+            changed = (logits_of(len(siblings) + 1, [root, *siblings, node]) - wanted).abs().max()
             moved = torch.stack([(logits_of(1, [other, node, *siblings]) - wanted).abs().max() for other in others])
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
             raise UserError(
                 f"target.model: {self.name} cannot verify draft trees: {type(error).__name__}: {first_line(error)}"
             ) from error
-        # bfloat16 stirs by a hundredth of what roots move; a decoder without our mask or positions, by most of it.
-        if not stirred < 0.1 * moved.max():
+        # In bfloat16 siblings have 1 % of the roots' effect; where mask or positions are ignored, most of it.
+        if not changed < 0.1 * moved.max():
             raise UserError(
                 f"target.model: {self.name} does not follow the mask or the positions of a draft tree: other siblings "
-                f"change a node's logits by {stirred.item():.3g}, another root by {moved.max().item():.3g}"
+                f"change a node's logits by {changed.item():.3g}, another root by {moved.max().item():.3g}"
             )
 
     @torch.no_grad()
     def try_documents(self) -> None:
-        """Finds out, once, how this decoder keeps documents apart. Raises UserError where it does not."""
-        if self._packing is None:
-            self._packing = self._try_documents()
-
-    def _try_documents(self) -> Packing:
-        """How this decoder keeps documents apart that share a row: the first way in which it does.
-
-        Where layers slide, it is tried with a short window. What the company of another document changes is compared
-        with what it changes where nothing keeps the two apart; over the median of tokens, for rounding that sends a
-        token to another expert changes all of that one.
+        """Finds out, once, how this decoder keeps packed documents apart.
 
         Raises:
-            UserError: in none.
+            UserError: it does not.
+        """
+        if self._packing is None:
+            self._packing = self._working_packing()
+
+    def _working_packing(self) -> Packing:
+        """The first packing method that works with this decoder.
+
+        Each method is tried with two documents, and a short window where layers slide. The effect of the first
+        document on the second is compared with its effect where nothing keeps them apart. The median over tokens
+        counts: rounding that sends a token to another expert changes that token entirely.
+
+        Raises:
+            UserError: none works.
         """
         tokens, kinds, window = TRIED_TOKENS, self.kinds, self.kinds.window
         ids = self.vocab_size * torch.arange(1, 2 * tokens + 1, device=self.device)[None] // (2 * tokens + 1)
@@ -480,17 +488,15 @@ class Target:
             ways: tuple[Packing, ...] = ("attention", "masks") if is_possible(self.decoder) else ("masks",)
             for way in ways:
                 try:
-                    stirred = (read(ids, documents, way) - alone).norm(dim=-1).median().item()
+                    changed = (read(ids, documents, way) - alone).norm(dim=-1).median().item()
                 except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
                     reason = f"cannot read packed documents: {type(error).__name__}: {first_line(error)}"
                     continue
-                # As with trees: rounding stirs by hundredths of what neighbours move, a decoder that mixes them by
-                # most of it.
-                if stirred < 0.1 * moved:
+                if changed < 0.1 * moved:
                     return way
                 reason = (
                     f"does not keep documents apart that share a row: the one before changes its neighbour's states by "
-                    f"{stirred:.3g}, by {moved:.3g} where nothing keeps them apart"
+                    f"{changed:.3g}, by {moved:.3g} where nothing keeps them apart"
                 )
         raise UserError(f"train.packing: {self.name} {reason}; set train.packing: false")
 
@@ -500,7 +506,7 @@ def _side_by_side(captured: list[torch.Tensor]) -> torch.Tensor:
 
 
 def decoder_layers(decoder: nn.Module, config: Any, name: str) -> nn.ModuleList:
-    """The decoder's list of as many layers as its text config says, whatever it is called (layers, h, blocks)."""
+    """The decoder's list of layers, by the count in its text config: families name it layers, h or blocks."""
     count = config.num_hidden_layers
     lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
     if len(lists) != 1:
@@ -509,7 +515,7 @@ def decoder_layers(decoder: nn.Module, config: Any, name: str) -> nn.ModuleList:
 
 
 def _constant_ratio(scaled: torch.Tensor, rows: torch.Tensor) -> float:
-    """The number s with scaled = s * rows, both [n, H], to six digits; 1 where there is none."""
+    """The number s with scaled = s * rows, both [n, H], to six digits; 1 if there is none."""
     x, y = scaled.double(), rows.double()
     scale = ((x * y).sum() / (y * y).sum()).item()
     # bfloat16 rounds single elements by up to 2^-9 of their size.
@@ -517,7 +523,7 @@ def _constant_ratio(scaled: torch.Tensor, rows: torch.Tensor) -> float:
 
 
 def groups_of(lengths: Sequence[int], at_once: int) -> list[list[int]]:
-    """Prompts of similar length together, at most `at_once` tokens with their padding; each alone where that is 0."""
+    """Groups of prompt indices by similar length, at most `at_once` padded tokens each; 0: every prompt alone."""
     if not at_once:
         return [[i] for i in range(len(lengths))]
     groups: list[list[int]] = []
@@ -530,7 +536,7 @@ def groups_of(lengths: Sequence[int], at_once: int) -> list[list[int]]:
 
 
 class _BufferedLayer(DynamicLayer):
-    """A layer of transformers' cache that writes into `KeyValues`."""
+    """A transformers cache layer that writes into `KeyValues`."""
 
     def __init__(self, buffers: KeyValues, index: int):
         super().__init__()
@@ -544,19 +550,19 @@ class _BufferedLayer(DynamicLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        return self.buffers.end - self.buffers.count  # before what is read now
+        return self.buffers.end - self.buffers.count  # without the tokens of this forward
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.buffers.end, 0
 
 
 class TargetSession:
-    """B conversations side by side: a key/value cache that holds exactly the committed tokens of each.
+    """B conversations side by side, with a key/value cache that holds exactly their committed tokens.
 
     A round is `verify` (writes the trees' nodes behind the cache) then `commit` (keeps one path each, drops the rest).
 
     Args:
-        capture: layers whose states `prefill` and `verify` give back; none are kept, nor paid for, where empty.
+        capture: `prefill` and `verify` return the states of these layers.
     """
 
     def __init__(self, target: Target, capture: Sequence[int] = ()):
@@ -567,23 +573,22 @@ class TargetSession:
 
     @property
     def lengths(self) -> list[int]:
-        """Committed tokens of each row."""
+        """Number of committed tokens of each row."""
         return self.buffers.lengths
 
     @torch.no_grad()
     def prefill(
         self, prompts: Sequence[Sequence[int]], room: int = 256, at_once: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Reads the prompts as further rows.
+        """Adds the prompts as new rows.
 
         Args:
-            room: columns to reserve behind the longest prompt; more are taken where they do not do.
-            at_once: most tokens, padding included, of prompts that one pass reads. 0: one by one, so that not even the
-                rounding of an answer depends on its neighbours.
+            room: columns to reserve behind the longest prompt; the buffers grow when needed.
+            at_once: most padded prompt tokens in one pass. 0: one prompt a pass, which keeps even the rounding of an
+                answer independent of its neighbours.
 
         Returns:
-            logits [B, V] after the last token of each; captured states [B, T, F] of all tokens, padded behind the
-            shorter prompts, or None.
+            logits [B, V] after each last token; captured states [B, T, F] of all tokens, right-padded, or None.
         """
         lengths, before = [len(prompt) for prompt in prompts], len(self.lengths)
         logits: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
@@ -616,7 +621,7 @@ class TargetSession:
         return torch.cat(logits), torch.stack(padded) if padded else None
 
     def _asked_in_a_group(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
-        """Right-padded; causal attention keeps padding out of what stands before it."""
+        """The decoder's arguments for right-padded prompts; causal attention hides the padding."""
         longest = max(map(len, prompts))
         ids = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         inserts = [PlacedInsert(row, each) for row, prompt in enumerate(prompts) for each in prompt.inserts]
@@ -624,9 +629,9 @@ class TargetSession:
 
     @torch.no_grad()
     def verify(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One forward over all nodes: (logits [B, N, V], captured states [B, N, F] or None); of padding, anything.
+        """One forward over all nodes: (logits [B, N, V], captured states [B, N, F] or None); arbitrary at padding.
 
-        Node i stands at position P + depth(i) and sees the P committed tokens, its ancestors and itself:
+        Node i has position P + depth(i) and sees the P committed tokens, its ancestors and itself:
 
             cache (P)         nodes (N)       root r, children a b, c child of a
             1 1 1 1 1 1   r   1 0 0 0
@@ -634,8 +639,8 @@ class TargetSession:
             1 1 1 1 1 1   b   1 0 1 0
             1 1 1 1 1 1   c   1 1 0 1
 
-        In layers with a sliding window, those of them that stand less than the window before it: the cache holds every
-        token, so that windows roll back, too.
+        Layers with a sliding window see only those closer than the window. The cache still holds every token, which
+        lets windows roll back.
         """
         last, captured = self.append(tree.tokens, tree.depths, None if tree.nodes == 1 else tree.ancestors)
         return self.target.logits(last), captured
@@ -647,9 +652,9 @@ class TargetSession:
         """One forward over n new slots behind the committed tokens: (final states [B, n, H], captured ones or None).
 
         Args:
-            depths_BS: how far behind the first uncommitted position each slot of this round stands, the new ones last.
-            visible_BnS: which slots of this round each new one sees, itself included. None: there is one new slot, and
-                it sees them all.
+            depths_BS: distance of each slot of this round from the first uncommitted position, new slots last.
+            visible_BnS: the slots of this round that each new one sees, itself included. None: one new slot, which sees
+                all.
         """
         buffers, count, device = self.buffers, tokens_Bn.shape[1], tokens_Bn.device
         buffers.place(depths_BS.shape[1] - count, count)
@@ -669,19 +674,19 @@ class TargetSession:
         return self._forward(input_ids=tokens_Bn, attention_mask=mask, position_ids=position_Bn)
 
     def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
-        """Keeps the first counts[b] nodes of path_BA[b] (ascending, the root first) and forgets the others.
+        """Keeps the first counts[b] nodes of path_BA[b] (ascending, the root first) and drops the others.
 
         Args:
-            path_BA: None where each path is nodes 0, 1, 2, ..., as in a chain: nothing has to move.
+            path_BA: None: each path is nodes 0, 1, 2, ..., as in a chain.
         """
         self.buffers.commit(counts, path_BA)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows alone, in this order."""
+        """Keeps these rows only, in this order."""
         self.buffers.keep(rows)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forgets all but the first lengths[b] committed tokens of each row."""
+        """Keeps the first lengths[b] committed tokens of each row."""
         self.buffers.rollback(lengths)
 
     def _forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

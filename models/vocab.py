@@ -5,8 +5,8 @@
     d2t[i]         5    8    8   39         an offset, EAGLE-3's form: target = i + d2t[i]
     t2d            True at 5, 9, 10, 42     bool over the target's vocabulary
 
-While decoding, a cut of it leaves the rarest tokens out once more (FR-Spec, arXiv 2502.14856). The drafter stays what
-it is: of its head, only the cut's rows are multiplied.
+Decoding can cut the rarest tokens from it (FR-Spec, arXiv 2502.14856). The drafter does not change: only the cut's rows
+of its head are multiplied.
 
     cut id         0    1    2              target ids 5, 9, 42
     rows of head   0    1    3              `rows_of`
@@ -31,7 +31,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
 
-# What the counts of a blend add up to, nearly: float64 holds them, and frequencies that differ by 1e-15 differ in them.
+# Approximate sum of a blend's counts: exact in float64, and fine enough to tell frequencies 1e-15 apart.
 BLEND_SCALE = 1 << 53
 
 
@@ -58,7 +58,7 @@ class DraftVocab:
 
     @property
     def is_full(self) -> bool:
-        """Is every target token a draft token, with the same id?"""
+        """Whether the draft vocabulary is the target's."""
         return self.size == self.target_vocab_size
 
     @cached_property
@@ -68,7 +68,7 @@ class DraftVocab:
 
     @cached_property
     def t2d(self) -> torch.Tensor:
-        """[V] bool: is this target token in the draft vocabulary?"""
+        """[V] bool: True for target tokens in the draft vocabulary."""
         return self._draft_ids >= 0
 
     @cached_property
@@ -91,7 +91,7 @@ class DraftVocab:
         return DraftVocab(self.target_ids.to(device), self.target_vocab_size)
 
     def same_as(self, other: "DraftVocab") -> bool:
-        """Do both map the same draft ids to the same target ids, over equally large vocabularies?"""
+        """Whether both map the same draft ids to the same target ids, over equally large vocabularies."""
         return self.target_vocab_size == other.target_vocab_size and torch.equal(
             self.target_ids.cpu(), other.target_ids.cpu()
         )
@@ -103,15 +103,13 @@ class DraftVocab:
 
     @staticmethod
     def from_d2t(d2t: torch.Tensor, t2d: torch.Tensor, where: str = "draft vocabulary") -> "DraftVocab":
-        """From EAGLE-3's pair, checked against each other.
+        """The vocabulary of EAGLE-3's pair: d2t [D], offsets of any integer type, and t2d [V] bool.
 
         Args:
-            d2t: [D] offsets, any integer type.
-            t2d: [V] bool.
             where: opens the error message.
 
         Raises:
-            UserError: the two do not describe one mapping; both sides are printed.
+            UserError: the two do not describe one mapping.
         """
         for name, tensor in (("d2t", d2t), ("t2d", t2d)):
             if tensor.dim() != 1 or tensor.is_floating_point() or tensor.is_complex():
@@ -139,7 +137,7 @@ class DraftVocab:
         return DraftVocab(target_ids, len(t2d))
 
     def save(self, path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
-        """Writes d2t and t2d as safetensors; the file is complete or not there. Metadata values are text."""
+        """Writes d2t and t2d as safetensors, atomically."""
         tensors = {"d2t": self.d2t.cpu().contiguous(), "t2d": self.t2d.cpu().contiguous()}
         write_tensors(Path(path), tensors, dict(metadata or {}))
 
@@ -154,13 +152,13 @@ class DraftVocab:
 
 
 def load_metadata(path: str | Path) -> dict[str, str]:
-    """The texts saved beside a draft vocabulary: tokenizer_fingerprint, counted_tokens, covered_share."""
+    """A draft vocabulary's metadata: tokenizer_fingerprint, counted_tokens, covered_share."""
     with _open(path, "draft vocabulary; data_gen/rank_vocab.py writes it") as file:
         return file.metadata() or {}
 
 
 def read_tensors(path: str | Path, what: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """All tensors and texts of a safetensors file that is named `what` in messages. Raises UserError."""
+    """All tensors and metadata of a safetensors file; `what` names it in the UserError for an unreadable one."""
     with _open(path, what) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
@@ -176,8 +174,8 @@ def _open(path: str | Path, missing: str):
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """The file is complete or not there."""
-    # Written by Python: an OSError names the file that could not be, safetensors' own errors do not.
+    """Writes safetensors atomically."""
+    # An OSError from Python names the file; safetensors' own errors do not.
     atomic_write(path, save(tensors, metadata=metadata))
 
 
@@ -188,17 +186,16 @@ def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted
     """The `size` most frequent tokens; ties go to the lower id.
 
     Args:
-        counts: [V] how often each target token was seen.
+        counts: [V] occurrences of each target token.
         size: D, exactly.
-        must_have: target ids that are inside however rare they are (stop and template tokens), where the target has
-            them.
+        must_have: target ids to include however rare they are (stop and template tokens).
         counted: what was counted, for messages. None: supervised positions.
 
     Raises:
-        UserError: fewer distinct tokens were seen than `size` asks for, or it exceeds the target's vocabulary.
+        UserError: `size` exceeds the number of distinct tokens seen, or the target's vocabulary.
     """
     vocab_size = len(counts)
-    # Configs name stop tokens that the target has no row for: it never says them, nor need a drafter.
+    # Some configs name stop tokens beyond the target's embedding; neither target nor drafter ever emits those.
     fixed = sorted(token for token in set(must_have) if 0 <= token < vocab_size)
     if size > vocab_size:
         raise UserError(f"drafter.vocab_size: {size} is more than the target's vocabulary of {vocab_size} tokens")
@@ -223,18 +220,18 @@ def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted
 def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> DraftVocab:
     """The `size` most frequent tokens of a drafter's vocabulary, for decoding; ties go to the lower id.
 
-    Any size up to the drafter's is possible: tokens that were never counted fill up behind the others, in no order that
-    means anything (`check_counted` refuses that). FR-Spec's script appends its stop tokens to the
-    list; here they take the place of the rarest tokens, none stands twice, and `size` is exact.
+    Any size up to the drafter's is possible; tokens that were never counted come last, in arbitrary order
+    (`check_counted` raises for that). FR-Spec's script appends stop tokens to the list; here they replace the rarest
+    tokens, and `size` is exact.
 
     Args:
-        vocab: what the drafter was trained to propose, the target's whole vocabulary or a part.
-        counts: [V] how often each target token was seen.
-        must_have: target ids that are inside however rare they are (stop tokens, and what `always_inside` reads from
-            the counts' file), where `vocab` has them.
+        vocab: the drafter's vocabulary.
+        counts: [V] occurrences of each target token.
+        must_have: target ids of `vocab` to include however rare they are (stop tokens, `always_inside`).
 
     Raises:
-        UserError: more tokens than the drafter has, no room for the stop tokens, or counts of another vocabulary.
+        UserError: `size` exceeds the drafter's vocabulary or has no room for `must_have`, or the counts are of another
+            vocabulary.
     """
     if len(counts) != vocab.target_vocab_size:
         raise UserError(
@@ -245,8 +242,7 @@ def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[
         raise UserError(
             f"eval.tree.vocab_size: {size} is more than the {vocab.size} tokens of the drafter's vocabulary"
         )
-    target_ids = vocab.target_ids.cpu()
-    inside = torch.isin(target_ids, torch.tensor(list(must_have), dtype=torch.int64))
+    target_ids, inside = _marked(vocab, must_have)
     if size < int(inside.sum()):
         raise UserError(
             f"eval.tree.vocab_size: {size} has no room for the {int(inside.sum())} stop tokens "
@@ -257,13 +253,8 @@ def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[
 
 
 def check_counted(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> None:
-    """A cut reaches no further down than tokens were counted. Arguments as of `cut`.
-
-    Raises:
-        UserError: more tokens are asked for, though not all.
-    """
-    target_ids = vocab.target_ids.cpu()
-    inside = torch.isin(target_ids, torch.tensor(list(must_have), dtype=torch.int64))
+    """Raises UserError where a cut would include tokens that were never counted. Arguments as of `cut`."""
+    target_ids, inside = _marked(vocab, must_have)
     available = int(((counts.cpu()[target_ids] > 0) | inside).sum())
     if available < size < vocab.size:
         raise UserError(
@@ -273,8 +264,14 @@ def check_counted(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have:
         )
 
 
+def _marked(vocab: DraftVocab, must_have: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target ids [D] on the CPU, and [D] bool: True for those in `must_have`."""
+    target_ids = vocab.target_ids.cpu()
+    return target_ids, torch.isin(target_ids, torch.tensor(list(must_have), dtype=torch.int64))
+
+
 def rows_of(vocab: DraftVocab, cut: DraftVocab) -> torch.Tensor:
-    """[size] int64 draft ids in `vocab` of the tokens of `cut`, a part of it: the rows of the drafter's head."""
+    """[size] int64 rows of the drafter's head for the tokens of `cut`, a part of `vocab`."""
     rows = vocab.to_draft(cut.target_ids.to(vocab.target_ids.device))
     if vocab.target_vocab_size != cut.target_vocab_size or (rows < 0).any():
         raise ValueError("not a cut of this draft vocabulary")
@@ -282,21 +279,21 @@ def rows_of(vocab: DraftVocab, cut: DraftVocab) -> torch.Tensor:
 
 
 def covered_share(counts: torch.Tensor, vocab: DraftVocab) -> float:
-    """Which share of the counted tokens the vocabulary holds. `counts`: [V], not all zero."""
+    """The share of the counted tokens that are in the vocabulary. `counts`: [V], not all zero."""
     return int(counts[vocab.target_ids.to(counts.device)].sum()) / int(counts.sum())
 
 
 def blend(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
-    """[V] int64: counts of several corpora as one ranking, whatever their sizes.
+    """[V] int64: counts of several corpora as one ranking, independent of their sizes.
 
-    The blended frequency of token t is sum_s w_s / W * c_s[t] / n_s, for counts c_s that add up to n_s and weights w_s
-    that add up to W. It is computed exactly, in fractions, and rounded once, to multiples of 1 / `BLEND_SCALE`: a more
-    frequent token never gets a smaller count, and no token that was seen gets none. One corpus keeps its own counts.
+    The blended frequency of token t is sum_s w_s / W * c_s[t] / n_s, with counts c_s of sum n_s and weights w_s of
+    sum W. It is computed exactly, in fractions, and rounded once, to multiples of 1 / `BLEND_SCALE`: a more frequent
+    token never gets a smaller count, and a token that was seen never gets 0. A single corpus keeps its own counts.
 
-    FR-Spec (arXiv 2502.14856) ranks by one corpus; a blend is ours.
+    FR-Spec (arXiv 2502.14856) ranks by one corpus; the blend is ours.
 
     Args:
-        parts: counts [V], not all zero, and weight above 0 of each corpus.
+        parts: (counts [V], not all zero; weight above 0) of each corpus.
     """
     if len(parts) == 1:
         return parts[0][0].cpu().long().clone()
@@ -307,36 +304,30 @@ def blend(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
     blended = torch.zeros(len(parts[0][0]), dtype=torch.int64)
     seen = torch.stack([counts.cpu() > 0 for counts, _ in parts]).any(dim=0).nonzero().flatten().tolist()
     columns = [counts.cpu()[seen].tolist() for counts, _ in parts]
-    rounded = [
-        max(
-            1,
-            (2 * BLEND_SCALE * sum(unit * count for unit, count in zip(units, row, strict=True)) + whole)
-            // (2 * whole),
-        )
-        for row in zip(*columns, strict=True)
-    ]
+    exact = [sum(unit * count for unit, count in zip(units, row, strict=True)) for row in zip(*columns, strict=True)]
+    rounded = [max(1, (2 * BLEND_SCALE * each + whole) // (2 * whole)) for each in exact]
     blended[seen] = torch.tensor(rounded, dtype=torch.int64)
     return blended
 
 
 def _most_frequent(counts: torch.Tensor, inside: torch.Tensor, size: int) -> torch.Tensor:
-    """[size] ascending places in `counts` [n]: all that `inside` [n] marks, then the greatest, the first of equals."""
+    """[size] ascending indices into `counts` [n]: those marked in `inside` [n], then the largest, first of equals."""
     priority = counts.long().masked_fill(inside, torch.iinfo(torch.int64).max)
     return priority.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-# Token counts: what a cut ranks by.
+# Token counts rank the tokens of a cut.
 
 
 @dataclass(frozen=True, eq=False)
 class CorpusCounts:
-    """What was counted in one corpus."""
+    """Token counts of one corpus."""
 
-    source: str  # as the recipe names it; `answers`: the target's own
+    source: str  # as in the recipe; `answers`: the target's own
     counts: torch.Tensor  # [V] int64
-    weight: float | None = None  # in the blend; None: not in it, counted to be compared
+    weight: float | None = None  # in the blend; None: counted for comparison only
     documents: int = 0
-    rejected: int = 0  # records that could not be used
+    rejected: int = 0  # unusable records
 
     @property
     def tokens(self) -> int:
@@ -344,7 +335,7 @@ class CorpusCounts:
 
     @property
     def distinct(self) -> int:
-        """Different tokens that were seen."""
+        """Number of different tokens."""
         return int((self.counts > 0).sum())
 
     def facts(self) -> dict[str, str | int | float | None]:
@@ -367,14 +358,14 @@ def save_token_counts(
     template_ids: Iterable[int] = (),
     corpora: Sequence[CorpusCounts] = (),
 ) -> None:
-    """Writes counts [V] and what they are of as safetensors; the file is complete or not there.
+    """Writes counts [V] and their origin as safetensors, atomically.
 
     Args:
-        fingerprint: `models.chat.tokenizer_fingerprint` of the tokenizer that the tokens are of.
-        stop_ids: its stop tokens, which belong into every cut.
-        template_ids: what else does: what its chat template writes into answers, and of foreign texts, which do not
-            hold them, all its control tokens.
-        corpora: what `counts` are blended from; each one's own counts are kept beside them.
+        fingerprint: `models.chat.tokenizer_fingerprint` of the tokenizer.
+        stop_ids: its stop tokens, part of every cut.
+        template_ids: further tokens of every cut: those that its chat template writes into answers. For foreign texts,
+            which lack control tokens, all of these.
+        corpora: the corpora that `counts` were blended from, saved with their own counts.
     """
     metadata = {
         "tokenizer_fingerprint": fingerprint,
@@ -391,39 +382,31 @@ def save_token_counts(
 
 
 def always_inside(metadata: Mapping[str, str]) -> set[int]:
-    """Tokens that token counts want in every cut: the stop tokens, and those of the chat template where it has them.
-
-    Args:
-        metadata: of `load_token_counts`, which has checked it.
-    """
+    """Stop and template tokens, part of every cut. `metadata`: from `load_token_counts`, which checks it."""
     return {*json.loads(metadata["stop_ids"]), *json.loads(metadata.get("template_ids", "[]"))}
 
 
 def load_corpora(path: str | Path) -> list[CorpusCounts]:
-    """What the counts of a file were blended from; empty where they are of the target's own answers alone."""
+    """The corpora that a file's counts were blended from; empty for counts of the target's own answers alone."""
     _, metadata = load_token_counts(path)
     with _open(path, "token counts") as file:
         return [
             CorpusCounts(
-                facts["source"],
-                file.get_tensor(f"counts_of_{i}"),
-                facts["weight"],
-                facts["documents"],
-                facts["rejected"],
+                *(facts["source"], file.get_tensor(f"counts_of_{i}")),
+                *(facts["weight"], facts["documents"], facts["rejected"]),
             )
             for i, facts in enumerate(json.loads(metadata.get("corpora", "[]")))
         ]
 
 
 def load_token_counts(path: str | Path) -> tuple[torch.Tensor, dict[str, str]]:
-    """Counts [V] int64 and the texts saved beside them: tokenizer_fingerprint, counted_tokens, stop_ids (a JSON list).
+    """Counts [V] int64 and their metadata: tokenizer_fingerprint, counted_tokens, stop_ids (a JSON list).
 
-    Where the chat template writes more than stop tokens into answers, or other texts than those were counted, also
-    template_ids (a JSON list); of other texts also corpora (what `load_corpora` reads). counted_tokens of a blend is
+    The metadata may also hold template_ids (a JSON list) and corpora (see `load_corpora`). counted_tokens of a blend is
     about `BLEND_SCALE`.
 
     Raises:
-        UserError: no such file, or one that `save_token_counts` did not write.
+        UserError: no such file, or not a file of `save_token_counts`.
     """
     with _open(
         path, "token counts; `python data_gen/rank_vocab.py <recipe>` writes <output_dir>/token_counts.safetensors"
@@ -437,13 +420,12 @@ def load_token_counts(path: str | Path) -> tuple[torch.Tensor, dict[str, str]]:
             f"{path}: its metadata has no {' and no '.join(sorted(missing))}; write it with data_gen/rank_vocab.py or "
             "models.vocab.save_token_counts"
         )
-    wrong = _what_is_wrong(counts, metadata)
-    if wrong:
+    if wrong := _problem_in_counts(counts, metadata):
         raise UserError(f"{path}: {wrong}; write it anew with data_gen/rank_vocab.py")
     return counts, metadata
 
 
-def _what_is_wrong(counts: torch.Tensor, metadata: Mapping[str, str]) -> str | None:
+def _problem_in_counts(counts: torch.Tensor, metadata: Mapping[str, str]) -> str | None:
     if counts.dtype != torch.int64 or counts.dim() != 1 or len(counts) == 0:
         return f"counts must be a non-empty int64 vector, not {counts.dtype} of shape {tuple(counts.shape)}"
     if int(counts.min()) < 0:
@@ -465,11 +447,7 @@ def _what_is_wrong(counts: torch.Tensor, metadata: Mapping[str, str]) -> str | N
 
 
 def check_counts(path: str | Path, metadata: Mapping[str, str], fingerprint: str) -> None:
-    """Refuses token counts of another tokenizer than the target's, whose fingerprint is given.
-
-    Raises:
-        UserError: with both fingerprints.
-    """
+    """Raises UserError for token counts of another tokenizer than the target's, which has this `fingerprint`."""
     counted_with = metadata["tokenizer_fingerprint"]
     if counted_with != fingerprint:
         raise UserError(
