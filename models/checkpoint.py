@@ -1,12 +1,11 @@
-"""Drafter checkpoints: a directory that says what it is, whom it is for and how it was made.
+"""Drafter checkpoints: a directory with the weights, their meaning, their target and their origin.
 
     config.json          kind, shape, and the identity of the target it was trained for
-    model.safetensors    parameters, d2t and t2d; the target's embedding table is the target's and is not copied
+    model.safetensors    parameters, d2t and t2d, without the target's embedding table
     recipe.yaml          the resolved recipe
     provenance.json      versions, commit, command line, digests of the data
 
-The folder is whole or not there (`recipes.files.atomic`). What else lies in a replaced one, notes or another folder, is
-kept.
+Writes are atomic (`recipes.files.atomic`). Other files in a replaced folder, such as notes, are kept.
 """
 
 import hashlib
@@ -40,7 +39,7 @@ from draftsmith.recipes.files.json_text import parse_json
 
 
 def config_identity(config: Any, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:
-    """What can be said of a target before it is loaded.
+    """The part of a target's identity that is known before loading it.
 
     Args:
         config: its text config.
@@ -57,21 +56,21 @@ def config_identity(config: Any, model: str, revision: str | None, fingerprint: 
 
 
 def target_identity(target: Target, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:
-    """What a drafter must find again in the target it is used with: the config's words and the embeddings."""
-    words = config_identity(target.config, model, revision, fingerprint)
-    return words | {"embedding_digest": tensor_digest(target.embedding_table)}
+    """Facts in which a drafter's training target and the target that it serves must agree."""
+    identity = config_identity(target.config, model, revision, fingerprint)
+    return identity | {"embedding_digest": tensor_digest(target.embedding_table)}
 
 
 def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> dict[str, Any]:
-    """What an export must know of a target, so that it needs neither the target nor a guess.
+    """Facts about a target that exports need: with them, they work without the target.
 
     Args:
         config: the target's whole config.
-        dtype: that it was trained beside.
+        dtype: the target's while the drafter was trained.
 
     Returns:
-        `architectures`, `model_type`, `dtype`; `embeddings` and `head`, the names of these tensors in its checkpoint;
-        `tied`, whether they are one.
+        `architectures`, `model_type`, `dtype`; `embeddings` and `head`, the names of these tensors in the target's
+        checkpoint; `tied`, whether they are one.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -87,7 +86,7 @@ def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
 
 
 def tensor_digest(tensor: torch.Tensor, rows: int = 4096) -> str:
-    """sha256 over (at most `rows` evenly spaced rows of) a matrix, in bfloat16: equal for every loading precision."""
+    """sha256 over at most `rows` evenly spaced rows of a matrix, in bfloat16: equal for every loading precision."""
     chosen = torch.linspace(0, len(tensor) - 1, min(rows, len(tensor)), dtype=torch.float64).round().long()
     values = tensor.detach()[chosen.to(tensor.device)].to(torch.bfloat16).cpu().contiguous()
     return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
@@ -110,30 +109,29 @@ def provenance(data: dict[str, Path]) -> dict[str, Any]:
 def save_drafter(
     directory: Path, drafter: FeatureDrafter, identity: dict[str, Any], recipe_yaml: str, made_by: dict[str, Any]
 ) -> None:
-    """Writes the checkpoint; an older one of the same name is replaced at the very end."""
+    """Writes the checkpoint, replacing an older one at the very end."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
     shape = drafter.config
-    words = {"format": "pt", "config": json.dumps(_words(shape))}
     kind = {"kind": shape.kind} | ({"base": shape.base} if shape.base is not None else {})
     config = kind | {"drafter": shape.to_dict(), "target": identity}
     with atomic_folder(directory, FILES) as partial:
-        save_file(tensors, partial / "model.safetensors", metadata=words)
+        about = {"format": "pt", "config": json.dumps(_kind_and_shape(shape))}
+        save_file(tensors, partial / "model.safetensors", metadata=about)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (partial / "recipe.yaml").write_text(recipe_yaml)
         (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
 
 
-LARGEST = 2**31 - 1  # of a config.json's numbers; what the weights say of them is stricter (`read_vocab`)
+LARGEST = 2**31 - 1  # of a config.json's numbers; `read_vocab` then compares them with the weights
 FILES = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json")
 
 
-def _words(shape: DrafterConfig) -> dict[str, Any]:
-    """All that says what the weights mean."""
+def _kind_and_shape(shape: DrafterConfig) -> dict[str, Any]:
     return {"kind": shape.kind, "base": shape.base} | shape.to_dict()
 
 
 def weight_bytes(directory: Path) -> int:
-    """Of a drafter's files; 0 where there is none yet."""
+    """Bytes of a drafter's weights; 0 where there are none yet."""
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
@@ -170,11 +168,11 @@ def read_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]:
 
 
 def _check_values(kind: type[DrafterConfig], words: dict[str, Any]) -> None:
-    """Raises ValueError for all values that are no values of their field, whatever the weights are."""
+    """Raises ValueError with all values that are impossible for their field."""
     wrong = []
     for each in fields(kind):
         if each.name not in words:
-            continue  # it has a default, or `from_dict` says that it is missing
+            continue  # it has a default, or `from_dict` raises
         value = words[each.name]
         if each.type is int and not (type(value) is int and 1 <= value <= LARGEST):
             wrong.append(f"{each.name} is {short(value)}, not a whole number from 1 to {LARGEST:,}")
@@ -193,7 +191,7 @@ def _check_values(kind: type[DrafterConfig], words: dict[str, Any]) -> None:
 
 
 def _check_shape(shape: DrafterConfig, trained_for: dict[str, Any]) -> None:
-    """Raises ValueError where values that are each possible make no drafter together."""
+    """Raises ValueError for values that contradict each other."""
     if not shape.own_head:
         last = trained_for.get("num_layers")
         if shape.capture_layers != (last,):
@@ -206,7 +204,7 @@ def _check_shape(shape: DrafterConfig, trained_for: dict[str, Any]) -> None:
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(key, value there, value here) of all that `here` has otherwise; of sections inside, `section.key`."""
+    """(key, value there, value here) of all differences from `here`; nested keys are `section.key`."""
     for key, mine in here.items():
         theirs = there.get(key)
         if isinstance(mine, dict) and isinstance(theirs, dict):
@@ -217,9 +215,9 @@ def differences(there: dict[str, Any], here: dict[str, Any], before: str = "") -
 
 
 def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str, Any]) -> None:
-    """Refuses a drafter made for another target; every difference is named with both sides.
+    """Raises UserError with every difference for a drafter made for another target.
 
-    A model's name may change (it may be moved or copied): what it is decides, not what it is called.
+    The model's name and revision are not compared: models are moved and copied.
     """
     different = [
         f"{key}: the drafter was trained for {short(trained_for.get(key))}, this target has {here[key]!r}"
@@ -235,37 +233,34 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
 
 
 def read_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
-    """The drafter's vocabulary, from model.safetensors, whose tensors must have the names and shapes that `shape` asks
-    for. The header, d2t and t2d are read, no weights: the header also tells whether the file is cut short.
+    """The drafter's vocabulary from model.safetensors, after a check of the file against `shape`.
+
+    Reads the header, d2t and t2d, but no weights. The header also shows whether the file is cut short.
 
     Raises:
-        UserError: no such file, a damaged one, another vocabulary than `shape` says, or other tensors: some are
-            missing, too many or of another shape.
+        UserError: no such file, a damaged one, another vocabulary than in `shape`, or tensors that are missing, too
+            many or of another shape.
     """
     path = written(directory) / "model.safetensors"
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
             tensors = {name: file.get_tensor(name) for name in {"d2t", "t2d"} & found.keys()}
-            said = file.metadata() or {}
+            about = file.metadata() or {}
     except FileNotFoundError:
         raise UserError(f"{directory}: model.safetensors is missing; copy the whole folder, or train again") from None
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: damaged or cut short: {error}; copy it again, or train again") from None
-    _check_words(directory, said, shape)
-    vocab = _vocab_of(directory, tensors, shape)
+    _check_written_config(directory, about, shape)
+    vocab = _checked_vocab(directory, tensors, shape)
     _check_tensors(directory, found, shape, vocab)
     return vocab
 
 
 def _check_tensors(directory: Path, found: dict[str, list[int]], shape: DrafterConfig, vocab: DraftVocab) -> None:
-    """Refuses weights whose names and shapes are not those of such a drafter.
-
-    Raises:
-        UserError: the rotary parameters make no table, or some tensors are missing, too many or of another shape.
-    """
+    """Raises UserError for wrong rotary parameters, or tensors that are missing, too many or of another shape."""
     mend = "copy the whole folder again, or train again"
-    # On the meta device, too, a million layers take minutes to make and some sizes overflow: so numbers come first.
+    # Sizes come first: even on the meta device, a million layers take minutes, and some sizes overflow.
     widest = max((size for sizes in found.values() if 0 not in sizes for size in sizes), default=0)
     described = max(
         shape.hidden_size * max(2, len(shape.capture_layers)),
@@ -295,34 +290,33 @@ def _check_tensors(directory: Path, found: dict[str, list[int]], shape: DrafterC
 
 
 def _check_rotary(directory: Path, shape: DrafterConfig) -> None:
-    """Raises UserError where the rotary parameters make no table of finite numbers."""
+    """Raises UserError unless the rotary parameters give finite frequencies."""
     try:
         if not isinstance(shape.rope_parameters, dict):
             raise ValueError("not an object")
         table = rotary(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
         if not table.inv_freq.isfinite().all() or not math.isfinite(table.attention_scaling):
             raise ValueError("the frequencies are not finite")
-    except Exception as error:  # transformers raises whatever its arithmetic and its lookups raise
+    except Exception as error:  # transformers lets any error of its arithmetic and lookups through
         raise UserError(
             f"{directory / 'config.json'}: damaged: rope_parameters are {short(shape.rope_parameters)}: "
             f"{first_line(error)[:200]}"
         ) from error
 
 
-def _check_words(directory: Path, said: dict[str, str], shape: DrafterConfig) -> None:
-    """Weights mean nothing beside another config, even where they fit it: two specialists of one position each have the
-    tensors of two that serve two.
+def _check_written_config(directory: Path, about: dict[str, str], shape: DrafterConfig) -> None:
+    """Raises UserError for weights that were written with another config.
 
-    Raises:
-        UserError: the weights were written with another one; what differs is named. Older files do not say.
+    Shapes alone do not tell: two specialists of one position each have the same tensors as two of two positions. Older
+    files lack this metadata.
     """
-    if "config" not in said:
+    if "config" not in about:
         return
     try:
-        written = dict(parse_json(said["config"]))
+        written = dict(parse_json(about["config"]))
     except (TypeError, ValueError) as error:
         raise UserError(f"{directory}: model.safetensors: damaged metadata: {error}") from None
-    here = json.loads(json.dumps(_words(shape)))
+    here = json.loads(json.dumps(_kind_and_shape(shape)))
     if different := [
         f"{key} is {short(here.get(key))}, the weights were written with {short(value)}"
         for key, value in written.items()
@@ -334,7 +328,7 @@ def _check_words(directory: Path, said: dict[str, str], shape: DrafterConfig) ->
         )
 
 
-def _vocab_of(directory: Path, tensors: dict[str, torch.Tensor], shape: DrafterConfig) -> DraftVocab:
+def _checked_vocab(directory: Path, tensors: dict[str, torch.Tensor], shape: DrafterConfig) -> DraftVocab:
     if "d2t" not in tensors or "t2d" not in tensors:
         raise UserError(f"{directory}: model.safetensors holds no draft vocabulary (d2t, t2d)")
     vocab = DraftVocab.from_d2t(tensors["d2t"], tensors["t2d"], where=str(directory / "model.safetensors"))
@@ -352,8 +346,7 @@ def load_drafter(
     """The drafter in `directory`, in evaluation mode on the target's device.
 
     Args:
-        capture: layers whose states the drafter will be given: those it was trained on (`read_config`). None: the
-            target's.
+        capture: layers captured for the drafter; they must be those of its training. None: the target's.
 
     Raises:
         UserError: no checkpoint, one for another target or vocabulary, or tensors that do not fit its config.
@@ -370,10 +363,10 @@ def load_drafter(
 
 
 def read_drafter(directory: Path, head: FrozenHead | None = None) -> FeatureDrafter:
-    """The drafter in `directory`, in evaluation mode on the CPU, without the target: for exports and inspection.
+    """The drafter in `directory`, in evaluation mode on the CPU, for exports and inspection without the target.
 
     Args:
-        head: the target's. Kinds without a head of their own can be read without it, but give no logits.
+        head: the target's. Without it, kinds that use the target's head give no logits.
 
     Raises:
         UserError: no checkpoint, or tensors that do not fit its config.
@@ -385,7 +378,7 @@ def read_drafter(directory: Path, head: FrozenHead | None = None) -> FeatureDraf
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Everything in model.safetensors; `read_vocab` has compared it with config.json."""
+    """All tensors of model.safetensors; `read_vocab` compares them with config.json."""
     try:
         return load_file(written(directory) / "model.safetensors")
     except (FileNotFoundError, SafetensorError) as error:

@@ -1,7 +1,7 @@
-"""What a run needs, as arithmetic: parameters, bytes and floating-point operations, from configs alone.
+"""Parameters, bytes and floating-point operations of a run, computed from configs alone.
 
-Nothing here loads a weight: models are built on torch's meta device, and `Meter` counts bytes of tensors that may
-be fake. Units stand in the names; GB are 10**9 bytes. Docstrings say what is exact and what is assumed.
+No weight is loaded: models are built on torch's meta device, and `Meter` also counts bytes of fake tensors. Names carry
+units; GB are 10**9 bytes. Docstrings tell exact values from assumptions.
 """
 
 import copy
@@ -23,31 +23,21 @@ from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 from draftsmith.models.families import layer_configs
-from draftsmith.models.target import decoder_layers
+from draftsmith.models.target import decoder_layers, device_name
 from draftsmith.recipes.schema import TargetSection
 
-# Dense bf16 matrix products by the vendors' data sheets, and memory bandwidth.
-PEAK_FLOPS_PER_SECOND = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,  # the first name that fits counts
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 5090": 209e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-PEAK_BYTES_PER_SECOND = {
-    "B200": 8.0e12,
-    "H200": 4.8e12,
-    "H100": 3.35e12,
-    "A100": 2.0e12,
-    "L40S": 0.86e12,
-    "RTX 5090": 1.79e12,
-    "RTX 4090": 1.0e12,
-    "RTX 3090": 0.94e12,
+# Dense bf16 operations per second and bytes per second, from the vendors' data sheets. The first matching name counts.
+PEAKS_PER_SECOND = {
+    "B200": (2250e12, 8.0e12),
+    "H200": (989e12, 4.8e12),
+    "H100 PCIe": (756e12, 3.35e12),
+    "H100 NVL": (835e12, 3.35e12),
+    "H100": (989e12, 3.35e12),
+    "A100": (312e12, 2.0e12),
+    "L40S": (362e12, 0.86e12),
+    "RTX 5090": (209e12, 1.79e12),
+    "RTX 4090": (165e12, 1.0e12),
+    "RTX 3090": (71e12, 0.94e12),
 }
 # Bits of one weight where a quantised checkpoint stays quantised, its scales included.
 BITS_BY_METHOD = {"mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0, "gptq": 4.25, "awq": 4.25, "bitsandbytes": 4.5}
@@ -55,16 +45,16 @@ BITS_BY_METHOD = {"mxfp4": 4.25, "fp8": 8.0, "fbgemm_fp8": 8.0, "gptq": 4.25, "a
 
 @dataclass(frozen=True)
 class TargetSize:
-    """A target by its config: nothing is loaded, so a checkpoint that differs from its config is not noticed."""
+    """The target's size by its config; the checkpoint itself is not read."""
 
     parameters: int  # shared ones (tied embeddings) once
     expert_parameters: int
-    active_parameters: int  # read for one token: of the experts, those that are chosen; embeddings not
+    active_parameters: int  # read for one token: chosen experts only, no embeddings
     head_parameters: int  # V * H
     weight_bytes: float
-    weight_basis: str  # how weight_bytes was found, in words
+    weight_basis: str  # the source of weight_bytes, as text
     dtype: torch.dtype  # of activations
-    eager_attention: bool  # scores of [heads, T, T] are materialised
+    eager_attention: bool  # materialises scores [heads, T, T]
     layer_parameters: tuple[int, ...] = ()  # of each decoder layer
 
     @property
@@ -74,13 +64,11 @@ class TargetSize:
 
 
 def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = False) -> TargetSize:
-    """The target's size, from its config.
+    """The target's size. Parameters are exact; bytes too, except the assumed bits per weight of quantised checkpoints.
 
     Args:
-        config: what AutoConfig gives (of a multimodal model the whole one).
+        config: from AutoConfig (the whole one of a multimodal model).
         dtype: `target.dtype` of the recipe.
-
-    Parameters are exact. Bytes are exact for plain checkpoints; for quantised ones the bits per weight are assumed.
     """
     plain = copy.deepcopy(config)
     quantization = getattr(plain, "quantization_config", None)
@@ -118,9 +106,9 @@ def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = Fals
 
 
 def shared_out(size: TargetSize, processes: int) -> TargetSize:
-    """What each process holds of a target whose layers they share out, one of them gathered (train.shard_target).
+    """One process's share of a sharded target, with one layer gathered (train.shard_target).
 
-    Exact for plain checkpoints, but for what collectives themselves take.
+    Exact for plain checkpoints, apart from the buffers of collectives.
     """
     if processes == 1:
         return replace(size, weight_basis=f"{size.weight_basis}: one process alone holds it whole")
@@ -137,12 +125,12 @@ def shared_out(size: TargetSize, processes: int) -> TargetSize:
 
 
 def torch_dtype(config: Any, dtype: str) -> torch.dtype:
-    """The precision in which the weights are loaded: as asked, else the config's, else float32."""
+    """The precision of loaded weights: as asked, else the config's, else float32."""
     return getattr(torch, dtype) if dtype != "auto" else named_dtype(config) or torch.float32
 
 
 def named_dtype(config: Any) -> torch.dtype | None:
-    """What a config says of its weights' precision."""
+    """The precision that a config names, if any."""
     named = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     return getattr(torch, named) if isinstance(named, str) else named
 
@@ -164,16 +152,16 @@ def _weight_bytes(parameters: int, in_layers: int, dtype: torch.dtype, quantizat
 
 
 def target_forward_bytes(config: Any, size: TargetSize, rows: int, tokens: int, captured_layers: int) -> float:
-    """Peak of a pass over [rows, tokens] without gradients, weights not counted: captured states, one layer's work.
+    """Peak of a pass over [rows, tokens] without gradients or weights: captured states and one layer's intermediates.
 
-    Assumed: the widest moment is a layer's attention or MLP, every intermediate of it alive at once.
+    Assumes that the peak is one layer's attention or MLP, with all its intermediates alive at once.
     """
     places, unit = rows * tokens, size.activation_bytes
     hidden = config.hidden_size
     shapes = attention_shapes(config)
     heads = max(heads for heads, _, _ in shapes)
     attention = max((4 * heads + 4 * groups) * head_dim for heads, groups, head_dim in shapes) * unit * places
-    # Eager attention returns its scores, which outlive the layer's MLP: in its precision twice, masked, in float32.
+    # Eager attention returns its scores, so they outlive the MLP: two copies, the masked ones, and float32.
     scores = rows * heads * tokens**2 * (3 * unit + 4) if size.eager_attention else 0
     if size.expert_parameters:
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
@@ -195,31 +183,31 @@ def attention_shapes(config: Any) -> list[tuple[int, int, int]]:
 
 
 def target_forward_flops(config: Any, size: TargetSize, rows: int, tokens: int, head_columns: int) -> float:
-    """Floating-point operations of one pass over [rows, tokens], and of the head over `head_columns` positions.
+    """Floating-point operations of one pass over [rows, tokens] and of the head over `head_columns` positions.
 
-    Two per parameter and token; attention over half the square (causal). Norms and activations are left out.
+    Two per parameter and token; attention over half the square (causal); no norms or activations.
     """
     attention = sum(2 * heads * head_dim for heads, _, head_dim in attention_shapes(config)) * tokens**2 * rows
     return 2.0 * size.active_parameters * rows * tokens + attention + 2.0 * size.head_parameters * head_columns
 
 
 def cache_bytes_per_token(config: Any, size: TargetSize) -> int:
-    """Keys and values of one token in all layers. Sliding layers are counted in full: the pool allocates them so."""
+    """Keys and values of one token in all layers, sliding ones too: the pool allocates them in full."""
     return sum(2 * groups * head_dim for _, groups, head_dim in attention_shapes(config)) * size.activation_bytes
 
 
-# Share of a device's bandwidth that decoding reaches, and the least time of one step in this process's Python.
+# Share of a device's bandwidth that decoding reaches, and the Python overhead of one step.
 BANDWIDTH_UTILISATION = 0.5
 SECONDS_PER_STEP = 0.025
 
 
 def decoding_lines(config: Any, section: TargetSection, rows: int, tokens: int, extra_bytes: int = 0) -> list[str]:
-    """What a plan says of decoding in this process: memory, and whether it fits the device that is here.
+    """A plan's lines on decoding in this process: memory, and whether it fits the device here.
 
     Args:
-        config: what AutoConfig gives.
-        rows, tokens: conversations side by side, and the longest of them, prompt and answer.
-        extra_bytes: what lies beside the target: a drafter.
+        config: from AutoConfig.
+        rows, tokens: conversations side by side, and the length of the longest, prompt and answer.
+        extra_bytes: a drafter's.
     """
     size, device = target_size(config, section.dtype, section.trust_remote_code), device_here(section.device)
     cache = cache_bytes_per_token(config.get_text_config(), size) * rows * tokens
@@ -239,13 +227,12 @@ def decoding_lines(config: Any, section: TargetSection, rows: int, tokens: int, 
 
 
 def decoding_time(config: Any, section: TargetSection, rows: int, tokens: float) -> str:
-    """How long `tokens` take, `rows` at a time, on the device that is here; its assumption is named."""
+    """Text with the estimated time of `tokens`, `rows` at a time, on the device here, and its assumption."""
     device = device_here(section.device)
-    rate = device.peak(PEAK_BYTES_PER_SECOND)
-    if rate is None:
+    if device.peaks is None:
         return f"not known for {device.name}; the progress bar tells it after the first answers"
     size = target_size(config, section.dtype, section.trust_remote_code)
-    reached = rate * BANDWIDTH_UTILISATION
+    reached = device.peaks[1] * BANDWIDTH_UTILISATION
     seconds = max(SECONDS_PER_STEP, size.weight_bytes / reached) * tokens / rows
     return (
         f"{duration(seconds)}, assumed: a step gives {rows} tokens, reads the weights at {reached / 1e12:.1f} TB/s "
@@ -258,21 +245,21 @@ BUCKET = 500_000_000  # gradients that DeepSpeed sends at a time, at most
 
 @dataclass(frozen=True)
 class TrainingStates:
-    """What a process keeps on its device between steps for P trained parameters in float32, in bytes."""
+    """Bytes on one process's device for training parameters in float32."""
 
     weights: int
     adamw_moments: int
-    gradients: int  # gone between steps, there from the first backward pass to the update
-    buckets: int = 0  # gradients on their way between processes, beside `gradients`
-    gathered: int = 0  # weights that are elsewhere between steps, while they are computed with
+    gradients: int  # alive from the first backward pass to the update
+    buckets: int = 0  # copies of gradients while processes exchange them
+    gathered: int = 0  # weights of other processes, gathered for a forward
 
     @classmethod
     def of(cls, parameters: int, processes: int = 1, zero_stage: int = 0, offloaded: bool = False) -> "TrainingStates":
         """
         Args:
             zero_stage: DeepSpeed's. It updates float32 pieces of its own beside the weights, and sends gradients in
-                buckets of at most 500 million, two at a time; each bucket is as large as the drafter if that is less.
-            offloaded: moments and pieces lie in the memory of the host, which is not the device's.
+                buckets of at most 500 million, or the drafter's size, two at a time.
+            offloaded: moments and pieces are in host memory.
         """
         whole = 4 * parameters
         if not zero_stage:
@@ -288,21 +275,21 @@ class TrainingStates:
 
 
 def drafter_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> int:
-    """The drafter on disk: its parameters in float32, d2t (int64) and t2d (one byte), a header not counted."""
+    """The drafter on disk without the header: parameters in float32, d2t (int64) and t2d (one byte)."""
     return 4 * parameters + 8 * draft_vocab_size + vocab_size
 
 
 def checkpoint_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) -> int:
-    """A training checkpoint: the drafter and AdamW's two moments; some 50 kB of state and headers not counted."""
+    """A training checkpoint: the drafter and AdamW's two moments, without some 50 kB of state and headers."""
     return drafter_bytes(parameters, draft_vocab_size, vocab_size) + TrainingStates.of(parameters).adamw_moments
 
 
 class Meter(TorchDispatchMode):
-    """Bytes of all tensors that come to life inside, until their storage dies: now, at the peak, and by kind; and the
-    operations of matrix products and attention.
+    """Counts bytes of all tensors created inside, real or fake, until their storage is freed: now, at the peak, and by
+    kind. Also counts the operations of matrix products and attention.
 
-    Works on real and on fake tensors. What was alive before is not counted, nor what a kernel takes and gives back.
-    (torch's FlopCounterMode keeps tensors alive that checkpointing would free, so operations are counted here.)
+    Older tensors and a kernel's own workspace are not counted. (torch's FlopCounterMode keeps tensors alive that
+    checkpointing would free, so this class counts operations itself.)
 
     Args:
         kind: names a new tensor by its shape and dtype, for `peak_by_kind`.
@@ -319,10 +306,10 @@ class Meter(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.lift_fresh.default:  # what `torch.tensor` has just made, and hands over by it
+        if func is not torch.ops.aten.lift_fresh.default:  # its argument is new, from `torch.tensor`
             for tensor in pytree.tree_leaves((args, kwargs)):
                 if isinstance(tensor, torch.Tensor):
-                    self._meet(tensor, 0)  # unknown still: it is from outside
+                    self._meet(tensor, 0)  # if still unknown, from outside
         out = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -358,14 +345,15 @@ class Device:
     memory_bytes: int
     is_cpu: bool
 
-    def peak(self, table: dict[str, float]) -> float | None:
-        """This device's entry in one of the tables above."""
-        return next((value for name, value in table.items() if name in self.name), None)
+    @property
+    def peaks(self) -> tuple[float, float] | None:
+        """(operations, bytes) per second; None for unknown devices."""
+        return next((peaks for name, peaks in PEAKS_PER_SECOND.items() if name in self.name), None)
 
 
 def device_here(wanted: str = "auto") -> Device:
-    """What `target.device` leads to on this machine, and how much memory it has."""
-    device = torch.device(wanted if wanted != "auto" else _accelerator() or "cpu")
+    """The device that `target.device` selects on this machine."""
+    device = torch.device(device_name(wanted))
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Device(properties.name, properties.total_memory, is_cpu=False)
@@ -373,13 +361,13 @@ def device_here(wanted: str = "auto") -> Device:
 
 
 def hardware(device: torch.device) -> str:
-    """The machine that `device` belongs to, in words, for reports: speeds mean nothing without it."""
+    """The machine of `device`, as text for reports."""
     cpu = f"{cpu_name()}, {threads()}"
     return f"{torch.cuda.get_device_name(device)}; host {cpu}" if device.type == "cuda" else cpu
 
 
 def cpu_name() -> str:
-    """The processor's model where the system tells it, else its architecture."""
+    """The processor's model where the system names it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -389,17 +377,13 @@ def cpu_name() -> str:
 
 
 def threads() -> str:
-    """How many threads torch computes with, in words."""
+    """The number of torch's threads, as text."""
     count = torch.get_num_threads()
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
-def _accelerator() -> str | None:
-    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else None
-
-
 def host_memory_bytes() -> int:
-    """Memory of this machine, or of the container where that is smaller."""
+    """Memory of this machine, or the container's limit if that is smaller."""
     whole = psutil.virtual_memory().total
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
@@ -407,7 +391,7 @@ def host_memory_bytes() -> int:
 
 
 def matmul_flops_per_second(rows: int, width: int, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """Measured here and now on the CPU: products [rows, width] x [width, width]."""
+    """Measures the CPU with products [rows, width] x [width, width]."""
     left, right = torch.ones(rows, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
     done, began = 0, time.perf_counter()
     while (passed := time.perf_counter() - began) < seconds or done < 2:
@@ -417,14 +401,14 @@ def matmul_flops_per_second(rows: int, width: int, dtype: torch.dtype, seconds: 
 
 
 def gigabytes(count: float) -> str:
-    """Bytes in the unit that suits: 12 MB, 1.3 GB, 142 GB."""
+    """Bytes with a suitable unit: 12 MB, 1.3 GB, 142 GB."""
     if count < 1e9:
         return f"{count / 1e6:,.0f} MB" if count >= 10e6 else f"{count / 1e6:,.1f} MB"
     return f"{count / 1e9:,.0f} GB" if count >= 100e9 else f"{count / 1e9:,.1f} GB"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that suits."""
+    """Seconds with a suitable unit."""
     for unit, length in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"

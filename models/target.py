@@ -54,10 +54,14 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
         UserError: nothing loadable there, an unsupported family (`families.attention_kinds`), missing weights, or
             only pickled weights (only safetensors are read).
     """
-    device = device or section.device
-    if device == "auto":
-        device = str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
-    return read_causal_lm(section).to(device)
+    return read_causal_lm(section).to(device_name(device or section.device))
+
+
+def device_name(wanted: str) -> str:
+    """`wanted`, or for `auto` the accelerator if there is one, else the CPU."""
+    if wanted != "auto":
+        return wanted
+    return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
 
 
 def read_causal_lm(section: TargetSection) -> Any:

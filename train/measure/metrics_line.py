@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from draftsmith.models.costs import PEAK_FLOPS_PER_SECOND, device_here
+from draftsmith.models.costs import device_here
 from draftsmith.train.loss.unroll import UnrollSums, simulated_tau
 
 # Keys of a line that depend on the machine and the moment. mfu: on GPUs with a known peak (`models.costs`).
@@ -89,7 +89,8 @@ def counted_by_all(of_ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def peak_flops_per_second(device: torch.device) -> float | None:
     """The maker's figure for dense bfloat16 products; None: not known."""
-    return device_here(str(device)).peak(PEAK_FLOPS_PER_SECOND) if device.type == "cuda" else None
+    peaks = device_here(str(device)).peaks if device.type == "cuda" else None
+    return peaks and peaks[0]
 
 
 class ThroughputMeter:

@@ -16,7 +16,6 @@ import torch
 from draftsmith.data_gen.states.stored_target import stored_bytes
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
 from draftsmith.models.costs import (
-    PEAK_FLOPS_PER_SECOND,
     checkpoint_bytes,
     device_here,
     drafter_bytes,
@@ -237,7 +236,8 @@ def _time_line(run: PlannedRun, largest: UnrollCost, steps: int) -> str:
         measured = matmul_flops_per_second(min(2048, rows * columns), min(4096, run.target_config.hidden_size), dtype)
         reached = measured * CPU_UTILISATION
         basis = f"{CPU_UTILISATION:.0%} of the {measured / 1e9:,.0f} GFLOP/s measured here"
-    elif (peak := run.device.peak(PEAK_FLOPS_PER_SECOND)) is not None:
+    elif run.device.peaks is not None:
+        peak = run.device.peaks[0]
         reached, basis = peak * GPU_UTILISATION, f"{GPU_UTILISATION:.0%} of {peak / 1e12:,.0f} TFLOP/s"
     else:
         return line("time", f"{flops:.2e} operations per device; --flops says how many a second it reaches", "dry run")
