@@ -1,26 +1,26 @@
-"""C2T: a tiny classifier says which drafted nodes deserve a place in the tree (arXiv 2502.13652, section 3).
+"""C2T: a tiny classifier of drafted nodes that decides how a draft tree grows (arXiv 2502.13652, section 3).
 
     P   joint probability of a node: the product of draft probabilities along its path
-    H   entropy, in nats, of the distribution that the node was drawn from, its parent's; all siblings share it
+    H   entropy, in nats, of the parent's distribution, from which the node was drawn; all siblings share it
     d   depth: the root's children have 0 (everywhere else here they have 1)
 
     [P, H, d] --Linear(3, h)--> ReLU --Linear(h, 1)--> sigmoid --> C, the chance that the target accepts the node
 
-Nothing in the features belongs to one model or one vocabulary. They are made by `node_features` alone, for decoding and
-for training. How a tree grows by C is `eval.decoding.policies.C2T`.
+The features are independent of model and vocabulary. `node_features` makes them for decoding and training.
+`eval.decoding.policies.C2T` grows trees by C.
 
 A classifier's directory holds config.json and model.safetensors:
 
     kind              "c2t"
     hidden            h
-    entropy_over      M, the likeliest tokens that H is taken over
+    entropy_over      M, the number of likeliest tokens that H covers
     depth_convention  "root's children 0"
-    negative_ratio    rejected rows kept per accepted one in training: a threshold on C means something only beside it;
-                      null: unknown, or not sub-sampled
-    drafter           whose nodes it was trained on (`drafter_words`); {}: unknown
-    weights_sha256    of model.safetensors, so that two halves of different classifiers are noticed
+    negative_ratio    rejected rows per accepted one in training, which shifts the scale of C; null: unknown, or not
+                      sub-sampled
+    drafter           the drafter of its training nodes (`drafter_words`); {}: unknown
+    weights_sha256    of model.safetensors, to detect files of different classifiers
 
-and what training writes beside them: recipe.yaml, provenance.json, metrics.jsonl.
+and files from training: recipe.yaml, provenance.json, metrics.jsonl.
 
 Shapes: `...` any number of axes, K candidates, Vd draft vocabulary.
 """
@@ -56,11 +56,11 @@ def entropy(log_probs: torch.Tensor, over: int | None = None) -> torch.Tensor:
     """[...] entropy in nats of the distributions [..., Vd]; NaN where a distribution holds a NaN.
 
     Args:
-        over: take the so many likeliest tokens alone, without renormalising (section 3.2's M). None: all.
+        over: only this many likeliest tokens, without renormalising (section 3.2's M). None: all.
     """
     if over is not None and over < log_probs.shape[-1]:
         log_probs = log_probs.topk(over, sorted=False).values
-    # 0 * log 0 is 0. The clamp changes no product: e^-1000 is 0 in every precision.
+    # The clamp makes 0 * log 0 = 0 and changes no other product: e^-1000 is 0 in every precision.
     return -(log_probs.exp() * log_probs.clamp(min=-1000)).sum(-1)
 
 
@@ -69,8 +69,8 @@ def node_features(values: torch.Tensor, log_probs: torch.Tensor, depth: int, ent
 
     Args:
         values: [..., K] log of the candidates' joint probability.
-        log_probs: [..., Vd] the distributions that they were drawn from.
-        depth: of the candidates, as `models.draft_tree` counts: a root's children have 1.
+        log_probs: [..., Vd] their parents' distributions.
+        depth: of the candidates, as in `models.draft_tree`: a root's children have 1.
         entropy_over: M.
     """
     spread = entropy(log_probs, entropy_over)[..., None].expand_as(values)
@@ -79,7 +79,7 @@ def node_features(values: torch.Tensor, log_probs: torch.Tensor, depth: int, ent
 
 @dataclass(frozen=True)
 class C2tConfig:
-    """What config.json says besides the kind and the convention."""
+    """The variable part of config.json."""
 
     hidden: int = 48
     entropy_over: int = 1000
@@ -97,18 +97,16 @@ class C2tClassifier(nn.Module):
         self.output = nn.Linear(config.hidden, 1)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """[...] the logit of C, of features [..., 3]."""
+        """[...] the logit of C for features [..., 3]."""
         return self.output(torch.relu(self.hidden(features)))[..., 0]
 
     @torch.no_grad()
     def confidence(self, features: torch.Tensor) -> torch.Tensor:
-        """[...] C, of features [..., 3] of any float type; NaN where a feature is."""
-        weight = self.output.weight
-        return torch.sigmoid(self(features.to(weight.dtype)))
+        """[...] C for features [..., 3] of any float type; NaN where a feature is."""
+        return torch.sigmoid(self(features.to(self.output.weight.dtype)))
 
     def save(self, directory: str | Path, beside: Mapping[str, str] | None = None) -> None:
-        """Writes the directory, in place of an older one, as `models.checkpoint` writes a drafter's: it is whole at any
-        moment, and what else lies there is kept.
+        """Writes the directory atomically, like `models.checkpoint`; other files in it are kept.
 
         Args:
             beside: further text files, by name.
@@ -133,7 +131,7 @@ class C2tClassifier(nn.Module):
         """The classifier in `directory`, in evaluation mode on the CPU.
 
         Raises:
-            UserError: none there, damaged, or one that counts depths otherwise.
+            UserError: none there, damaged, or another depth convention.
         """
         directory = written(Path(directory))
         config, digest = read_config(directory)
@@ -163,10 +161,10 @@ class C2tClassifier(nn.Module):
 
 
 def read_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
-    """(what config.json says, sha256 of the weights it was written for), before any weight is read.
+    """(config, sha256 of its weights) from config.json alone.
 
     Raises:
-        UserError: no classifier there, or not one that is understood here.
+        UserError: no classifier there, or an unsupported one.
     """
     path = written(Path(directory)) / "config.json"
     try:
@@ -209,24 +207,23 @@ def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items())) or "nothing"
 
 
-# Whose nodes?
+# The identity of the drafter that a classifier was trained for.
 
 
 def drafter_words(
     directory: Path | None, draft_model: TargetSection | None, cut_to: DraftVocab | None, target: TargetSection
 ) -> dict[str, Any]:
-    """What a classifier knows its drafter by. One of the first two is given.
+    """A drafter's identity for its classifier. One of the first two arguments is given.
 
     Args:
-        directory: of a trained drafter. Its weights decide, not where it lies.
-        draft_model: a causal LM in its place. Of a local folder the weights decide (`weights_digest`), of a hub name
-            the name and the revision.
-        cut_to: the part of its vocabulary that eval.tree.vocab_size leaves, for a cut changes every probability; None:
-            all of it.
-        target: of a causal LM, which serves many; a trained drafter has one.
+        directory: a trained drafter's, identified by its weights.
+        draft_model: a causal LM instead. A local folder is identified by its weights (`weights_digest`), a hub name by
+            name and revision.
+        cut_to: the vocabulary that eval.tree.vocab_size leaves (a cut changes every probability); None: all of it.
+        target: part of a causal LM's identity, since one serves many targets.
 
     Raises:
-        UserError: the drafter's files are not there.
+        UserError: the drafter's files are missing.
     """
     if draft_model is not None:
         words: dict[str, Any] = {"kind": "causal_lm", "model": draft_model.model, "revision": draft_model.revision}
@@ -250,7 +247,7 @@ def drafter_words(
     return words | {"vocab_size": cut_to.size, "vocab_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
 
 
-@lru_cache(maxsize=64)  # twenty thresholds of one drafter are twenty contenders
+@lru_cache(maxsize=64)  # many contenders share one drafter
 def _digest(path: Path, changed: int, size: int) -> str:
     return file_digest(path)
 
@@ -259,11 +256,11 @@ SAMPLED_BLOCKS, BLOCK_BYTES = 1024, 4096
 
 
 def weights_digest(directory: Path) -> str:
-    """sha256 over the weight files of a causal LM's folder: names, sizes, and of each file 1,024 blocks of 4 KiB from
-    its first byte to its last, evenly spread; files of up to 4 MiB are read whole.
+    """sha256 over config.json and the weight files of a causal LM's folder: names, sizes, and 1,024 evenly spread
+    blocks of 4 KiB from each file; files of up to 4 MiB are read whole.
 
-    A model may have gigabytes, and training moves nearly all weights of a matrix: a sample tells. Two copies in other
-    shards, or in another precision, count as different models. config.json is hashed, too.
+    A sample suffices because training changes nearly all weights of a matrix. Copies with other shards or another
+    precision count as different models.
     """
     weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("*.bin"))
     try:
@@ -288,8 +285,8 @@ def _sampled_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def unequal_words(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Keys of `drafter_words` by which two drafters are not the same one; what either side does not know is not
-    compared, nor where weights lie that both know."""
+    """Keys of `drafter_words` in which two drafters differ. Keys that one side lacks are not compared, nor the location
+    of weights if both sides have a digest."""
     places = {"directory"}
     if "weights_sha256" in there and "weights_sha256" in here:
         places |= {"model", "revision"}
@@ -297,13 +294,10 @@ def unequal_words(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
-    """Refuses a classifier that was trained on another drafter's nodes: its threshold would mean something else.
+    """Raises UserError for a classifier of another drafter's nodes: its threshold would mean something else.
 
     Args:
-        here: `drafter_words` of the drafter that it is to serve.
-
-    Raises:
-        UserError: both sides named.
+        here: `drafter_words` of the drafter in use.
     """
     known = read_config(directory)[0].drafter
     different = [f"{key}: {_short(known[key])} there, {_short(here[key])} here" for key in unequal_words(known, here)]

@@ -1,8 +1,7 @@
-"""The target's tokenizer: prompts by its chat template, answers as messages, stop tokens, and a fingerprint that tells
-tokenizers apart.
+"""The target's tokenizer: prompts by its chat template, answers as messages, stop tokens, and a fingerprint.
 
-What a recipe says about the template (target.chat_template, thinking, template_args) is written into the tokenizer's
-template once, when it is loaded. So every rendering, mask and fingerprint follows it, and nobody has to pass it on.
+Loading writes the recipe's settings (target.chat_template, thinking, template_args) into the tokenizer's template.
+Every rendering, mask and fingerprint then follows them.
 """
 
 import hashlib
@@ -35,21 +34,22 @@ LARGEST = {
     "max_position_embeddings": 1_000_000_000,
 }
 THINKING_SWITCHES = ("enable_thinking", "thinking")
-# Variables of a template that the rendering itself sets.
+# Template variables that rendering sets.
 _SET_BY_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
+_SET_BY_CALLS = ("truncation", "padding")
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 
 class RenderError(Exception):
-    """One conversation that the chat template does not take; the message says why, "kind: detail"."""
+    """The chat template refuses a conversation; the message is "kind: detail"."""
 
 
 def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of the target, with the chat template and its variables as the recipe wishes.
+    """The target's tokenizer, with the recipe's chat template and variables.
 
     Raises:
-        UserError: there is none; it has no chat template, or one that is none; a variable that the template never
-            reads; ordinary tokens that the model has no embedding for.
+        UserError: no tokenizer; no valid chat template; a variable that the template never reads; ordinary tokens
+            without an embedding in the model.
     """
     check_model(target.model, target.revision)
     try:
@@ -74,7 +74,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
 
 
 def template_variables(target: TargetSection) -> dict[str, str | int | float | bool]:
-    """The template's variables that the recipe sets, thinking switches included, in the order of their names."""
+    """The template variables that the recipe sets, thinking switches included, sorted by name."""
     switches = {} if target.thinking is None else dict.fromkeys(THINKING_SWITCHES, target.thinking)
     if both := sorted(switches.keys() & target.template_args.keys()):
         raise UserError(f"target.template_args: {both[0]} is what target.thinking sets; give one of the two")
@@ -82,10 +82,9 @@ def template_variables(target: TargetSection) -> dict[str, str | int | float | b
 
 
 def _with_variables(template: str | dict[str, str], target: TargetSection) -> str | dict[str, str]:
-    """The template (or each of several named ones) with the recipe's variables set before its first character.
+    """The template (or each of several named ones) with the recipe's variables set at its start.
 
-    Each stands in a line of its own: transformers compiles templates so that a line which holds one tag alone leaves
-    nothing behind.
+    Each has its own line: transformers' rendering drops lines with a single tag.
     """
     where = "target.chat_template" if target.chat_template is not None else "target.model"
     named = template if isinstance(template, dict) else {"default": template}
@@ -114,11 +113,11 @@ def _with_variables(template: str | dict[str, str], target: TargetSection) -> st
 
 
 def _variables_read(template: str, where: str) -> set[str]:
-    """Names that a template takes from outside. Raises UserError where it is no Jinja template."""
+    """Variables that a template reads from outside. Raises UserError for an invalid Jinja template."""
     try:
-        # Blocks that transformers and no other Jinja knows; they read nothing.
+        # Generation tags belong to transformers' Jinja only; they read nothing.
         tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAG.sub("", template))
-        # Jinja's own list also has what a branch may have left unset: `{% if a %}{% set b = 1 %}{% endif %}{{ b }}`.
+        # Jinja's own list includes names that only some branches set: `{% if a %}{% set b = 1 %}{% endif %}{{ b }}`.
         return meta.find_undeclared_variables(tree) & _read_unset(tree, set())
     except TemplateSyntaxError as error:
         raise UserError(
@@ -127,9 +126,9 @@ def _variables_read(template: str, where: str) -> set[str]:
 
 
 def _read_unset(node: nodes.Node, known: set[str]) -> set[str]:
-    """Names that `node` reads before anything in sight has set them, in whatever branch; adds to `known` what it sets.
+    """Names that `node` reads before any branch in scope sets them; adds the names that it sets to `known`.
 
-    What loops, macros and blocks set is not in sight behind them.
+    Names set inside loops, macros and blocks go out of scope at their end.
     """
     inner = known
     if isinstance(node, nodes.Name):
@@ -158,15 +157,15 @@ def _read_unset(node: nodes.Node, known: set[str]) -> set[str]:
 
 
 def _literal(value: str | int | float | bool) -> str:
-    """A value as Jinja writes it."""
+    """A value as Jinja source."""
     return str(value).lower() if isinstance(value, bool) else ascii(value)
 
 
 def load_generation_config(target: TargetSection) -> GenerationConfig:
-    """The generation config that loading the model would give it, without loading the model."""
+    """The model's generation config, without loading the model."""
     try:
         return GenerationConfig.from_pretrained(target.model, revision=target.revision or "main")
-    except OSError:  # models without generation_config.json: made from the model's config
+    except OSError:  # no generation_config.json
         return GenerationConfig.from_model_config(load_config(target))
 
 
@@ -174,7 +173,7 @@ def load_config(target: TargetSection) -> Any:
     """The model's config.
 
     Raises:
-        UserError: there is none, or it is one of a family that cannot be drafted for (`families.attention_kinds`).
+        UserError: there is none, or its family is not supported (`families.attention_kinds`).
     """
     if (Path(target.model) / "adapter_config.json").exists():
         raise UserError(
@@ -195,7 +194,7 @@ def load_config(target: TargetSection) -> Any:
 
 
 def _check_numbers(model: str, config: Any) -> None:
-    """Raises UserError for sizes that no model has: what is built from them would never end, or would end anywhere."""
+    """Raises UserError for impossible sizes, before anything is built from them."""
     wrong = [
         f"{name} {short(value)}, not a whole number from 1 to {most:,}"
         for name, most in LARGEST.items()
@@ -211,12 +210,11 @@ def _why_no_config(model: str, error: Exception) -> str:
         return first_line(error) if (Path(model) / "config.json").exists() else "the directory has no config.json"
     if not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model):
         return "no such directory"
-    # What the hub holds under this name may be an adapter, too.
     return f"{first_line(error)} (an adapter is no model: merge it into its base)"
 
 
 def first_line(error: Exception) -> str:
-    """What other libraries say, without the pages that follow."""
+    """The first line of another library's error message; two if the first ends with a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
@@ -224,15 +222,15 @@ def first_line(error: Exception) -> str:
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
 ) -> Prompt:
-    """`messages` with the header of the next assistant turn: what the target is asked.
+    """The target's prompt: `messages` and the header of the next assistant turn.
 
-    The template is tokenised as it stands: no second BOS is added to the one that it may write.
+    Tokenising adds no second BOS to the template's own.
 
     Args:
         tools: function schemas, for templates that list them in the system turn.
 
     Raises:
-        RenderError: the template refuses these messages, or they are not text only.
+        RenderError: the template refuses these messages, or some content is not text.
     """
     return Prompt(_apply(tokenizer, messages, tools, add_generation_prompt=True)["input_ids"])
 
@@ -240,27 +238,27 @@ def render_prompt(
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
 ) -> list[int]:
-    """Token ids of `messages` as they stand. Raises RenderError where the template refuses them."""
+    """Token ids of `messages`. Raises RenderError where the template refuses them."""
     return _apply(tokenizer, messages, tools)["input_ids"]
 
 
 def render_marked(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
 ) -> tuple[list[int], list[bool]]:
-    """(token ids, what the template's generation tags enclose), for templates that have them."""
+    """(token ids, True for tokens inside generation tags), for templates with such tags."""
     out = _apply(tokenizer, messages, tools, return_assistant_tokens_mask=True)
     return out["input_ids"], [bool(marked) for marked in out["assistant_masks"]]
 
 
 def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Does the chat template say which of its text the model writes (`{% generation %}`)?"""
+    """Whether the chat template marks the model's own text (`{% generation %}`)."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
 
 
 def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """An answer's text as the next prompt holds it: without special tokens, blanks as they were generated.
+    """An answer's text for the next prompt: without special tokens, whitespace unchanged.
 
-    Special tokens that enclose thoughts stay where the template mentions them: it drops what stands between.
+    Special tokens around thoughts stay if the template mentions them: such a template drops the thoughts.
     """
     template = tokenizer.get_chat_template()
     special: set[int] = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -272,11 +270,11 @@ def decode_answer(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str
 
 
 def answer_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Message:
-    """An answer as the message that the next prompt holds.
+    """An answer as a message of the next prompt.
 
-    Templates of models that think in text (Qwen3, R1) find earlier thoughts in the content and drop them, so content is
-    the whole text. Models that speak Harmony (gpt-oss) answer in several channels, told apart by special tokens; their
-    template takes the analysis as `thinking` and what the user is to read as `content`:
+    Templates of models that think in text (Qwen3, R1) drop earlier thoughts from the content, so content is the whole
+    text. Harmony models (gpt-oss) answer in channels, marked by special tokens; their template takes the analysis as
+    `thinking` and the user's text as `content`:
 
         <|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>
     """
@@ -290,7 +288,7 @@ def answer_message(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Me
             header, in_header = [], True
         elif i == marks["<|message|>"]:
             words = str(tokenizer.decode(header)).split()
-            # Comments beside calls of tools are for the user, too.
+            # Commentary beside tool calls is for the user, too.
             channel, in_header = "analysis" if words[:1] == ["analysis"] else "final", False
         else:
             (header if in_header else texts[channel]).append(i)
@@ -303,13 +301,13 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
 def as_text(messages: Sequence[Message], images: Sequence[str] = ()) -> list[Message]:
-    """The messages as templates of text models take them: content parts joined to one text, nothing put between.
+    """The messages with content parts joined to one text, without separators.
 
     Args:
-        images: what the conversation shows beside its messages.
+        images: the conversation's images, outside its messages.
 
     Raises:
-        RenderError: "not text only: ..." where there is an image or a part that is not text.
+        RenderError: "not text only: ..." for images and other parts.
     """
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
@@ -323,10 +321,10 @@ def as_text(messages: Sequence[Message], images: Sequence[str] = ()) -> list[Mes
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
-    """Compares the tokenizer with the embedding of the model that this config describes.
+    """Raises UserError for ordinary tokens beyond the model's embedding.
 
-    An embedding padded beyond the tokenizer is ordinary. So are single special tokens beyond the embedding (an image
-    token that the text models of a family share): texts that hold one are refused when they are rendered.
+    Special tokens beyond it are common (an image token shared by a family's text models). Rendering refuses texts with
+    one.
     """
     rows = config.get_text_config(decoder=True).vocab_size
     beyond = {i: token for token, i in tokenizer.get_vocab().items() if i >= rows}
@@ -357,14 +355,13 @@ def _apply(
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> tuple[int, ...]:
-    """Tokens that end an answer, ascending: those of the generation config and the tokenizer's own.
+    """Tokens that end an answer, ascending: those of the generation config and the tokenizer.
 
     Raises:
         UserError: neither names one.
     """
     configured: Any = generation_config.eos_token_id
-    tokenizers_own: Any = tokenizer.eos_token_id
-    named = [*(configured if isinstance(configured, list | tuple) else [configured]), tokenizers_own]
+    named: list[Any] = [*(configured if isinstance(configured, list | tuple) else [configured]), tokenizer.eos_token_id]
     ids = {int(i) for i in named if i is not None}
     if not ids:
         raise UserError(
@@ -377,14 +374,12 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationCo
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over vocabulary, merges, normalisation and chat template: equal in every process for equal tokenizers.
 
-    The template of `load_tokenizer` holds target.thinking and target.template_args: runs that mix them differ here.
-    Truncation and padding are left out: calls set them, and they say nothing about the tokens' meaning.
+    The template of `load_tokenizer` includes target.thinking and target.template_args. Truncation and padding are left
+    out: calls set them.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules: Any = None
     if backend is not None:
-        rules = json.loads(backend.to_str())
-        rules.pop("truncation", None)
-        rules.pop("padding", None)
+        rules = {key: value for key, value in json.loads(backend.to_str()).items() if key not in _SET_BY_CALLS}
     content = {"rules": rules, "vocab": tokenizer.get_vocab(), "chat_template": tokenizer.chat_template}
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
