@@ -1,4 +1,4 @@
-"""Which column reads what, predicts what, and counts: the one place where this is decided.
+"""Alignment: the tokens that each column reads and predicts, and the columns that count. Only this file decides it.
 
 Tokens x[0], x[1], ...; f[t] is the target's state of position t; k is the unroll step, 0-based.
 
@@ -6,12 +6,12 @@ Tokens x[0], x[1], ...; f[t] is the target's state of position t; k is the unrol
                        reads    the embedding of x[t+1+k], at position t+k
                        predicts x[t+2+k]; its teacher is the target's distribution at position t+1+k
 
-Decoding starts a chain only below a token that the target itself produced: the chain's root, x[t+1]. So
+Decoding starts chains only below a token of the target itself: the root, x[t+1]. So
 
     column t counts at step k  iff  x[t+1], ..., x[t+2+k] all lie in one supervised span
 
-(a span is the assistant's tokens of one turn, its stop token included). Drawn for a prompt of 4 tokens, an answer of 5
-(`.` is its stop token) and the next user turn; K = 3 steps; `*` counts:
+(a span is the assistant's tokens of one turn, stop token included). An example with a prompt of 4 tokens, an answer of
+5 (`.` is its stop token), the next user turn, and K = 3 steps; `*` counts:
 
     position      0  1  2  3  4  5  6  7  8  9 10
     token         u  u  u  >  A  B  C  D  .  u  u
@@ -24,16 +24,15 @@ Decoding starts a chain only below a token that the target itself produced: the 
              k=2                D  .                    x[t+4]:  * at t = 3 4
     depth         0  0  0  3  3  2  1  0  0             steps at which the column counts, at most K
 
-The first answer token A is the prefill's: nobody drafts it. Everything shrinks with k, and nothing is ever predicted
-across the end of a span or of the text.
+The prefill gives the first answer token A, so it is never drafted. No prediction crosses the end of a span or of the
+text.
 
-Counted columns of one span are consecutive, so among counted columns alone (index c), step k of column c is about the
-position of column c + k at step 0: its teacher is teacher[c + k], the token it reads is following[c + k]. The unroll
-shifts by an index; it never copies.
+Counted columns of one span are consecutive. So, with index c among counted columns, step k of column c has the teacher
+teacher[c + k] and reads the token following[c + k]: the unroll shifts an index and never copies.
 
-Several documents may stand in one row, one behind the other (`Documents`). Each is read as if it had the row to itself:
-its positions count from 0, its tokens attend to its own alone. No window of a column crosses from one into the next,
-because spans never hold the first token of a document, which no chain has for a root and nothing predicts:
+A row may hold several documents (`Documents`). Each is read as if it were alone: its positions count from 0, its tokens
+see only each other. No column's window crosses into the next document, because spans never hold a document's first
+token, which is neither a root nor predicted:
 
     token         u  >  A  B  .  >  C  D  .             two documents
     position      0  1  2  3  4  0  1  2  3
@@ -48,7 +47,7 @@ import torch
 
 @dataclass(frozen=True)
 class Documents:
-    """Where the documents of a batch stand, of which some share a row.
+    """The places of a batch's documents; some share a row.
 
         row 0     a a a a b b b c c         places (0, 0, 4), (0, 4, 3), (0, 7, 2)
         position  0 1 2 3 0 1 2 0 1
@@ -70,33 +69,22 @@ class Documents:
 
 @dataclass(frozen=True)
 class Run:
-    """Counted columns of one document, one behind the other: those of a span.
-
-    Attributes:
-        row: of the batch. first, end: its columns, along C.
-        start: the document's first token, before: the run's first column, along T.
-    """
+    """The consecutive counted columns of one span."""
 
     row: int
-    first: int
-    end: int
-    start: int
-    before: int
+    first: int  # along C
+    end: int  # along C
+    start: int  # the document's first token, along T
+    before: int  # the run's first column, along T
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a batch that count at step 0, row by row, padded to the longest row.
+    """The columns of a batch that count at step 0, padded to the longest row."""
 
-    Attributes:
-        index: [B, C] position t of each column; 0 on padding.
-        depth: [B, C] number of steps at which the column counts, 1 to K; 0 on padding.
-        known_runs: `runs`, where the numbers themselves cannot be looked at.
-    """
-
-    index: torch.Tensor
-    depth: torch.Tensor
-    known_runs: tuple[Run, ...] | None = None
+    index: torch.Tensor  # [B, C] position t of each column; 0 on padding
+    depth: torch.Tensor  # [B, C] number of steps at which the column counts, 1 to K; 0 on padding
+    known_runs: tuple[Run, ...] | None = None  # `runs`, for fake tensors without numbers
 
     def to(self, device: torch.device) -> "Columns":
         return Columns(self.index.to(device), self.depth.to(device), self.known_runs)
@@ -106,12 +94,12 @@ class Columns:
         return self.depth > step
 
     def gather(self, values_BT: torch.Tensor, offset: int = 0) -> torch.Tensor:
-        """values[b, t + offset, ...] for each column t: [B, C, ...]. Offsets stay inside wherever the column counts."""
+        """values[b, t + offset, ...] for each column t: [B, C, ...], clamped to T."""
         rows = torch.arange(len(self.index), device=self.index.device)[:, None]
         return values_BT[rows, (self.index + offset).clamp(max=values_BT.shape[1] - 1)]
 
     def runs(self, documents: Documents | None) -> list[Run]:
-        """Row by row. None reaches from one document into the next, whose first token is no span's."""
+        """The runs, row by row. None crosses into the next document, since its first token is in no span."""
         if self.known_runs is not None:
             return list(self.known_runs)
         index, counts = self.index.cpu(), (self.depth > 0).cpu()
@@ -128,7 +116,7 @@ class Columns:
 
 
 def remaining_in_span(span_BT: torch.Tensor) -> torch.Tensor:
-    """[B, T] tokens of the same span from each position on, itself included; 0 outside spans.
+    """[B, T] number of tokens to the end of the span, the position's included; 0 outside spans.
 
     Args:
         span_BT: 0 outside supervised spans, else a number that differs between touching spans.

@@ -1,15 +1,15 @@
 """A small causal LM as a drafter for a larger one with the same vocabulary: plain speculative decoding
 (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318).
 
-It reads tokens alone, never the target's states. What it has drafted stands in its key/value cache, and where the
-target takes a drafted token, its key and value are already those of the committed one:
+It reads only tokens, not the target's states. Its key/value cache holds its drafted tokens; where the target accepts
+one, key and value are already right:
 
     cache     | p p p p r | a b c            r the last round's root, a b c drafted behind it
     committed   p p p p r   a b  x           a and b were accepted, x is the target's own: the new root
     cache     | p p p p r   a b  x |         a and b stay, x alone is fed; its output drafts the new root's children
 
-In a tree the drafted tokens on the accepted path are gathered; the rest is fed again. The target may have accepted a
-token whose slot was never filled (leaves are verified, not fed) or that another proposer drafted: that is fed, too.
+In a tree, the slots on the accepted path are gathered. Accepted tokens without a slot are fed: leaves, which are
+verified but not fed, and tokens from another proposer.
 """
 
 from collections.abc import Sequence
@@ -27,11 +27,10 @@ from draftsmith.recipes.schema import TargetSection
 
 
 def load_draft_model(section: TargetSection) -> Target:
-    """A causal LM that drafts. It may have any number of layers: none of its states is captured.
+    """A causal LM as drafter, with any number of layers: none of its states is captured.
 
     Raises:
-        UserError: as `load_causal_lm` and `Target`, of draft_model.model: a cache that cannot be rolled back rules out
-            drafters, too.
+        UserError: as `load_causal_lm` and `Target`, with draft_model.model for target.model.
     """
     try:
         return Target(load_causal_lm(section), capture_layers=(0,))
@@ -41,11 +40,7 @@ def load_draft_model(section: TargetSection) -> Target:
 
 
 def check_vocabulary(small: Target, target: Target) -> None:
-    """Token ids of the one must be those of the other; equal tokenizers are for the caller to check.
-
-    Raises:
-        UserError: vocabularies of different sizes.
-    """
+    """Raises UserError for vocabularies of different sizes. The caller compares the tokenizers."""
     if small.vocab_size != target.vocab_size:
         raise UserError(
             f"draft_model: {small.name} has a vocabulary of {small.vocab_size} tokens, the target {target.name} one of "
@@ -56,13 +51,13 @@ def check_vocabulary(small: Target, target: Target) -> None:
 class CausalLMDrafting:
     """A small causal LM inside B answers: a `models.draft_tree.Drafting`.
 
-    Slot 0 is the root, the last column of the cache. The drafted slots stand behind it in the session's buffers
-    (`models.key_values`), drafted slot s at the session's slot s - 1.
+    Slot 0 is the root, the last column of the cache. Drafted slot s is slot s - 1 of the session's buffers
+    (`models.key_values`).
 
     Args:
-        target: the small LM, in the role of the drafter.
-        cut: FR-Spec (arXiv 2502.14856): draft these tokens alone, by their rows of the LM's head; probabilities are
-            those among them. None: the whole vocabulary.
+        target: the small LM.
+        cut: draft only these tokens, with their rows of the head, and normalise over them (FR-Spec, arXiv 2502.14856).
+            None: the whole vocabulary.
 
     Raises:
         UserError: a cut of another vocabulary.
@@ -81,8 +76,7 @@ class CausalLMDrafting:
         self.positions: int | None = getattr(target.config, "max_position_embeddings", None)
         self.head_rows: tuple[torch.Tensor, torch.Tensor | None] | None = None
         if cut is not None:
-            bias = getattr(target.head, "bias", None)
-            ids = self.vocab.target_ids
+            bias, ids = getattr(target.head, "bias", None), self.vocab.target_ids
             self.head_rows = (target.head_weight[ids], None if bias is None else bias[ids])
         self.reset(0)
 
@@ -91,12 +85,11 @@ class CausalLMDrafting:
         self._begin_round(torch.empty(0))
 
     def admit(self, rows: int) -> None:
-        """Nothing: texts without a row in the session are read by `observe`."""
+        """Does nothing: `observe` reads texts without a row in the session."""
 
     def _begin_round(self, log_probs: torch.Tensor) -> None:
         self.log_probs_of_root = log_probs  # [B, Vd]
-        # The drafted slots of this round, one entry for each `expand`: their tokens and the slots of their parents,
-        # [B, b] each, and their depth.
+        # One entry for each `expand` of this round: tokens and parents' slots [B, b], and depth.
         self.drafted: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         self.slots = SlotTree(len(log_probs), self.device)
 
@@ -114,7 +107,7 @@ class CausalLMDrafting:
 
     @torch.no_grad()
     def observe(self, committed: Committed) -> None:
-        """Catches up on the tokens that were committed, the root included, in one forward; nothing else is read."""
+        """Reads the committed tokens, roots included, in one forward; new rows by `prefill`."""
         known, tokens = len(self.session.lengths), committed.tokens
         log_probs = [self._catch_up(tokens[:known])] if known else []
         if known < len(tokens):
@@ -125,17 +118,18 @@ class CausalLMDrafting:
         self._begin_round(torch.cat(log_probs))
 
     def _catch_up(self, committed: Sequence[Sequence[int]]) -> torch.Tensor:
-        """[B, Vd] behind the last committed tokens."""
+        """[B, Vd] log-probabilities behind the last committed tokens."""
         self._keep_drafted(committed)
         rest = [tokens[length:] for tokens, length in zip(committed, self.session.lengths, strict=True)]
         counts = [len(tokens) for tokens in rest]
         rows, most = len(rest), max(counts)
         padded = torch.tensor([[*tokens, *[0] * (most - len(tokens))] for tokens in rest], device=self.device)
-        # Padding stands behind the shorter rows, at the position of their last token.
+        # Padding has the position of the row's last token.
         depths_BS = torch.arange(most, device=self.device).expand(rows, -1)
         if min(counts) < most:
             depths_BS = depths_BS.minimum(torch.tensor(counts, device=self.device)[:, None] - 1)
-        last, _ = self.session.append(padded, depths_BS, None if most == 1 else self._chain(most, most))
+        causal = torch.ones((most, most), dtype=torch.bool, device=self.device).tril().expand(rows, -1, -1)
+        last, _ = self.session.append(padded, depths_BS, None if most == 1 else causal)
         self.session.commit(counts)
         if min(counts) == most:
             ends = last[:, -1]
@@ -144,14 +138,14 @@ class CausalLMDrafting:
         return self._log_probs(ends)
 
     def _keep_drafted(self, committed: Sequence[Sequence[int]]) -> None:
-        """Commits the drafted slots on each row's path, but never the root's own: its output is needed."""
+        """Commits the drafted slots on each row's path. The new root is always fed: its output is needed."""
         if not self.drafted:
             return
         tokens = torch.cat([tokens for tokens, _, _ in self.drafted], dim=1).tolist()
         parents = torch.cat([parents for _, parents, _ in self.drafted], dim=1).tolist()
         paths: list[list[int]] = []  # of each row: indices of drafted slots, root's child first
         for row, length in enumerate(self.session.lengths):
-            # Siblings with one token have one key, so the first stands for all, and for the parents of their children.
+            # Siblings with the same token have the same key; the first one replaces the others, also as a parent.
             slot_of: dict[tuple[int, int], int] = {}
             first = [0]
             for slot, (parent, token) in enumerate(zip(parents[row], tokens[row], strict=True), start=1):
@@ -186,15 +180,10 @@ class CausalLMDrafting:
         last, _ = self.session.append(tokens, depths_BS, seen_BbS)
         return self._log_probs(last)
 
-    def _chain(self, count: int, slots: int) -> torch.Tensor:
-        """[B, n, S] what the last `count` slots of a chain see."""
-        seen = torch.ones((count, slots), dtype=torch.bool, device=self.device).tril(slots - count)
-        return seen.expand(len(self.session.lengths), -1, -1)
-
     def _depths(self, depths_S: torch.Tensor, deepest: int) -> torch.Tensor:
-        """[B, S] how far behind the cache slots stand, but at no position that the LM does not have.
+        """[B, S] distances of slots from the cache's end, clamped to the LM's learned positions.
 
-        Learned positions end; what is drafted behind them is cut off before it is verified.
+        Tokens drafted beyond those are cut off before verification.
         """
         lengths, positions = self.session.lengths, self.positions
         depths_BS = depths_S.expand(len(lengths), -1)

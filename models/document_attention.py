@@ -1,8 +1,7 @@
-"""A target's attention over documents that share a row: each by itself, with the kernel that it would have had alone.
+"""A target's attention over packed documents: each by itself, with the kernel that it would use alone.
 
-transformers calls an attention that is registered under a name as it calls flash attention: without a mask, and with
-the length of the window where a layer slides. So nothing of size [T, T] is made for a row of T tokens, and nothing is
-computed between two documents:
+transformers calls a registered attention function like flash attention: without a mask, and with the window's length in
+sliding layers. So no [T, T] tensor is made for a row of T tokens, and nothing is computed between two documents:
 
     document     a a a b b          computed    a
                                                 a a
@@ -31,13 +30,13 @@ _NAME = "draftsmith_documents"
 
 @dataclass(frozen=True)
 class _Reading:
-    """What is read now."""
+    """The documents of the current forward, and its masks."""
 
     documents: Documents
     masks: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by tokens and window
 
     def mask(self, tokens: int, window: int | None) -> torch.Tensor | None:
-        """[1, 1, tokens, tokens] true where a token is seen; None: all up to the asking one are."""
+        """[1, 1, tokens, tokens] true where a token is seen; None: plain causal."""
         if window is None or tokens <= window:
             return None
         if (tokens, window) not in self.masks:
@@ -47,7 +46,7 @@ class _Reading:
         return self.masks[tokens, window]
 
 
-_READING: ContextVar[_Reading] = ContextVar("what is read now")
+_READING: ContextVar[_Reading] = ContextVar("_READING")
 
 
 def _attention(
@@ -59,9 +58,9 @@ def _attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """[B, T, A, D], as transformers wants it; zeros in padding."""
+    """[B, T, A, D] attended values, zeros in padding."""
     if attention_mask is not None:
-        raise ValueError("a mask of its own for every attention")
+        raise ValueError("document attention takes no mask")
     reading = _READING.get()
     rows, heads, tokens, _ = query_BATD.shape
     attended = query_BATD.new_zeros(rows, tokens, heads, value_BGTD.shape[3])
@@ -74,13 +73,13 @@ def _attention(
 
 
 def is_possible(decoder: nn.Module) -> bool:
-    """Whether all its layers attend by PyTorch's kernels. Others (soft caps, sinks) have a formula of their own."""
+    """Whether all layers use PyTorch's attention. Others (soft caps, sinks) have their own formulas."""
     return {config._attn_implementation for config in _configs(decoder)} == {"sdpa"}
 
 
 @contextmanager
 def document_attention(decoder: nn.Module, documents: Documents) -> Iterator[None]:
-    """Meanwhile the decoder, called without a mask, keeps these documents apart."""
+    """While active, the decoder, called without a mask, keeps these documents apart."""
     AttentionInterface.register(_NAME, _attention)
     token = _READING.set(_Reading(documents))
     configs = [(config, config._attn_implementation) for config in _configs(decoder)]
@@ -95,6 +94,6 @@ def document_attention(decoder: nn.Module, documents: Documents) -> Iterator[Non
 
 
 def _configs(decoder: nn.Module) -> list[Any]:
-    """Those that its modules go by, each once."""
+    """The distinct configs of its modules."""
     configs = (getattr(module, "config", None) for module in decoder.modules())
     return list({id(each): each for each in configs if hasattr(each, "_attn_implementation")}.values())

@@ -1,8 +1,7 @@
-"""Draft trees, what hands them to the target (`Proposer`), and what they are grown from (`Drafting`).
+"""Draft trees, and the interfaces of proposers, which build them, and of drafters inside answers (`Drafting`).
 
-B trees lie side by side, one for each answer that is being decoded. A tree of N nodes is stored flat, parents before
-children, shallower nodes first. Node 0 is the root: the last token that the target itself produced, which the target
-has not read yet.
+B trees lie side by side, one for each answer in decoding. A tree of N nodes is stored flat, parents before children,
+shallower nodes first. Node 0 is the root: the target's own last token, which it has not read yet.
 
     tokens   r a b c d e        r
     parents -1 0 0 1 1 2       / \\
@@ -10,7 +9,7 @@ has not read yet.
                              / \\   \\
                             c   d   e
 
-Where trees of one batch differ in size, the smaller ones are padded behind their last node; a single tree never is.
+Smaller trees of a batch are padded at the end; a single tree never is.
 """
 
 from collections.abc import Sequence
@@ -26,17 +25,16 @@ from draftsmith.models.vocab import DraftVocab
 
 
 class DraftTree:
-    """Nodes with their parents; everything else is derived once, without asking the device for a number.
+    """Nodes with their parents. All else is derived once, without waiting for the device.
 
     Args:
         tokens: [B, N] target token ids, the root first; on padding any token.
-        parents: [B, N] index of each node's parent, -1 for the root; a parent stands before its children. On
-            padding any earlier node.
-        depth: no node is deeper: the number of draft calls bounds it.
-        sizes: [B] nodes of each tree, the padding left out; None: there is none.
-        drawn_from: [B, N, V] the distribution that the child of each node was drawn from, for chains that were drawn
-            and not chosen; the row of a node without child is zero. None: all nodes were chosen by rank.
-        is_chain: each node is the child of the one before it, in all trees.
+        parents: [B, N] index of each node's parent, an earlier node; -1 for the root; on padding any earlier node.
+        depth: an upper bound of the nodes' depth.
+        sizes: [B] nodes of each tree without padding; None: there is no padding.
+        drawn_from: [B, N, V] for sampled chains, the distribution of each node's child; zero for nodes without a
+            child. None: all nodes were chosen by rank.
+        is_chain: in all trees, each node is the child of the one before it.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class DraftTree:
         rows, nodes, device = self.rows, self.nodes, self.tokens.device
         if self.is_chain:
             return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().expand(rows, nodes, nodes)
-        # One hop, then two, four, eight: squared until the deepest node reaches its root. Floats, for fast products.
+        # One hop, then two, four, eight, until the deepest node reaches its root. Float products are fast.
         reach = torch.eye(nodes, device=device).repeat(rows, 1, 1)
         reach.scatter_(2, self.parents.clamp(min=0)[..., None], 1.0)
         hops = 1
@@ -78,7 +76,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> torch.Tensor:
-        """[B, N]; 0 on padding, which then stands at a position that the target has."""
+        """[B, N]; 0 on padding, a position that always exists."""
         if self.is_chain:
             depths = torch.arange(self.nodes, device=self.tokens.device).expand(self.rows, -1)
         else:
@@ -100,7 +98,7 @@ class DraftTree:
         sizes = (kept if self.real is None else kept & self.real).sum(1)  # shallower nodes stand first
         nodes = int(sizes.max())
         drawn_from = self.drawn_from
-        if drawn_from is not None:  # nothing was drawn from the nodes that are leaves now
+        if drawn_from is not None:  # new leaves have no drawn child
             childless = torch.arange(nodes, device=self.tokens.device) >= sizes[:, None] - 1
             drawn_from = drawn_from[:, :nodes].masked_fill(childless[..., None], 0)
         return DraftTree(
@@ -114,12 +112,12 @@ class DraftTree:
 
     @classmethod
     def root_only(cls, tokens: Sequence[int], device: torch.device) -> "DraftTree":
-        """No drafts at all: a round of plain decoding."""
+        """Trees without drafts, for a round of plain decoding."""
         return cls.chains([[token] for token in tokens], device)
 
     @classmethod
     def chains(cls, tokens: Sequence[Sequence[int]], device: torch.device) -> "DraftTree":
-        """Each token the child of the one before it; row b's chain begins with its root."""
+        """Chains of tokens, each beginning with its root."""
         sizes = [len(chain) for chain in tokens]
         nodes = max(sizes)
         padded = [[*chain, *[chain[0]] * (nodes - len(chain))] for chain in tokens]
@@ -129,7 +127,7 @@ class DraftTree:
 
 
 class Embedder(Protocol):
-    """A target, as far as drafters need one to read tokens."""
+    """The part of a target that gives drafters their token embeddings."""
 
     def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor: ...
 
@@ -144,20 +142,19 @@ class Embedder(Protocol):
 
 @dataclass(frozen=True)
 class Committed:
-    """What was committed since a proposer was told last: n positions of each row.
+    """Newly committed tokens for a proposer: n positions of each row.
 
         tokens       p  p  p  a  b  r          r: the root, which the target has not read yet
         features              f  f             of the newest positions; counts is 2 here
         inputs                b  r             the token behind each, at the position of the feature
 
     Attributes:
-        target: makes embeddings of the tokens.
+        target: embeds the tokens.
         tokens: all of each row so far, prompt included, the unread root last.
-        features: [B, n, F] the target's captured states of the positions that were verified since the last call (all
-            but the root have one by now); row b's are the first counts[b], the rest is padding. None for proposers
-            without `capture_layers`.
-        counts: [B]
-        prompts: of each row, where inserts may stand in place of tokens.
+        features: [B, n, F] captured states of the newly verified positions; row b has counts[b], then padding. None
+            for proposers without `capture_layers`.
+        counts: [B] new positions of each row.
+        prompts: of each row, for their inserts.
     """
 
     target: Embedder
@@ -167,7 +164,7 @@ class Committed:
     prompts: Sequence[Prompt] = ()
 
     def inputs(self, dtype: torch.dtype, device: torch.device) -> DecoderInputs:
-        """[B, n] of the token behind each position, with that position; on padding, anything."""
+        """[B, n] inputs of the token behind each position, with that position; arbitrary on padding."""
         most, before = max(self.counts), self._before()
         ids = [
             [*tokens[first + 1 : first + 1 + count], *[0] * (most - count)]
@@ -187,54 +184,51 @@ class Committed:
         before = self._before()
         if any(prompt.inserts for prompt in self.prompts):
             padded = self.inputs(dtype, device)
-            real = torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]
-            real = real.to(device)
+            real = (torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]).to(device)
             return DecoderInputs(padded.embeddings[real][None], padded.positions[real][None])
         each = list(zip(self.tokens, before, self.counts, strict=True))
         ids = [token for tokens, first, count in each for token in tokens[first + 1 : first + 1 + count]]
         positions = [position for _, first, count in each for position in range(first, first + count)]
-        return self.target.inputs(
-            torch.tensor([ids], device=device), torch.tensor([positions], device=device), (), dtype
-        )
+        places = torch.tensor([positions], device=device)
+        return self.target.inputs(torch.tensor([ids], device=device), places, (), dtype)
 
     def _before(self) -> list[int]:
-        """[B] positions that were committed before."""
+        """[B] numbers of positions committed earlier."""
         return [len(tokens) - 1 - count for tokens, count in zip(self.tokens, self.counts, strict=True)]
 
 
 class Proposer(Protocol):
-    """What the decoding loop needs. It is told of every committed token, also of rounds it did not draft."""
+    """Proposes draft trees to the decoding loop. It observes every committed token, even of rounds by others."""
 
-    capture_layers: tuple[int, ...]  # the target states that `observe` needs; where none, nobody pays for them
+    capture_layers: tuple[int, ...]  # the target states that `observe` needs
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        """Forgets everything: `rows` new answers begin. `draws` are their random numbers, for proposers that sample."""
+        """Starts `rows` new answers and drops all others. `draws`: their random numbers, for proposers that sample."""
 
     def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        """Between rounds, behind the answers that there are, so many more begin."""
+        """Adds new answers between rounds."""
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows alone, in this order: the others' answers are done."""
+        """Keeps these rows, in this order; the other answers are done."""
 
     def observe(self, committed: Committed) -> None:
-        """What was committed since the last call."""
+        """Reads the tokens committed since the last call."""
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forgets what it read of each row but the first lengths[b] positions and the token behind them.
+        """Keeps the first lengths[b] positions of each row and the token behind them.
 
-        As if no more had been committed: the next `observe` goes on from there, maybe with other tokens.
+        The next `observe` continues from there, possibly with other tokens.
         """
 
     def propose(self) -> tuple[DraftTree, list[int]]:
-        """Trees below the last committed tokens, and how many drafter calls each took."""
+        """Trees below the last committed tokens, and the number of drafter calls for each."""
         ...
 
 
 class Drafting(Protocol):
-    """A drafter inside B answers: distributions for a policy to grow trees from (`eval.decoding.policies`).
+    """A drafter inside B answers. Policies grow trees from its distributions (`eval.decoding.policies`).
 
-    Slots number the columns drafted in this round: slot 0 is the last committed column, every `expand` adds one slot a
-    token, in order.
+    Slots number the columns of this round: slot 0 is the last committed one, and `expand` adds one per token.
     """
 
     vocab: DraftVocab
@@ -255,6 +249,6 @@ class Drafting(Protocol):
         ...
 
     def expand(self, parent_slots: torch.Tensor, tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        """Feeds `tokens` [B, b] (target ids, nodes of this depth; a root's children have depth 1) under `parent_slots`
-        [B, b] and returns [B, b, Vd], the log-probabilities of their children."""
+        """Feeds `tokens` [B, b] (target ids at this depth; a root's children have depth 1) under `parent_slots` [B, b].
+        Returns [B, b, Vd], the log-probabilities of their children."""
         ...

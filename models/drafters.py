@@ -1,4 +1,4 @@
-"""The kinds of drafters: from a config.json or a recipe to a module. There is no other list of them."""
+"""The only list of drafter kinds: builds a drafter from a config.json or a recipe."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -23,7 +23,7 @@ KINDS: dict[type[DrafterConfig], Any] = {
 
 
 def config_class(kind: Any, base: Any = None) -> type[DrafterConfig] | None:
-    """The config of this kind, and for position specialists of what they extend; None: not a kind known here."""
+    """The config class of a kind (and, for position specialists, of their base); None: unknown."""
     return next((config for config in KINDS if (config.kind, config.base) == (kind, base)), None)
 
 
@@ -32,12 +32,12 @@ def known_kinds() -> str:
 
 
 def words_of_kind(config: DrafterConfig) -> str:
-    """What people call it: eagle3, eagle, poss-2 (two positions a specialist), poss-2 over eagle3."""
+    """A kind's name in text: eagle3, eagle, poss-2 (two positions a specialist), poss-2 over eagle3."""
     return kind_in_words(config.kind, config.base, getattr(config, "positions_per_specialist", None))
 
 
 def kind_in_words(kind: str, base: str | None, positions: int | None) -> str:
-    """The same of a recipe's words. Specialists over EAGLE-1 are the published form and need no base in their name."""
+    """The same from a recipe's values. Specialists over EAGLE-1, the published form, are named without the base."""
     return kind + f"-{positions}" * (kind == "poss") + f" over {base}" * (kind == "poss" and base != "eagle")
 
 
@@ -45,18 +45,18 @@ def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | N
     """A drafter of this shape with random weights.
 
     Args:
-        head: the target's; None does for kinds with a head of their own.
+        head: the target's; None for kinds with their own.
     """
     return KINDS[type(config)](config, vocab, head)
 
 
 def trainable_parameters(config: DrafterConfig) -> int:
-    """Parameters that are trained: exact, from the module itself on the meta device."""
+    """The exact number of trained parameters, from the module on the meta device."""
     return sum(p.numel() for p in _on_meta(config).parameters())
 
 
 def tensor_shapes(config: DrafterConfig, vocab: DraftVocab) -> dict[str, list[int]]:
-    """Names and shapes of the tensors of a checkpoint, without making any."""
+    """Names and shapes of a checkpoint's tensors, without allocating them."""
     return {name: list(tensor.shape) for name, tensor in _on_meta(config, vocab).state_dict().items()}
 
 
@@ -68,13 +68,13 @@ def _on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> FeatureD
 
 
 def drafter_config(section: DrafterSection, target_config: Any, capture_layers: tuple[int, ...]) -> DrafterConfig:
-    """The shape that a recipe asks for, for a target with this text config.
+    """A recipe's drafter shape, for a target with this text config.
 
     Args:
-        capture_layers: target states that EAGLE-3's fusion reads; EAGLE-1 reads the last one.
+        capture_layers: target states for EAGLE-3's fusion; EAGLE-1 reads the last one.
 
     Raises:
-        UserError: they do not fit.
+        UserError: the two do not fit.
     """
     vocab_size = target_config.vocab_size
     if section.vocab_size is not None and section.vocab_size > vocab_size:
@@ -108,12 +108,11 @@ def drafter_config(section: DrafterSection, target_config: Any, capture_layers: 
 
 
 def widened(config: DrafterConfig, specialists: int) -> DrafterConfig:
-    """A single drafter with as many parameters as `specialists` single layers of its kind beside one another: each of
-    its layers gets its share of what it lacks as a wider MLP, or a narrower one where it has more layers than they are.
+    """A drafter with the parameters of `specialists` single layers of its kind, by changing the width of its MLPs.
     Exact to half a row of its MLPs.
 
     Raises:
-        UserError: its layers are too many for that, even with MLPs of no width.
+        UserError: its layers have too many parameters even without MLPs.
     """
     first, *above = (sum(p.numel() for p in layer.parameters()) for layer in _on_meta(config).stacks[0])
     spare = (specialists - 1) * first - sum(above)
@@ -127,9 +126,9 @@ def widened(config: DrafterConfig, specialists: int) -> DrafterConfig:
 
 
 def padded(tensors: Mapping[str, torch.Tensor], drafter: FeatureDrafter) -> dict[str, torch.Tensor]:
-    """A checkpoint whose MLPs may be narrower than the drafter's, as one of its own width that computes the same.
+    """A checkpoint with narrower MLPs, padded to the drafter's width; it computes the same.
 
-    The rows that gate and up have in addition stay as random as they are; down begins by ignoring them.
+    New rows of gate and up keep their random values; new columns of down are zero.
     """
     result = dict(tensors)
     for name, own in drafter.state_dict().items():

@@ -1,15 +1,15 @@
 """EAGLE-1/2: one decoder layer that continues the target's features (arXiv 2401.15077, section 3; EAGLE-2 is the same
 drafter under another tree, arXiv 2406.16858). HASS trains it over several steps (arXiv 2408.15766).
 
-    feature f_t, the target's state of position t behind its final norm --\\
+    feature f_t, the target's state of position t after its final norm ---\\
     embedding of the next token -------------------------------------------[2H]--fc--> u --> layer --> f'_{t+1}
     f'_{t+1} --the target's own head, frozen--> logits over the whole vocabulary
     f'_{t+1} itself is the next step's feature, through fc with the next token
 
-The first layer has no norm before its attention: u enters as it is. Nothing is normed behind the last layer, since
-outputs stand in for features, which are normed already. Parameter names are those of published EAGLE checkpoints.
-Deviations from the reference code: rotary base, scaling and norm epsilon are the target's; the head's scaling and
-soft-capping (Gemma, Granite, Cohere) are applied to drafts, too.
+The first layer has no norm before its attention. No norm follows the last layer: outputs predict features, which are
+already normed. Parameter names are those of published EAGLE checkpoints. Deviations from the reference code: rotary
+base, scaling and norm epsilon are the target's; drafts use the head's scaling and soft-capping, too (Gemma, Granite,
+Cohere).
 
 Shapes: as in `models.feature_drafter`; F = W = H.
 """
@@ -22,13 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.models.feature_drafter import (
-    DrafterConfig,
-    DraftLayer,
-    FeatureDrafter,
-    FrozenHead,
-    layers_above,
-)
+from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter, FrozenHead, layers_above
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -51,7 +45,7 @@ class EagleLayer(DraftLayer):
 
 
 class EagleDrafter(FeatureDrafter):
-    """fc and layers; the head is the target's, frozen and not part of the checkpoint."""
+    """fc and layers, with the target's frozen head, which is not part of the checkpoint."""
 
     config: EagleConfig
 
@@ -59,7 +53,7 @@ class EagleDrafter(FeatureDrafter):
         super().__init__(config, vocab)
         if not vocab.is_full:
             raise ValueError("EAGLE-1 drafts with the target's head over its whole vocabulary")
-        weight, bias = (None, None) if head is None else (head.weight_VH, head.bias_V)  # without, it can only be read
+        weight, bias = (None, None) if head is None else (head.weight_VH, head.bias_V)  # None: it cannot give logits
         self.register_buffer("head_weight", None if weight is None else weight.detach(), persistent=False)
         self.register_buffer("head_bias", None if bias is None else bias.detach(), persistent=False)
         self.scaled = (lambda logits: logits) if head is None else head.scaled

@@ -6,13 +6,12 @@
     feature, un-normed -----------------------------------------------------residual--------/---------/
     a --norm--> lm_head --> logits over the draft vocabulary;  a itself is the next step's feature
 
-Two flags of EAGLE-3.1, which engines read: `fc_norm`, an RMSNorm for each captured state before fc, and `norm_output`,
-norm(a) instead of a as the next step's feature. With several layers the further ones are ordinary decoder layers; the
-last one's output is a.
+Two flags of EAGLE-3.1, known to engines: `fc_norm`, an RMSNorm for each captured state before fc, and `norm_output`,
+norm(a) instead of a as the next step's feature. Further layers are ordinary decoder layers; a is the last one's output.
 
-Parameter names are those of published EAGLE-3 checkpoints. Deviations from the reference code: the rotary base, its
-scaling and the norm epsilon come from the target (the reference trains with base 10000 whatever the target has);
-whether a feature comes from the target is said by the caller, not guessed from its width.
+Parameter names are those of published EAGLE-3 checkpoints. Deviations from the reference code: rotary base, scaling and
+norm epsilon come from the target (the reference always trains with base 10000); the caller tells target features from
+drafted ones (the reference guesses by width).
 
 Shapes: as in `models.feature_drafter`; F = captured layers * H, W = 2H.
 """
@@ -25,13 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from draftsmith.models.feature_drafter import (
-    DrafterConfig,
-    DraftLayer,
-    FeatureDrafter,
-    FrozenHead,
-    layers_above,
-)
+from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter, FrozenHead, layers_above
 from draftsmith.models.layers import RmsNorm
 from draftsmith.models.vocab import DraftVocab
 
@@ -54,21 +47,20 @@ class Eagle3Layer(DraftLayer):
         self.input_layernorm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def enter(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normed embedding first, the normed feature second; the residual starts from the un-normed feature."""
+        """([normed embedding; normed feature], un-normed feature)."""
         embedding, feature = entry.chunk(2, dim=-1)
         return torch.cat((self.input_layernorm(embedding), self.hidden_norm(feature)), dim=-1), feature
 
 
 class Head(nn.Linear):
-    """Logits of the outputs, or what a loss makes of outputs and weights: in a call of this module, so that wrappers
-    which hold its weights in pieces have put them together."""
+    """Logits of outputs, or a loss over outputs and weight. Wrappers gather a sharded weight when this is called."""
 
     def forward(self, *outputs: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
         return loss(outputs, self.weight) if loss is not None else super().forward(*outputs)
 
 
 class Eagle3Drafter(FeatureDrafter):
-    """fc, layers, norm and a trainable head over the draft vocabulary; the target's, which others need, is not used."""
+    """fc, layers, norm and a trainable head over the draft vocabulary; ignores the target's head."""
 
     config: Eagle3Config
 
@@ -86,7 +78,7 @@ class Eagle3Drafter(FeatureDrafter):
         """Registers the layers and returns the stacks."""
         self.midlayer = Eagle3Layer(self.config)
         above = list(layers_above(self.config))
-        # Engines count on from the first one, which they call layers.0 or midlayer.
+        # Engines call the first layer layers.0 or midlayer and count on from it.
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(above, start=1)})
         return ([self.midlayer, *above],)
 

@@ -1,9 +1,8 @@
-"""How the layers of a target attend, and whether it can be drafted for at all: what its config says before the weights
-are loaded (`attention_kinds`), and what its decoder does once they are (`tried_attention`).
+"""The attention of a target's layers, and whether drafting supports it: by its config before the weights are loaded
+(`attention_kinds`), and by trying its decoder afterwards (`tried_attention`).
 
-Drafting needs two things of a target: a decoder that keeps keys and values, and nothing else, of every token, so that
-rejected tokens can be forgotten; and a mask that says which of them a token sees. What a layer keeps is asked of
-transformers itself: the cache that it would make for this config names the kind of every layer.
+Drafting needs a decoder that keeps only keys and values of tokens, so rejected ones can be dropped, and that follows a
+mask. transformers' cache for a config names the kind of every layer.
 
 Shapes: Q queries, K keys.
 """
@@ -19,27 +18,26 @@ from transformers import DynamicCache
 
 from draftsmith.recipes.errors import UserError
 
-# Layers of transformers' caches that can forget a rejected token. A dummy keeps nothing: its layer reads the keys and
-# values of an earlier one.
+# Cache layers of transformers that can drop rejected tokens. A dummy is empty: its layer reads an earlier one's keys.
 _FULL, _SLIDING, _DUMMY = "DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"
-# Families that keep a running state while transformers' cache takes their configs for ordinary ones.
+# Families with a running state that transformers' cache does not show.
 _RECURRENT_FAMILIES = {"rwkv", "xlstm"}
 
 
 @dataclass(frozen=True)
 class AttentionKinds:
-    """Which earlier tokens the layers of a target see."""
+    """The windows of a target's layers."""
 
-    window: int | None  # a sliding layer sees this many tokens, the asking one included; None: no layer slides
+    window: int | None  # a sliding layer sees this many tokens, the query included; None: no layer slides
     mixed: bool  # some layers slide, others see everything
 
     def masks(self, seen: torch.Tensor, distance: torch.Tensor | None, dtype: torch.dtype) -> Any:
-        """Additive masks as the decoder takes them: one, or one per kind of layer where kinds are mixed.
+        """Additive masks for the decoder: one, or one per kind of layer if they are mixed.
 
         A sliding layer sees key j from query i iff `seen` and position i - position j < window.
 
         Args:
-            seen: bool [..., Q, K], what causality and the tree allow.
+            seen: bool [..., Q, K], allowed by causality and the tree.
             distance: int [..., Q, K], position of the query minus position of the key; needed where there is a window.
         """
         if self.window is None:
@@ -57,11 +55,11 @@ def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def attention_kinds(config: Any) -> AttentionKinds:
-    """How the layers of a target attend if its decoder goes by its config; `tried_attention` knows whether it does.
+    """The attention of a target's layers by its config; `tried_attention` checks the decoder.
 
     Raises:
-        UserError: by name, what no draft tree can be verified with: an encoder, layers that keep a running state or
-            anything else but keys and values, attention in chunks, windows of several lengths.
+        UserError: draft trees cannot be verified: an encoder, layers that keep more than keys and values, attention in
+            chunks, windows of several lengths.
     """
     if config.is_encoder_decoder:
         raise UserError(
@@ -72,7 +70,7 @@ def attention_kinds(config: Any) -> AttentionKinds:
     types: list[str] = list(getattr(config, "layer_types", None) or ())
     try:
         layers: list[Any] = DynamicCache(config=config).layers
-    except (KeyError, AttributeError, ValueError):  # kinds of layers that transformers' cache has no word for
+    except (KeyError, AttributeError, ValueError):  # kinds of layers that transformers' cache does not know
         layers = []
     kinds = [type(layer).__name__ for layer in layers]
     strange = {
@@ -94,20 +92,19 @@ def attention_kinds(config: Any) -> AttentionKinds:
     return AttentionKinds(min(windows, default=None), mixed=bool(windows) and _FULL in kinds)
 
 
-# What windows are tried with: a window this long, over so many tokens.
+# Trials use a window this long, and so many tokens.
 TRIED_WINDOW, TRIED_TOKENS = 4, 12
 
 
 @torch.no_grad()
 def tried_attention(model: Any) -> AttentionKinds:
-    """How the layers of a loaded target attend: as its config says, or without the window that its config names.
+    """The attention of a loaded target's layers, with or without the window that its config names.
 
-    A config may name a window that the code of its family never reads: Llama's reads none. With masks for a window that
-    does not exist another model would answer. So the decoder reads a few tokens by the masks that it builds itself, its
-    window shortened meanwhile, and by ours.
+    A config may name a window that its family's code ignores (Llama's does); masking by it would change the model. So
+    the decoder, its window shortened, reads a few tokens with its own masks and with ours.
 
     Raises:
-        UserError: as `attention_kinds`; or the decoder's own masks are neither.
+        UserError: as `attention_kinds`; or the decoder's own masks match neither.
     """
     kinds = attention_kinds(model.config)
     if kinds.window is None:
@@ -135,7 +132,7 @@ def tried_attention(model: Any) -> AttentionKinds:
             found.append(((unmasked - own).norm().item(), full))
             found.append(((by_masks_of(replace(kinds, window=TRIED_WINDOW)) - own).norm().item(), kinds))
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        if not found:  # otherwise it takes no masks by kinds of layers: the full one is what is left
+        if not found:  # otherwise it rejects masks by kind of layer, and full attention remains
             raise UserError(
                 f"target.model: {name} cannot verify draft trees: {type(error).__name__}: {error}"
             ) from error
@@ -151,7 +148,7 @@ def tried_attention(model: Any) -> AttentionKinds:
 
 @contextmanager
 def shortened_window(decoder: nn.Module, config: Any, window: int) -> Iterator[None]:
-    """The decoder with a window of `TRIED_WINDOW` wherever it holds one of `window`: in its configs, in its layers."""
+    """Replaces windows of length `window` by `TRIED_WINDOW` in the decoder's configs and layers."""
     modules = list(decoder.modules())
     configs = {id(each): each for each in (config, *(getattr(module, "config", config) for module in modules))}
     holders: list[Any] = [
@@ -167,13 +164,13 @@ def shortened_window(decoder: nn.Module, config: Any, window: int) -> Iterator[N
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """The text config as each layer reads it: Gemma 4 gives layers that see everything wider heads than the others."""
-    # Releases of transformers before such configs have the one for all layers.
+    """The text config of each layer. They differ in Gemma 4: layers with full attention have wider heads."""
+    # Older releases of transformers have one config for all layers.
     return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
 
 
 def scaled_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:
-    """What a family does to its logits [..., V] after the head, in its own order."""
+    """Logits [..., V] after the scaling and soft-capping of their family."""
     divisor = getattr(config, "logits_scaling", None)  # Granite
     if divisor is not None:
         # HyperCLOVA X multiplies by a value of the same name.

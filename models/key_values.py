@@ -1,14 +1,13 @@
-"""Keys and values of B answers in preallocated buffers: written in place, rolled back by forgetting.
+"""Keys and values of B answers in preallocated buffers, written in place.
 
-Row b holds its committed columns from 0 on; the columns of this round, its *slots*, stand right behind them and are
-overwritten by the next round:
+Row b holds its committed columns from 0 on. The columns of this round, its *slots*, follow; the next round overwrites
+them:
 
     row 0   | 0 1 2 3 4 5 6 7 | slot 0  slot 1  slot 2 |  -  -  -
     row 1   | 0 1 2 3 4 | slot 0  slot 1  slot 2 |  -  -  -  -  -
               committed
 
-Drafters and targets share this: a target's slots are the nodes of a draft tree, a drafter's are the columns that it
-drafts.
+A target's slots are the nodes of a draft tree; a drafter's are its drafted columns.
 
 Shapes: B rows, n new slots, S slots of this round so far (the new ones last), L columns looked at, A path length.
 """
@@ -22,7 +21,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Kind:
-    """What the keys (or values) of a layer look like; layers that look alike share a buffer."""
+    """Shape, dtype and device of a layer's keys (or values). Equal layers share a buffer."""
 
     heads: int
     head_dim: int
@@ -31,7 +30,7 @@ class Kind:
 
     @classmethod
     def of(cls, states: torch.Tensor) -> "Kind":
-        """Of states [B, heads, columns, head_dim]."""
+        """The kind of states [B, heads, columns, head_dim]."""
         return cls(states.shape[1], states.shape[3], states.dtype, states.device)
 
 
@@ -39,22 +38,22 @@ class KeyValues:
     """The buffers of all layers.
 
     Args:
-        kinds: of each layer's keys and of its values; None for a layer that keeps none of its own.
+        kinds: of each layer's keys and values; None for a layer without its own.
         lengths: committed columns of each row.
-        capacity: columns that there is room for at first; buffers grow where it does not do.
+        capacity: initial number of columns; buffers grow as needed.
     """
 
     def __init__(self, kinds: Sequence[tuple[Kind, Kind] | None], lengths: Sequence[int], capacity: int):
         self.kinds, self.lengths = list(kinds), list(lengths)
         count: dict[Kind, int] = {}
-        self._places: list[list[tuple[Kind, int]]] = []  # of a layer's keys and values: which buffer, where in it
+        self._places: list[list[tuple[Kind, int]]] = []  # (buffer, index in it) of each layer's keys and values
         for pair in self.kinds:
             self._places.append([])
             for kind in pair or ():
                 self._places[-1].append((kind, count.get(kind, 0)))
                 count[kind] = count.get(kind, 0) + 1
         rows = len(self.lengths)
-        # [states of that kind, B or more rows, heads, capacity, head_dim]; zeros, for a mask hides numbers but not NaN.
+        # [states of that kind, B or more rows, heads, capacity, head_dim]; zeros, because masks do not hide NaN.
         self._allocated = {
             kind: torch.zeros((n, rows, kind.heads, capacity, kind.head_dim), dtype=kind.dtype, device=kind.device)
             for kind, n in count.items()
@@ -72,25 +71,25 @@ class KeyValues:
         self.even = min(self.lengths, default=0) == max(self.lengths, default=0)
         self._on_devices: dict[torch.device, torch.Tensor] = {}
         self.end = max(self.lengths, default=0)
-        if not self.even:  # copied to the device while that is idle: a copy waits for what was asked for before it
+        if not self.even:  # copied now, while the device is idle; a later copy would wait for queued work
             for kind in self._buffers:
                 self._starts(kind.device)
 
     def _starts(self, device: torch.device) -> torch.Tensor:
-        """[B, 1] committed columns."""
+        """[B, 1] numbers of committed columns."""
         if device not in self._on_devices:
             self._on_devices[device] = torch.tensor(self.lengths, device=device)[:, None]
         return self._on_devices[device]
 
     def positions(self, count: int, device: torch.device, first_slot: int = 0) -> torch.Tensor:
-        """[B, count] columns from that slot on."""
+        """[B, count] columns of slots, from `first_slot` on."""
         if len(self.lengths) == 1:
             first = self.lengths[0] + first_slot
             return torch.arange(first, first + count, device=device)[None]
         return self._starts(device) + torch.arange(first_slot, first_slot + count, device=device)
 
     def place(self, first_slot: int, count: int) -> None:
-        """What is written next are the slots from `first_slot` on."""
+        """Prepares to write `count` slots from `first_slot` on."""
         self.end = max(self.lengths) + first_slot + count
         if self.end > self.capacity:
             self.reserve(self.end)
@@ -101,7 +100,7 @@ class KeyValues:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes [B, heads, n, head_dim] each; returns all columns up to the last one written, [B, heads, L, head_dim].
 
-        Columns that are not a row's own hold anything: masks hide them (`seen`).
+        Columns beyond a row's own hold arbitrary numbers: masks hide them (`seen`).
         """
         buffers = self._views[layer]
         if self.even:
@@ -120,11 +119,11 @@ class KeyValues:
         return buffers[0][:, :, : self.end], buffers[1][:, :, : self.end]
 
     def seen(self, visible_BnS: torch.Tensor | None) -> torch.Tensor | None:
-        """[B, n, L] bool: what the new slots see: committed columns of their row, and the slots in `visible_BnS`.
+        """[B, n, L] bool: the columns that new slots see, committed ones and those in `visible_BnS`.
 
         Args:
-            visible_BnS: None: there is one new slot, and it sees all slots. Where that is every column, there is
-                nothing to mask, and the answer is None, too: attention without a mask is faster.
+            visible_BnS: None: one new slot, which sees all slots. If it then sees every column, the result is None:
+                attention is faster without a mask.
         """
         if visible_BnS is None:
             if self.even:
@@ -140,7 +139,7 @@ class KeyValues:
         return committed[:, None].repeat(1, visible_BnS.shape[1], 1).scatter_(2, at, visible_BnS)
 
     def key_positions(self, slot_positions_BS: torch.Tensor) -> torch.Tensor:
-        """[B, L] positions of all columns: committed ones count from 0; those of the slots are given."""
+        """[B, L] positions of all columns: 0, 1, 2, ... for committed ones, then the slots' given positions."""
         device, rows = slot_positions_BS.device, len(self.lengths)
         if self.even:
             past = torch.arange(self.lengths[0], device=device).expand(rows, -1)
@@ -149,11 +148,11 @@ class KeyValues:
         return torch.arange(self.end, device=device).repeat(rows, 1).scatter_(1, at, slot_positions_BS)
 
     def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
-        """The first counts[b] slots of path_BA[b] become committed columns; the others are forgotten.
+        """Commits the first counts[b] slots of path_BA[b] and drops the others.
 
         Args:
-            path_BA: slots in ascending order; behind counts[b] of them anything. None: slots 0, 1, 2, ..., which stand
-                where they belong.
+            path_BA: slots in ascending order; arbitrary behind counts[b] of them. None: slots 0, 1, 2, ..., which
+                need no move.
         """
         if path_BA is not None:
             self._gather(counts, path_BA)
@@ -161,18 +160,14 @@ class KeyValues:
         self._moved()
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forgets all but the first lengths[b] committed columns of each row.
-
-        Raises:
-            ValueError: a row has fewer.
-        """
+        """Keeps the first lengths[b] committed columns of each row. Raises ValueError where a row has fewer."""
         if any(new > length for new, length in zip(lengths, self.lengths, strict=True)):
             raise ValueError(f"rows of {self.lengths} columns cannot be rolled back to {list(lengths)}")
         self.lengths = list(lengths)
         self._moved()
 
     def _gather(self, counts: Sequence[int], path_BA: torch.Tensor) -> None:
-        """A slot never stands before its place on the path, and all are read before any is written."""
+        """Moves the slots of a path to its front. All are read before any is written."""
         if len(self.lengths) == 1:
             first, kept = self.lengths[0], counts[0]
             for kind, buffer in self._buffers.items():
@@ -186,12 +181,12 @@ class KeyValues:
             buffer[:, rows, :, target] = buffer[:, rows, :, starts + path]
 
     def fill(self, row: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Columns 0, 1, ... of one row and layer, [1, heads, columns, head_dim] each."""
+        """Writes columns 0, 1, ... of one row and layer, [1, heads, columns, head_dim] each."""
         for buffer, states in zip(self._views[layer], (keys, values), strict=True):
             buffer[row, :, : states.shape[2]] = states[0]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows, in this order. In place: those that stay where they are cost nothing."""
+        """Keeps these rows, in this order, in place: rows that keep their index cost nothing."""
         places = [place for place, row in enumerate(rows) if row != place]
         for kind, buffer in self._buffers.items():
             kept = buffer[:, : len(rows)]
@@ -199,30 +194,30 @@ class KeyValues:
                 to = torch.tensor(places, device=kind.device)
                 moved = torch.tensor([rows[place] for place in places], device=kind.device)
                 kept[:, to, :, : self.end] = buffer[:, :, :, : self.end].index_select(1, moved)
-                kept[:, to, :, self.end :] = 0  # what another row left there might be NaN
+                kept[:, to, :, self.end :] = 0  # another row may have left NaN there
             self._buffers[kind] = kept
         self.lengths = [self.lengths[row] for row in rows]
         self._rebuilt(self.capacity)
 
     def admit(self, lengths: Sequence[int]) -> None:
-        """More rows behind the last one, with so many committed columns each, which `fill` is to write."""
+        """Adds rows with these numbers of committed columns, for `fill` to write."""
         before, rows = len(self.lengths), len(self.lengths) + len(lengths)
         if any(rows > buffer.shape[1] for buffer in self._allocated.values()):
             self._allocate(rows, self.capacity)
         for kind, buffer in self._allocated.items():
-            buffer[:, before:rows] = 0  # what another row left there might be NaN
+            buffer[:, before:rows] = 0  # another row may have left NaN there
             self._buffers[kind] = buffer[:, :rows]
         self.lengths += lengths
         self._rebuilt(self.capacity)
         self.reserve(max(self.lengths))
 
     def reserve(self, columns: int) -> None:
-        """Room for so many columns, of this round's slots, too."""
+        """Makes room for so many columns, slots included."""
         if columns > self.capacity:
             self._allocate(len(self.lengths), max(columns, 2 * self.capacity))
 
     def _allocate(self, rows: int, capacity: int) -> None:
-        """Larger buffers with what the rows in use hold."""
+        """Replaces the buffers by larger ones with the same content."""
         for kind, buffer in self._buffers.items():
             grown = buffer.new_zeros((len(buffer), rows, kind.heads, capacity, kind.head_dim))
             grown[:, : buffer.shape[1], :, : self.capacity] = buffer
@@ -231,8 +226,8 @@ class KeyValues:
 
 
 class SlotTree:
-    """Which of a round's drafted slots each of them sees: its ancestors and itself. Slots count from 1; slot 0 is the
-    root's, which is committed.
+    """A mask of a round's drafted slots: each sees its ancestors and itself. Slots count from 1; slot 0, the root's, is
+    committed.
 
         slot     1 2 3 4 5        1   2       below the root
         1        x . . . .        |\\   \\
@@ -244,11 +239,11 @@ class SlotTree:
 
     def __init__(self, rows: int, device: torch.device, capacity: int = 128):
         self.count = 0  # slots so far
-        self._chain = True  # one slot at each depth: nothing is written down
+        self._chain = True  # one slot at each depth so far, so no mask is stored
         self._seen = torch.zeros((rows, 1 + capacity, capacity), dtype=torch.bool, device=device)  # row 0 is slot 0's
 
     def extend(self, parent_slots_Bb: torch.Tensor, depth: int) -> torch.Tensor | None:
-        """New slots, all of one depth: [B, b, S] which slots they see, their own included; None: the one sees all."""
+        """Adds slots of one depth. Returns [B, b, S] bool, the slots that they see; None: one slot, which sees all."""
         before, (rows, count) = self.count, parent_slots_Bb.shape
         self.count += count
         if self._chain and self.count == depth:
@@ -269,5 +264,5 @@ class SlotTree:
         return new[:, :, : self.count]
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Goes on with these rows [B'] alone, in this order."""
+        """Keeps these rows [B'], in this order."""
         self._seen = self._seen[rows]

@@ -1,7 +1,7 @@
 """The drafters' building blocks: rotary positions, grouped-query attention parts, gated MLP.
 
-Attention is split into its projections (`queries`, `keys_values`, `output`) because training and decoding differ only
-in what lies between: which keys a query sees. The arithmetic of the parameters stands here once.
+Attention is split into its projections (`queries`, `keys_values`, `output`): training and decoding share them and
+differ in the keys that a query sees.
 
 Shapes: B rows, C columns, A query heads, G key/value heads, D head dimension, W input width, H hidden size.
 """
@@ -17,28 +17,21 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 def rotary(rope_parameters: dict[str, Any], head_dim: int, max_position_embeddings: int) -> LlamaRotaryEmbedding:
-    """Rotary tables with the target's base and scaling (all rope types that transformers knows)."""
-    return LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            head_dim=head_dim,
-            max_position_embeddings=max_position_embeddings,
-            rope_parameters=rope_parameters,
-        )
-    )
+    """Rotary tables with the target's base and scaling (all of transformers' rope types)."""
+    shape: dict[str, Any] = {"hidden_size": head_dim, "num_attention_heads": 1, "head_dim": head_dim}
+    config = LlamaConfig(**shape, max_position_embeddings=max_position_embeddings, rope_parameters=rope_parameters)
+    return LlamaRotaryEmbedding(config)
 
 
 def rotate(states_BACD: torch.Tensor, cos_BCD: torch.Tensor, sin_BCD: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of queries or keys, half-split layout (Llama's), in their precision. Both halves of cos and sin
-    are the same."""
+    """Rotary embedding of queries or keys in their precision, half-split layout (Llama's), equal halves of cos, sin."""
     if not torch.is_grad_enabled():
         return _turned(states_BACD, cos_BCD[:, None], sin_BCD[:, None], 1)
     return _Rotate.apply(states_BACD, cos_BCD[:, None], sin_BCD[:, None])  # type: ignore[return-value]
 
 
 class _Rotate(torch.autograd.Function):
-    """first cos - second sin, second cos + first sin; the gradient is turned back. Autograd's takes twice the time."""
+    """first cos - second sin, second cos + first sin; in half of autograd's time."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -52,7 +45,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, way: Literal[1, -1]) -> torch.Tensor:
-    """Forward, or (-1) back."""
+    """`states` rotated by the angle, or (-1) back."""
     half = states.shape[-1] // 2
     turned = states * cos
     turned[..., :half].addcmul_(states[..., half:], sin[..., :half], value=-way)
@@ -63,9 +56,9 @@ def _turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, way: Lit
 def grouped_attention(
     query_BACD: torch.Tensor, keys_BGLD: torch.Tensor, values_BGLD: torch.Tensor, mask_BCL: torch.Tensor | None
 ) -> torch.Tensor:
-    """Attention of A query heads that share G key/value heads: [B, A, C, D]. L columns looked at; mask: true is seen.
+    """Attention of A query heads over G key/value heads of L columns: [B, A, C, D]; the mask is true where seen.
 
-    The heads of a group are laid side by side as queries of its one key head, so that no key is copied for them.
+    The heads of a group become further queries of its key head, so no key is copied.
     """
     heads, columns = query_BACD.shape[1:3]
     groups = keys_BGLD.shape[1]
@@ -76,14 +69,13 @@ def grouped_attention(
 
 
 def for_products(x: torch.Tensor) -> torch.Tensor:
-    """`x` in the precision of autocast's products, where several read it: each would cast, and keep, a copy of its
-    own."""
+    """`x` in autocast's precision, for inputs of several products: each would otherwise cast and keep its own copy."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class _RmsNorm(torch.autograd.Function):
-    """x / sqrt(mean x^2 + eps) * weight. Autograd would keep x / sqrt(...) beside x; it is made again."""
+    """x / sqrt(mean x^2 + eps) * weight. Backward recomputes x / sqrt(...), which autograd would keep beside x."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # type: ignore[override]
@@ -97,12 +89,12 @@ class _RmsNorm(torch.autograd.Function):
         normed = x * scale
         of_weight = (grad * normed).flatten(0, -2).sum(0)
         grad = grad * weight
-        along = torch.linalg.vecdot(grad, normed)[..., None] / x.shape[-1]  # what only stretches x changes nothing
+        along = torch.linalg.vecdot(grad, normed)[..., None] / x.shape[-1]  # stretching x changes nothing
         return grad.sub_(normed.mul_(along)).mul_(scale), of_weight, None
 
 
 class RmsNorm(nn.RMSNorm):
-    """PyTorch's, which a CPU trains by parts, each of which keeps what it read."""
+    """PyTorch's RMSNorm, with our own gradient on a CPU, where PyTorch's keeps every intermediate."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         is_trained = torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
@@ -113,7 +105,7 @@ class RmsNorm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Projections of grouped-query attention from inputs of width W; `bias` is of queries, keys and values."""
+    """Projections of grouped-query attention from inputs of width W; `bias`: for queries, keys and values."""
 
     def __init__(
         self, input_size: int, hidden_size: int, heads: int, key_value_heads: int, head_dim: int, bias: bool = False
@@ -145,7 +137,7 @@ class Attention(nn.Module):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """(silu(gate) * up) weight^T. Autograd would keep silu(gate) and its product with up; they are made again."""
+    """(silu(gate) * up) weight^T. Backward recomputes silu(gate) and its product with up, which autograd would keep."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -164,7 +156,7 @@ class _GatedProduct(torch.autograd.Function):
 
 
 class _Down(nn.Linear):
-    """In a call of this module, so that wrappers which hold its weight in pieces have put them together."""
+    """A module of its own, because wrappers gather a sharded weight when its module is called."""
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor, activation: nn.Module) -> torch.Tensor:  # type: ignore[override]
         if torch.is_grad_enabled() and isinstance(activation, (nn.SiLU, SiLUActivation)):

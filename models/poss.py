@@ -1,26 +1,24 @@
-"""PosS: position specialists, a decoder layer of its own for each few draft positions (arXiv 2506.03566, section 3).
+"""PosS: position specialists, one decoder layer for every few draft positions (arXiv 2506.03566, section 3).
 
-A single layer that drafts position 5 reads features that it drafted itself, worse with every step, and has to be good
-at all of them. Here specialist i // n drafts position i, and the last one all that follow:
+A single layer must read its own features at every position, and they get worse with each step. Here specialist i // n
+drafts position i, and the last one all that follow:
 
     drafted position    0   1   2   3   4   5   6 ...
     specialist (n = 2)  0   0   1   1   2   2   2 ...       PosS-2 with three specialists
 
-What stands before and behind the layer is shared: fc, embeddings and head of EAGLE-1 (the published form, trained as
-HASS trains), or fc, norm and head of EAGLE-3. Features are handed from specialist to specialist; keys and values are
-not: each makes its own from all columns, those of the text from the target's features, those of the chain from the
-features that the specialists before it drafted.
+Specialists share the rest: fc, embeddings and head of EAGLE-1 (the published form, trained like HASS), or fc, norm and
+head of EAGLE-3. They pass on features, but not keys and values: each computes its own, from the target's features for
+the text and from earlier specialists' features for the chain.
 
     column              t-1      t        t+1      t+2                chain below root x[t+1], n = 1
     feature             f[t-1]   f[t]     a_0      a_1
     read by specialist  0 1 2    0 1 2    1 2      2                  through its own k and v
 
-Gradients (`train.detach_features`): over EAGLE-1 every drafted feature is cut off, over EAGLE-3 at a change of
-specialists, so that a specialist learns from its own positions alone; what is shared learns from all. Over EAGLE-3
-nothing then tells a specialist what the next one needs of its feature, as over EAGLE-1 the feature loss does; `false`
-cuts nothing off, as the published version over EAGLE-3. The reference code's defects are not repeated: masked scores
-that take part in the softmax, a first round that always asks specialist 0, and drafted features that outlive their
-prompt.
+Gradients (`train.detach_features`): over EAGLE-1 every drafted feature is detached, over EAGLE-3 only at a change of
+specialists. A specialist then learns from its own positions only; shared parts learn from all. Over EAGLE-1 the feature
+loss teaches a specialist the features that the next one needs; over EAGLE-3 nothing does. `false` detaches nothing,
+like the published version over EAGLE-3. Defects of the reference code are not repeated: masked scores in the softmax, a
+first round that always uses specialist 0, and drafted features that outlive their prompt.
 
 Shapes: as in `models.feature_drafter`.
 """
@@ -38,7 +36,7 @@ from draftsmith.recipes.errors import UserError
 
 
 def specialists_of(tensors: Mapping[str, torch.Tensor], config: DrafterConfig) -> dict[str, torch.Tensor]:
-    """A checkpoint of a single-layer drafter of the same base as one of specialists that all begin with its layer."""
+    """Turns a single-layer drafter's checkpoint into one of specialists, each with a copy of that layer."""
     first = "midlayer." if config.base == "eagle3" else "layers.0."
     result: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -52,7 +50,7 @@ def specialists_of(tensors: Mapping[str, torch.Tensor], config: DrafterConfig) -
 
 @dataclass(frozen=True)
 class SpecialistsConfig(DrafterConfig):
-    """What position specialists add to the config of what they extend."""
+    """The fields that position specialists add to their base's config."""
 
     kind = "poss"
 

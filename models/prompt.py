@@ -1,19 +1,18 @@
-"""What the target is asked: token ids, and what its decoder reads in place of some of their embeddings.
+"""The target's prompt: token ids, and inserts that replace the embeddings of some of them.
 
     token_ids     U   U   P   P   P   U   H        P: placeholder ids, which the chat template writes for a picture
-    inserts               [- insert --]            what stands there instead; `first` is 2, and it covers 3 tokens
+    inserts               [- insert --]            replaces them; `first` is 2, and it covers 3 tokens
 
-`Target.read`, and nothing else, turns that into what the first decoder layer sees:
+Only `Target.inputs` turns a prompt into the first decoder layer's input:
 
     embeddings    t   t   e   e   e   t   t        t: a row of the embedding table, e: the insert's
     positions     0   1   2   3   4   5   6
 
-A `Prompt` is the type of this question from the chat template to `TargetSession.prefill` and `Target.states`. Drafters
-never see it: they are handed `DecoderInputs`, by decoding and by the unroll alike. A new kind of input needs an
-`Insert` here, its embeddings in `Target.read_insert`, and nothing in the drafters.
+A `Prompt` goes from the chat template to `TargetSession.prefill` and `Target.states`. Drafters read `DecoderInputs`, in
+decoding and in the unroll. A new kind of input needs an `Insert` here and its embeddings in `Target.read_insert`, but
+no change in the drafters.
 
-Whatever is kept under a key of what was asked (answers, stored states, labels) hashes the inserts, too: two pictures
-under one question are two prompts.
+Keys of answers, stored states and labels hash the inserts, too: one question about two pictures is two prompts.
 
 Shapes: B rows, T tokens, n tokens of an insert, H hidden size.
 """
@@ -31,22 +30,18 @@ from typing_extensions import Self
 
 @dataclass(frozen=True)
 class Insert:
-    """Something that is no text, in the place of consecutive placeholder tokens: the base of all its kinds.
+    """Non-text input in place of consecutive placeholder tokens: the base class."""
 
-    Attributes:
-        first: the column of its first token in the prompt.
-    """
-
-    first: int
+    first: int  # column of its first token in the prompt
 
     @property
     def length(self) -> int:
-        """Tokens that it covers."""
+        """Number of tokens covered."""
         raise NotImplementedError
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal content, in every process; its place left out."""
+        """Equal for equal content in every process, wherever it stands."""
         raise NotImplementedError
 
     def at(self, first: int) -> Self:
@@ -56,13 +51,9 @@ class Insert:
 
 @dataclass(frozen=True)
 class EmbeddingInsert(Insert):
-    """Embeddings as they are, such as a soft prompt, or a picture that some encoder has read already.
+    """Given embeddings, such as a soft prompt or an encoded picture."""
 
-    Attributes:
-        rows: [n, H] in the scale of the target's own input embeddings, `get_input_embeddings()(ids)`.
-    """
-
-    rows: torch.Tensor = field(compare=False)
+    rows: torch.Tensor = field(compare=False)  # [n, H] in the scale of `get_input_embeddings()(ids)`
 
     @property
     def length(self) -> int:
@@ -76,10 +67,10 @@ class EmbeddingInsert(Insert):
 
 @dataclass(frozen=True, eq=False)
 class Prompt(Sequence[int]):
-    """As a sequence, it is its token ids.
+    """A sequence of token ids with inserts.
 
     Raises:
-        ValueError: an insert reaches beyond the tokens, or into another one.
+        ValueError: an insert reaches beyond the tokens, or inserts overlap.
     """
 
     token_ids: Sequence[int]
@@ -123,22 +114,22 @@ class Prompt(Sequence[int]):
         return hash((tuple(self.token_ids), self.inserts_digest))
 
     def then(self, tokens: Sequence[int]) -> "Prompt":
-        """With text behind it."""
+        """The prompt with text tokens appended."""
         return Prompt([*self.token_ids, *tokens], self.inserts)
 
     def begins_with(self, other: "Prompt") -> bool:
-        """Whether `other` is its beginning, inserts included."""
+        """Whether `other` is a prefix, inserts included."""
         inside = [insert for insert in self.inserts if insert.first < len(other)]
         return list(self.token_ids[: len(other)]) == list(other) and digest_of(inside) == other.inserts_digest
 
     @cached_property
     def inserts_digest(self) -> bytes:
-        """For keys that hash token ids in their own way; empty where there are none, so that keys of text stay."""
+        """sha256 of the inserts and their places, for keys; empty without inserts, to keep text's keys."""
         return digest_of(self.inserts)
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of all that is asked."""
+        """sha256 of token ids and inserts."""
         return hashlib.sha256(array("q", self.token_ids).tobytes() + self.inserts_digest).hexdigest()
 
 
@@ -158,12 +149,7 @@ class PlacedInsert:
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """What the target's first layer sees of some tokens, and all that a drafter learns of which they are.
+    """The input of the target's first layer for some tokens, and the only form in which drafters read tokens."""
 
-    Attributes:
-        embeddings: [B, T, H] scaled as the target's family scales them.
-        positions: [B, T] of each token in its text.
-    """
-
-    embeddings: torch.Tensor
-    positions: torch.Tensor
+    embeddings: torch.Tensor  # [B, T, H] with the scale of the target's family
+    positions: torch.Tensor  # [B, T] of each token in its text

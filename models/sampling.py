@@ -1,10 +1,9 @@
-"""Sampling: from logits to the one distribution that everything uses, and the random numbers to draw from it.
+"""Sampling: turns logits into one distribution, and gives the random numbers to draw from it.
 
     logits --temperature--> --top_k--> --top_p--> softmax --> p
 
-`p` is made once per position and used alike for drawing, for accepting drafted tokens, for the residual after a
-rejection and for the bonus token (`eval.decoding.accept`). Where one of these used other probabilities than the rest,
-the output would no longer have the target's law.
+`p` is computed once per position. Drawing, accepting drafted tokens, the residual after a rejection and the bonus token
+(`eval.decoding.accept`) all use it; otherwise the output would not follow the target's distribution.
 
 Shapes: N rows, V tokens; `...` any number of axes.
 """
@@ -24,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; transformers' meaning and order of the three.
+    """Sampling parameters, with transformers' meaning and order.
 
     Raises:
         ValueError: a number outside its range.
     """
 
-    temperature: float = 0.0  # 0 is greedy: the others then mean nothing
+    temperature: float = 0.0  # 0 is greedy and ignores the others
     top_p: float = 1.0  # 1 is off
     top_k: int = 0  # 0 is off
 
@@ -51,16 +50,16 @@ class Sampling:
         return self.temperature == 0
 
     def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """p [..., V] in float32 of logits (or log-probabilities) [..., V]; all mass on the first best one if greedy.
+        """p [..., V] in float32 for logits (or log-probabilities) [..., V]; if greedy, 1 for the first best token.
 
-        A temperature towards 0 leaves the best token alone, or equally likely ones where several are best.
+        As the temperature goes to 0, tied best tokens stay equally likely.
         """
         if self.greedy:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()
         scores_NV = logits.float().reshape(-1, logits.shape[-1])
         warpers = LogitsProcessorList()
         if self.temperature != 1:
-            # The best score is 0 before it is divided, so that none overflows; float32 holds nothing below its tiny.
+            # The best score becomes 0, so the division cannot overflow; float32's tiny is its smallest divisor.
             scores_NV = scores_NV - scores_NV.max(-1, keepdim=True).values
             tiny = torch.finfo(torch.float32).tiny
             warpers.append(TemperatureLogitsWarper(max(float(self.temperature), tiny)))
@@ -76,12 +75,12 @@ GREEDY = Sampling()
 
 
 def at_hand(tensor: torch.Tensor) -> bool:
-    """Whether its numbers can be read without waiting: it is on a CPU, and not a dry run's, which has none."""
+    """Whether its numbers can be read without waiting: on a CPU, and not a fake tensor of a dry run."""
     return tensor.device.type == "cpu" and type(tensor) is torch.Tensor
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """logits.argmax(-1), the first of equals: on a CPU by numpy, whose loop takes a tenth of PyTorch's time."""
+    """logits.argmax(-1), the first of equals; on a CPU by numpy, in a tenth of PyTorch's time."""
     if at_hand(logits) and logits.dtype in (torch.float32, torch.float64):  # numpy has no bfloat16
         return torch.as_tensor(logits.detach().numpy().argmax(-1), device=logits.device)
     return logits.argmax(-1)
@@ -96,13 +95,13 @@ def pick(weights_NV: torch.Tensor, uniforms_N: torch.Tensor) -> torch.Tensor:
     """
     mass_NV = weights_NV.double().cumsum(-1)  # float64: a sum over 100,000 tokens keeps its tail
     total_N = mass_NV[:, -1]
-    # Below the total, so that rounding never picks a token of weight 0 behind the last possible one.
+    # Below the total: rounding must not pick a token of weight 0 at the end.
     at_N = torch.minimum(uniforms_N * total_N, torch.nextafter(total_N, torch.zeros_like(total_N)))
     return torch.searchsorted(mass_NV, at_N[:, None], right=True)[:, 0]
 
 
 class Draws(Protocol):
-    """Where a decoded answer's randomness comes from; the tests put an exhaustive enumeration in its place."""
+    """The randomness of one answer; tests replace it by exhaustive enumeration."""
 
     def events(self, chances_N: torch.Tensor) -> torch.Tensor:
         """[N] bool: independent events of these probabilities."""
@@ -114,7 +113,7 @@ class Draws(Protocol):
 
 
 class SeededDraws:
-    """The draws of one answer: they hang on the seed and the key alone, never on other answers, order or device."""
+    """Draws that depend only on the seed and the answer's key, not on other answers, order or device."""
 
     def __init__(self, seed: int, key: Hashable):
         digest = hashlib.sha256(repr((seed, key)).encode()).digest()
@@ -132,7 +131,7 @@ class SeededDraws:
 
 
 def tokens_of(weights_BV: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
-    """[B] a token of each row by its own draws, as `Draws.token` draws it; in one go where all are seeded."""
+    """[B] a token of each row by its own `Draws.token`; at once if all are seeded."""
     seeded = [draw for draw in draws if isinstance(draw, SeededDraws)]
     if len(seeded) < len(weights_BV):
         return torch.stack([draw.token(weights) for draw, weights in zip(draws, weights_BV, strict=True)])

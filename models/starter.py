@@ -4,8 +4,8 @@
     draftsmith init ./my-model --out my.yaml --prompts my_prompts.jsonl
     draftsmith run my.yaml --plan                          # then: what the recipe would take
 
-Reads the target's config and tokenizer, no weights, and asks nothing. The numbers are a start: docs/recipes.md says
-what each is for and which other values were published.
+Reads the target's config and tokenizer, but no weights. The numbers are a start: docs/recipes.md explains them and
+names other published values.
 """
 
 import argparse
@@ -60,14 +60,14 @@ def starter_recipe(model: str, prompts: str, name: str, path: Path) -> str:
     """The text of a recipe that trains an EAGLE-3 drafter for `model`.
 
     Args:
-        prompts: its data.prompts.
-        name: of the folder under runs/ that it writes to.
-        path: where the text will stand, for its comments.
+        prompts: data.prompts.
+        name: of its output folder under runs/.
+        path: of the recipe, for its comments.
 
     Raises:
-        UserError: no such model, or one that cannot be drafted for.
+        UserError: no such model, or an unsupported one.
     """
-    # Here, for they take seconds and the command line comes first.
+    # Imported here: they take seconds, and mistakes on the command line come first.
     from draftsmith.models.chat import THINKING_SWITCHES, load_config, load_tokenizer
     from draftsmith.models.costs import target_size
     from draftsmith.models.target import default_capture_layers
@@ -133,7 +133,7 @@ eval:
     - {{name: "eagle3, chain of 4", tree: {{policy: chain, nodes: 5}}}}
     - {{name: "prompt lookup", proposer: prompt_lookup, tree: {{policy: chain, nodes: 11}}}}
 """
-    # Comments line up; sections keep their empty lines, keys that were left out leave none.
+    # Aligns comments; keeps the empty lines between sections, drops those of omitted keys.
     aligned = [f"{key:<29} # {comment}" for key, _, comment in (line.partition(" | ") for line in lines.split("\n"))]
     aligned = [line.removesuffix(" # ").rstrip() for line in aligned]
     return re.sub(r"\n\n+(?=  )", "\n", "\n".join(aligned)).replace("\n\n\n", "\n\n")
