@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from draftsmith.models.chat import FINGERPRINT_COVERS, first_line
-from draftsmith.models.drafters import build_drafter, config_class, known_kinds, tensor_shapes, words_of_kind
+from draftsmith.models.drafters import build_drafter, config_class, known_kinds, tensor_shapes, kind_text
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target
@@ -284,7 +284,7 @@ def _check_tensors(directory: Path, found: dict[str, list[int]], shape: DrafterC
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
-            f"{directory}: tensors do not fit config.json, which describes {words_of_kind(shape)}: "
+            f"{directory}: tensors do not fit config.json, which describes {kind_text(shape)}: "
             f"{'; '.join(sorted(problems)[:3])}{more}; {mend}"
         )
 

@@ -31,7 +31,7 @@ def known_kinds() -> str:
     return ", ".join(config.kind + f" over {config.base}" * (config.base is not None) for config in KINDS)
 
 
-def words_of_kind(config: DrafterConfig) -> str:
+def kind_text(config: DrafterConfig) -> str:
     """A kind's name in text: eagle3, eagle, poss-2 (two positions a specialist), poss-2 over eagle3."""
     return kind_in_words(config.kind, config.base, getattr(config, "positions_per_specialist", None))
 

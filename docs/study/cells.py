@@ -1,14 +1,13 @@
-"""The study's design: its arms, its cells in order of worth, and the commands of each cell.
+"""The study's design: its arms, its cells (the most valuable ones first), and the commands of each cell.
 
-Every arm trains on the demo's conversations: the same rows in the same order, optimiser steps, batch and schedule;
-arms differ in the drafter, in the losses it was published with, and in the learning rate, which each family of arms
-chooses for itself on validation conversations, over as many steps: over half as many a rate won with which whole runs
-lost up to a sixth of their tau (docs/log.md). EAGLE-3, HASS and PosS unroll as many steps as there are positions with
-specialists, so that nobody sees positions that another does not (HASS stands once more with its published three). All
-draft from the target's whole vocabulary, and all start from random layers (EAGLE-3's head from the target's rows, which
-EAGLE-1's kind has as they are).
+Every arm trains on the demo's conversations with the same rows, order, optimiser steps, batch and schedule. Arms differ
+in the drafter, its published losses, and the learning rate. Each family of arms searches for its rate on validation
+conversations, over full-length runs: a search over half the steps chose a rate that cost up to a sixth of tau
+(docs/log.md). EAGLE-3, HASS and PosS unroll as many steps as there are positions with specialists, so all see the same
+positions (another arm is HASS with its published three). All draft from the target's whole vocabulary, and start from
+random layers. EAGLE-3's head starts from the target's rows; EAGLE-1's kind uses the target's head itself.
 
-Published PosS and HASS go on from a trained EAGLE drafter; here nobody does, for then steps would not be equal.
+Published PosS and HASS continue from a trained EAGLE drafter. Here none does: steps would not be equal.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,20 +19,20 @@ from typing import Any
 RECIPE = "recipes/demo.yaml"
 STEPS = 600
 LONGER = (1200, 2400)  # of the arms of SCALED
-UNROLL = 6  # steps, and positions that specialists share out
+UNROLL = 6  # steps, and positions shared among specialists
 SEEDS = (0, 1, 2)
 VALIDATION = 48  # conversations, the same for every size of data
 SIZES = {1: "x1", 2: "x2", 4: "x4", 8: "x8"}  # shares of eight of the training conversations
 ALL = 8
-ANSWERS = 400  # held-out ones that are replayed
+ANSWERS = 400  # held-out answers to replay
 LONGEST_ANSWER = 256  # tokens: data.generator.max_new_tokens of RECIPE
 RATES = (2e-3, 4e-3, 8e-3)
 RATE_BOUNDS = (5e-4, 3.2e-2)
-EQUAL_RATES = 0.01  # share of tau by which rates may differ and be equally good: hundredths are the validation's noise
+EQUAL_RATES = 0.01  # rates are equally good within this share of tau, the validation's noise
 CUTS = (128, 256, 512, 768)  # FR-Spec, of 1,024 tokens
 # C2T's betas, for both of the paper's second prunings: 15 nodes a level, which bounds a tree at any beta, and all that
-# pass. There trees have no end below some beta, which lies higher where a drafter is less sure: EAGLE-3's have 142
-# nodes at 0.2 and run into the limit at 0.15.
+# pass. The latter's trees explode below some beta, a higher one for less certain drafters: EAGLE-3's have 142 nodes at
+# 0.2 and reach the limit at 0.15.
 C2T_NARROW = "15:0.005,0.01,0.02,0.05,0.1,0.15,0.2,0.3,0.4,0.6,0.8,0.95"
 C2T_WIDE = {
     "eagle2": "all:0.035,0.05,0.07,0.1,0.15,0.2,0.3,0.4,0.6,0.8,0.95",
@@ -53,10 +52,10 @@ class Arm:
     """A drafter and how it is trained."""
 
     name: str  # in tables
-    family: str  # shares a learning rate with
+    family: str  # arms with a common learning rate
     script: str
     drafter: str  # the recipe's section
-    train: tuple[str, ...]  # what its publication does not fix
+    train: tuple[str, ...]  # overrides of its train section
     seconds_per_step: float = 0.6  # on one core of an AMD EPYC (Zen 4)
 
 
@@ -77,7 +76,7 @@ ARMS = {
     "poss2-eagle3": Arm(
         "PosS-2 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(2, "eagle3", _HEAD), (_STEPS,), 0.8
     ),
-    # PosS was published without HASS's top-10 loss, so its baselines go without, and each searches for its own rate.
+    # PosS was published without HASS's top-10 loss, so its baselines lack it, too, and search for their own rates.
     "matched": Arm(
         "one layer, PosS-2's parameters",
         *("no-top10", "train/eagle.py", f"{{kind: eagle, match_specialists: {_MATCHED}}}", (_STEPS,), 0.7),
@@ -114,7 +113,7 @@ MAIN = tuple(arm for arm in ARMS if arm not in OTHERWISE)
 
 
 def _eagle3(name: str, *train: str) -> Arm:
-    """The arm eagle3 with other losses; its learning rate as well."""
+    """The arm eagle3 with other losses and the same learning rate."""
     return Arm(name, "eagle3", "train/eagle3.py", ARMS["eagle3"].drafter, (_STEPS, *train), 0.6)
 
 
@@ -128,7 +127,7 @@ LOSSES = {
     ),
 }
 ALL_ARMS = ARMS | LOSSES
-SAMPLED = 100  # held-out prompts that are answered at temperature 1
+SAMPLED = 100  # held-out prompts to answer at temperature 1
 SCALED = ("eagle3", "eagle2")  # arms of the data figure
 RATE_ARM = {arm.family: name for name, arm in reversed(ARMS.items())}  # the first of each family searches for it
 
@@ -140,7 +139,7 @@ class Cell:
     name: str
     kind: str
     seconds: float  # before anything was measured
-    needs: tuple[str, ...] = ()  # cells whose files, or whose lines, it reads
+    needs: tuple[str, ...] = ()  # it reads files or lines of these cells
     arm: str = ""
     size: int = ALL
     seed: int = 0
@@ -165,8 +164,8 @@ def drafter_name(arm: str, size: int = ALL, seed: int = 0, steps: int = STEPS) -
 
 
 def rates_of(family: str, lines: Lines) -> list[float]:
-    """The rates that are to be tried: one more below the lowest where that has the highest tau, and one more above the
-    highest where that would be taken."""
+    """The rates to try: RATES, extended below if the lowest has the highest tau, and above if the highest is the best
+    one."""
     rates = sorted(RATES)
     while all(rate_name(family, rate) in lines for rate in rates):
         highest_tau = max(rates, key=lambda rate: _tau_of_rate(family, rate, lines))
@@ -185,7 +184,7 @@ def best_rate(family: str, lines: Lines) -> float:
 
 
 def _best(family: str, rates: Sequence[float], lines: Lines) -> float:
-    """The highest of those that are as good as the one with the highest tau, so that hundredths decide nothing."""
+    """The highest rate with a tau within EQUAL_RATES of the best."""
     taus = {rate: _tau_of_rate(family, rate, lines) for rate in rates}
     return max(rate for rate, tau in taus.items() if tau >= (1 - EQUAL_RATES) * max(taus.values()))
 
@@ -195,8 +194,7 @@ def _tau_of_rate(family: str, rate: float, lines: Lines) -> float:
 
 
 def outdated(lines: Lines) -> set[str]:
-    """Cells that trained or measured a drafter with a rate that is not its family's best any more, or measured one
-    that has been trained anew since and has other weights."""
+    """Cells of a drafter with a rate that is no longer its family's best, or with weights that have since changed."""
     found: set[str] = set()
     for name, line in lines.items():
         trained = lines.get(line.get("drafter", ""), {}).get("weights")
@@ -210,13 +208,13 @@ def outdated(lines: Lines) -> set[str]:
 
 
 def current(lines: Lines) -> dict[str, Line]:
-    """Without the outdated ones."""
+    """The lines that are not outdated."""
     old = outdated(lines)
     return {name: line for name, line in lines.items() if name not in old}
 
 
 def cells(lines: Lines) -> list[Cell]:
-    """All cells, the most valuable ones first; those of the learning rates hang on what was found so far."""
+    """All cells, the most valuable ones first. Those of learning rates depend on the lines so far."""
     found: dict[str, Cell] = {}
 
     def add(cell: Cell) -> None:
@@ -225,10 +223,9 @@ def cells(lines: Lines) -> list[Cell]:
     def drafter(arm: str, size: int, seed: int, steps: int = STEPS) -> None:
         family = ALL_ARMS[arm].family
         searcher, rates = ARMS[RATE_ARM[family]], rates_of(family, lines)
+        seconds = 25 + STEPS * searcher.seconds_per_step
         for rate in rates:
-            seconds = 25 + STEPS * searcher.seconds_per_step
-            own = RATE_ARM[family], ALL, 0, rate
-            add(Cell(rate_name(family, rate), "rate", seconds, ("data",), *own))
+            add(Cell(rate_name(family, rate), "rate", seconds, ("data",), RATE_ARM[family], rate=rate))
         needs = ("data", "answers", *(rate_name(family, rate) for rate in rates))
         seconds = 80 + steps * ALL_ARMS[arm].seconds_per_step
         add(Cell(drafter_name(arm, size, seed, steps), "drafter", seconds, needs, arm, size, seed, steps=steps))
@@ -251,16 +248,8 @@ def cells(lines: Lines) -> list[Cell]:
         for arm in MAIN:
             drafter(arm, ALL, seed)
     for seed in SEEDS:
-        add(
-            Cell(
-                unrolled_name("eagle2", seed),
-                "unrolled",
-                60,
-                ("data", drafter_name("eagle2", seed=seed)),
-                "eagle2",
-                seed=seed,
-            )
-        )
+        needs = "data", drafter_name("eagle2", seed=seed)
+        add(Cell(unrolled_name("eagle2", seed), "unrolled", 60, needs, "eagle2", seed=seed))
     for seed in SEEDS:
         for arm in OTHERWISE:
             drafter(arm, ALL, seed)
@@ -272,7 +261,7 @@ def cells(lines: Lines) -> list[Cell]:
     return list(found.values())
 
 
-# Where a cell's files lie, and the commands that make them.
+# The files of a cell, and the commands that make them.
 
 
 @dataclass(frozen=True)
@@ -296,7 +285,7 @@ class Places:
 
     @property
     def library(self) -> Path:
-        """The library's text, a corpus that the target did not write."""
+        """The library's text, a corpus of foreign text."""
         return self.out / "library" / "library.jsonl"
 
     def conversations(self, size: int) -> Path:
@@ -307,11 +296,11 @@ class Places:
         return self.out / name
 
     def untaught(self, arm: str) -> Path:
-        """A drafter that is there to be timed."""
+        """A drafter that is only timed."""
         return self.of("timing") / "untaught" / arm
 
     def made_by(self, cell: Cell) -> list[Path]:
-        """Files that other cells read."""
+        """The cell's files that other cells read."""
         if cell.kind == "data":
             return [*map(self.conversations, SIZES), self.data / "draft_vocab.safetensors", self.counts]
         if cell.kind == "answers":
@@ -322,11 +311,7 @@ class Places:
 
 
 def commands(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    """Scripts with their arguments, one after another.
-
-    Args:
-        lines: what was found so far, for the learning rate.
-    """
+    """A cell's scripts with their arguments, in order. `lines` give the learning rate."""
     return _MAKERS[cell.kind](cell, places, lines)
 
 
@@ -341,7 +326,7 @@ def _answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 
 def training(cell: Cell, places: Places, rate: float) -> list[str]:
-    """Overrides of the recipe."""
+    """The recipe's overrides for training a cell's drafter."""
     arm = ALL_ARMS[cell.arm]
     return [
         f"output_dir={places.of(cell.name)}",
@@ -361,7 +346,7 @@ def training(cell: Cell, places: Places, rate: float) -> list[str]:
 
 
 def same_training(cell: Cell, lines: Lines) -> str | None:
-    """The cell of a learning rate that has trained this very drafter, if one has."""
+    """The learning-rate cell that trains the same drafter, if any."""
     if cell.kind != "drafter" or (cell.size, cell.seed, cell.steps) != (ALL, 0, STEPS):
         return None
     family = ALL_ARMS[cell.arm].family
@@ -384,8 +369,8 @@ def _drafter(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 
 def _unrolled(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    """A trained drafter's accuracy over as many steps as the others unroll, on the validation answers: one more step of
-    training, at a rate that moves no weight."""
+    """Measures a trained drafter's validation accuracy over the others' number of unroll steps: one more training step,
+    at a rate that changes no weight."""
     changed = {
         "drafter": f"{{kind: eagle, init_from: {places.of(drafter_name(cell.arm, seed=cell.seed)) / 'drafter'}}}",
         "train.ttt_steps": UNROLL,
@@ -439,16 +424,16 @@ def _c2t(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     answers = [f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}", "eval.replay_batch_size=16"]
     return [
         ["data_gen/label_trees.py", RECIPE, *own],
-        # Until nothing more is gained, which the paper's ten epochs of so few rows are far from (docs/log.md).
+        # Until the loss no longer falls: on so few rows, far beyond the paper's ten epochs (docs/log.md).
         ["train/c2t.py", RECIPE, *own, "classifier.epochs=300", "classifier.learning_rate=0.01"],
         ["eval/c2t_sweep.py", RECIPE, *own, *answers, "--beams", C2T_NARROW, C2T_WIDE[cell.arm], "--nodes", *C2T_NODES],
     ]
 
 
 def _timing(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    """All arms in turn, several times: what the machine does meanwhile meets everyone.
+    """Times all arms in turn, several times, so that other load on the machine affects all alike.
 
-    What a call costs does not hang on what a drafter has learned, so each makes one training step and is timed.
+    A call's cost does not depend on the weights, so each drafter is trained for one step only.
     """
     candidates = f"eval.planner.candidates=[{{policy: eagle2}}, {CHAIN_TREE}]"
     begin = [

@@ -3,11 +3,11 @@
     python -m docs.study.make_demo_target --out runs/demo_target            # as shipped: 80 minutes on two CPU cores
     python -m docs.study.make_demo_target --out /tmp/try --steps 60         # a look at the loss
 
-Reads the standard library of the running interpreter (and its test suite, where it is installed), holds out whole
-modules (`stdlib_prompts.split_of`), trains a byte-level BPE tokenizer and the model from random weights, and writes a
-Hugging Face model directory in bfloat16 with `training.json`: what was trained on, how long, and what was measured.
-Answers of up to 600 characters first; while the learning rate decays, those of the demo's own length, so that the model
-learns to come to an end. A run that was stopped goes on from `--out`'s last checkpoint.
+Reads the running interpreter's standard library (and its test suite, if installed), holds out whole modules
+(`stdlib_prompts.split_of`), and trains a byte-level BPE tokenizer and the model from random weights. Writes a Hugging
+Face model directory in bfloat16 with `training.json`: data, time and measurements. Training starts with answers of up
+to 600 characters; while the learning rate decays, answers have the demo's length, which teaches the model to end them.
+A stopped run resumes from `--out`'s last checkpoint.
 """
 
 import argparse
@@ -83,9 +83,9 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def pack(documents: list[list[int]], pad_id: int) -> torch.Tensor:
-    """Whole documents, first fit in the given order, into rows [R, ROW_TOKENS] padded with `pad_id`.
+    """Packs whole documents, first fit, into rows [R, ROW_TOKENS] padded with `pad_id`.
 
-    Documents of one row see the earlier ones; RoPE is relative, so a document answers alike wherever it stands.
+    Documents see earlier ones of their row; RoPE is relative, so their place in the row does not matter.
     """
     rows: list[list[int]] = []
     open_rows: list[list[int]] = []
@@ -105,7 +105,7 @@ def pack(documents: list[list[int]], pad_id: int) -> torch.Tensor:
 
 
 def is_short(conversation: dict) -> bool:
-    """Has the answer the length of the demo's answers?"""
+    """Whether the answer is as short as the demo's."""
     return len(conversation["messages"][1]["content"]) <= MAX_ANSWER_CHARACTERS
 
 
@@ -166,7 +166,7 @@ def learning_rate_scale(step: int, steps: int) -> float:
 
 
 def measure(model: LlamaForCausalLM, tokenizer: Any, prompts: int) -> dict:
-    """Held-out loss, and what greedy answers to the first `prompts` held-out questions look like."""
+    """Held-out loss, and statistics of greedy answers to the first `prompts` held-out questions."""
     conversations = list(stdlib_conversations("heldout"))[:prompts]
     model.eval()
     answers = greedy_answers(model, tokenizer, conversations, max_new_tokens=256)
@@ -226,7 +226,7 @@ class Optimizers:
 
 
 def likelihood(model: Any, ids_BT: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Mean nats per token of packed rows, in bfloat16 where matrices are multiplied."""
+    """Mean nats per token of packed rows, with products in bfloat16."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits_BTV = model(ids_BT).logits
     labels_BT = ids_BT.masked_fill(ids_BT == pad_id, -100)
@@ -236,7 +236,7 @@ def likelihood(model: Any, ids_BT: torch.Tensor, pad_id: int) -> torch.Tensor:
 
 
 def learn(model: Any, corpus: Corpus, optimizers: Optimizers, args: argparse.Namespace) -> float:
-    """Trains, with checkpoints. Returns the seconds that it took, those before a restart included."""
+    """Trains, with checkpoints. Returns the seconds, those before a restart included."""
     checkpoint_path, log_path = args.out / "checkpoint.pt", args.out / "training.log.jsonl"
     step, seconds = 0, 0.0
     if checkpoint_path.exists():

@@ -1,8 +1,8 @@
-"""What the study's lines say together: means over seeds, and intervals over the prompts that all of them answered.
+"""Statistics of the study's lines: means over seeds, and intervals over prompts.
 
-A line holds the rounds that each held-out answer took (`docs.study.run`). An arm's tau is the mean over its seeds; its
-interval comes from resampling prompts, the same ones for every seed and arm, so that a ratio of two arms is paired
-prompt by prompt. It says nothing of how far seeds are apart: `over_seeds` does, widely, for there are three.
+A line holds the rounds of each held-out answer (`docs.study.run`). An arm's tau is the mean over its seeds. Its
+interval resamples prompts, the same ones for every seed and arm, so ratios of arms are paired by prompt. It does not
+cover the spread of seeds: `over_seeds` does, with wide intervals, because there are only three.
 """
 
 import math
@@ -45,7 +45,7 @@ class Estimate:
 
 
 def over_seeds(gain: Estimate) -> tuple[float, float] | None:
-    """95 % interval of a ratio over seeds, by Student's t of its logarithms; None before all seeds are there."""
+    """95 % interval of a ratio over seeds, by Student's t of its logarithms; None while seeds are missing."""
     if len(gain.by_seed) < len(SEEDS):
         return None
     logs = [math.log(ratio) for ratio in gain.by_seed.values()]
@@ -124,10 +124,10 @@ class Found:
         steps: int = STEPS,
         seeds: Sequence[int] = SEEDS,
     ) -> Estimate | None:
-        """tau of `arm` over that of `base`, of the seeds that both have, paired by prompt; None: there is none.
+        """tau of `arm` over tau of `base`, for their common seeds, paired by prompt; None: no common seed.
 
         Args:
-            sizes: of the data of each.
+            sizes: data size of each.
         """
         own, other = self.of(arm, sizes[0], steps), self.of(base, sizes[1], steps)
         seeds = [seed for seed in seeds if seed in own and seed in other]
@@ -147,7 +147,7 @@ class Found:
         return Estimate(value, _pair(bootstrap(sums, SAMPLES, SEED)(statistic), value), by_seed)
 
     def share_of(self, cell: str, contender: str, base: str) -> Estimate | None:
-        """tau of one contender of a line over that of another, paired by prompt."""
+        """tau of a line's `contender` over tau of its `base`, paired by prompt."""
         line = self.lines.get(cell)
         if line is None:
             return None
@@ -155,7 +155,7 @@ class Found:
         return self._of_columns(line["seed"], replays, lambda s: s[0] / s[1])
 
     def growth(self, arm: str, base: str, sizes: tuple[int, int], seed: int = 0) -> Estimate | None:
-        """How much more of its tau `arm` gains than `base` does from the first size of the data to the second."""
+        """tau's growth from the first data size to the second, of `arm` over that of `base`."""
         of_all = [self.of(name, size).get(seed) for name in (arm, base) for size in sizes]
         replays = [line["replay"][TREE] for line in of_all if line is not None]
         if len(replays) < len(of_all):
@@ -165,7 +165,7 @@ class Found:
     def _of_columns(
         self, seed: int, replays: Sequence[Mapping[str, Any]], of_rounds: Callable[[np.ndarray], np.ndarray]
     ) -> Estimate:
-        """A statistic of the rounds [replays, samples] of each of some replays, of one seed."""
+        """A statistic of the rounds [replays, samples] of one seed's replays."""
         sums = self._sums(replays)
 
         def statistic(resampled: np.ndarray) -> np.ndarray:
@@ -175,17 +175,14 @@ class Found:
         return Estimate(value, _pair(bootstrap(sums, SAMPLES, SEED)(statistic), value), {seed: value})
 
     def cut_off(self) -> np.ndarray:
-        """[answers] whether each was cut off at the longest that there may be."""
+        """[answers] bool: True for answers cut off at the length limit."""
         return np.array(self.lines["answers"]["tokens_by_answer"]) >= LONGEST_ANSWER
 
     def _sums(self, replays: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """[answers, 1 + replays] tokens behind the first one, then the rounds of each replay.
-
-        Tokens of an answer are the same for all, and no line repeats them: they are read from the line of the answers.
-        """
+        """[answers, 1 + replays] tokens after the first (from the line of the answers), then each replay's rounds."""
         line = self.lines.get("answers")
         if line is None:
-            raise UserError("results: drafters without the line of the cell `answers`, which says how long they were")
+            raise UserError("results: there are drafters, but no line of the cell `answers` with their lengths")
         tokens = np.array(line["tokens_by_answer"]) - 1
         rounds = [replay["rounds_by_answer"] for replay in replays]
         if any(len(own) != len(tokens) for own in rounds):
@@ -209,15 +206,15 @@ class Found:
         return found
 
     def by_step(self, arm: str) -> dict[int, list[float]]:
-        """{seed: how often each step of the unroll agrees with the target on the validation answers}."""
+        """{seed: agreement of each unroll step with the target on the validation answers}."""
         lines = self.of(arm) | {
             seed: self.lines[name] for seed in SEEDS if (name := unrolled_name(arm, seed)) in self.lines
         }
         return {seed: line["validation"]["validation_accuracy"] for seed, line in lines.items() if "validation" in line}
 
     def level(self, arm: str, base: str, step: int) -> Estimate | None:
-        """What `arm` keeps until `step` of its first step's accuracy, over what `base` keeps; without an interval over
-        answers. None: nobody unrolled as far."""
+        """accuracy at `step` / accuracy at step 1, of `arm` over that of `base`; its interval is empty. None: the
+        unrolls are shorter."""
         own, other = self.by_step(arm), self.by_step(base)
         kept = {
             seed: (own[seed][step - 1] / own[seed][0]) / (other[seed][step - 1] / other[seed][0])

@@ -1,10 +1,10 @@
-"""Tables and plots of the study's lines (`docs.study.run`): fills docs/results.md between its markers.
+"""Tables and plots of the study's lines (`docs.study.run`), written between the markers of docs/results.md.
 
     python -m docs.study.page
     python -m docs.study.page --results runs/mine.jsonl --doc runs/mine.md --plots runs/plots
 
-What lies between `<!-- study:NAME -->` and `<!-- end -->` is replaced; all else in the file is left as it stands. Cells
-without a line are shown as open, and left out of plots.
+Text between `<!-- study:NAME -->` and `<!-- end -->` is replaced; the rest of the file does not change. Tables show
+cells without a line as open; plots leave them out.
 """
 
 import argparse
@@ -51,10 +51,10 @@ from draftsmith.recipes.files.atomic import atomic_path
 
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
 OPEN = "open"
-OF_SIZES = (0,)  # seeds that all sizes of the data, and both numbers of steps, have
-LEVEL = 5  # the step that the first one is compared with
+OF_SIZES = (0,)  # seeds of all data sizes and step counts
+LEVEL = 5  # compared with the first step
 FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
-# (arm, what it is compared with)
+# (arm, the arm that it is compared with)
 COMPARED = (
     *(("eagle3", "eagle2"), ("hass", "eagle2"), ("hass3", "eagle2"), ("eagle3", "hass")),
     *((f"poss{n}", base) for base in ("eagle2", "hass") for n in (1, 2, 3)),
@@ -63,7 +63,7 @@ COMPARED = (
     *(("poss2-eagle3-whole", "poss2-eagle3"), ("poss2-eagle3-whole", "eagle3")),
     *(("matched-eagle3", "eagle3"), ("poss2-eagle3", "matched-eagle3")),
 )
-# (claim, what the paper or its reviewers found, arm, what it beats)
+# (claim, finding of the paper or its reviewers, arm, the arm that it beats)
 CLAIMS = (
     ("HASS beats EAGLE-2", "+6 % of tau (4.37, 4.11; Llama-3.1-8B, five tasks)", "hass", "eagle2"),
     ("EAGLE-3 beats EAGLE-2", "+52 % (6.23, 4.11; the same)", "eagle3", "eagle2"),
@@ -76,19 +76,18 @@ CLAIMS = (
     ("PosS-2 over EAGLE-3 beats EAGLE-3, not cut off", "as above", "poss2-eagle3-whole", "eagle3"),
     ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not shown", "poss2-eagle3", "matched-eagle3"),
 )
-# (file, title, arms): few lines each, for intervals lie over one another.
+# (file, title, arms): few arms each, because their intervals overlap.
 DRAWN_POSITIONS = (
     ("positions", "Acceptance by draft position, chain of 6", ("eagle2", "hass", "eagle3")),
     ("positions_poss", "PosS beside HASS, chain of 6", ("hass", "poss1", "poss2", "poss3")),
     ("positions_poss_eagle3", "PosS over EAGLE-3, chain of 6", ("eagle3", *(f"poss{n}-eagle3" for n in (1, 2, 3)))),
 )
-CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names of what eval/plan.py times
-# (name in legends, colour), by the name in c2t_sweep.json; the shares of a table in this order
-C2T_CURVES = ("c2t, beam 15", "c2t, beam all")
+CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names in eval/plan.py's timings
+C2T_CURVES = ("c2t, beam 15", "c2t, beam all")  # names in c2t_sweep.json, in the order of table columns
 C2T_WORDS = ("15 a level", "all that pass")
-# (the paper's share, EAGLE-2's N at which ours is judged)
+# (the paper's share, EAGLE-2's N for our verdict)
 C2T_CLAIMED = {C2T_CURVES[0]: ("0.78 (N = 100, Llama-2-7B)", 100), C2T_CURVES[1]: ("0.77 (N = 290, the same)", 180)}
-C2T_LABELS = {
+C2T_LABELS = {  # (name in legends, colour)
     "eagle2": ("EAGLE-2 over N", "plain"),
     C2T_CURVES[0]: (f"C2T over beta, {C2T_WORDS[0]}", "s1"),
     C2T_CURVES[1]: (f"C2T over beta, {C2T_WORDS[1]}", "s2"),
@@ -127,7 +126,7 @@ def main() -> None:
 
 
 def fill(text: str, sections: dict[str, str]) -> tuple[str, list[str]]:
-    """(`text` with what lies between markers replaced, names of sections that it has no marker for).
+    """(`text` with the sections between their markers, names of sections without a marker).
 
     Raises:
         UserError: a marker without its end, or of an unknown section.
@@ -141,7 +140,7 @@ def fill(text: str, sections: dict[str, str]) -> tuple[str, list[str]]:
         if f"<!-- study:{name} -->" not in text:
             missing.append(name)
             continue
-        # Up to the nearest end; another marker in between means that this one's end is missing.
+        # The nearest end; a marker in between means that this one has none.
         match = re.search(pattern, text, flags=re.S)
         if match is None or "<!-- study:" in match[2]:
             raise UserError(f"--doc: marker study:{name} has no <!-- end --> behind it")
@@ -157,7 +156,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def digits_of(half_width: float) -> int:
-    """Decimals that an interval of this half width allows: the first that it reaches, and no more than three."""
+    """Decimals for a number with an interval of this half width, 1 to 3."""
     return 3 if half_width < 0.005 else 2 if half_width < 0.5 else 1
 
 
@@ -169,7 +168,7 @@ def with_interval(found: Estimate | None) -> str:
 
 
 def seeds_of(found: Estimate | None) -> str:
-    """Every seed's value; a dash where its cell is open."""
+    """Every seed's value; a dash for open cells."""
     if found is None:
         return OPEN
     digits = digits_of(found.half_width)
@@ -209,7 +208,7 @@ def costs(found: Found) -> list[str]:
     rows = []
     for arm, about in ARMS.items():
         if arm in OTHERWISE:
-            continue  # the same drafters once more
+            continue  # they cost the same as another arm
         lines = [line for line in found.of(arm).values() if "train_seconds" in line and _timed_alike(line)]
         minutes = f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else OPEN
         shown = next(iter(found.of(arm).values()), None)
@@ -226,12 +225,12 @@ def costs(found: Found) -> list[str]:
 
 
 def _timed_alike(line: Mapping[str, Any]) -> bool:
-    """Trained in one go, and along the validation answers at the end."""
+    """Whether the training was never resumed and ended with a replay of the validation answers."""
     return not line.get("resumed") and f"train.eval_replay={VALIDATION}" in line["commands"][0]
 
 
 def _spread(time: tuple[float, float, float], calls: int) -> str:
-    """Median, and the least and most of all passes; two digits are what such times are good for."""
+    """Median, minimum and maximum of all passes, to about two digits."""
     median, least, most = (x / calls for x in time)
     digits = 1 if median >= 1 else 2
     return f"{median:.{digits}f} ({least:.{digits}f}-{most:.{digits}f})"
@@ -249,7 +248,7 @@ def compared(found: Found) -> list[str]:
 
 
 def losses(found: Found) -> list[str]:
-    """EAGLE-3 taught by other objectives: greedy gains by replay, and taus of sampled answers."""
+    """EAGLE-3 with other objectives: gains of greedy replays, and taus of sampled answers."""
     rows = []
     for arm in ("eagle3", *LOSSES):
         name = LOSSES[arm].name if arm in LOSSES else "soft CE, steps by 0.8^k (EAGLE-3)"
@@ -273,7 +272,7 @@ def _decoded(numbers: Mapping[str, Any]) -> str:
 
 
 def verdict(found: Estimate | None) -> str:
-    """A gain shows where the interval over prompts and that over seeds say so."""
+    """Whether a gain is significant, by the intervals over prompts and over seeds."""
     if found is None:
         return OPEN
     of_seeds = over_seeds(found)
@@ -296,7 +295,7 @@ def claims(found: Found) -> list[str]:
         f"{ARMS[arm].name} {in_percent(own)}" for arm, own in zip(("eagle3", "eagle2"), of_data, strict=True)
     )
     growth = found.growth("eagle3", "eagle2", (1, ALL))
-    seen = OPEN if growth is None else f"{_side(growth.interval, 'of the one seed')}"
+    seen = OPEN if growth is None else _side(growth.interval, "of the one seed")
     rows.append(["EAGLE-3 gains more from eight times the data", "it rises, EAGLE-2 hardly (a graphic)", both, seen])
     level, of_both = found.level("eagle3", "eagle2", LEVEL), OPEN
     if level is not None:
@@ -322,7 +321,7 @@ def claims(found: Found) -> list[str]:
 
 
 def _c2t_judged(line: Mapping[str, Any], curve: str, nodes: int) -> tuple[str, str]:
-    """(share, verdict) beside EAGLE-2's tree of that many nodes, or beside the largest smaller one whose tau the curve
+    """(share, verdict) beside EAGLE-2's tree of `nodes`, or the largest smaller tree with a tau that the curve
     reaches."""
     reached = [
         row
@@ -338,12 +337,12 @@ def _c2t_judged(line: Mapping[str, Any], curve: str, nodes: int) -> tuple[str, s
     ends = row["share_interval"]
     if ends is not None:
         return here, _side([1 / end for end in reversed(ends)], "of the one seed")
-    # A curve that begins above this tau has shown it; one without an interval has not.
+    # A curve that begins above this tau needs fewer candidates; other curves without an interval show nothing.
     return here, "shows, of the one seed" if row.get("beyond") == "below" else "not shown"
 
 
 def _side(interval: Sequence[float], words: str) -> str:
-    """Of a gain over prompts alone."""
+    """The verdict on a gain by its interval over prompts alone."""
     low, high = interval
     return f"{'shows' if low > 1 else 'the other way round' if high < 1 else 'not clear'}, {words}"
 
@@ -367,7 +366,7 @@ def positions(tree: str, depth: int) -> Callable[[Found], list[str]]:
 
 
 def steps(found: Found) -> list[str]:
-    """How often each unroll step agrees with the target, on the text of the validation answers; means over seeds."""
+    """Agreement of each unroll step with the target on the validation answers; means over seeds."""
     rows = []
     for arm, about in ARMS.items():
         shown = [f"{rate:.0f}" for rate in _mean_by_step(found, arm)] or [OPEN] * UNROLL
@@ -376,7 +375,7 @@ def steps(found: Found) -> list[str]:
 
 
 def _mean_by_step(found: Found, arm: str) -> list[float]:
-    """In per cent, of the steps that all seeds have."""
+    """Per cent, for the steps that all seeds have."""
     every = list(found.by_step(arm).values())
     return [100 * sum(own) / len(own) for own in zip(*every, strict=False)]
 
@@ -393,7 +392,7 @@ def data(found: Found) -> list[str]:
 
 
 def longer(found: Found) -> list[str]:
-    """More steps, and EAGLE-3 beside EAGLE-2 after each."""
+    """tau after more steps, and EAGLE-3 beside EAGLE-2."""
     rows = []
     for steps in (STEPS, *LONGER):
         taus = [found.tau(arm, steps=steps, seeds=OF_SIZES) for arm in ("eagle2", "eagle3")]
@@ -404,7 +403,7 @@ def longer(found: Found) -> list[str]:
 
 
 def endings(found: Found) -> list[str]:
-    """tau along the answers that ended by themselves, and along those that were cut off."""
+    """tau along answers that ended by themselves, and along those that were cut off."""
     rows = []
     for arm, about in ARMS.items():
         taus = [found.tau(arm, cut_off=cut_off) for cut_off in (False, True)]
@@ -454,7 +453,7 @@ def c2t(found: Found) -> list[str]:
 
 
 def _calls_at(points: Sequence[Mapping[str, Any]], curve: str, tau: float) -> str:
-    """Of a curve, between two of its points linearly."""
+    """A curve's calls a round at `tau`, interpolated linearly."""
     own = sorted((point["tau"], point["calls_per_round"]) for point in points if point["curve"] == curve)
     if not own or not own[0][0] <= tau <= own[-1][0]:
         return "-"
@@ -517,19 +516,15 @@ PLOT_SECTIONS = tuple(f"plot-{name}" for name in (*(name for name, _, _ in DRAWN
 
 
 def plots(found: Found) -> list[Plot]:
-    """Those that have something to show."""
+    """The plots with data."""
     made = [
         *(_plot(name, title, _position_series(found, arms), _draw_positions) for name, title, arms in DRAWN_POSITIONS),
         _plot("data", "tau against training conversations", _data_series(found), _draw_data),
         _plot("fr_spec", "FR-Spec: tau by draft vocabulary", _fr_spec_series(found), _draw_cuts),
         *(
-            _plot(
-                f"c2t_{arm}",
-                f"C2T beside EAGLE-2's trees, {ARMS[arm].name}'s drafter",
-                _c2t_series(found, arm),
-                _draw_c2t,
-            )
+            _plot(f"c2t_{arm}", f"C2T beside EAGLE-2's trees, {ARMS[arm].name}'s drafter", series, _draw_c2t)
             for arm in ("eagle2", "eagle3")
+            for series in [_c2t_series(found, arm)]
         ),
     ]
     return [plot for plot in made if plot is not None]

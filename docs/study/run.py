@@ -1,20 +1,19 @@
-"""Compare the drafters of the EAGLE family on the demo pair: one cell, one line of docs/study/results.jsonl.
+"""Compare the drafters of the EAGLE family on the demo pair: each cell adds a line to docs/study/results.jsonl.
 
-    make demo                                            # first: the target's answers are what everyone trains on
-    python -m docs.study.run --plan                       # cells, their order, and how long they take
-    python -m docs.study.run                              # all that have no line yet; or: make study
+    make demo                                            # first: makes the target's answers, everyone's training data
+    python -m docs.study.run --plan                       # cells, their order, and their likely time
+    python -m docs.study.run                              # all cells without a line; or: make study
     python -m docs.study.run --only 'drafter/eagle*' 'fr-spec/*'
     python -m docs.study.run --jobs 2                     # two cells at a time; several of these may run side by side
-    python -m docs.study.page                          # tables and plots of what is there
+    python -m docs.study.page                             # tables and plots of the lines so far
 
-A cell runs the project's own scripts (`docs.study.cells` says which) and appends one line when all of them are done.
-Cells with a line are not run again, unless another cell needs files of theirs that are gone or were made by other
-commands; their line then stays, where their weights are the same. Where a search finds another learning rate, or a
-drafter was trained anew with other weights, lines of the old one are outdated: reports leave them out, and their cells
-run again. Stopped at any moment and started again, the study goes on: a training from its last checkpoint. A cell that
-fails is told, and the others go on.
+A cell runs the project's own scripts (see `docs.study.cells`) and then appends its line. A cell with a line runs again
+only if another cell needs its files and they are gone or were made by other commands; if its new weights are the same,
+the line stays. Lines become outdated when a search finds another learning rate, or a drafter is trained anew with other
+weights: reports leave them out, and their cells run again. The study can be stopped at any moment: the next start
+resumes trainings from their last checkpoints. After a cell fails, the others still run.
 
-Nothing of ours is imported but recipes: this file starts processes and reads the files that they leave.
+This file imports only recipes: it starts processes and reads their files.
 """
 
 import argparse
@@ -22,6 +21,7 @@ import fcntl
 import fnmatch
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -66,8 +66,8 @@ from draftsmith.recipes.validation import validation_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "docs/study/results.jsonl"
-USUAL = Places(Path("runs/study"), Path("runs/demo"))  # what lines name, wherever this run's files lie
-# What a report reads of a replayed contender.
+USUAL = Places(Path("runs/study"), Path("runs/demo"))  # lines name these, wherever this run's files are
+# The keys of a replayed contender that reports read.
 KEPT = (
     *("tau", "tau_interval", "rounds", "new_tokens", "accepted_per_round", "tree_nodes_per_round"),
     *("draft_calls_per_round", "acceptance_by_position", "acceptance_by_position_interval"),
@@ -85,15 +85,14 @@ def main() -> None:
         raise UserError(f"--jobs: {options.jobs} cells at a time; give 1 or more")
     if not (ROOT / options.demo / "conversations.jsonl").exists():
         raise UserError(f"--demo: {options.demo / 'conversations.jsonl'} does not exist; `make demo` writes it")
-    study = Study(places, options.results, options.only)
-    study.run(options.jobs)
+    Study(places, options.results, options.only).run(options.jobs)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--plan", action="store_true", help="say what would be done, and stop")
+    parser.add_argument("--plan", action="store_true", help="print what would be done, and stop")
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cells with such names, and what they need")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; each takes a core")
     parser.add_argument("--out", type=Path, default=USUAL.out, help="folder of drafters and logs")
@@ -102,15 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# What is there, and what is to be done.
+# Lines, and the cells without one.
 
 
 def read_lines(path: Path) -> dict[str, Line]:
-    """Result lines by cell.
-
-    Raises:
-        UserError: a line that is no result, or a cell twice.
-    """
+    """Result lines by cell. Raises UserError for an invalid line or a cell with two lines."""
     found: dict[str, Line] = {}
     whole = (ROOT / path).read_bytes() if (ROOT / path).exists() else b""
     for number, line in enumerate(whole.splitlines(), start=1):
@@ -127,7 +122,7 @@ def read_lines(path: Path) -> dict[str, Line]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The folder, for a file in it may be replaced."""
+    """Locks the folder of a file, since the file itself may be replaced."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -137,8 +132,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Whole or not at all, also beside other workers. In place of a line that is outdated or of other weights, never of
-    another that is there."""
+    """Appends a line, safely beside other workers. Replaces the cell's line only if that is outdated or of other
+    weights."""
     path = ROOT / path
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.parent):
@@ -146,8 +141,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         if name in current(lines) and lines[name].get("weights") == record.get("weights"):
             return
         if name in lines:
-            others = "".join(json.dumps(line) + "\n" for cell, line in lines.items() if cell != name)
-            atomic_write(path, others)
+            atomic_write(path, "".join(json.dumps(line) + "\n" for cell, line in lines.items() if cell != name))
         with path.open("ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
@@ -155,10 +149,10 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def chosen(every: Sequence[Cell], only: Sequence[str] | None) -> list[Cell]:
-    """Cells whose names fit, and all that these need, in the order of `every`.
+    """Cells that match a pattern, and all cells that they need, in the order of `every`.
 
     Raises:
-        UserError: a pattern that fits none.
+        UserError: a pattern without a match.
     """
     if not only:
         return list(every)
@@ -176,7 +170,7 @@ def chosen(every: Sequence[Cell], only: Sequence[str] | None) -> list[Cell]:
 
 
 def to_do(wanted: Sequence[Cell], lines: Lines, places: Places) -> list[Cell]:
-    """Cells without a line, and those whose files are needed by such a one and gone; in the order of `wanted`."""
+    """Cells without a line, and cells that these need if their files are gone; in the order of `wanted`."""
     by_name = {cell.name: cell for cell in wanted}
     missing: set[str] = set()
 
@@ -196,7 +190,7 @@ def to_do(wanted: Sequence[Cell], lines: Lines, places: Places) -> list[Cell]:
 
 
 def is_made(cell: Cell, places: Places, lines: Lines) -> bool:
-    """Its files are there, of a drafter also those that its commands make now."""
+    """Whether a cell's files exist; a drafter's must be made by today's commands."""
     if not all((ROOT / path).exists() for path in places.made_by(cell)):
         return False
     if cell.kind != "drafter":
@@ -207,12 +201,12 @@ def is_made(cell: Cell, places: Places, lines: Lines) -> bool:
 
 
 def without_validation(wanted: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Validating along answers changes no drafter."""
+    """The commands without train.eval_replay, which changes no drafter."""
     return [[part for part in command if not part.startswith("train.eval_replay=")] for command in wanted]
 
 
 def likely_seconds(cell: Cell, lines: Lines) -> float:
-    """By lines of the same arm or kind, where there are some."""
+    """The mean time of lines of the same kind, arm and steps, else the cell's own estimate."""
     alike = [
         line["seconds"]
         for line in lines.values()
@@ -233,7 +227,7 @@ def print_plan(wanted: Sequence[Cell], lines: Lines, places: Places) -> None:
     print(
         f"{len(wanted) - len(left)} of {len(wanted)} cells done; {len(left)} to do: {total / 3600:.1f} hours of a core"
     )
-    if changed := made_otherwise(wanted, lines):
+    if changed := of_other_commands(wanted, lines):
         print(f"made by other commands than today's; where that matters, delete the line: {', '.join(changed)}")
     print(
         f"a training takes {STEPS} steps of 8 rows, one of a learning rate as well; {ANSWERS} held-out answers are "
@@ -241,49 +235,42 @@ def print_plan(wanted: Sequence[Cell], lines: Lines, places: Places) -> None:
     )
 
 
-def made_otherwise(wanted: Sequence[Cell], lines: Lines) -> list[str]:
-    """Cells whose line names other commands than the design does now."""
-
-    def said(words: Sequence[str]) -> list[list[str]]:
-        return without_validation([shlex.split(command) for command in words])
-
-    there = [cell for cell in wanted if cell.name in lines]
+def of_other_commands(wanted: Sequence[Cell], lines: Lines) -> list[str]:
+    """Cells with a line of other commands than today's."""
     return [
         cell.name
-        for cell in there
-        if said(lines[cell.name]["commands"]) != said(in_words(commands(cell, USUAL, lines)))
+        for cell in wanted
+        if cell.name in lines
+        and without_validation([shlex.split(command)[1:] for command in lines[cell.name]["commands"]])
+        != without_validation(commands(cell, USUAL, lines))
     ]
-
-
-def in_words(wanted: Sequence[Sequence[str]]) -> list[str]:
-    return [shlex.join(["python", *command]) for command in wanted]
 
 
 # Running.
 
 
 class Stopped(Exception):
-    """Somebody wants the study to end."""
+    """The study was asked to end."""
 
 
 class Study:
     """Workers that take cells until none is left.
 
     Args:
-        only: patterns of the names of cells.
+        only: patterns of cell names; None: all cells.
     """
 
     def __init__(self, places: Places, results: Path, only: Sequence[str] | None = None):
         self.places, self.results, self.only = places, results, only
         self.failed: dict[str, str] = {}
-        self.broken: list[BaseException] = []  # what ended a worker that should have gone on
+        self.broken: list[BaseException] = []  # errors that ended a worker
         self.processes: set[subprocess.Popen] = set()
         self.stopping = threading.Event()
         self.turn = threading.Lock()
 
     def run(self, jobs: int = 1) -> None:
         """Raises UserError where cells failed; Stopped at SIGTERM becomes exit code 143."""
-        chosen(cells(read_lines(self.results)), self.only)  # a user's mistakes first
+        chosen(cells(read_lines(self.results)), self.only)  # raises for the user's mistakes first
         signal.signal(signal.SIGTERM, self._stop)
         workers = [threading.Thread(target=self._guarded) for _ in range(jobs)]
         for worker in workers:
@@ -311,7 +298,7 @@ class Study:
             process.terminate()
 
     def _guarded(self) -> None:
-        """A thread's exceptions are nobody's otherwise."""
+        """Works, and keeps an exception for the main thread."""
         try:
             self._work()
         except Exception as error:
@@ -343,11 +330,11 @@ class Study:
                         print(f"{cell.name}: FAILED: {error}", flush=True)
                 break
             else:
-                self.stopping.wait(5)  # all that could be done is being done by others
+                self.stopping.wait(5)  # other workers hold all ready cells
 
     @contextmanager
     def claimed(self, cell: Cell) -> Iterator[int | None]:
-        """A lock that lasts as long as this process or one that it started for the cell; None: somebody else has it."""
+        """A lock held until this process and the cell's command end; None: another worker has it."""
         path = ROOT / self.places.out / "claims" / cell.name.replace("/", ".")
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w") as file:
@@ -367,12 +354,12 @@ class Study:
         """
         folder = ROOT / self.places.of(cell.name)
         if cell.kind != "drafter" and cell.name in outdated(read_lines(self.results)):
-            shutil.rmtree(folder, ignore_errors=True)  # of another drafter, by the same commands
+            shutil.rmtree(folder, ignore_errors=True)  # the same commands measured another drafter
         folder.mkdir(parents=True, exist_ok=True)
         wanted = commands(cell, self.places, lines)
         begin_anew_if_changed(folder, wanted)
         prepare(cell, self.places, lines)
-        resumed = {"resumed": True} if (folder / "checkpoints").exists() else {}  # its times are not the whole
+        resumed = {"resumed": True} if (folder / "checkpoints").exists() else {}  # its seconds are incomplete
         print(f"{_now()} {cell.name}: about {likely_seconds(cell, lines) / 60:.1f} min", flush=True)
         seconds = [self._command(command, folder / "log.txt", lock) for command in wanted]
         record = {
@@ -380,21 +367,21 @@ class Study:
             **{"commit": commit(), "date": _now(), "seconds": round(sum(seconds), 1)},
             **resumed,
             **found(cell, self.places, lines, seconds),
-            "commands": in_words(commands(cell, USUAL, lines)),
+            "commands": [shlex.join(["python", *command]) for command in commands(cell, USUAL, lines)],
         }
         append_line(self.results, record)
         tidy(cell, folder)
         print(f"{_now()} {cell.name}: done in {sum(seconds) / 60:.1f} min {in_short(record)}", flush=True)
 
     def _command(self, command: Sequence[str], log: Path, lock: int) -> float:
-        """Runs it and returns the processor's seconds: the machine may have other work."""
+        """Runs a command and returns its processor seconds, which other work on the machine does not change."""
         with log.open("ab") as file:
             file.write(f"\n$ python {shlex.join(command)}\n".encode())
             file.flush()
             with self.turn:
                 if self.stopping.is_set():
                     raise Stopped
-                # The lock goes along: should this process be killed, its cell stays claimed while the command lives.
+                # The command inherits the lock: it keeps the cell claimed if this process is killed.
                 process = subprocess.Popen(
                     [sys.executable, *command], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, pass_fds=[lock]
                 )
@@ -413,7 +400,7 @@ class Study:
 
 
 def begin_anew_if_changed(folder: Path, wanted: Sequence[Sequence[str]]) -> None:
-    """A run that other commands began cannot be gone on with."""
+    """Empties the folder of a run that other commands began."""
     note = folder / "commands.json"
     text = json.dumps(wanted)
     if note.exists() and note.read_text() != text:
@@ -423,7 +410,7 @@ def begin_anew_if_changed(folder: Path, wanted: Sequence[Sequence[str]]) -> None
 
 
 def prepare(cell: Cell, places: Places, lines: Lines) -> None:
-    """Files that no script of ours writes, and what another cell has trained."""
+    """Puts the files in place that the cell's scripts read but none writes."""
     if cell.kind == "data":
         write_shares(ROOT / places.demo / "conversations.jsonl", places)
     elif cell.kind in ("rate", "drafter", "unrolled", "timing"):
@@ -432,21 +419,18 @@ def prepare(cell: Cell, places: Places, lines: Lines) -> None:
         for folder in [places.untaught(arm) for arm in MAIN] if cell.kind == "timing" else [own]:
             (ROOT / folder).mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / places.data / "draft_vocab.safetensors", ROOT / folder)
-        name, checkpoints = same_training(cell, lines), ROOT / own / "checkpoints"
-        if (
-            name is not None
-            and not checkpoints.exists()
-            and (trained := ROOT / places.of(name) / "checkpoints").exists()
-        ):
-            shutil.copytree(trained, checkpoints)
-            shutil.copy(trained.parent / "metrics.jsonl", checkpoints.parent)
+        if (name := same_training(cell, lines)) is not None and not (ROOT / own / "checkpoints").exists():
+            trained = ROOT / places.of(name)
+            if (trained / "checkpoints").exists():
+                shutil.copytree(trained / "checkpoints", ROOT / own / "checkpoints")
+                shutil.copy(trained / "metrics.jsonl", ROOT / own)
     elif cell.name == "fr-spec/library":
         write_library(ROOT / places.library)
 
 
 def write_shares(path: Path, places: Places) -> None:
-    """x1, x2, x4 and x8: the same validation conversations, and one to eight eighths of the others, each share inside
-    the next. Which ones, says a hash of their ids."""
+    """Writes x1, x2, x4 and x8: the same validation conversations and one to eight eighths of the others, each share
+    inside the next, in the order of a hash of their ids."""
     by_id = {json.loads(line)["id"]: line for line in path.read_bytes().splitlines(keepends=True)}
     order = sorted(by_id, key=validation_rank)
     kept, others = order[:VALIDATION], order[VALIDATION:]
@@ -458,7 +442,7 @@ def write_shares(path: Path, places: Places) -> None:
 
 
 def write_library(path: Path) -> None:
-    """The text of the interpreter's library, comments and docstrings included, without the held-out modules."""
+    """Writes the source text of the interpreter's library without the held-out modules."""
     root = Path(sysconfig.get_paths()["stdlib"])
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
@@ -467,25 +451,25 @@ def write_library(path: Path) -> None:
             if {"site-packages", "dist-packages", "__pycache__"}.intersection(parts):
                 continue
             if split_of(".".join(parts)) == "train":
-                text = source.read_text(encoding="utf-8", errors="ignore")
-                file.write(json.dumps({"text": text}) + "\n")
+                file.write(json.dumps({"text": source.read_text(encoding="utf-8", errors="ignore")}) + "\n")
 
 
 def tidy(cell: Cell, folder: Path) -> None:
-    """Away with what is large and read no more; a rate's checkpoints are those of a drafter's cell (`prepare`)."""
+    """Removes large files that are not read again. A drafter's cell reads a rate's checkpoints (`prepare`)."""
     if cell.kind != "rate":
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     for name in ("generations.jsonl", "report.html"):
         (folder / "eval" / "replay" / name).unlink(missing_ok=True)
 
 
-# What a line says.
+# The contents of a line.
 
 
 def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) -> dict[str, Any]:
     folder = ROOT / places.of(cell.name)
     if cell.kind == "data":
-        sizes = {SIZES[size]: _count_lines(ROOT / places.conversations(size)) - VALIDATION for size in SIZES}
+        files = {name: ROOT / places.conversations(size) for size, name in SIZES.items()}
+        sizes = {name: len(path.read_bytes().splitlines()) - VALIDATION for name, path in files.items()}
         return {"training_conversations": sizes, "validation_conversations": VALIDATION}
     if cell.kind == "answers":
         turns = {
@@ -520,12 +504,8 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
     return {"milliseconds": timed(folder), "load_average": round(os.getloadavg()[0], 2), "cores": os.cpu_count()}
 
 
-def _count_lines(path: Path) -> int:
-    return len(path.read_bytes().splitlines())
-
-
 def _validation(folder: Path) -> dict[str, Any]:
-    """The last that metrics.jsonl says of validation."""
+    """The last validation and replay metrics of metrics.jsonl."""
     latest: dict[str, Any] = {}
     for line in (folder / "metrics.jsonl").read_bytes().splitlines():
         latest |= {k: v for k, v in json.loads(line).items() if k.startswith(("validation_", "replay_"))}
@@ -533,27 +513,21 @@ def _validation(folder: Path) -> dict[str, Any]:
 
 
 def weights_of(folder: Path) -> str:
-    """By which lines know one drafter from another of the same name."""
+    """A digest that tells a drafter from others of the same name."""
     return hashlib.sha256((folder / "drafter" / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def parameters(path: Path) -> int:
-    """Floating-point numbers in a safetensors file, by its header."""
+    """The number of floating-point values in a safetensors file, by its header."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__" and tensor["dtype"] in ("F64", "F32", "F16", "BF16"):
-            count = 1
-            for size in tensor["shape"]:
-                count *= size
-            total += count
-    return total
+    header.pop("__metadata__", None)
+    return sum(math.prod(each["shape"]) for each in header.values() if each["dtype"] in ("F64", "F32", "F16", "BF16"))
 
 
 def replayed(folder: Path) -> dict[str, Any]:
-    """Of every contender what the report reads, with the rounds of each answer, in the order of their ids. The main
-    one is called after its tree."""
+    """The reports' keys of every contender, and the rounds of each answer in the order of ids. The main contender is
+    named after its tree."""
     content = json.loads((folder / "acceptance.json").read_bytes())
     rounds: dict[str, dict[tuple[str, int], tuple[int, int]]] = {}
     with (folder / "generations.jsonl").open("rb") as file:
@@ -570,14 +544,14 @@ def replayed(folder: Path) -> dict[str, Any]:
         result[TREE if name == content["contender"] else name] = {key: numbers[key] for key in KEPT} | {
             "tree": numbers["tree"],
             "rounds_by_answer": [own[key][0] for key in sorted(own)],
-            # Only numbers over the same answers can be compared.
+            # Reports compare only numbers over the same answers.
             "answers_sha256": hashlib.sha256(answers.encode()).hexdigest()[:16],
         }
     return result
 
 
 def decoded(folder: Path) -> dict[str, Any]:
-    """Of every contender what the report reads; the main one is called after its tree."""
+    """The reports' keys of every contender; the main one is named after its tree."""
     content = json.loads((folder / "acceptance.json").read_bytes())
     return {
         TREE if name == content["contender"] else name: {key: numbers[key] for key in KEPT[:4]}
@@ -587,7 +561,7 @@ def decoded(folder: Path) -> dict[str, Any]:
 
 
 def timed(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """{arm: {what: [milliseconds of each pass]}}: a draft call, and all calls of a round, chain and tree."""
+    """{arm: {calls of a round, chain or tree: [milliseconds of each pass]}}."""
     result: dict[str, dict[str, list[float]]] = {}
     for path in sorted(folder.glob("*/eval/plan.json")):
         arm, _, time_ = path.parents[1].name.rpartition("-")
@@ -610,7 +584,7 @@ def in_short(record: Line) -> str:
 
 
 def commit() -> str:
-    """Of the working tree; `+` where code differs from it."""
+    """The working tree's commit, with `+` for uncommitted changes to code."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

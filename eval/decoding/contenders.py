@@ -34,7 +34,7 @@ from draftsmith.models.checkpoint import (
     target_identity,
 )
 from draftsmith.models.draft_tree import Drafting, Proposer
-from draftsmith.models.drafters import kind_in_words, words_of_kind
+from draftsmith.models.drafters import kind_in_words, kind_text
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
@@ -80,7 +80,7 @@ def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Conte
 def _kind_of(recipe: Recipe, directory: Path) -> str:
     """What kind of drafter lies there; of one that is yet to be trained, or cannot be read, what the recipe says."""
     try:
-        return words_of_kind(read_config(directory)[0])
+        return kind_text(read_config(directory)[0])
     except UserError:
         section = recipe.drafter
         return kind_in_words(section.kind, section.base, section.positions)

@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.models.checkpoint import check_identity, read_config, read_tensors
 from draftsmith.models.checkpoint import read_vocab as read_drafter_vocab
-from draftsmith.models.drafters import build_drafter, drafter_config, padded, words_of_kind
+from draftsmith.models.drafters import build_drafter, drafter_config, padded, kind_text
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import specialists_of
@@ -88,8 +88,8 @@ def check_start(
     elif (given.kind, given.base) != (shape.kind, shape.base):
         also = f", which may also start from a single {shape.base}" * (shape.kind == "poss")
         raise UserError(
-            f"drafter.init_from: {directory} is a drafter of kind {words_of_kind(given)}, the recipe asks for "
-            f"{words_of_kind(shape)}{also}"
+            f"drafter.init_from: {directory} is a drafter of kind {kind_text(given)}, the recipe asks for "
+            f"{kind_text(shape)}{also}"
         )
     if different := [
         f"{key} is {has.get(key)!r} there, {value!r} here"

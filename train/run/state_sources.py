@@ -254,7 +254,7 @@ def store_of(
     return store
 
 
-def words_of_store(store: Store | None) -> dict[str, Any] | None:
+def store_identity(store: Store | None) -> dict[str, Any] | None:
     """The parts of a store's manifest that a resumed run must find unchanged: they decide values and reading order."""
     names = ("dtype", "capture_layers", "rows", "computed_in", "shard_megabytes", "batch_tokens")
     return None if store is None else {name: store.manifest.made_of.get(name) for name in names}

@@ -41,7 +41,7 @@ from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
 from draftsmith.train.run.run_identity import rows_digest, run_identity
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
-from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, words_of_store
+from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, store_identity
 from draftsmith.train.run.trackers import Trackers, check_trackers
 from draftsmith.train.run.validation_replay import ValidationReplay, check_best, check_replay
 
@@ -111,7 +111,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     shape = replace(inputs.shape, embedding_scale=target.embedding_scale)
     identity = target_identity(target, section.model, section.revision, inputs.fingerprint)
     drafter = new_drafter(recipe.drafter, shape, inputs.vocab, target, identity).to(accelerator.device)
-    check_ranks_agree({"target": identity | {"dtype": str(target.dtype)}, "data.states": words_of_store(store)})
+    check_ranks_agree({"target": identity | {"dtype": str(target.dtype)}, "data.states": store_identity(store)})
 
     trainee = settings.trainee_of(recipe.train, drafter)
     flops = profile = None
@@ -131,7 +131,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         settings.loop_settings(recipe.train),
         recipe.checkpoints_dir,
         recipe.metrics_path,
-        identity=run_identity(recipe, drafter, identity, accelerator.num_processes, digests, words_of_store(store)),
+        identity=run_identity(recipe, drafter, identity, accelerator.num_processes, digests, store_identity(store)),
         replay=replay,
         trackers=Trackers(recipe.train.trackers, Path(recipe.output_dir), dump_recipe(recipe), recipe.model_dump()),
         flops=flops,
