@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from draftsmith.models.chat import FINGERPRINT_COVERS, first_line
-from draftsmith.models.drafters import build_drafter, config_class, known_kinds, tensor_shapes, kind_text
+from draftsmith.models.drafters import build_drafter, config_class, kind_text, known_kinds, tensor_shapes
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target

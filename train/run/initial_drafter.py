@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.models.checkpoint import check_identity, read_config, read_tensors
 from draftsmith.models.checkpoint import read_vocab as read_drafter_vocab
-from draftsmith.models.drafters import build_drafter, drafter_config, padded, kind_text
+from draftsmith.models.drafters import build_drafter, drafter_config, kind_text, padded
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import specialists_of
