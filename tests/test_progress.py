@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils import logging as transformers_logging
 
 from draftsmith.models import target
 from draftsmith.recipes.command import progress
@@ -75,6 +76,7 @@ def test_loading_weights_shows_as_our_bars_do(
             made.append(settings)
             super().__init__(*args, **settings)
 
+    transformers_logging.enable_progress_bar()  # a capture in this process has switched it off
     monkeypatch.setattr(target, "Bar", Noted)
     target.load_causal_lm(TargetSection(model=str(target_dir), device="cpu"))
     assert [settings["desc"] for settings in made] == ["Loading weights"] and capsys.readouterr().err == ""
