@@ -7,6 +7,7 @@ goes; one of other embeddings must change everything that depends on it.
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from draftsmith.recipes.prompts.reader import asked_digest
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.schema import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of
-from draftsmith.train.run.batches import collate
+from draftsmith.train.run.batches import collate, collate_as
 from draftsmith.train.run.run_identity import rows_digest
 from draftsmith.train.run.state_sources import OnlineStates
 from tests.conftest import make_target
@@ -66,7 +67,8 @@ def test_a_prompt_is_its_tokens_and_what_stands_in_their_place() -> None:
 # Gemma scales its embeddings in their module, Granite in the decoder.
 @pytest.mark.parametrize("family", ["llama", "gemma", "granite", "gpt2"])
 def test_an_insert_of_the_target_s_own_embeddings_changes_nothing(family: str) -> None:
-    target = Target(make_target(family))
+    overrides: dict[str, Any] = {"embedding_multiplier": 3.0} if family == "granite" else {}
+    target = Target(make_target(family, **overrides))
     asked = with_insert(target, TEXT, 1, 4)
     ids, inserts = torch.tensor([asked.token_ids]), [PlacedInsert(0, each) for each in asked.inserts]
     text = torch.tensor([TEXT])
@@ -160,6 +162,16 @@ def test_training_reads_inserts_as_the_text_that_they_are(packed: bool) -> None:
     torch.testing.assert_close(mine.loss, plain.loss, rtol=1e-5, atol=1e-5)
     blind = [replace(row, inserts=()) for row in rows_and_texts()[0]]
     assert (sums(blind).loss - plain.loss).abs() > 1e-2
+
+
+def test_inserts_move_with_their_rows() -> None:
+    """Into one row, from rows of a batch that hold several documents."""
+    rows = rows_and_texts()[0]
+    batch = collate_as([*rows, rows[0]], [[1, 0], [2]]).one_row
+    assert [placed.row for placed in batch.inserts] == [0, 0, 0]
+    inserts = [placed.insert for placed in batch.inserts]
+    covered = [each.first + i for each in inserts for i in range(each.length)]
+    assert covered == (batch.ids[0] == PLACEHOLDER).nonzero()[:, 0].tolist()
 
 
 def test_turns_join_to_rows_only_where_their_inserts_do() -> None:
