@@ -16,7 +16,7 @@ from draftsmith.data_gen.trees.labelled_trees import (
     read_manifest,
 )
 from draftsmith.eval import c2t_sweep
-from draftsmith.eval.decoding.contenders import Lineup, check_contenders, main_contender, words_of
+from draftsmith.eval.decoding.contenders import Lineup, check_contenders, drafter_record, main_contender
 from draftsmith.models import c2t as models_c2t
 from draftsmith.models.c2t import (
     C2tClassifier,
@@ -38,7 +38,7 @@ from tests.conftest import make_tokenizer
 
 def test_a_classifier_for_another_drafter_is_refused(place: Path, tmp_path: Path) -> None:
     recipe = recipe_of(place)
-    mine = words_of(main_contender(recipe), None, recipe.target)
+    mine = drafter_record(main_contender(recipe), None, recipe.target)
     assert mine["kind"] == "eagle3" and len(mine["weights_sha256"]) == 64
 
     def check(words: dict[str, Any], *overrides: str) -> None:

@@ -18,7 +18,7 @@ from draftsmith.data_gen.trees.labelled_trees import (
 )
 from draftsmith.data_gen.trees.labelling import batches_of
 from draftsmith.eval import c2t_sweep
-from draftsmith.eval.decoding.contenders import Lineup, main_contender, words_of
+from draftsmith.eval.decoding.contenders import Lineup, drafter_record, main_contender
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
@@ -45,7 +45,9 @@ def test_from_answers_to_a_sweep(place: Path, script: Callable[..., str], tmp_pa
     manifest = read_manifest(tmp_path / "rows")
     assert manifest is not None and manifest.complete
     assert [shard["answers"] for shard in manifest.shards] == [3, 3, 2]
-    assert manifest.made_of["drafter"] == words_of(main_contender(recipe_of(place)), None, recipe_of(place).target)
+    assert manifest.made_of["drafter"] == drafter_record(
+        main_contender(recipe_of(place)), None, recipe_of(place).target
+    )
     trees = read_trees(tmp_path / "rows", manifest)
     assert (trees.rows, trees.count) == (manifest.total("rows"), manifest.total("trees"))
     assert trees.rows + manifest.total("dropped_beyond") == 52 * trees.count

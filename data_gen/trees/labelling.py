@@ -26,8 +26,8 @@ from draftsmith.eval.decoding.contenders import (
     Lineup,
     check_contenders,
     contender_named,
+    drafter_record,
     vocab_of,
-    words_of,
 )
 from draftsmith.eval.decoding.decode import Round, decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
@@ -202,7 +202,7 @@ def identity_of(
         "top_k": section.top_k,
         "draft_calls": section.draft_calls,
         "batch_size": section.batch_size,  # the last bits of a distribution hang on who stands beside
-        "drafter": words_of(contender, vocab_of(contender, target), target) if known else {},
+        "drafter": drafter_record(contender, vocab_of(contender, target), target) if known else {},
         "target": {
             **config_identity(config, target.model, target.revision, tokenizer_fingerprint(load_tokenizer(target))),
             "dtype": target.dtype,

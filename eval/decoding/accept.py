@@ -1,24 +1,24 @@
 """Acceptance rules: which path of a verified draft tree is kept, and which token follows it.
 
-Both rules say for every node whether it is *right* given its parent; the deepest node whose whole path is right wins,
-and one token of the target, the bonus, follows it.
+Both rules decide for every node whether it is *right* given its parent. The deepest node with an entirely right path
+wins, and one token of the target, the bonus, follows it.
 
 Greedy      a node is right iff it is the target's likeliest token after its parent; the bonus is the likeliest token
-            after the last one.
-Sampling    with p the target's processed distribution after a node (`models.sampling`) and q what its children were
-            drawn from, the children x1, x2, ... are tried in order:
+            after the last node.
+Sampling    with p the target's processed distribution after a node (`models.sampling`) and q the distribution that its
+            children were drawn from, the children x1, x2, ... are tried in order:
 
                 accept x with probability min(1, p(x) / q(x)), else  p <- norm(max(p - q, 0))  and try the next
 
-            The bonus is drawn from what p has become: the residual where all children were rejected, p itself where
-            the last node has none. So every token has the target's law (Leviathan et al., arXiv 2211.17192, appendix
-            A.1; several children: Miao et al., arXiv 2305.09781, section 4.3).
+            The bonus is drawn from the final p: the residual if all children were rejected, p itself if the last node
+            has none. So every token has the target's law (Leviathan et al., arXiv 2211.17192, appendix A.1; several
+            children: Miao et al., arXiv 2305.09781, section 4.3).
 
 Two kinds of trees are sampled from:
 - chosen by rank (chains of likeliest tokens, EAGLE-2 trees, copies): q is one on the node's own token, so x is accepted
-  with what p has left for it, p(x) / (1 - the earlier siblings' p), and a rejection takes x out of p;
-- chains drawn from the drafter (`DraftTree.drawn_from`): q is the drafter's distribution, which is zero outside a cut
-  draft vocabulary. p - q is formed over the target's whole vocabulary.
+  with probability p(x) / (1 - the earlier siblings' p), and a rejection removes x from p;
+- chains drawn from the drafter (`DraftTree.drawn_from`): q is the drafter's distribution, zero outside a cut draft
+  vocabulary. p - q is formed over the target's whole vocabulary.
 
 Shapes: B trees, N nodes, V tokens, A = depth of the deepest node + 1.
 """
@@ -36,22 +36,22 @@ from draftsmith.models.sampling import GREEDY, Draws, Sampling, tokens_of
 
 @dataclass(frozen=True)
 class Accepted:
-    """What one round keeps of B trees; still on the device."""
+    """The accepted paths of B trees, on the device."""
 
-    # [B, A] node indices, ascending, the root first; behind the end of a path anything. None: a chain's, 0, 1, 2, ...
+    # [B, A] node indices, ascending, the root first; undefined after the end of a path. None: a chain's 0, 1, 2, ...
     path: torch.Tensor | None
     length: torch.Tensor  # [B] nodes of the path, the root included
     bonus: torch.Tensor  # [B] the target's token after it
 
 
 class Acceptance(Protocol):
-    """How a verifier decides, from the target's logits, which tokens are the answer."""
+    """Decides from the target's logits which tokens are the answer."""
 
     @property
     def lossless(self) -> bool:
         """Whether answers are the target's own: its greedy tokens, or its law under `sampling`.
 
-        Replay, which takes a recorded answer for what the target says, and the report's promises rest on it.
+        Replay and the report rely on it.
         """
         ...
 
@@ -67,12 +67,12 @@ class Acceptance(Protocol):
             draws: the random numbers of each row.
 
         Raises:
-            ValueError: it needs draws, and has none.
+            ValueError: it needs draws and has none.
         """
         ...
 
     def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
-        """A path and a bonus token of each tree; `draws` are empty where none were given."""
+        """A path and a bonus token of each tree; `draws` is empty if none were given."""
         ...
 
 
@@ -115,12 +115,12 @@ class SampledAcceptance:
 
 
 def acceptance_of(sampling: Sampling) -> Acceptance:
-    """The lossless one."""
+    """The lossless rule for this sampling."""
     return GreedyAcceptance() if sampling.greedy else SampledAcceptance(sampling)
 
 
 def accept_greedy(tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
-    """The path of likeliest tokens as far as the tree holds it."""
+    """The longest path of the target's likeliest tokens in each tree."""
     best = logits_BNV.max(-1).indices  # [B, N]; argmax, but several times faster on a CPU
     if tree.is_chain:
         return _accepted_chain(tree, tree.tokens[:, 1:] == best[:, :-1], best)
@@ -129,9 +129,7 @@ def accept_greedy(tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
 
 
 def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling, draws: Sequence[Draws]) -> Accepted:
-    """A path and a bonus token drawn by the target's law.
-
-    All nodes are tried at once: a node that its walk never reaches is tried for nothing.
+    """A path and a bonus token drawn by the target's law. All nodes are tried at once.
 
     Args:
         draws: the random numbers of each row.
@@ -145,7 +143,7 @@ def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling
     if tree.drawn_from is None:
         chances, earlier = _chances_by_rank(tree, of_node)
         accepted = _events(tree, chances, draws)
-        last = deepest(tree, accepted & ~(earlier & accepted[:, None]).any(2))  # an earlier sibling goes before
+        last = deepest(tree, accepted & ~(earlier & accepted[:, None]).any(2))  # the first accepted sibling wins
         p_BV = p_BNV[each, last]
         child = tree.parents == last[:, None] if tree.real is None else (tree.parents == last[:, None]) & tree.real
         rest_BV = p_BV.scatter_reduce(1, tree.tokens, (~child).to(p_BV.dtype), "prod")  # zero for children's tokens
@@ -155,13 +153,13 @@ def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling
         last = deepest(tree, _events(tree, chances, draws))
         p_BV = p_BNV[each, last]
         rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
-    # A rejection that rounding alone allowed leaves nothing over.
+    # If only rounding allowed a rejection, no mass is left.
     rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
     return _accepted(tree, last, tokens_of(rest_BV, draws))
 
 
 def _events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
-    """[B, N] bool. Padding takes no random numbers: a row's draws do not hang on its neighbours."""
+    """[B, N] bool. Padding takes no random numbers: a row's draws do not depend on its neighbours."""
     sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
     events = [draw.events(chances[:size]) for draw, chances, size in zip(draws, chances_BN, sizes, strict=True)]
     return torch.stack([functional.pad(row, (0, tree.nodes - len(row))) for row in events])
@@ -170,7 +168,7 @@ def _events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) -
 def _chances_by_rank(tree: DraftTree, of_node: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """([B, N] chance of each node once its earlier siblings are rejected, [B, N, N] row i marks these siblings of i).
 
-    A token that an earlier sibling has holds nothing more: its chance is zero.
+    A token that repeats an earlier sibling's has chance zero.
     """
     earlier = (tree.parents[:, :, None] == tree.parents[:, None]).tril(diagonal=-1)
     repeated = (earlier & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(2)
@@ -180,7 +178,7 @@ def _chances_by_rank(tree: DraftTree, of_node: torch.Tensor) -> tuple[torch.Tens
 
 
 def deepest(tree: DraftTree, right: torch.Tensor) -> torch.Tensor:
-    """[B] the deepest node whose whole path is right, the root aside: the first one where siblings repeat a token."""
+    """[B] the deepest node with an entirely right path; the first one if siblings repeat a token."""
     wrong = ~right if tree.real is None else ~(right & tree.real)
     wrong[:, 0] = False
     path_right = ~(tree.ancestors & wrong[:, None]).any(2)
@@ -188,7 +186,7 @@ def deepest(tree: DraftTree, right: torch.Tensor) -> torch.Tensor:
 
 
 def _accepted_chain(tree: DraftTree, right: torch.Tensor, best: torch.Tensor) -> Accepted:
-    """`right`: [B, N - 1] of each node but the root."""
+    """`right`: [B, N - 1], without the root."""
     if tree.real is not None:
         right = right & tree.real[:, 1:]
     length = 1 + right.cumprod(1).sum(1)
@@ -200,6 +198,6 @@ def _accepted(tree: DraftTree, last: torch.Tensor, bonus: torch.Tensor) -> Accep
         return Accepted(None, last + 1, bonus)
     each = torch.arange(tree.rows, device=last.device)
     on_path = tree.ancestors[each, last]  # [B, N]
-    # A stable sort moves the nodes of the path to the front and leaves them in order.
+    # A stable sort moves the path's nodes to the front, in order.
     path = on_path.logical_not().argsort(dim=1, stable=True)[:, : tree.depth + 1]
     return Accepted(path, on_path.sum(1), bonus)

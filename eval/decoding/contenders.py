@@ -1,8 +1,7 @@
-"""Who is measured: from a recipe's trees and drafters to named proposers on one loaded target.
+"""Turns a recipe's trees and drafters into named proposers on one loaded target.
 
-A contender is one row of the table: who drafts, with which tree, from which vocabulary. Everything that can be wrong
-with one is told by `check_contenders`, before weights are loaded; `Lineup` then loads each model once, however many
-contenders share it.
+A contender is one row of the table: a drafter, a tree and a vocabulary. `check_contenders` reports everything that can
+be wrong with contenders before weights are loaded. `Lineup` then loads each model once.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -45,25 +44,25 @@ from draftsmith.recipes.schema import ContenderSection, ProposerName, Recipe, Ta
 
 @dataclass(frozen=True)
 class Contender:
-    """One row of the table. `name` is empty until `named` has given it one."""
+    """One row of the table. `name` is empty until `named` fills it in."""
 
     name: str
     proposer: ProposerName
     tree: TreeSection
-    place: str  # where it stands, for messages
+    place: str  # its key in the recipe, for messages
     kind: str = ""  # of the drafter, for its name
-    drafter: Path | None = None  # its directory
+    drafter: Path | None = None  # directory
     draft_model: TargetSection | None = None  # of causal_lm
-    token_counts: Path | None = None  # what tree.vocab_size ranks by
+    token_counts: Path | None = None  # tree.vocab_size ranks tokens by these
 
     @property
     def has_distributions(self) -> bool:
-        """Whether trees are grown from probabilities, or the drafted tokens are all that there is."""
+        """Whether the proposer gives probabilities that a policy can grow trees from."""
         return PROPOSERS[self.proposer].drafting is not None
 
 
 def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:
-    """What a recipe's section describes; directories that it leaves out are the recipe's."""
+    """The contender that a section describes. Missing directories default to the recipe's."""
     drafter = Path(section.drafter) if section.drafter else recipe.eval_drafter_dir
     return Contender(
         section.name,
@@ -78,7 +77,7 @@ def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Conte
 
 
 def _kind_of(recipe: Recipe, directory: Path) -> str:
-    """What kind of drafter lies there; of one that is yet to be trained, or cannot be read, what the recipe says."""
+    """The drafter's kind, in words. Takes the recipe's kind if the drafter is not trained yet or cannot be read."""
     try:
         return kind_text(read_config(directory)[0])
     except UserError:
@@ -92,18 +91,18 @@ def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
 
 
 def contenders_of(recipe: Recipe, rivals: Sequence[Contender] = ()) -> list[Contender]:
-    """The recipe's own tree first, those under eval.also, then `rivals`; all with names.
+    """Contenders with names: the recipe's own tree, those under eval.also, then `rivals`.
 
     Raises:
-        UserError: two of the names that were given are equal.
+        UserError: two given names are equal.
     """
     also = [contender_of(recipe, section, f"eval.also.{i}") for i, section in enumerate(recipe.eval.also)]
     return named([main_contender(recipe), *also, *rivals])
 
 
 def describe(contender: Contender) -> dict[str, Any]:
-    """What acceptance.json says of it: `nodes` and `draft_calls` are the most of a round, `vocab_size` is that asked
-    for (null: the drafter's own)."""
+    """The contender's entry in acceptance.json: `nodes` and `draft_calls` are the most per round, `vocab_size` is the
+    requested one (null: the drafter's own)."""
     tree = contender.tree
     shape: dict[str, Any] = {"policy": tree.policy, "vocab_size": tree.vocab_size}
     if tree.policy != "auto":
@@ -117,16 +116,16 @@ def describe(contender: Contender) -> dict[str, Any]:
     return {"proposer": contender.proposer, "drafter": None if who is None else str(who), "tree": shape}
 
 
-def _most(tree: TreeSection) -> int | None:
-    """None: C2T without a limit of its own, whose trees mostly end where its classifier says."""
+def _node_limit(tree: TreeSection) -> int | None:
+    """None for C2T without a limit: its classifier ends most trees."""
     return None if tree.policy == "c2t" and tree.nodes is None and tree.c2t.beam is None else tree.most
 
 
 def contender_named(recipe: Recipe, name: str | None) -> Contender:
-    """The one of that name among the recipe's own and those under eval.also, for `--contender`; None: the recipe's own.
+    """The contender that `--contender` names: under eval.also, or the recipe's own (None).
 
     Raises:
-        UserError: nobody has that name.
+        UserError: no contender has that name.
     """
     if name is None:
         return main_contender(recipe)
@@ -140,24 +139,24 @@ def contender_named(recipe: Recipe, name: str | None) -> Contender:
 
 
 def named(contenders: Sequence[Contender]) -> list[Contender]:
-    """The same, each with a name of its own: the given one, or one that says who drafts what.
+    """The same contenders, each with a unique name: the given one, or the drafter and its tree.
 
-    Where such names are equal, they also say in what the contenders differ; where they differ in nothing, they count.
+    Equal names get the settings that differ, and then numbers.
 
     Raises:
-        UserError: two of the names that were given are equal.
+        UserError: two given names are equal.
     """
     if repeated := repeated_names([(contender.name, contender.place) for contender in contenders]):
         raise UserError(repeated)
-    plain_names = [contender.name or _words(contender) for contender in contenders]
+    plain_names = [contender.name or _default_name(contender) for contender in contenders]
     result: list[Contender] = []
     taken = {PLAIN} | {contender.name for contender in contenders if contender.name}
     for contender, name in zip(contenders, plain_names, strict=True):
         if not contender.name:
             alike = [c for c, other in zip(contenders, plain_names, strict=True) if other == name]
-            facts = [_facts(other) for other in alike]
-            mine = _facts(contender)
-            differing = [words for key, words in mine.items() if any(fact.get(key) != words for fact in facts)]
+            details = [_details(other) for other in alike]
+            mine = _details(contender)
+            differing = [words for key, words in mine.items() if any(other.get(key) != words for other in details)]
             name = ", ".join([name, *filter(None, differing)])
             numbered = (f"{name} ({i})" for i in range(2, len(contenders) + 2))
             name = name if name not in taken else next(n for n in numbered if n not in taken)
@@ -167,7 +166,7 @@ def named(contenders: Sequence[Contender]) -> list[Contender]:
 
 
 def repeated_names(given: Sequence[tuple[str, str]]) -> list[str]:
-    """What is wrong with given names, as problems. `given`: (name, place) of each contender; without a name: ""."""
+    """A problem if given names repeat. `given`: (name or "", place) of each contender."""
     names = [PLAIN, *(name for name, _ in given if name)]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if not repeated:
@@ -176,8 +175,7 @@ def repeated_names(given: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{places}: names must differ; {', '.join(map(repr, repeated))} stands more than once"]
 
 
-def _words(contender: Contender) -> str:
-    """Who drafts what, in a few words."""
+def _default_name(contender: Contender) -> str:
     if not contender.has_distributions:
         return f"prompt lookup of {contender.tree.most - 1}"
     who = Path(contender.draft_model.model).name if contender.draft_model else contender.kind
@@ -185,7 +183,7 @@ def _words(contender: Contender) -> str:
 
 
 def tree_in_words(tree: TreeSection) -> str:
-    """A chain is counted in drafted tokens, a tree in verified nodes."""
+    """Chains are counted in drafted tokens, trees in verified nodes."""
     shape = {
         "chain": f"{'sampled ' * (tree.draw == 'sampled')}chain of {tree.most - 1}",
         "svip": f"{'sampled ' * (tree.draw == 'sampled')}svip of up to {tree.most - 1}",
@@ -199,8 +197,8 @@ def tree_in_words(tree: TreeSection) -> str:
     return f"{shape}, {tree.vocab_size:,} tokens" if tree.vocab_size is not None else shape
 
 
-def _facts(contender: Contender) -> dict[str, str]:
-    """Whatever else can differ, in words by key."""
+def _details(contender: Contender) -> dict[str, str]:
+    """Settings that the default name leaves out, in words by key."""
     tree = contender.tree
     facts = {
         "drafter": str(contender.drafter or ""),
@@ -215,7 +213,7 @@ def _facts(contender: Contender) -> dict[str, str]:
     if tree.policy in ("svip", "svip_tree"):
         facts |= {"c": f"c {tree.svip.c:g}", "h": f"h {tree.svip.h:g}"}
     if tree.policy == "c2t":
-        facts |= {"nodes": f"{_most(tree) or 'all'} nodes", "beam": f"beam {tree.c2t.beam or 'all'}"}
+        facts |= {"nodes": f"{_node_limit(tree) or 'all'} nodes", "beam": f"beam {tree.c2t.beam or 'all'}"}
         facts |= {"classifier": str(tree.c2t.classifier)}
     return facts
 
@@ -224,10 +222,10 @@ def _facts(contender: Contender) -> dict[str, str]:
 
 
 def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizerBase:
-    """Whatever is wrong with a drafter for this target, told before weights are loaded; the target's tokenizer.
+    """Checks a drafter against this target before weights are loaded. Returns the target's tokenizer.
 
     Raises:
-        UserError: no drafter there, one whose weights are missing or cut short, or one for another target.
+        UserError: no drafter there, its weights are missing or cut short, or it was trained for another target.
     """
     shape, trained_for = read_config(directory)
     tokenizer = load_tokenizer(target)
@@ -243,23 +241,23 @@ def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizer
 
 
 def check_classifier(contender: Contender, vocab: DraftVocab | None, target: TargetSection) -> None:
-    """C2T's classifier must have learnt from the nodes of the drafter that it serves.
+    """Checks that C2T's classifier was trained on nodes of this contender's drafter.
 
     Args:
-        vocab: as `words_of` takes it.
+        vocab: as `drafter_record` takes it.
 
     Raises:
-        UserError: it was trained for another one.
+        UserError: it was trained for another drafter.
     """
     if contender.tree.policy == "c2t" and contender.tree.c2t.classifier is not None:
-        check_made_for(contender.tree.c2t.classifier, words_of(contender, vocab, target))
+        check_made_for(contender.tree.c2t.classifier, drafter_record(contender, vocab, target))
 
 
-def words_of(contender: Contender, vocab: DraftVocab | None, target: TargetSection) -> dict[str, Any]:
+def drafter_record(contender: Contender, vocab: DraftVocab | None, target: TargetSection) -> dict[str, Any]:
     """`drafter_words` of a contender's drafter.
 
     Args:
-        vocab: what a contender with a cut drafts from (`vocab_of`); without a cut it says nothing and may be None.
+        vocab: the contender's cut vocabulary (`vocab_of`). Unused, and may be None, if there is no cut.
     """
     cut_to = None if contender.tree.vocab_size is None else vocab
     assert cut_to is not None or contender.tree.vocab_size is None
@@ -267,7 +265,7 @@ def words_of(contender: Contender, vocab: DraftVocab | None, target: TargetSecti
 
 
 def vocab_of(contender: Contender, target: TargetSection) -> DraftVocab:
-    """What a contender drafts from, before weights are loaded.
+    """The contender's draft vocabulary, known before weights are loaded.
 
     Raises:
         UserError: no such drafter or counts, counts of another tokenizer, or no such cut.
@@ -278,10 +276,10 @@ def vocab_of(contender: Contender, target: TargetSection) -> DraftVocab:
 
 
 def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None:
-    """A causal LM drafts token ids: they must mean the same to both. It needs no chat template.
+    """Checks that the draft model shares the target's token ids. It needs no chat template.
 
     Raises:
-        UserError: no such model, another tokenizer, or a vocabulary of another size; both sides named.
+        UserError: no such model, or its tokenizer, vocabulary size or number of positions does not fit.
     """
     try:
         small = load_config(draft_model).get_text_config(decoder=True)
@@ -289,8 +287,8 @@ def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None
             draft_model.model, revision=draft_model.revision, trust_remote_code=draft_model.trust_remote_code
         ).get_vocab()
     except UserError as error:
-        told = [problem.replace("target.model", "draft_model.model", 1) for problem in error.problems]
-        raise UserError(told) from None
+        problems = [problem.replace("target.model", "draft_model.model", 1) for problem in error.problems]
+        raise UserError(problems) from None
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise UserError(
             f"draft_model.model: cannot load a tokenizer from {draft_model.model!r}: {first_line(error)}"
@@ -319,15 +317,14 @@ def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None
 
 
 def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool = False) -> None:
-    """Refuses what cannot be measured, before weights are loaded: all problems at once.
+    """Checks all contenders before weights are loaded and reports all problems at once.
 
     Args:
-        plan: the recipe's own drafter need not be there; a plan may come before the training.
+        plan: the recipe's own drafter may be missing, because a plan may come before the training.
 
     Raises:
-        UserError: the target, or a drafter, classifier, draft model or list of token counts that is not there, not
-            readable or another target's; a cut that a drafter's vocabulary does not hold; a tree that exceeds the
-            target's positions.
+        UserError: the target, a drafter, classifier, draft model or file of token counts is missing, unreadable or
+            another target's; a cut exceeds a drafter's vocabulary; a tree exceeds the target's positions.
     """
     section = recipe.target
     tokenizer, config = load_tokenizer(section), load_config(section).get_text_config(decoder=True)
@@ -339,13 +336,13 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
 
     for contender in contenders:
 
-        def holds(key: str, check: Any, *arguments: Any, contender: Contender = contender) -> bool:
+        def passes(key: str, check: Any, *arguments: Any, contender: Contender = contender) -> bool:
             try:
                 check(*arguments)
                 return True
             except UserError as error:
-                for told in error.problems:
-                    problem = f"eval.{told}" if told.startswith("tree.") else told
+                for raised in error.problems:
+                    problem = f"eval.{raised}" if raised.startswith("tree.") else raised
                     known = any(problem.startswith(f"{start}{end}") for start in KEYS for end in ".: ")
                     places.setdefault(problem if known else f"{key}: {problem}", []).append(contender.place)
                 return False
@@ -353,39 +350,39 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         tree, drafter = contender.tree, contender.drafter
         there = drafter is None or drafter != untrained
         if drafter is not None and there:
-            there = holds("eval.drafter", check_drafter, section, drafter)
+            there = passes("eval.drafter", check_drafter, section, drafter)
         if contender.draft_model is not None:
-            holds("draft_model", check_draft_model, section, contender.draft_model)
+            passes("draft_model", check_draft_model, section, contender.draft_model)
         known = True
         if tree.policy != "auto":
-            known = holds("eval.tree.c2t.classifier", policy_of, tree, sampling)
-            holds("eval.tree", check_size, tree, config.max_position_embeddings)
+            known = passes("eval.tree.c2t.classifier", policy_of, tree, sampling)
+            passes("eval.tree", check_size, tree, config.max_position_embeddings)
         if there and contender.has_distributions:
-            told_of = (contender, config.vocab_size, fingerprint, stops)
-            if holds("eval.token_counts", _check_vocab, *told_of) and known:
-                holds("eval.tree.c2t.classifier", check_classifier, contender, _vocab_of(*told_of), section)
+            vocab_key = (contender, config.vocab_size, fingerprint, stops)
+            if passes("eval.token_counts", _check_vocab, *vocab_key) and known:
+                passes("eval.tree.c2t.classifier", check_classifier, contender, _vocab_of(*vocab_key), section)
     if places:
         raise UserError([_placed(problem, where) for problem, where in places.items()])
 
 
-KEYS = ("eval.drafter", "eval.tree", "eval.token_counts", "draft_model")  # what problems of contenders begin with
+KEYS = ("eval.drafter", "eval.tree", "eval.token_counts", "draft_model")  # a contender's problem begins with one
 
 
 def _placed(problem: str, places: Sequence[str]) -> str:
-    """The problem with the place of the first contender that has it, in the words of its recipe."""
+    """The problem at the key of the first contender that has it."""
     place, others = places[0], len(places) - 1
     if place.startswith("eval.planner.candidates.") and problem.startswith("eval.tree"):
-        told = f"{place}{problem.removeprefix('eval.tree')}"
+        text = f"{place}{problem.removeprefix('eval.tree')}"
     elif place.startswith("eval.also.") and not problem.startswith("eval.token_counts"):
-        told = f"{place}.{problem.removeprefix('eval.')}"
+        text = f"{place}.{problem.removeprefix('eval.')}"
     else:
-        told = problem if place == "eval.tree" else f"{place}: {problem}"
-    return f"{told} (and so for {others} other contender{'s' if others > 1 else ''})" if others else told
+        text = problem if place == "eval.tree" else f"{place}: {problem}"
+    return f"{text} (and so for {others} other contender{'s' if others > 1 else ''})" if others else text
 
 
 def check_size(tree: TreeSection, positions: int) -> None:
-    """A tree near the end of the context is pruned while decoding; one that exceeds the whole of it is a mistake."""
-    most, calls = _most(tree), tree.calls
+    """Raises UserError if a tree exceeds the whole context. Decoding prunes trees near the context's end."""
+    most, calls = _node_limit(tree), tree.calls
     if calls >= positions or (most or 0) > positions:
         raise UserError(
             f"eval.tree: {f'{most:,} nodes, ' if most else ''}{calls:,} draft calls deep, in a target of "
@@ -413,7 +410,7 @@ def _cut_of(contender: Contender, vocab: DraftVocab, fingerprint: str, stops: It
 
 
 def _check_vocab(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> None:
-    """The cut that is asked for, and the ranks of a static tree: what is drafted from must hold them."""
+    """Checks that the drafter's vocabulary holds the requested cut and the ranks of a static tree."""
     vocab, tree = _vocab_of(contender, vocab_size, fingerprint, stops), contender.tree
     greatest = max(map(max, tree.static_paths)) if tree.policy == "static" else 0
     if greatest >= vocab.size:
@@ -427,10 +424,7 @@ def _check_vocab(contender: Contender, vocab_size: int, fingerprint: str, stops:
 
 
 class Lineup:
-    """A loaded target, and everyone who drafts for it, each model loaded once.
-
-    Args:
-        section: the target.
+    """A loaded target and its drafters, each model loaded once.
 
     Raises:
         UserError: no such target.
@@ -440,7 +434,7 @@ class Lineup:
         self.section = section
         self.tokenizer = load_tokenizer(section)
         model = load_causal_lm(section)
-        # Decoding captures what each proposer reads; the target's own list is for training.
+        # Decoding captures the layers that each proposer reads. The target's own list is for training.
         self.target = Target(model, capture_layers=(0,))
         self.stop_ids = frozenset(stop_ids(self.tokenizer, model.generation_config))
         self.fingerprint = tokenizer_fingerprint(self.tokenizer)
@@ -449,14 +443,14 @@ class Lineup:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What drafters and recorded answers must find again: `checkpoint.target_identity`."""
+        """`checkpoint.target_identity`, which drafters and recorded answers must match."""
         return target_identity(self.target, self.section.model, self.section.revision, self.fingerprint)
 
     def proposer(self, contender: Contender, sampling: Sampling = GREEDY) -> Proposer:
-        """A fresh proposer for answers drawn by `sampling`. Its policy must be chosen: `auto` is none.
+        """A fresh proposer for answers drawn by `sampling`. Policy `auto` must be resolved before.
 
         Raises:
-            UserError: a model or file of its is not there, or another target's.
+            UserError: one of its models or files is missing, or was made for another target.
         """
         if (alone := PROPOSERS[contender.proposer].alone) is not None:
             return alone(self, contender)
@@ -484,16 +478,16 @@ class Lineup:
         return self.draft_models[key]
 
     def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:
-        """What `contender` drafts from instead of `vocab`; None: all of it."""
+        """The contender's cut of `vocab`; None: no cut."""
         return _cut_of(contender, vocab, self.fingerprint, self.stop_ids)
 
 
-# Who can propose. A new one needs its name in `schema.ProposerName`, and a line here.
+# Kinds of proposers. A new one needs its name in `schema.ProposerName` and a line here.
 
 
 @dataclass(frozen=True)
 class ProposerKind:
-    """How a contender's proposer is made: from distributions that any policy grows trees from, or as it is.
+    """Builds a contender's proposer: from distributions that any policy grows trees from, or `alone`.
 
     Exactly one of the two is given.
     """

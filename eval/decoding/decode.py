@@ -8,12 +8,11 @@
             commit      the path stays in the cache, the bonus becomes the next root
 
 Plain decoding is the same loop with a root alone. Accepted positions always reach the drafter with the target's own
-states, never with drafted ones. Of more prompts than are decoded side by side, the next ones take the rows of answers
-that ended (`decode_stream`). A round waits for the device once, for its tokens; policies that grow trees by what they
-see wait for their own tests besides (`eval.decoding.policies`), and a causal LM looks its drafted tokens up on the
-host.
+states, never with drafted ones. New prompts take the rows of answers that ended (`decode_stream`). A round waits for
+the device once, for its tokens. Policies with stopping tests wait for those as well (`eval.decoding.policies`), and a
+causal LM reads its drafted tokens on the host.
 
-Who verifies is a `Verifier`: the target (`TargetVerifier`), or its recorded answer (`eval.recorded.replay`).
+A `Verifier` is the target (`TargetVerifier`) or a recorded answer (`eval.recorded.replay`).
 """
 
 import itertools
@@ -37,15 +36,14 @@ _END: Any = object()
 
 @dataclass
 class Generation:
-    """One decoded answer and what it took. Times are in seconds and exclude the prefill, except `prefill_seconds`.
+    """One decoded answer and its cost. Times are in seconds and exclude the prefill, except `prefill_seconds`.
 
-    The time of a round is shared evenly by the answers that were decoded in it, so that sums over answers are time that
-    passed.
+    Answers decoded in the same round share its time evenly, so sums over answers are elapsed time.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]  # stop token included, nothing after it
-    accepted_per_round: list[int]  # drafted tokens that stand in token_ids, round by round
+    accepted_per_round: list[int]  # drafted tokens in token_ids, round by round
     last_round_cut: bool  # a stop token or the budget cut accepted tokens, or the bonus, off the last round
     tree_nodes: list[int] = field(default_factory=list)  # verified nodes of each round, root included
     draft_calls: list[int] = field(default_factory=list)
@@ -53,7 +51,7 @@ class Generation:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     decode_seconds: float = 0.0
-    # Whose turn this was; turns of one conversation are not independent.
+    # The turn that this answers. Turns of one conversation are not independent.
     benchmark: str = ""
     category: str | None = None
     conversation_id: str = ""
@@ -66,55 +64,55 @@ class Generation:
 
 @dataclass(frozen=True)
 class Round:
-    """What one round gave, on the host."""
+    """The result of one round, on the host."""
 
     new_tokens: list[list[int]]  # of each row: the accepted drafted tokens and the bonus
     nodes: list[int]  # of each row's tree
 
 
 class Verifier(Protocol):
-    """Says which drafted tokens are the target's, and hands its states to the proposer."""
+    """Decides which drafted tokens are the target's, and hands the target's states to the proposer."""
 
     device: torch.device
-    positions: int  # that the target has
+    positions: int  # of the target
 
     def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
-        """Reads the prompts, as rows behind those that there are: the first token of each answer.
+        """Appends a row for each prompt and returns the first token of each answer.
 
         Args:
-            draws: the random numbers of each; needed where the target samples.
+            draws: the random numbers of each row; needed if the target samples.
         """
         ...
 
     def committed(self, tokens: Sequence[Sequence[int]]) -> Committed:
-        """For the proposer: what was read or committed since the last round.
+        """The tokens and states that were read or committed since the last round, for the proposer.
 
         Args:
-            tokens: all of each row, the unread root last.
+            tokens: all tokens of each row, the unread root last.
         """
         ...
 
     def limits(self) -> list[int]:
-        """How deep the tree of each row may be."""
+        """The greatest depth that each row's tree may have."""
         ...
 
     def verify(self, tree: DraftTree) -> None:
-        """The target's forward over all nodes."""
+        """Runs the target over all nodes."""
 
     def accept(self, tree: DraftTree) -> Round:
-        """Commits a path of each tree that was verified."""
+        """Commits a path of each verified tree."""
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Goes on with these rows alone, in this order."""
+        """Keeps only these rows, in this order."""
 
 
 class TargetVerifier:
-    """The target itself.
+    """Verifies with the target model.
 
     Args:
-        proposer: the layers whose states it reads are captured; None: no layers.
-        acceptance: which drafted tokens are kept.
+        proposer: its `capture_layers` are captured; None: no layers.
+        acceptance: decides which drafted tokens are kept.
         prefill_tokens: as `TargetSession.prefill` takes `at_once`.
     """
 
@@ -128,11 +126,11 @@ class TargetVerifier:
         self.device = target.device
         self.session = target.session(() if proposer is None else proposer.capture_layers)
         self.acceptance, self.prefill_tokens = acceptance, prefill_tokens
-        self.draws: list[Draws] = []  # of each row, if it was given any
+        self.draws: list[Draws] = []  # of each row, if given
         self.positions: int = target.config.max_position_embeddings
         self.logits = torch.empty(0)
         self.prompts: list[Prompt] = []
-        # [B, n, F] states of what was read or committed last, row b's in its first counts[b]
+        # [B, n, F] states of the last read or committed positions; row b uses its first counts[b]
         self.features: torch.Tensor | None = None
         self.counts: list[int] = []
 
@@ -197,17 +195,16 @@ def decode(
     max_new_tokens: int | Sequence[int],
     draws: Sequence[Draws] | None = None,
 ) -> list[Generation]:
-    """One answer to each prompt, all decoded side by side; answers that end drop out, the others go on.
+    """One answer to each prompt, all decoded side by side.
 
-    With a `TargetVerifier` whose acceptance is greedy, the tokens are those of plain greedy decoding whatever the
-    proposer drafts: exactly in float32, in lower precision as far as the target's forward over several tokens rounds
-    like the one over a single token. Sampled tokens have the law of plain sampling; which ones they are depends on
-    `draws` and on what was drafted.
+    With a greedy `TargetVerifier` the tokens are those of plain greedy decoding, whatever the proposer drafts: exactly
+    in float32; in lower precision as far as the target's forward over several tokens rounds like the one over a single
+    token. Sampled tokens have the law of plain sampling; the tokens drawn depend on `draws` and on the drafts.
 
     Args:
         proposer: None: plain decoding.
-        max_new_tokens: of every answer, or of each.
-        draws: the random numbers of each answer; needed where the acceptance samples.
+        max_new_tokens: one number for all answers, or one for each.
+        draws: the random numbers of each answer; needed if the acceptance samples.
 
     Raises:
         ValueError: as `decode_stream`, or no prompts.
@@ -227,16 +224,16 @@ def decode(
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt that is to be answered."""
+    """A prompt to be answered."""
 
     key: Hashable
     prompt: Sequence[int]
     max_new_tokens: int
-    draws: Draws | None = None  # its random numbers; needed where the target samples
+    draws: Draws | None = None  # its random numbers; needed if the target samples
 
 
 class _Row:
-    """An answer in the making."""
+    """An answer being decoded."""
 
     def __init__(self, request: Request, first: int):
         self.request = request
@@ -248,7 +245,7 @@ class _Row:
         return tokens[-1] in stop_ids or len(tokens) >= self.request.max_new_tokens
 
     def take(self, new_tokens: Sequence[int], nodes: int, calls: int, stop_ids: Collection[int]) -> None:
-        """What a round gave."""
+        """Appends a round's tokens."""
         answer = self.answer
         self.committed.extend(new_tokens)
         kept = cut(new_tokens, stop_ids, self.request.max_new_tokens - len(answer.token_ids))
@@ -266,33 +263,33 @@ def decode_stream(
     stop_ids: Collection[int],
     rows: int,
 ) -> Iterator[tuple[Any, Generation]]:
-    """The loop itself: `rows` answers side by side; when a quarter of them has ended, the next ones take their places.
+    """Decodes `rows` answers side by side. When a quarter of them has ended, the next requests take their rows.
 
-    A small model on a CPU gains a tenth where the caller is in `torch.inference_mode()`.
+    A small model on a CPU is a tenth faster if the caller is in `torch.inference_mode()`.
 
     Args:
-        requests: None says "nothing now, ask again after an answer", for prompts that are made of answers.
+        requests: None means "nothing now, ask again after an answer", for prompts that contain answers.
 
     Yields:
         (key, answer), each as it ends.
 
     Raises:
-        ValueError: an empty prompt, nothing to write, more than the verifier has positions for, or requests of which
-            some have draws.
+        ValueError: an empty prompt, no tokens to write, more tokens than the verifier has positions, or draws for only
+            some of the requests.
     """
     if rows < 1:
         raise ValueError("decoding needs one row or more")
     clock = Clock(verifier.device)
     live: list[_Row] = []
-    rounds: list[tuple[list[_Row], list[Mark]]] = []  # not charged yet: who decoded, when its parts began and ended
+    rounds: list[tuple[list[_Row], list[Mark]]] = []  # not charged yet: rows, and when the parts began and ended
     exhausted, ended = False, clock.mark()
     while True:
         if not exhausted and _worth_a_prefill(len(live), rows):
             new, exhausted = _taken(requests, rows - len(live))
             if new:
-                going, over = _admit(verifier, proposer, new, len(live), stop_ids, clock)
-                live = live + going
-                yield from ((row.request.key, row.answer) for row in over)
+                unfinished, finished = _admit(verifier, proposer, new, len(live), stop_ids, clock)
+                live = live + unfinished
+                yield from ((row.request.key, row.answer) for row in finished)
                 if not live:
                     continue
                 ended = clock.mark()
@@ -309,7 +306,7 @@ def decode_stream(
             tree, calls = proposer.propose()
             tree = tree.pruned(verifier.limits())
         drafted = clock.mark()
-        marks = [ended, drafted if proposer is None else began, drafted]  # a root alone is the loop's own work
+        marks = [ended, drafted if proposer is None else began, drafted]  # plain decoding's root counts as `other`
         verifier.verify(tree)
         marks.append(clock.mark())
         done = verifier.accept(tree)
@@ -317,24 +314,24 @@ def decode_stream(
             row.take(tokens, nodes, count, stop_ids)
         ended = clock.mark()
         rounds.append((live, [*marks, ended]))
-        going = _going([not row.ended(stop_ids) for row in live])
-        if len(going) < len(live):
+        kept = _compacted([not row.ended(stop_ids) for row in live])
+        if len(kept) < len(live):
             _charge(clock, rounds)
             yield from ((row.request.key, row.answer) for row in live if row.ended(stop_ids))
-            ended = clock.mark()  # what was done with them does not count
-            live = [live[i] for i in going]
-            verifier.keep(going)
-            if proposer is not None and going:  # where none goes on, it begins anew
-                proposer.keep(going)
+            ended = clock.mark()  # the caller's time does not count
+            live = [live[i] for i in kept]
+            verifier.keep(kept)
+            if proposer is not None and kept:  # if none is left, the next prompts reset it
+                proposer.keep(kept)
 
 
 def _worth_a_prefill(active: int, rows: int) -> bool:
-    """Prompts are read in groups: a quarter of the rows is free (all of them at the start and at lulls)."""
+    """Whether a quarter of the rows is free: prompts are read in groups."""
     return active <= rows - max(1, rows // 4)
 
 
 def _taken(waiting: Iterator[Request | None], most: int) -> tuple[list[Request], bool]:
-    """The next ones, and whether there are none behind them: fewer than `most` also where None says "not now"."""
+    """(the next requests, whether they are exhausted). Fewer than `most` if None says "not now"."""
     new: list[Request] = []
     while len(new) < most:
         one = next(waiting, _END)
@@ -344,8 +341,8 @@ def _taken(waiting: Iterator[Request | None], most: int) -> tuple[list[Request],
     return new, False
 
 
-def _going(kept: Sequence[bool]) -> list[int]:
-    """Rows that go on, in their new order: the last ones move into the gaps, and the others stay."""
+def _compacted(kept: Sequence[bool]) -> list[int]:
+    """Kept rows in their new order: the last ones move into the gaps, the others stay."""
     count = sum(kept)
     last = iter([i for i in range(len(kept)) if i >= count and kept[i]])
     return [i if kept[i] else next(last) for i in range(count)]
@@ -359,8 +356,8 @@ def _admit(
     stop_ids: Collection[int],
     clock: "Clock",
 ) -> tuple[list[_Row], list[_Row]]:
-    """Reads new prompts behind the rows that there are: those that go on, and those that ended with their first token,
-    of which the proposer never learns."""
+    """Reads new prompts as further rows. Returns (unfinished rows, rows that ended with their first token); the
+    proposer never sees the latter."""
     for request in new:
         prompt_tokens, budget = len(request.prompt), request.max_new_tokens
         if not prompt_tokens or budget < 1:
@@ -377,13 +374,13 @@ def _admit(
     rows = [_Row(request, token) for request, token in zip(new, first, strict=True)]
     for row in rows:
         row.answer.prefill_seconds = clock.seconds(began, read) / len(rows)
-    going = [row for row in rows if not row.ended(stop_ids)]
-    if len(going) < len(rows):
-        verifier.keep([*range(before), *(before + i for i, row in enumerate(rows) if row in going)])
-    if proposer is not None and going:
-        draws = _draws_of([row.request for row in going])
-        (proposer.admit if before else proposer.reset)(len(going), draws)
-    return going, [row for row in rows if row not in going]
+    unfinished = [row for row in rows if not row.ended(stop_ids)]
+    if len(unfinished) < len(rows):
+        verifier.keep([*range(before), *(before + i for i, row in enumerate(rows) if row in unfinished)])
+    if proposer is not None and unfinished:
+        draws = _draws_of([row.request for row in unfinished])
+        (proposer.admit if before else proposer.reset)(len(unfinished), draws)
+    return unfinished, [row for row in rows if row not in unfinished]
 
 
 def _draws_of(requests: Sequence[Request]) -> list[Draws] | None:
@@ -405,7 +402,7 @@ def _charge(clock: "Clock", rounds: list[tuple[list[_Row], list["Mark"]]]) -> No
 
 
 def cut(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int) -> int:
-    """How many of a round's tokens count: up to the first stop token, itself included, and within the budget."""
+    """Number of a round's tokens up to and including the first stop token, and within the budget."""
     stop = next((i + 1 for i, token in enumerate(new_tokens) if token in stop_ids), len(new_tokens))
     return min(stop, budget)
 
@@ -414,10 +411,9 @@ Mark = float | torch.Event
 
 
 class Clock:
-    """Marks in the course of the work, and the seconds between them.
+    """Time marks, and the seconds between them.
 
-    On an accelerator a mark is an event in its queue: work is charged where it was asked for, and the host goes on
-    without waiting.
+    On an accelerator a mark is an event in its queue, so the host does not wait.
     """
 
     def __init__(self, device: torch.device):

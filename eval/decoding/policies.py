@@ -1,20 +1,19 @@
 """How draft trees grow: policies over any `models.draft_tree.Drafting`, for B answers side by side.
 
-A policy asks the drafter for log-probabilities, decides which nodes to expand, which to keep and when to stop. The
-number of draft calls includes the first, which reads the newly committed tokens and drafts the root's children.
+A policy asks the drafter for log-probabilities and decides which nodes to expand, which to keep and when to stop. The
+first draft call reads the newly committed tokens and drafts the root's children.
 
-    Chain       one token after the other; with `Svip` until one was uncertain
+    Chain       one token after the other; with `Svip` until a token is uncertain
     StaticTree  the same ranks every round
-    Eagle2      the best nodes of a beam search; with `Ddd` or `SvipTree` until the beam is worth no further call
-    C2T         what a classifier deems likely to be accepted
+    Eagle2      the best nodes of a beam search; with `Ddd` or `SvipTree` until the beam is not worth another call
+    C2T         nodes that a classifier expects to be accepted
 
-The value of a node is the product of draft probabilities along its path (temperature 1, over the draft vocabulary),
-kept as its logarithm. A child never exceeds its parent, and where nodes are ranked, ties go to the earlier and so to
-the shallower one: what is kept is connected. A NaN counts as the lowest value.
+A node's value is the logarithm of the product of draft probabilities along its path (temperature 1, over the draft
+vocabulary). A child's value never exceeds its parent's. Ties go to the earlier node, which is never the deeper one, so
+the best nodes are always connected. A NaN counts as the lowest value.
 
-A batch grows until its last row has stopped. A row's tree and its number of calls are those it would have alone: what
-is drafted behind its stop is never verified. Nothing waits for the device but the tests of the policies that stop by
-what they see, once a test.
+A batch grows until its last row stops. Tokens drafted after a row's own stop are never verified, so each row gets the
+tree and the number of calls that it would get alone. Only the stopping tests wait for the device, once each.
 
 Shapes: B rows, b nodes that are expanded in one call, K children of each, T drafted nodes of all calls, S slots,
 N nodes of the final trees, Vd draft vocabulary, V target vocabulary.
@@ -41,7 +40,7 @@ class TreePolicy(Protocol):
     def grow(
         self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
     ) -> tuple[DraftTree, list[int]]:
-        """A tree below each root, and how many draft calls it took.
+        """A tree below each root, and its number of draft calls.
 
         Args:
             roots_B: [B] target token ids, on the drafter's device.
@@ -56,11 +55,10 @@ class Chain:
 
     Args:
         stop: ends chains earlier.
-        sampling: tokens are drawn from the drafter's distribution, passed through the same temperature, top-k and top-p
-            as the target's logits, which brings the two closest; any distribution would be lossless. Greedy takes the
-            likeliest tokens.
+        sampling: how tokens are drawn from the drafter's distribution. Any way is lossless; the target's own
+            temperature, top-k and top-p bring the two closest. Greedy takes the likeliest tokens.
 
-    A distribution that holds a NaN, or no token at all, is replaced by the uniform one.
+    A distribution with a NaN or without any token is replaced by the uniform one.
     """
 
     draft_tokens: int
@@ -95,33 +93,33 @@ class Chain:
         if min(calls.of_row) < longest:
             sizes = torch.tensor(calls.of_row, device=device) + 1
             if drawn is not None:
-                behind = torch.arange(longest, device=device) >= sizes[:, None] - 1
-                drawn = drawn.masked_fill(behind[..., None], 0)
+                past_end = torch.arange(longest, device=device) >= sizes[:, None] - 1
+                drawn = drawn.masked_fill(past_end[..., None], 0)
         tree = DraftTree(
             torch.cat(tokens, dim=1),
             torch.arange(-1, longest, device=device).expand(rows, -1),
             longest,
             sizes,
-            None if drawn is None else _over_target(drawn, vocab),
+            None if drawn is None else _over_target_vocab(drawn, vocab),
             is_chain=True,
         )
         return tree, calls.of_row
 
     def _probabilities(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """[B, Vd], whatever the drafter gave."""
+        """[B, Vd] the drafter's distribution, or the uniform one if it is unusable."""
         q = self.sampling.probabilities(log_probs)
         return torch.where(q.sum(-1, keepdim=True) > 0.5, q, 1 / q.shape[-1])
 
     @staticmethod
     def _drawn(q: torch.Tensor, draws: Sequence[Draws], going: Sequence[bool]) -> torch.Tensor:
-        """[B] draft ids; rows that have stopped use up no random number."""
+        """[B] draft ids. Rows that have stopped consume no random numbers."""
         nothing = torch.zeros((), dtype=torch.long, device=q.device)
         return torch.stack(
             [draw.token(q_V) if goes else nothing for draw, q_V, goes in zip(draws, q, going, strict=True)]
         )
 
 
-def _over_target(drawn: torch.Tensor, vocab: DraftVocab) -> torch.Tensor:
+def _over_target_vocab(drawn: torch.Tensor, vocab: DraftVocab) -> torch.Tensor:
     """Distributions over the draft vocabulary [B, N - 1, Vd] as `DraftTree.drawn_from` [B, N, V]."""
     if vocab.is_full:
         return functional.pad(drawn, (0, 0, 0, 1))
@@ -136,8 +134,8 @@ class _Level:
     """One draft call of a static tree, as indices on one device."""
 
     width: int  # children proposed per expanded node
-    chosen: torch.Tensor  # [n] the level's nodes among all that were proposed
-    expanded: torch.Tensor  # [b] those of them with children, which the next call expands
+    chosen: torch.Tensor  # [n] the level's nodes among all proposed ones
+    expanded: torch.Tensor  # [b] the nodes that have children; the next call expands them
     slots: torch.Tensor  # [1, b] slots of their parents
 
 
@@ -146,8 +144,8 @@ class StaticTree:
     """The same tree every round: each node is the child of a fixed rank (EAGLE-1, arXiv 2401.15077, figure 7).
 
     Args:
-        paths: the nodes below the root, each as the ranks of the children that lead to it, 0 the likeliest. A node's
-            parent is among them. Ranks that the draft vocabulary has not are left out, with what hangs below them.
+        paths: each node below the root as the child ranks that lead to it, 0 the likeliest, with its parent among
+            them. Ranks beyond the draft vocabulary are left out, with all nodes below them.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -172,11 +170,10 @@ class StaticTree:
         return tree, [len(levels)] * rows
 
     def _plan(self, vocab_size: int, device: torch.device) -> tuple[list[_Level], torch.Tensor]:
-        """(levels, [N] parents), made once for a device."""
-        plan = self._plans.get((vocab_size, device))
-        if plan is None:
-            plan = self._plans[vocab_size, device] = self._indices(vocab_size, device)
-        return plan
+        """(levels, [N] parents), cached by device."""
+        if (vocab_size, device) not in self._plans:
+            self._plans[vocab_size, device] = self._indices(vocab_size, device)
+        return self._plans[vocab_size, device]
 
     def _indices(self, vocab_size: int, device: torch.device) -> tuple[list[_Level], torch.Tensor]:
         paths = sorted((path for path in self.paths if max(path) < vocab_size), key=lambda path: (len(path), path))
@@ -211,10 +208,10 @@ LARGE = 8192  # draft tokens from which the detour pays; measured on a CPU
 
 
 def likeliest(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`log_probs.topk(count)` [..., Vd]; a NaN is the greatest, ties go anywhere.
+    """`log_probs.topk(count)` [..., Vd]. A NaN is the greatest; the order of ties is undefined.
 
-    On a CPU, top-k handles every token by itself. Over a large vocabulary it is several times faster to find the blocks
-    with the greatest maxima first: the `count` likeliest tokens stand in `count` of them, or behind the last one.
+    On a CPU and over a large vocabulary it is several times faster to find the blocks with the greatest maxima first.
+    The `count` likeliest tokens lie in `count` of these blocks or in the rest after the last block.
     """
     size = log_probs.shape[-1]
     blocks = size // BLOCK
@@ -230,9 +227,9 @@ def likeliest(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 
 
 def _children(values_Bb: torch.Tensor, log_probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `width` likeliest children of each node, the likeliest first: (values, draft ids), both [B, b, width].
+    """(values, draft ids) of each node's `width` likeliest children, the likeliest first; both [B, b, width].
 
-    NaNs are taken first; they then have the lowest value. No child exceeds its parent.
+    NaNs come first and get the lowest value. No child's value exceeds its parent's.
     """
     best, drafted = likeliest(log_probs, width)
     best = best.clamp_(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
@@ -248,13 +245,13 @@ def _best_nodes(
     counts: Sequence[int],
     depth: int,
 ) -> DraftTree:
-    """The trees of the best drafted nodes: counts[b] of row b, ties to the earlier one.
+    """Trees of the counts[b] best drafted nodes of each row b. Ties go to the earlier node.
 
     Args:
-        values_BT: a child's is never above its parent's, and stands behind it.
+        values_BT: a child comes after its parent and never has a higher value.
         drafted_BT: draft ids.
         parents_BT: 1 + index of each node's parent among the T, 0 for the root's children.
-        depth: of the deepest node, or more.
+        depth: an upper bound on every node's depth.
     """
     rows, drafted_nodes = values_BT.shape
     most, device = max(counts), values_BT.device
@@ -262,10 +259,10 @@ def _best_nodes(
     sizes = None
     if min(counts) < most:
         sizes = torch.tensor(counts, device=device) + 1
-        behind = torch.arange(1, most + 1, device=device) >= sizes[:, None]
-        kept = kept.masked_fill(behind, drafted_nodes)  # sorted behind all nodes
+        padding = torch.arange(1, most + 1, device=device) >= sizes[:, None]
+        kept = kept.masked_fill(padding, drafted_nodes)  # sorts after all nodes
     kept = kept.sort(dim=1).values  # [B, N - 1] drafted order: parents first, shallower nodes first
-    # Where each drafted node stands in the tree: the root at 0, and a last entry for the padding.
+    # Each drafted node's index in the tree: the root at 0, and a last entry for the padding.
     place = kept.new_zeros(rows, drafted_nodes + 2)
     place.scatter_(1, kept + 1, torch.arange(1, most + 1, device=device).expand(rows, -1))
     if sizes is not None:
@@ -280,16 +277,15 @@ def _best_nodes(
 @dataclass(frozen=True)
 class Eagle2:
     """EAGLE-2's dynamic tree (arXiv 2406.16858, section 4): expand the best `top_k` nodes of each level, keep the best
-    `nodes` - 1 of all that were proposed.
+    `nodes` - 1 of all proposed ones.
 
     Args:
-        nodes: of the tree, the root included; fewer where fewer are proposed.
-        draft_calls: the first included; the greatest depth.
+        nodes: of the tree, the root included; fewer if fewer are proposed.
+        draft_calls: the first included; equals the greatest depth.
         top_k: children proposed per node, and width of the beam.
-        stop: ends the search earlier; None: it never looks.
-        watch: is shown the children of every call before any is cut: their values [B, b, K], the log-probabilities
-            [B, b, Vd] that they were drawn from, and their depth. Where `nodes` cuts none, the tree's nodes below the
-            root stand in this order, call by call.
+        stop: ends the search earlier.
+        watch: called with each call's children before any is cut: values [B, b, K], log-probabilities [B, b, Vd] and
+            depth. If `nodes` cuts none, the tree holds its nodes in this order.
     """
 
     nodes: int
@@ -305,8 +301,8 @@ class Eagle2:
         log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
         width = min(self.top_k, log_probs.shape[-1])  # K
         values_Bb = log_probs.new_zeros(rows, 1)  # of the expanded nodes: the root's is 1
-        # All proposed nodes, call by call: the K children of an expanded node stand together, so that node t of them
-        # hangs below slot t // K. Slot 0 is the root, the others are filled in the order in which nodes are expanded.
+        # All proposed nodes, call by call. The K children of an expanded node are adjacent, so slot t // K holds the
+        # parent of node t. Slot 0 is the root; the others fill up in the order in which nodes are expanded.
         values, drafted = [], []
         in_slots = [torch.full((rows, 1), -1, device=device)]  # [B, S] index of each slot's node; -1 is the root
         proposed = [0]  # nodes after so many calls
@@ -317,7 +313,7 @@ class Eagle2:
                 self.watch(children, log_probs, call)
             children, ids = children.flatten(1), ids.flatten(1)  # [B, b * K]
             if rows > 1 and not all(calls.going):
-                # Behind every node of a row that has stopped: among equal values the earlier ones go first.
+                # Ranks after all earlier nodes of a row that has stopped: ties go to the earlier node.
                 assert calls.stopped_B is not None
                 children.masked_fill_(calls.stopped_B[:, None], -math.inf)
             values.append(children)
@@ -344,22 +340,22 @@ class Eagle2:
 
 @dataclass(frozen=True)
 class C2T:
-    """C2T's growth (arXiv 2502.13652, section 3.3): of the `top_k` children of every frontier node keep those that the
-    classifier gives at least `beta`, at most `beam` a level; they are verified, and they are the next frontier.
+    """C2T's growth (arXiv 2502.13652, section 3.3): of each frontier node's `top_k` children keep those with a
+    confidence of at least `beta`, at most `beam` per level. The kept nodes are verified and form the next frontier.
 
     Args:
         classifier: `models.c2t`; it moves to the drafter's device.
-        beta: least confidence. It depends on how the classifier was trained (its negative_ratio).
-        beam: most nodes kept at a level, those of the greatest confidence (K2); None: all. Ties go to children of
-            better parents, and among siblings to the likelier one.
-        top_k: children looked at per node (K). 1: chains.
+        beta: least confidence. A good value depends on the classifier's negative_ratio.
+        beam: most nodes kept per level, by confidence (K2); None: all. Ties go to children of better parents, then to
+            the likelier sibling.
+        top_k: children considered per node (K). 1: chains.
         draft_calls: most calls (d_max).
-        nodes: most nodes of the tree, the root included: of those that were kept the most probable; None: all. A level
-            then never keeps more than could end there: the most probable of it.
-        entropy_over: likeliest tokens that the entropy is taken over (M), as in the classifier's training.
+        nodes: most nodes of the tree, the root included: the most probable of the kept ones; None: all. It also limits
+            each level.
+        entropy_over: number of likeliest tokens in the entropy (M), as in the classifier's training.
 
-    Paths end where no child is kept, so a tree may be its root alone. A NaN in a distribution is a NaN in the
-    confidence of all its children: none is kept.
+    A path ends where no child is kept, so a tree may be its root alone. A NaN in a distribution makes the confidence
+    of all its children NaN, and none is kept.
     """
 
     classifier: C2tClassifier
@@ -379,8 +375,8 @@ class C2T:
         log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
         width = min(self.top_k, log_probs.shape[-1])  # K
         values_Bb = log_probs.new_zeros(rows, 1)  # of the frontier
-        real_Bb: torch.Tensor | None = None  # [B, b] false on its padding; None: there is none
-        # All kept nodes, level by level. Each of them is expanded in its turn, so node t fills slot t + 1.
+        real_Bb: torch.Tensor | None = None  # [B, b] false on its padding; None: no padding
+        # All kept nodes, level by level. Each is expanded in turn, so node t fills slot t + 1.
         values, drafted, parents = [], [], []
         first_slot = 0  # of the frontier
         calls, counts = [0] * rows, [0] * rows
@@ -392,7 +388,7 @@ class C2T:
             passed = confidence >= self.beta
             if real_Bb is not None:
                 passed &= real_Bb[..., None]
-            # Those that passed first, by confidence; the others behind them.
+            # Passing children first, by confidence.
             order = torch.where(passed, confidence, -1.0).flatten(1).argsort(dim=1, descending=True, stable=True)
             count_B = passed.flatten(1).sum(1)
             if self.beam is not None:
@@ -438,11 +434,11 @@ class C2T:
     def _most_probable(
         self, chosen: torch.Tensor, values_Bb: torch.Tensor, count_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A level cut to the most probable nodes that the whole tree could hold; ties to the earlier one."""
+        """Cuts a level to the most probable nodes that the whole tree could hold. Ties go to the earlier node."""
         assert self.nodes is not None
-        behind = torch.arange(chosen.shape[1], device=chosen.device) >= count_B[:, None]
+        padding = torch.arange(chosen.shape[1], device=chosen.device) >= count_B[:, None]
         lowest = torch.finfo(values_Bb.dtype).min
-        order = values_Bb.clamp(min=lowest).masked_fill(behind, -math.inf)
+        order = values_Bb.clamp(min=lowest).masked_fill(padding, -math.inf)
         order = order.argsort(dim=1, descending=True, stable=True)[:, : self.nodes - 1]
         return chosen.gather(1, order), values_Bb.gather(1, order), count_B.clamp(max=self.nodes - 1)
 
@@ -451,8 +447,8 @@ def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
     """The policy that a recipe's section describes, for answers drawn by `sampling`.
 
     Raises:
-        UserError: c2t.classifier is no classifier, or was trained on another entropy.
-        ValueError: policy auto, which has to be resolved first.
+        UserError: c2t.classifier is not a classifier, or was trained on another entropy.
+        ValueError: policy auto, which must be resolved first.
     """
     if tree.policy in ("chain", "svip"):
         drawn = sampling if tree.draw == "sampled" else GREEDY
@@ -509,7 +505,7 @@ class PolicyProposer:
         self.drafting.rollback(lengths)
 
     def observe(self, committed: Committed) -> None:
-        # Copied to the device while that is idle: a copy waits for what was asked for before it.
+        # Copy to the device while it is idle: a copy waits for all earlier work.
         roots = [tokens[-1] for tokens in committed.tokens]
         self.roots_B = torch.tensor(roots, device=self.drafting.vocab.target_ids.device)
         self.drafting.observe(committed)

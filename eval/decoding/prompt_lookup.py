@@ -1,7 +1,7 @@
 """Prompt lookup: the continuation of the last n-gram's latest earlier occurrence, as a chain. No model, no training.
 
-The bar that every trained drafter must clear. Follows transformers' `prompt_lookup_num_tokens` in spirit (longest
-n-gram first); deviation: the latest occurrence is taken, not the first, for nearby text is likelier to be repeated.
+The baseline that every trained drafter must beat. Follows transformers' `prompt_lookup_num_tokens` (longest n-gram
+first). Deviation: it takes the latest occurrence, not the first, because nearby text is likelier to be repeated.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class PromptLookup:
 
     Args:
         draft_tokens: most tokens of one chain.
-        max_ngram: longest n-gram looked for; shorter ones follow down to 1.
+        max_ngram: longest n-gram looked up; shorter ones follow, down to 1.
     """
 
     capture_layers: tuple[int, ...] = ()
@@ -27,7 +27,7 @@ class PromptLookup:
         self.texts: list[_Text] = []
 
     def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.texts: list[_Text] = []
+        self.texts = []
         self.admit(rows)
 
     def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
@@ -52,17 +52,17 @@ class PromptLookup:
 
 
 class _Text:
-    """One answer's tokens, and where each n-gram of them ended."""
+    """One answer's tokens, and where each n-gram ended."""
 
     def __init__(self, max_ngram: int):
         self.max_ngram = max_ngram
         self.tokens: list[int] = []
-        # The latest end (index of the following token) of every n-gram, and the one before that: the last n-gram's own
-        # occurrence has nothing behind it.
+        # The latest end (index of the following token) of every n-gram, and the one before: no token follows the
+        # latest occurrence of the last n-gram.
         self.ends: dict[tuple[int, ...], tuple[int, int | None]] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """`tokens` are all so far."""
+        """Adds the new ones of `tokens`, which are all tokens so far."""
         for end in range(len(self.tokens) + 1, len(tokens) + 1):
             self.tokens.append(tokens[end - 1])
             for n in range(1, min(self.max_ngram, end) + 1):
@@ -71,7 +71,7 @@ class _Text:
                 self.ends[ngram] = (end, previous[0] if previous else None)
 
     def continuation(self, length: int) -> list[int]:
-        """At most `length` tokens that once followed the longest known n-gram at the end; none where none is known."""
+        """At most `length` tokens that followed an earlier occurrence of the longest known n-gram at the end."""
         for n in range(min(self.max_ngram, len(self.tokens)), 0, -1):
             _, earlier = self.ends[tuple(self.tokens[-n:])]
             if earlier is not None:

@@ -14,8 +14,8 @@
 
 In float32 a greedy answer is the target's own, token for token, and a sampled one has the target's law
 (`eval.decoding.decode`). In bfloat16 and float16 the law is that of the rounded logits, and a forward over a tree may
-round differently from one over a single token: near ties may turn. A target given by its name alone has its
-checkpoint's precision, which is often bfloat16; `Speculator.token_identical` says which promise holds.
+round differently from one over a single token, which can flip near ties. A target given by name alone is loaded in its
+checkpoint's precision, often bfloat16; `Speculator.token_identical` tells whether answers are exact.
 """
 
 from dataclasses import dataclass
@@ -37,19 +37,19 @@ from draftsmith.recipes.schema import TargetSection, TreeSection
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer and how it came about."""
+    """One answer and its decoding."""
 
     text: str
     generation: Generation  # token ids, rounds, seconds
 
     @property
     def tau(self) -> float | None:
-        """Tokens per verification, the bonus token included; None where the first token ended the answer."""
+        """Tokens per verification, the bonus token included; None if the first token ended the answer."""
         return tau([self.generation])
 
 
 class Speculator:
-    """A loaded target and a drafter that was trained for it."""
+    """A loaded target and its drafter."""
 
     def __init__(self, lineup: Lineup, directory: Path):
         self.lineup, self.directory = lineup, directory
@@ -61,12 +61,12 @@ class Speculator:
         """Loads both.
 
         Args:
-            target: a hub id or a directory, loaded in its checkpoint's precision; or a recipe's section, which can ask
-                for another (dtype="float32"), a device or a chat template.
+            target: a hub id or a directory, loaded in its checkpoint's precision; or a recipe's section, which can set
+                another precision (dtype="float32"), a device or a chat template.
             drafter: a directory that training wrote.
 
         Raises:
-            UserError: one of the two is not there, or they do not belong together.
+            UserError: one of them is missing, or the drafter was trained for another target.
         """
         section = TargetSection(model=target) if isinstance(target, str) else target
         check_drafter(section, Path(drafter))
@@ -74,8 +74,8 @@ class Speculator:
 
     @property
     def token_identical(self) -> bool:
-        """Whether greedy answers are plain decoding's, token for token. Coarser precisions than float32 round drafted
-        tokens, which are verified together, in another way than single ones."""
+        """Whether greedy answers equal plain decoding's, token for token. Below float32, a forward over several tokens
+        rounds differently from one over a single token."""
         return self.target.dtype in (torch.float32, torch.float64)
 
     def proposer(
@@ -84,11 +84,11 @@ class Speculator:
         """Drafts trees of this shape with the drafter, for answers drawn by `sampling`.
 
         Args:
-            token_counts: what tree.vocab_size ranks by: a file of data_gen/rank_vocab.py.
+            token_counts: tree.vocab_size ranks tokens by this file of data_gen/rank_vocab.py.
 
         Raises:
-            UserError: policy auto, a tree that exceeds the target's positions, tree.vocab_size without token counts, or
-                more than the drafter has.
+            UserError: policy auto, a tree that exceeds the target's positions, or tree.vocab_size without token counts
+                or beyond the drafter's vocabulary.
         """
         if tree.policy == "auto":
             raise UserError(
@@ -118,11 +118,11 @@ class Speculator:
 
         Args:
             question: one user turn, or messages as chat templates take them.
-            tree: the shape of the draft trees; None is EAGLE-2's with 60 nodes.
+            tree: the shape of the draft trees; None: EAGLE-2's with 60 nodes.
 
         Raises:
-            UserError: the chat template refuses the messages, prompt and answer exceed the target's positions, or the
-                tree is none that `proposer` takes.
+            UserError: the chat template refuses the messages, prompt and answer exceed the target's positions, or
+                `proposer` refuses the tree.
         """
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         try:
