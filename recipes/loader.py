@@ -89,7 +89,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     except OSError as error:  # a name that no system takes as a path
         source.problems.append(f"{path}: {_cut(str(error.filename))}: {error.strerror}")
     if len(source.problems) > MOST_PROBLEMS:
-        raise UserError([*source.problems[:MOST_PROBLEMS], f"{path}: and more problems; mend these first"])
+        raise UserError([*source.problems[:MOST_PROBLEMS], f"{path}: and more problems; fix these first"])
     if source.problems or recipe is None:
         raise UserError(source.problems)
     return recipe

@@ -548,10 +548,10 @@ class TreeSection(Section):
             return
         known = {tuple(path) for path in self.paths}
         if len(known) < len(self.paths):
-            raise ValueError("paths: a node stands there twice")
+            raise ValueError("paths: a node is given twice")
         orphans = [list(path) for path in sorted(known) if len(path) > 1 and path[:-1] not in known]
         if orphans:
-            raise ValueError(f"paths: {orphans[0]} hangs below {orphans[0][:-1]}, which is no node of the tree")
+            raise ValueError(f"paths: {orphans[0]} is a child of {orphans[0][:-1]}, which is not in the tree")
 
     @property
     def most(self) -> int:
@@ -781,9 +781,7 @@ class Recipe(Section):
     def _trainable(self) -> "Recipe":
         drafter, train, problems = self.drafter, self.train, []
         if train.keep_best is not None and not train.validation_conversations:
-            problems.append(
-                "train.keep_best: goes by validation conversations, but train.validation_conversations is 0"
-            )
+            problems.append("train.keep_best: needs validation conversations, but train.validation_conversations is 0")
         elif train.keep_best == "replay_tau" and not train.eval_replay:
             problems.append(
                 "train.keep_best: replay_tau is measured where train.eval_replay says how many conversations are "

@@ -38,8 +38,8 @@ def test_from_answers_to_a_sweep(place: Path, script: Callable[..., str], tmp_pa
     rows, out = f"labels.out={tmp_path / 'rows'}", f"classifier.out={tmp_path / 'c2t'}"
     said = script(label_trees, rows, "--plan")
     assert "52 nodes a tree (4 calls, top 4)" in said and "done         nothing yet" in said
-    assert "drawn otherwise" not in said
-    assert "drawn otherwise (greedy)" in script(label_trees, rows, "eval.temperature=1", "--plan")
+    assert "drawn with other settings" not in said
+    assert "drawn with other settings (greedy)" in script(label_trees, rows, "eval.temperature=1", "--plan")
     assert not (tmp_path / "rows").exists()
     script(label_trees, rows)
     manifest = read_manifest(tmp_path / "rows")
@@ -174,7 +174,7 @@ def test_rows_that_were_made_otherwise_are_not_gone_on_with(
 
 def test_who_can_be_labelled(place: Path) -> None:
     recipe = recipe_of(place)
-    with pytest.raises(UserError, match=r"nobody is called 'x'; there are .*'lookup'"):
+    with pytest.raises(UserError, match=r"no contender is called 'x'; there are .*'lookup'"):
         labelling.labelled_contender(recipe, "x")
     with pytest.raises(UserError, match="prompt lookup copies"):
         labelling.labelled_contender(recipe, "lookup")

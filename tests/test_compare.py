@@ -136,7 +136,7 @@ def test_unknown_keys_and_equal_names_are_told_with_the_rest(place: Path) -> Non
     assert "expected at least 2" in problems[1] and "eval.max_new_tokens is the same for all" in problems[2]
     assert problems[3] == (
         "eval.also.0, --compare 'x: eval.tree.nodes=1', --compare 'x: eval.tree.nodes=9', "
-        "--compare 'x: eval.max_new_tokens=3': names must differ; 'x' stands more than once"
+        "--compare 'x: eval.max_new_tokens=3': names must differ; 'x' is given twice"
     )
     assert len(problems) == 4
 
@@ -203,9 +203,9 @@ def test_default_names_say_what_differs(place: Path) -> None:
         *("sampled chain of 5", "auto"),
     ]
     assert len({c.name for c in found}) == len(found)
-    with pytest.raises(UserError, match=r"here, here: names must differ; 'x' stands more than once"):
+    with pytest.raises(UserError, match=r"here, here: names must differ; 'x' is given twice"):
         named([contender("x"), contender("x")])
-    with pytest.raises(UserError, match="'plain decoding' stands more than once"):
+    with pytest.raises(UserError, match="'plain decoding' is given twice"):
         named([contender(PLAIN)])
 
 
@@ -228,9 +228,9 @@ def mistakes(place: Path, target_dir: Path) -> Iterator[tuple[str, tuple[str, ..
     yield "eval.drafter: .*weightless: model.safetensors is missing", (f"eval.drafter={place / 'weightless'}",)
     yield "eval.drafter: .*short/model.safetensors: damaged or cut short", (f"eval.drafter={place / 'short'}",)
     static = "eval.tree={policy: static, paths: [[0], [60]]}"
-    yield "^eval.tree.paths: rank 60 is none of a draft vocabulary of 60 tokens: .* name 59 at most", (static,)
+    yield "^eval.tree.paths: rank 60 exceeds a draft vocabulary of 60 tokens: .* name 59 at most", (static,)
     few = "eval.tree={policy: static, paths: [[0], [16]], vocab_size: 16}"
-    yield "rank 16 is none of a draft vocabulary of 16 tokens", (few,)
+    yield "rank 16 exceeds a draft vocabulary of 16 tokens", (few,)
     yield "was counted with a tokenizer", ("eval.tree.vocab_size=16", f"eval.token_counts={place / 'foreign'}")
     chain = {"policy": "chain", "nodes": 4}
     for name, said in (

@@ -216,7 +216,7 @@ def test_candidates_that_cannot_be_are_named_together(tmp_path: Path) -> None:
     given = [{"policy": "chain"}, {"policy": "auto"}, {"policy": "chain"}, {"policy": "chain", "draw": "sampled"}]
     with pytest.raises(UserError) as caught:
         candidates_of(recipe_of(tmp_path, "x", planner={"candidates": given}))
-    wanted = ["candidates.1: auto is what", "candidates.2: stands there twice", "candidates.3: .* drawn chain"]
+    wanted = ["candidates.1: auto is what", "candidates.2: is given twice", "candidates.3: .* drawn chain"]
     assert len(caught.value.problems) == 3
     for problem, words in zip(caught.value.problems, wanted, strict=True):
         assert re.search(words, problem)
@@ -370,7 +370,7 @@ def test_answers_drawn_with_other_settings_are_noted(recipe_path: Path) -> None:
     _, answers = planner_answers(load_recipe(recipe_path))
     assert planner.sampling_note(load_recipe(recipe_path), answers) is None
     warm = load_recipe(recipe_path, ["eval.temperature=0.7"])
-    assert "drawn otherwise (greedy)" in str(planner.sampling_note(warm, answers))
+    assert "drawn with other settings (greedy)" in str(planner.sampling_note(warm, answers))
     drawn = [replace(answer, sampling=Sampling(0.7)) for answer in answers]
     assert planner.sampling_note(warm, drawn) is None
     assert "(temperature 0.7)" in str(planner.sampling_note(load_recipe(recipe_path), drawn))

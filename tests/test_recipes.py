@@ -228,7 +228,7 @@ def test_a_recipe_that_would_fill_memory_or_stack_is_refused(write, text, expect
 
 def test_a_thousand_problems_are_not_all_told(write):
     problems = problems_of(write(SMALLEST + "".join(f"k{i}: 1\n" for i in range(1000))))
-    assert len(problems) == 51 and problems[-1].endswith("recipe.yaml: and more problems; mend these first")
+    assert len(problems) == 51 and problems[-1].endswith("recipe.yaml: and more problems; fix these first")
 
 
 @pytest.mark.parametrize(

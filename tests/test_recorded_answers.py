@@ -92,10 +92,14 @@ def test_a_target_s_own_answers_never_are(sampling: Sampling, seed: int) -> None
 @pytest.mark.parametrize(
     ("was", "written", "message"),
     [
-        (Sampling(0.2), Sampling(1.0), "drawn otherwise than is written .* less surprising"),
-        (Sampling(1.0), Sampling(0.2), "or drawn otherwise than is written .* more surprising"),
-        (Sampling(1.0, top_k=5), Sampling(1.0), "drawn otherwise than is written .* less surprising"),
-        (Sampling(1.0), Sampling(1.0, top_k=5), "or drawn otherwise than is written: .* are cut off by top_k or top_p"),
+        (Sampling(0.2), Sampling(1.0), "drawn with other settings than recorded .* less surprising"),
+        (Sampling(1.0), Sampling(0.2), "or drawn with other settings than recorded .* more surprising"),
+        (Sampling(1.0, top_k=5), Sampling(1.0), "drawn with other settings than recorded .* less surprising"),
+        (
+            Sampling(1.0),
+            Sampling(1.0, top_k=5),
+            "or drawn with other settings than recorded: .* are cut off by top_k or top_p",
+        ),
         (Sampling(1.0, top_p=0.8), Sampling(1.0, top_p=0.3), "are cut off by top_k or top_p"),
     ],
     ids=str,
@@ -268,14 +272,12 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
 
 def test_answers_that_stand_there_twice_are_refused(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "c.jsonl", conversation(0), conversation(1), conversation(0))
-    with pytest.raises(UserError, match=r"c\.jsonl:3: the answer to turn 1 of 'c0' stands there twice, first at .*:1$"):
+    with pytest.raises(UserError, match=r"c\.jsonl:3: the answer to turn 1 of 'c0' is there twice, first at .*:1$"):
         read_answers(path)
     ones = [generation_line(name, i, [6, 7]) for name in ("a", "b") for i in ("x", "y")]
     ones += [ones[0] | {"turn": 2}, ones[0] | {"benchmark": "c"}]
     assert len(list(read_answers(write_lines(path, *ones)))) == 6
-    with pytest.raises(
-        UserError, match=r"c\.jsonl:7: 'b': the answer to turn 1 of 'y' stands there twice, first at .*:4"
-    ):
+    with pytest.raises(UserError, match=r"c\.jsonl:7: 'b': the answer to turn 1 of 'y' is there twice, first at .*:4"):
         read_answers(write_lines(path, *ones, ones[3]))
 
 

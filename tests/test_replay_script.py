@@ -215,7 +215,7 @@ def test_what_cannot_be_replayed_is_told_before_weights_are_loaded(
     holes = write_lines(place / "holes.jsonl", *some, generation_line("plain decoding", "y", [5, 4]))
     for path, override, message in (
         (drawn_ones, "eval.tree={policy: chain, draw: sampled}", "eval.tree: draw: sampled cannot be replayed"),
-        (drawn_ones, "eval.tree={policy: auto}", "eval.tree: policy auto goes by speeds, and replay has none"),
+        (drawn_ones, "eval.tree={policy: auto}", "eval.tree: policy auto needs speeds, and replay measures none"),
         (
             foreign,
             "eval.seed=0",

@@ -37,8 +37,8 @@ from draftsmith.eval.recorded.answers import (
     Recording,
     check_answers_before_loading,
     check_recorded_from,
-    drawn_unlike,
     kept_for_validation,
+    other_sampling,
     read_answers,
     tokens_of,
 )
@@ -73,10 +73,10 @@ def main(command: Command) -> None:
     manifest = begun(directory, made_of, len(answers))
     if recording.note:
         print(f"note: {recording.note}")
-    if said := drawn_unlike(answers, Sampling.of(recipe.eval)):
+    if said := other_sampling(answers, Sampling.of(recipe.eval)):
         print(
-            f"note: labels.answers were drawn otherwise ({said}) than eval.temperature, top_p and top_k say. A node "
-            "counts as accepted where the answer has its token, so the classifier learns what such answers accept"
+            f"note: labels.answers were drawn with other settings ({said}) than eval.temperature, top_p and top_k. A "
+            "node counts as accepted where the answer has its token, so the classifier learns what such answers accept"
         )
     if command.plan:
         print_plan(recipe, contender, recording, answers, manifest)

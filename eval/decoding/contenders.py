@@ -131,7 +131,7 @@ def contender_named(recipe: Recipe, name: str | None) -> Contender:
         return main_contender(recipe)
     contenders = {contender.name: contender for contender in contenders_of(recipe)}
     if name not in contenders:
-        raise UserError(f"--contender: nobody is called {name!r}; there are {', '.join(map(repr, contenders))}")
+        raise UserError(f"--contender: no contender is called {name!r}; there are {', '.join(map(repr, contenders))}")
     return contenders[name]
 
 
@@ -172,7 +172,7 @@ def repeated_names(given: Sequence[tuple[str, str]]) -> list[str]:
     if not repeated:
         return []
     places = ", ".join(place for name, place in given if name in repeated)
-    return [f"{places}: names must differ; {', '.join(map(repr, repeated))} stands more than once"]
+    return [f"{places}: names must differ; {', '.join(map(repr, repeated))} is given twice"]
 
 
 def _default_name(contender: Contender) -> str:
@@ -415,7 +415,7 @@ def _check_vocab(contender: Contender, vocab_size: int, fingerprint: str, stops:
     greatest = max(map(max, tree.static_paths)) if tree.policy == "static" else 0
     if greatest >= vocab.size:
         raise UserError(
-            f"eval.tree.paths: rank {greatest} is none of a draft vocabulary of {vocab.size:,} tokens: ranks begin at "
+            f"eval.tree.paths: rank {greatest} exceeds a draft vocabulary of {vocab.size:,} tokens: ranks begin at "
             f"0; name {vocab.size - 1:,} at most"
         )
 

@@ -96,7 +96,7 @@ class Speculator:
                 "the fastest; give that policy here"
             )
         if tree.vocab_size is not None and token_counts is None:
-            raise UserError("tree.vocab_size goes by token_counts: give the file that data_gen/rank_vocab.py wrote")
+            raise UserError("tree.vocab_size needs token_counts: give the file that data_gen/rank_vocab.py wrote")
         counts = None if token_counts is None else Path(token_counts)
         contender = Contender("", "drafter", tree, "tree", drafter=self.directory, token_counts=counts)
         try:

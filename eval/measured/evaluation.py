@@ -142,7 +142,7 @@ def make_out(recipe: Recipe) -> None:
     except OSError as error:
         raise UserError(f"{key}: {out} cannot be made: {error.strerror}; name another folder") from None
     if not os.access(out, os.W_OK):
-        raise UserError(f"{key}: nothing can be written to {out}; name another folder, or mend the rights")
+        raise UserError(f"{key}: nothing can be written to {out}; name another folder, or fix its permissions")
 
 
 @contextmanager

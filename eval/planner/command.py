@@ -40,7 +40,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import CHAINS, Recipe, TreeSection
 
 SHOWN_ROWS = 5  # of the table; plan.json has all candidates
-# plan.json's keys of a candidate, and of a measured one; `eval.measured.metrics` says what they mean.
+# plan.json's keys of a candidate and of a measured one; `eval.measured.metrics` defines them.
 PREDICTED = (
     *("tau", "tau_interval", "tree_nodes_per_round", "draft_calls_per_round", "wasted_nodes_per_round"),
     *("speedup", "speedup_interval"),
@@ -73,12 +73,12 @@ def main(command: Command) -> None:
 
 
 def choose_tree(lineup: Lineup, recipe: Recipe, contender: Contender) -> TreeSection:
-    """The tree that `policy: auto` of a contender stands for: the one predicted to be fastest here. Prints why.
+    """The tree predicted to be fastest here, for a contender with `policy: auto`. Prints why.
 
-    Where nothing is expected to beat plain decoding, it says so, and returns the best of the trees all the same.
+    Returns the best tree even if none is predicted to beat plain decoding.
 
     Raises:
-        UserError: no recorded answers, or another target's; candidates that cannot be.
+        UserError: no recorded answers, another target's, or impossible candidates.
     """
     trees = candidates_of(recipe, contender.tree)
     contenders = checked_contenders(recipe, contender, trees)
@@ -119,21 +119,21 @@ def print_plan(
 
 
 def print_result(plan: Plan, recipe: Recipe) -> None:
-    """The fastest candidates, how far to trust them, and the line of a recipe that takes the first."""
+    """Prints the fastest candidates, notes on their reliability, and the recipe line of the first."""
     if note := sampling_note(recipe, plan.answers):
         print(f"note: {note}")
     print_table(plan)
     if plan.costs.busy:
         low, high = (1e3 * seconds for seconds in plan.costs.plain_spread)
         print(
-            f"note: something else uses this machine: half of the plain rounds took {low:.2f} to {high:.2f} ms, the "
-            "others less or more. Plan again while it is quiet"
+            f"note: something else uses this machine: the middle half of the plain rounds took {low:.2f} to {high:.2f} "
+            "ms. Plan again while it is quiet"
         )
     print_choice(plan)
 
 
 def print_table(plan: Plan) -> None:
-    """The best few by predicted speed-up, all that were measured, and plain decoding in its place."""
+    """Prints the best few by predicted speed-up, all measured ones, and plain decoding."""
     measured = sum(bool(row.measured) for row in plan.rows)
     shown = plan.rows[: max(SHOWN_ROWS, measured)]
     caption = (
@@ -159,7 +159,7 @@ def print_table(plan: Plan) -> None:
 
 
 def print_choice(plan: Plan) -> None:
-    """The fastest, why it is, and the line of a recipe that takes it."""
+    """Prints the fastest candidate, its costs, and its recipe line."""
     first = plan.rows[0]
     if first.as_fast_as_plain:
         print(
@@ -190,7 +190,7 @@ def line_of(tree: TreeSection) -> str:
 
 
 def lean(tree: TreeSection) -> dict[str, Any]:
-    """What a recipe has to say to mean this tree: policy and sizes, and what else differs from the defaults."""
+    """The recipe keys that define this tree: policy, sizes, and all settings that differ from the defaults."""
     sizes: dict[str, Any] = {"policy": tree.policy}
     if tree.policy in CHAINS:
         sizes["nodes"] = tree.most
@@ -204,7 +204,7 @@ def lean(tree: TreeSection) -> dict[str, Any]:
 
 
 def write_plan(recipe: Recipe, plan: Plan, target: Target, path: Path) -> None:
-    """Writes plan.json, whole or not at all."""
+    """Writes plan.json atomically."""
     rows = [
         {"name": row.name, "tree": lean(row.tree)}
         | {"round_milliseconds": round(1e3 * round_seconds(row.rounds), 4)}

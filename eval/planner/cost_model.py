@@ -1,4 +1,4 @@
-"""The planner's formula: what a round of decoding costs on this machine, and the speed-up that follows.
+"""The planner's formula: the cost of a decoding round on this machine, and the predicted speed-up.
 
     T_sd / T_t = (T_draft + T_v(n) + T_rest) / (T_t * tau)          seconds per token over those of plain decoding
 
@@ -6,16 +6,15 @@
 policy's work on them, T_v(n) one forward of the target over n nodes, T_rest everything else: accept, commit,
 bookkeeping. T_t is a round of plain decoding. Deviations: the paper counts forwards alone and takes T_t = T_v(1); here
 the rest of a round counts on both sides, because it is a tenth of the time on small models. Rounds differ in n and d
-(policies that stop early), so costs are summed over the rounds of recorded answers; the formula is their mean. The time
-in which the drafter reads an answer's prompt is added.
+(policies that stop early), so costs are summed over the rounds of recorded answers; the formula is their mean. The
+drafter's reading of an answer's prompt is added.
 
-All costs come from real rounds of the decoding loop (`eval.decoding.decode`) over recorded text, at one
-length of context, in repeats in which all probes take turns. Plain rounds stand between the probes, and a probe's time
-is scaled by those around it, because other work slows some seconds more than others. Between the measured numbers of
-nodes and calls the curves are straight lines, and beyond them, too.
+All costs come from real rounds of the decoding loop (`eval.decoding.decode`) over recorded text, at one context length.
+In each repeat all probes take turns. A probe's time is scaled by the plain rounds before and after it, because other
+work slows the machine unevenly. Curves are straight lines between and beyond the measured numbers of nodes and calls.
 
 Answers side by side share a round, which costs as much as its largest tree and most calls. Each answer is replayed
-alone, so policies that stop early are then predicted a little too fast.
+alone, so policies that stop early are predicted a little too fast.
 """
 
 from collections import defaultdict
@@ -38,15 +37,15 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import CHAINS, TreeSection
 
-CALLS = (1, 2, 4, 8, 16, 32, 64)  # draft calls that are probed, up to the most of a family
-NODES = (4, 8, 16, 24, 32, 48, 60, 80, 100, 128, 192, 256)  # nodes of trees, up to the most of all
-ROUNDS = 12  # of a probe, each time
-SETTLING = 3  # of them that are left out: until caches hold this model again, plain rounds took a sixth longer
+CALLS = (1, 2, 4, 8, 16, 32, 64)  # draft calls to probe, up to a family's most
+NODES = (4, 8, 16, 24, 32, 48, 60, 80, 100, 128, 192, 256)  # nodes to probe, up to the largest tree's
+ROUNDS = 12  # of a probe in each repeat
+SETTLING = 3  # first rounds to leave out: plain rounds took a sixth longer until caches held this model again
 REPEATS = 4
-BUSY = 0.2  # of a plain round between its quartiles; 0.35 and 0.46 were seen with 18 processes on two cores
+BUSY = 0.2  # interquartile range over median of plain rounds; 0.35 and 0.46 with 18 processes on two cores
 FEWEST = 4  # samples that a point inside a curve needs
 TURNS = 2  # probes between plain rounds
-PLAIN = ""  # among the names of probes
+PLAIN = ""  # plain decoding's name among the probes
 BEAMS = ("eagle2", "ddd", "svip_tree")
 
 
@@ -64,7 +63,7 @@ class Curve:
         return cls(tuple((float(x), median(samples[x])) for x in known))
 
     def __call__(self, x: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Seconds at each x. Beyond the ends the outermost lines go on, but never fall: larger rounds cost no less."""
+        """Seconds at each x. The outermost lines continue beyond the ends, but never fall."""
         at = np.asarray(x, dtype=float)
         xs, seconds = (np.array(each) for each in zip(*self.points, strict=True))
         inside = np.interp(at, xs, seconds)
@@ -77,22 +76,22 @@ class Curve:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of the parts of a round, for the target and drafter that were measured."""
+    """Measured seconds of the parts of a round."""
 
     plain: float  # T_t: a round of plain decoding, its rest included
-    plain_spread: tuple[float, float]  # quartiles of such rounds: far apart where others use the machine
+    plain_spread: tuple[float, float]  # quartiles of such rounds: far apart if others use the machine
     verify: dict[str, Curve]  # T_v(n), of `chain` and of `tree`, over the nodes, the root included
     rest: dict[str, Curve]  # T_rest, likewise
     draft: dict[str, Curve]  # T_draft over the draft calls of a round, by `family`; reading committed tokens included
-    prompt: float  # for each token of a prompt, which the drafter reads in an answer's first round
-    context: int  # committed tokens at which this was measured
+    prompt: float  # per prompt token, for the drafter's reading in the first round
+    context: int  # committed tokens at the measurement
     rows: int = 1  # answers side by side; seconds are those of a round of all of them
     probes: dict[str, tuple[float, ...]] = field(default_factory=dict)  # each probe's round, by repeat, in plain rounds
-    repeats: tuple["Costs", ...] = ()  # the same costs by each repeat alone
+    repeats: tuple["Costs", ...] = ()  # the costs from each repeat alone
 
     @property
     def busy(self) -> bool:
-        """Did something else use the machine while this was measured?"""
+        """Whether something else used the machine during the measurement."""
         low, high = self.plain_spread
         return high - low > BUSY * self.plain
 
@@ -117,12 +116,12 @@ class Costs:
 
 
 def shape_of(tree: TreeSection) -> str:
-    """Chains cost less than trees of as many nodes: no mask to find, nothing to move in the cache."""
+    """Chains cost less than trees of as many nodes: they need no mask and move nothing in the cache."""
     return "chain" if tree.policy in CHAINS else "tree"
 
 
 def family(tree: TreeSection) -> str:
-    """Trees of one family are drafted at the same cost, call for call; they differ in size and thresholds."""
+    """Name of a group of trees with equal costs per draft call. They differ in size and thresholds."""
     parts: list[str] = [tree.policy]
     if tree.policy in BEAMS:
         parts.append(f"top_k {tree.width}")
@@ -145,11 +144,11 @@ def family(tree: TreeSection) -> str:
 
 
 def predicted(costs: Costs, tree: TreeSection | None, recorded: Sequence[Generation]) -> list[Generation]:
-    """`recorded` with the seconds that its rounds would take.
+    """`recorded` with predicted seconds.
 
     Args:
-        tree: what was drafted; None: nothing, plain decoding.
-        recorded: the rounds, of `eval.recorded.replay` or of decoding.
+        tree: the drafted tree; None: plain decoding.
+        recorded: rounds from `eval.recorded.replay` or from decoding.
     """
     return [_timed(costs, tree, generation) for generation in recorded]
 
@@ -175,7 +174,7 @@ def _timed(costs: Costs, tree: TreeSection | None, generation: Generation) -> Ge
 class TimedRound:
     """Seconds of the parts of one real round."""
 
-    number: int  # in its answer, from 0: in the first the drafter reads the prompt
+    number: int  # in its answer, from 0; the drafter reads the prompt in round 0
     nodes: int
     calls: int
     draft: float
@@ -197,15 +196,15 @@ def measure_costs(
     rows: int = 1,
     repeats: int = REPEATS,
 ) -> Costs:
-    """The costs of every round that these trees may lead to.
+    """Measures the costs of all rounds that these trees may need.
 
     Args:
-        proposer_of: the drafter with a policy.
-        texts: token ids to decode on from, cut or strung together to `context` tokens.
+        proposer_of: builds a proposer for a tree.
+        texts: token ids to continue, cut or joined to `context` tokens.
         rows: answers decoded side by side.
 
     Raises:
-        UserError: no room for such trees behind that context.
+        UserError: no room for such trees after that context.
     """
     probes: dict[str, tuple[TreeSection, Proposer]] = {}
     for tree in probe_trees(trees):
@@ -213,7 +212,7 @@ def measure_costs(
     context = min(context, room_for(target.config.max_position_embeddings, trees))
     prompts = [list(islice(cycle(chain.from_iterable([*texts[i:], *texts[:i]])), context)) for i in range(len(texts))]
     names = list(probes)
-    turns = -(-len(names) // TURNS)  # each behind plain rounds; after the last there are more
+    turns = -(-len(names) // TURNS)  # plain rounds stand before each turn and after the last
     raw: list[_Repeat] = []
     total = (repeats + 1) * (len(names) + turns + 1)
     with Bar(total=total, desc="costs", unit="probe", leave=False) as progress:
@@ -250,11 +249,7 @@ def measure_costs(
 
 
 def room_for(positions: int, trees: Sequence[TreeSection]) -> int:
-    """The longest context at which the costs of such trees can be measured.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The longest context at which the costs of such trees can be measured. Raises UserError if there is none."""
     deepest = max((tree.calls for tree in trees), default=0)
     room = positions - 1 - ROUNDS * (deepest + 1)
     if room < 1:
@@ -271,13 +266,13 @@ def _settled(timed: Sequence[TimedRound]) -> list[TimedRound]:
 
 @dataclass(frozen=True)
 class _Repeat:
-    """All probes, once."""
+    """One measurement of all probes."""
 
     plain: list[list[TimedRound]]  # before each turn, and after the last one
     taken: list[tuple[str, int, list[TimedRound]]]  # (probe, its turn, its rounds)
 
     def evened(self, usual: float) -> dict[str, list[TimedRound]]:
-        """The rounds by probe, as if plain rounds had taken `usual` seconds all the time."""
+        """The rounds by probe, scaled as if every plain round had taken `usual` seconds."""
         pace = [median(r.seconds for r in _settled(timed)) for timed in self.plain]
         result = {name: _scaled(timed, 2 * usual / (pace[i] + pace[i + 1])) for name, i, timed in self.taken}
         plain = [_scaled(timed, usual / seconds) for timed, seconds in zip(self.plain, pace, strict=True)]
@@ -292,11 +287,11 @@ def _costs(probes: dict[str, TreeSection], rounds: dict[str, list[TimedRound]], 
     verify, rest, draft = (defaultdict[str, dict[int, list[float]]](lambda: defaultdict(list)) for _ in range(3))
     reading: list[float] = []
     settled = {name: _settled(timed) for name, timed in rounds.items()}
-    for r in settled[PLAIN]:  # a root alone is a chain of one, and a tree of one
+    for r in settled[PLAIN]:  # a root alone is a chain and a tree of one node
         for shape in ("chain", "tree"):
             verify[shape][1].append(r.verify)
             rest[shape][1].append(r.rest)
-    # Of a family's probes with equal calls the largest: C2T's smaller ones have smaller frontiers, too.
+    # Draft costs come from a family's largest probe per number of calls: C2T's smaller ones have smaller frontiers.
     largest: dict[tuple[str, int], int] = {}
     for tree in probes.values():
         key = family(tree), tree.calls
@@ -325,11 +320,11 @@ def _costs(probes: dict[str, TreeSection], rounds: dict[str, list[TimedRound]], 
 
 
 def probe_trees(trees: Sequence[TreeSection]) -> list[TreeSection]:
-    """Trees that show the costs of all rounds of `trees`: of every family those with few, some and the most calls.
+    """Trees to measure for the costs of all rounds of `trees`: for every family few, some and the most calls.
 
-    They never stop early. Chains have a node more than calls; trees take turns with the numbers of nodes. Those of C2T
-    are as large as they can be, for its calls cost what their frontier holds: beside a classifier that turns down much,
-    drafting is then predicted somewhat too slow.
+    They never stop early. Chains have one node more than calls; trees cycle through the numbers of nodes. C2T's trees
+    are as large as possible, because a call costs as much as its frontier. With a strict classifier, drafting is then
+    predicted somewhat too slow.
     """
     families: dict[str, TreeSection] = {}
     for tree in trees:
@@ -368,7 +363,7 @@ def _grid(most: int) -> list[int]:
 
 
 def _limit(tree: TreeSection) -> int:
-    """Most nodes of a probe. C2T without a limit grows as its classifier says; no one waits for all it might."""
+    """Most nodes of a probe. It bounds C2T without a limit, to keep the measurement short."""
     return min(tree.most, NODES[-1]) if tree.policy == "c2t" and tree.nodes is None else tree.most
 
 
@@ -388,7 +383,7 @@ def _capacity(tree: TreeSection, calls: int | None = None) -> int:
 
 
 def _endless(tree: TreeSection, calls: int, nodes: int) -> TreeSection:
-    """With so many calls and nodes in every round, whatever is seen."""
+    """The tree with so many calls and nodes, and with a threshold that never stops it."""
     update: dict[str, Any] = {"draft_calls": calls, "nodes": nodes}
     if tree.policy == "ddd":
         update["ddd"] = tree.ddd.model_copy(update={"threshold": -1e9})
@@ -402,12 +397,12 @@ def _endless(tree: TreeSection, calls: int, nodes: int) -> TreeSection:
 def timed_rounds(
     target: Target, proposer: Proposer | None, prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY
 ) -> Iterator[TimedRound]:
-    """The first ROUNDS rounds behind each prompt, whatever is decoded in them."""
+    """The first ROUNDS rounds after each prompt."""
     draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
     clock = Clock(target.device)
     watched = None if proposer is None else _WatchedProposer(proposer, clock)
     verifier = _WatchedTarget(clock, target, proposer, sampling)
-    with suppress(_Enough), torch.inference_mode():  # as in an evaluation: with gradients rounds take a tenth more
+    with suppress(_Enough), torch.inference_mode():  # as in an evaluation; with gradients rounds take a tenth longer
         budgets = [verifier.positions - len(prompt) for prompt in prompts]
         decode(verifier, watched, prompts, (), budgets, draws)
     began = watched.began if watched else verifier.verify_began  # plain decoding drafts nothing
@@ -423,11 +418,11 @@ def timed_rounds(
 
 
 class _Enough(Exception):
-    """So many rounds were seen."""
+    """Ends decoding after ROUNDS rounds."""
 
 
 class _WatchedTarget(TargetVerifier):
-    """Marks where each part of a round begins."""
+    """Marks the beginning of each part of a round."""
 
     def __init__(self, clock: Clock, target: Target, proposer: Proposer | None, sampling: Sampling):
         super().__init__(target, proposer, acceptance_of(sampling))
@@ -449,7 +444,7 @@ class _WatchedTarget(TargetVerifier):
 
 
 class _WatchedProposer:
-    """Likewise, for drafting."""
+    """Marks the beginning of drafting."""
 
     def __init__(self, proposer: Proposer, clock: Clock):
         self.proposer, self.capture_layers, self.clock = proposer, proposer.capture_layers, clock

@@ -1,9 +1,8 @@
-"""The planner's search: which draft trees are predicted to be fastest on this machine.
+"""The planner's search: predicts which draft trees are fastest on this machine.
 
 Every candidate is replayed along recorded answers (`eval.recorded.replay`), which gives its rounds: tokens, nodes and
-draft calls. `eval.planner.cost_model` measures what such rounds cost here. Both together give the predicted speed-up
-over plain decoding, with a bootstrap interval over conversations, widened by how far apart repeats of the measurement
-are.
+draft calls. `eval.planner.cost_model` measures the cost of such rounds. Both give the predicted speed-up over plain
+decoding, with a bootstrap interval over conversations, widened by the spread of the repeated measurements.
 """
 
 import os
@@ -24,8 +23,8 @@ from draftsmith.eval.recorded.answers import (
     Recording,
     check_answers_before_loading,
     check_recorded_from,
-    drawn_unlike,
     kept_for_validation,
+    other_sampling,
     read_answers,
     tokens_of,
 )
@@ -39,7 +38,7 @@ from draftsmith.recipes.schema import Policy, Recipe, TreeSection
 
 DEFAULT_CANDIDATES = (
     *({"policy": "chain", "nodes": tokens + 1} for tokens in range(1, 9)),
-    # nodes, draft calls, top_k: the larger, the deeper and the wider.
+    # nodes, draft calls, top_k: larger trees are deeper and wider.
     *(
         {"policy": "eagle2", "nodes": nodes, "draft_calls": calls, "top_k": top_k}
         for nodes, calls, top_k in (
@@ -68,10 +67,10 @@ class Row:
     """One candidate and its prediction."""
 
     contender: Contender
-    rounds: list[Generation]  # along the recorded answers, with the seconds that they are expected to take
+    rounds: list[Generation]  # along the recorded answers, with predicted seconds
     numbers: dict[str, Any]  # of `metrics.summarise`
-    by_repeat: list[float]  # the speed-up, by each repeat of the measured costs alone
-    measured: dict[str, Any] = field(default_factory=dict)  # where it was decoded, too
+    by_repeat: list[float]  # the speed-up from each repeat of the measured costs alone
+    measured: dict[str, Any] = field(default_factory=dict)  # if it was also decoded
 
     @property
     def name(self) -> str:
@@ -79,7 +78,7 @@ class Row:
 
     @property
     def short_name(self) -> str:
-        """The name without the drafter: all candidates of a plan have the same one."""
+        """The name without the drafter, which all candidates of a plan share."""
         return self.name.removeprefix(f"{self.contender.kind}, ")
 
     @property
@@ -92,7 +91,7 @@ class Row:
 
     @property
     def as_fast_as_plain(self) -> bool:
-        """Whether the interval of its speed-up contains 1: it cannot be told from plain decoding."""
+        """Whether the speed-up's interval contains 1."""
         low, high = self.numbers["speedup_interval"] or (self.speedup, self.speedup)
         return low <= 1 <= high
 
@@ -103,11 +102,11 @@ class Plan:
     rows: list[Row]  # the fastest first
     recording: Recording
     answers: Sequence[RecordedAnswer]
-    agreement: str  # how far the recorded answers are the target's own, in words
+    agreement: str  # `Agreement` of the recorded answers, in words
 
     @property
     def best(self) -> Row | None:
-        """None where nothing is expected to beat plain decoding."""
+        """None if no candidate is predicted to beat plain decoding."""
         return self.rows[0] if self.rows[0].speedup > 1 else None
 
 
@@ -118,31 +117,26 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
     """eval.planner.candidates, or the default ones.
 
     Args:
-        asked: the section whose policy is `auto` (None: eval.tree). Candidates without a vocabulary of their own take
-            its one.
+        asked: the section with policy `auto` (None: eval.tree). Its vocab_size is the candidates' default.
 
     Raises:
-        UserError: one that cannot be a candidate.
+        UserError: an impossible candidate.
     """
-    trees = _candidates(recipe)
+    trees = list(recipe.eval.planner.candidates) or [TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES]
     problems = []
     for i, tree in enumerate(trees):
         where = f"eval.planner.candidates.{i}"
         if tree.policy == "auto":
             problems.append(f"{where}: auto is what chooses among the candidates; name a policy")
         elif tree in trees[:i]:
-            problems.append(f"{where}: stands there twice, first as candidates.{trees.index(tree)}")
+            problems.append(f"{where}: is given twice, first as candidates.{trees.index(tree)}")
         elif tree.draw == "sampled":
-            problems.append(f"{where}: which tokens a drawn chain had drafted is not recorded; leave draw out")
+            problems.append(f"{where}: the tokens of a drawn chain are not recorded; leave draw out")
     if problems:
         raise UserError(problems)
     asked = asked or recipe.eval.tree
     cut_to = asked.vocab_size if asked.policy == "auto" else None
     return [tree.model_copy(update={"vocab_size": tree.vocab_size or cut_to}) if cut_to else tree for tree in trees]
-
-
-def _candidates(recipe: Recipe) -> list[TreeSection]:
-    return list(recipe.eval.planner.candidates) or [TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES]
 
 
 def sweep_of(recipe: Recipe, policy: Policy) -> list[TreeSection]:
@@ -171,15 +165,15 @@ def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = 
 def planner_answers(
     recipe: Recipe, trees: Sequence[TreeSection] | None = None
 ) -> tuple[Recording, list[RecordedAnswer]]:
-    """A file of recorded answers, and at most eval.planner.max_answers of them: of the file that the recipe names,
-    spread evenly over it; else of the conversations that training keeps for validation. Everything is checked that can
-    be before weights are loaded.
+    """A file of recorded answers, and at most eval.planner.max_answers of them, checked before weights are loaded.
+
+    They are spread evenly over eval.planner.answers, or over the conversations that training keeps for validation.
 
     Args:
-        trees: whose costs are to be measured; None: those of `candidates_of`.
+        trees: their costs will be measured; None: those of `candidates_of`.
 
     Raises:
-        UserError: there are none, or they are another target's; eval.planner.context is more than the target has.
+        UserError: no answers, or another target's; eval.planner.context exceeds the target's positions.
     """
     section, most = recipe.eval.planner, recipe.eval.planner.max_answers
     with _naming_its_key():
@@ -212,12 +206,12 @@ def planner_answers(
 
 
 def _answers_for_all(recording: Recording) -> list[RecordedAnswer]:
-    """Plain decoding's answers, or the only ones, or a contender's greedy ones: greedy answers are the same for all."""
+    """Plain decoding's answers, or the only ones, or a contender's greedy ones, which are the same for all."""
     if len(recording.answers) > 1 and not {PLAIN, EVERYONE} & set(recording.answers):
         greedy = [each for each in recording.answers.values() if all(answer.known_greedy for answer in each)]
         if not greedy:
             drawn = any(answer.sampling is not None for answer in recording)
-            why = "were drawn, so that no two agree" if drawn else "may have been drawn (no acceptance.json beside it)"
+            why = "were drawn, so no two agree" if drawn else "may have been drawn (no acceptance.json beside it)"
             raise UserError(
                 f"eval.answers: {recording.path} holds answers of {', '.join(map(repr, recording.answers))}, which "
                 f"{why}, and none of plain decoding; keep its lines of plain decoding, or name another file"
@@ -228,7 +222,7 @@ def _answers_for_all(recording: Recording) -> list[RecordedAnswer]:
 
 @contextmanager
 def _naming_its_key() -> Iterator[None]:
-    """Messages name eval.planner.answers where replay's name eval.answers."""
+    """Replaces eval.answers by eval.planner.answers in errors."""
     try:
         yield
     except UserError as error:
@@ -236,12 +230,12 @@ def _naming_its_key() -> Iterator[None]:
 
 
 def sampling_note(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:
-    """A note where the answers were sampled with other settings than the evaluation's: their tau is another one."""
-    if (settings := drawn_unlike(answers, Sampling.of(recipe.eval))) is None:
+    """A note if the answers were sampled with other settings than the evaluation's, because tau then differs."""
+    if (settings := other_sampling(answers, Sampling.of(recipe.eval))) is None:
         return None
     return (
-        f"eval.planner.answers were drawn otherwise ({settings}) than eval.temperature, top_p and top_k say; tau is "
-        "predicted for answers like those"
+        f"eval.planner.answers were drawn with other settings ({settings}) than eval.temperature, top_p and top_k; tau "
+        "is predicted for answers like those"
     )
 
 
@@ -251,7 +245,7 @@ def mean_context(answers: Sequence[RecordedAnswer]) -> int:
     return max(1, round(summed / tokens_of(answers)))
 
 
-# The prediction, and the measurement that checks it.
+# The prediction, and the decoding that checks it.
 
 
 def make_plan(
@@ -261,14 +255,14 @@ def make_plan(
     recording: Recording,
     answers: Sequence[RecordedAnswer],
 ) -> Plan:
-    """Replays every contender, measures what its rounds cost, and sorts by the speed-up that follows.
+    """Replays every contender, measures the cost of its rounds, and sorts by the predicted speed-up.
 
     Args:
         contenders: of one drafter, with different trees.
-        recording, answers: what `planner_answers` found.
+        recording, answers: from `planner_answers`.
 
     Raises:
-        UserError: the answers are another target's; no room in the target's positions for such trees.
+        UserError: the answers are another target's, or the target has too few positions for such trees.
     """
     target, section, sampling = lineup.target, recipe.eval, Sampling.of(recipe.eval)
     proposers = {contender.name: lineup.proposer(contender, sampling) for contender in contenders}
@@ -295,7 +289,7 @@ def make_plan(
 
 
 def _as_grown(tree: TreeSection, rounds: Sequence[Generation]) -> TreeSection:
-    """A C2T tree limited to the largest one seen: its size depends on what the classifier lets pass."""
+    """A C2T tree limited to the largest one seen, because its size depends on the classifier."""
     if tree.policy != "c2t":
         return tree
     seen = max((nodes for generation in rounds for nodes in generation.tree_nodes), default=2)
@@ -310,13 +304,13 @@ def ranked(
     bootstrap_samples: int,
     seed: int,
 ) -> list[Row]:
-    """The fastest first; of equally fast ones the one that was named first.
+    """Predictions, the fastest first; ties keep the given order.
 
     Args:
         rounds: of every contender, along `answers`.
 
-    The interval of a speed-up is the bootstrap's over conversations, widened on either side by the ratio of the lowest
-    and the highest speed-up that a single repeat of the measurement gives to that of all repeats.
+    A speed-up's interval is the bootstrap's over conversations. Each bound is widened by the ratio of the lowest or
+    highest speed-up of a single repeat to that of all repeats.
     """
     undrafted = [plain_rounds(answer) for answer in answers]
     rows = []
@@ -338,7 +332,7 @@ def ranked(
 
 
 def measure(lineup: Lineup, recipe: Recipe, plan: Plan, most: int, asked: list[Question], rejects: Rejects) -> None:
-    """Decodes the evaluation's prompts by the best rows of the plan, and plainly; fills in their `measured`."""
+    """Decodes the evaluation's prompts with the plan's best rows and plainly, and fills in their `measured`."""
     rows = plan.rows[:most]
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
         results = decode_all(lineup, recipe, [row.contender for row in rows], asked, nowhere, rejects)
@@ -347,7 +341,7 @@ def measure(lineup: Lineup, recipe: Recipe, plan: Plan, most: int, asked: list[Q
     plain = predicted(plan.costs, None, results[PLAIN])
     for row in rows:
         decoded = results[row.name]
-        # What the measured rounds should have taken: an error in tau aside, is the cost model right?
+        # The predicted time of the decoded rounds checks the cost model apart from errors in tau.
         expected = predicted(plan.costs, row.tree, decoded)
         row.measured = measured[row.name] | {
             "round_in_plain_rounds": round(round_seconds(decoded) / round_seconds(results[PLAIN]), 4),

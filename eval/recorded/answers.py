@@ -1,12 +1,12 @@
-"""Recorded answers of a target: what replay drafts along (`eval.recorded.replay`), and the planner predicts from.
+"""Recorded answers of a target, for replay (`eval.recorded.replay`) and the planner.
 
-Two files are read, and told apart by their lines:
+The lines of a file show which of two kinds it is:
 
     generations.jsonl           every contender's answers, by eval/acceptance.py (`eval.measured.generation_log`)
     regenerated conversations   every turn is an answer, by data_gen/regenerate.py
 
-Both hold token ids, so that nothing is tokenised again. Nothing of a file is skipped: a line that cannot be used is an
-error, for a number over answers that nobody chose would be nobody's.
+Both hold token ids, so nothing is tokenised again. A line that cannot be used is an error: skipping lines would select
+answers by accident.
 """
 
 import heapq
@@ -26,17 +26,17 @@ from draftsmith.recipes.schema import TargetSection
 from draftsmith.recipes.validation import validation_rank
 
 SHOWN_FAULTS = 3
-EVERYONE = ""  # whose answers those of conversations are
-IDENTITY = ("tokenizer_fingerprint", "embedding_digest")  # what a target is known by, where it was written down
+EVERYONE = ""  # contender name of answers in conversations: they serve all contenders
+IDENTITY = ("tokenizer_fingerprint", "embedding_digest")  # keys that identify a target
 
 
 @dataclass(frozen=True)
 class RecordedAnswer:
-    """One turn: what the target read, and what it wrote."""
+    """One turn: the target's prompt and its answer."""
 
-    prompt: Sequence[int]  # a `Prompt` where it is more than tokens
+    prompt: Sequence[int]  # a `Prompt` if it is more than tokens
     tokens: list[int]  # stop token included
-    sampling: Sampling | None = None  # how they were drawn; None: not known
+    sampling: Sampling | None = None  # how the tokens were drawn; None: unknown
     benchmark: str = ""
     category: str | None = None
     conversation_id: str = ""
@@ -54,21 +54,20 @@ class RecordedAnswer:
 
 @dataclass
 class Recording:
-    """What a file holds."""
+    """The content of a file."""
 
     path: Path
     answers: dict[str, list[RecordedAnswer]] = field(default_factory=dict)  # by contender, in the order of the file
-    # What is written of the target that answered, each kind once, and where it stands first.
-    identities: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    note: str = ""  # what a reader of the numbers must know of the choice of answers
+    identities: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # (first place, identity)
+    note: str = ""  # how the answers were chosen, if readers of the numbers must know
 
     def of(self, contender: str, plain: str) -> list[RecordedAnswer]:
-        """A contender's own answers; of one who has none, plain decoding's, or those of the only one there is.
+        """A contender's own answers; else plain decoding's; else those of the only contender in the file.
 
-        Greedy answers are the same for all. Sampled ones are not, and only its own repeat what it accepted.
+        Greedy answers are the same for all. Of sampled ones only its own reproduce its rounds.
 
         Raises:
-            UserError: none of these is there.
+            UserError: the file has none of these.
         """
         for name in (contender, plain, EVERYONE):
             if name in self.answers:
@@ -77,11 +76,11 @@ class Recording:
             return next(iter(self.answers.values()))
         raise UserError(
             f"eval.answers: {self.path} holds answers of {', '.join(map(repr, self.answers))}, none of {contender!r} "
-            f"and none of {plain!r}, whose serve for everyone"
+            f"and none of {plain!r}"
         )
 
     def described(self, agreement: str) -> dict[str, Any]:
-        """For files of numbers that rest on these answers."""
+        """The entry about these answers in files of numbers."""
         return {"file": str(self.path), "agreement": agreement, "note": self.note or None}
 
     def __iter__(self) -> Iterator[RecordedAnswer]:
@@ -133,17 +132,17 @@ def read_answers(
 
     Args:
         limit: conversations to read, of each benchmark (or source) and contender.
-        sampling: how the answers of a generations.jsonl were drawn, where acceptance.json beside it does not say.
+        sampling: how the answers of a generations.jsonl were drawn, if no acceptance.json lies beside it.
         only: ids of the conversations to read; None: all.
 
     Raises:
-        UserError: no such file, lines that are neither kind, damaged or there twice, or nothing in it.
+        UserError: no such file, unusable or repeated lines, or no answer.
     """
     recording = Recording(path)
     seen: dict[tuple[str, str], set[str]] = {}
     places: dict[tuple[str, tuple[str, str, int]], str] = {}  # of each contender's answer to each turn
     faults: list[str] = []
-    drawn, whose = _beside(path)
+    drawn, recorded_from = _beside(path)
     try:
         file = path.open("rb")
     except OSError as error:
@@ -161,8 +160,8 @@ def read_answers(
                 for answer in answers:
                     if (before := places.setdefault((contender, answer.key), place)) != place:
                         raise ValueError(
-                            f"{_whose(contender)}answer to turn {answer.turn} of {answer.conversation_id!r} stands "
-                            f"there twice, first at {before}"
+                            f"{'' if contender == EVERYONE else f'{contender!r}: '}the answer to turn {answer.turn} of "
+                            f"{answer.conversation_id!r} is there twice, first at {before}"
                         )
             except ValueError as error:
                 faults.append(f"eval.answers: {place}: {error}")
@@ -177,7 +176,7 @@ def read_answers(
             recording.answers.setdefault(contender, []).extend(
                 answer for answer in answers if answer.turn == 1 or not first_turns_only
             )
-            identity = identity if contender == EVERYONE else whose
+            identity = identity if contender == EVERYONE else recorded_from
             if identity and all(identity != known for _, known in recording.identities):
                 recording.identities.append((place, identity))
     if faults:
@@ -189,7 +188,7 @@ def read_answers(
 
 
 def _loaded(line: bytes) -> dict[str, Any]:
-    """The JSON object of a line. Raises ValueError where there is none."""
+    """The JSON object of a line. Raises ValueError if there is none."""
     try:
         return load(line)
     except ValueError:
@@ -200,19 +199,15 @@ def _loaded(line: bytes) -> dict[str, Any]:
         ) from None
 
 
-def _whose(contender: str) -> str:
-    return "the " if contender == EVERYONE else f"{contender!r}: the "
-
-
 def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
     """Ids of the conversations in a file of `data_gen.regenerate` that training on it keeps for validation.
 
     Args:
         most: train.validation_conversations.
-        of: one in so many conversations at most; training keeps one in five.
+        of: keeps at most one conversation in so many; training keeps one in five.
 
-    Training does not count those that it cannot use for other
-    reasons than short answers; where there are such, and few conversations, the last of these may be trained on.
+    Training also leaves out conversations that it cannot use for other reasons than short answers. With such ones and
+    few conversations, the last id returned may be trained on.
     """
     ids = set()
     with path.open("rb") as file:
@@ -220,9 +215,9 @@ def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
             try:
                 record = load(line)
                 check(record, _ConversationLine)
-            except ValueError:  # `read_answers` tells it
+            except ValueError:  # `read_answers` reports it
                 continue
-            if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # one token alone trains nothing
+            if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # a single token trains nothing
                 ids.add(record["id"])
     return set(heapq.nsmallest(min(most, len(ids) // of), ids, key=validation_rank))
 
@@ -230,11 +225,11 @@ def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
 def _answers_of(
     record: dict[str, Any], place: str, sampling: Sampling | None
 ) -> tuple[str, list[RecordedAnswer], dict[str, Any]]:
-    """(contender, answers, what is said of the target) of a line. Raises ValueError where it is of neither kind."""
+    """(contender, answers, target identity) of a line. Raises ValueError if it is of neither kind."""
     if "contender" in record:
         check(record, _GenerationLine)
-        whose = (record["benchmark"], record["category"], record["conversation_id"], record["turn"])
-        answer = RecordedAnswer(record["prompt_token_ids"], record["token_ids"], sampling, *whose, place)
+        turn = (record["benchmark"], record["category"], record["conversation_id"], record["turn"])
+        answer = RecordedAnswer(record["prompt_token_ids"], record["token_ids"], sampling, *turn, place)
         return record["contender"], [answer], {}
     if not isinstance(record.get("turns"), list):
         raise ValueError(
@@ -242,11 +237,9 @@ def _answers_of(
         )
     check(record, _ConversationLine)
     generator, meta = record.get("generator") or {}, record.get("meta") or {}
-    temperature = generator.get("temperature")
-    if temperature is not None:
+    sampling = None
+    if (temperature := generator.get("temperature")) is not None:
         sampling = Sampling(temperature, generator.get("top_p", 1.0), generator.get("top_k", 0))
-    else:
-        sampling = None
     benchmark, category = meta.get("benchmark", ""), meta.get("category")
     answers = [
         RecordedAnswer(
@@ -264,8 +257,8 @@ def _answers_of(
     return EVERYONE, answers, {key: generator[key] for key in IDENTITY if generator.get(key)}
 
 
-def drawn_unlike(answers: Iterable[RecordedAnswer], here: Sampling) -> str | None:
-    """How answers were drawn, in words, where some were drawn otherwise than `here`; None: alike, or nobody knows."""
+def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | None:
+    """The answers' sampling, in words, if some were drawn with other settings than `here`; None: alike or unknown."""
     there = {answer.sampling for answer in answers} - {here, None}
     if not there or (here.greedy and all(each is not None and each.greedy for each in there)):
         return None
@@ -273,7 +266,7 @@ def drawn_unlike(answers: Iterable[RecordedAnswer], here: Sampling) -> str | Non
 
 
 def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any]]:
-    """What acceptance.json beside a generations.jsonl says: how answers were drawn, and of which target they are."""
+    """(sampling, target identity) from the acceptance.json beside a generations.jsonl."""
     try:
         content = load((path.parent / "acceptance.json").read_bytes())
         sampling = Sampling(float(content["temperature"]), float(content["top_p"]), int(content["top_k"]))
@@ -284,14 +277,14 @@ def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any]]:
     return sampling, {key: identity[key] for key in IDENTITY if identity.get(key)}
 
 
-# Do they belong to this target?
+# Checks against a target.
 
 
 def check_answers(recording: Recording, vocab_size: int, positions: int) -> None:
-    """Tokens and lengths that the target cannot have written; known before it is loaded.
+    """Checks before the target is loaded that it can have written these tokens and lengths.
 
     Raises:
-        UserError: naming the first one's line.
+        UserError: names the first bad line.
     """
     for answer in recording:
         highest = max(*answer.prompt, *answer.tokens)
@@ -309,7 +302,7 @@ def check_answers(recording: Recording, vocab_size: int, positions: int) -> None
 
 
 def check_answers_before_loading(recording: Recording, target: TargetSection) -> int:
-    """`check_recorded_from` and `check_answers`, by the target's config and tokenizer alone; returns its positions."""
+    """`check_recorded_from` and `check_answers` from the target's config and tokenizer. Returns its positions."""
     config = load_config(target).get_text_config(decoder=True)
     fingerprint = tokenizer_fingerprint(load_tokenizer(target))
     check_recorded_from(recording, config_identity(config, target.model, target.revision, fingerprint))
@@ -318,13 +311,13 @@ def check_answers_before_loading(recording: Recording, target: TargetSection) ->
 
 
 def check_recorded_from(recording: Recording, here: dict[str, Any]) -> None:
-    """Refuses answers of which it is written that another target gave them.
+    """Refuses answers that were recorded from another target.
 
     Args:
-        here: what is known of this target so far, as `models.checkpoint.target_identity` names it.
+        here: this target's identity, as far as it is known (`models.checkpoint.target_identity`).
 
     Raises:
-        UserError: both sides named.
+        UserError: names both sides.
     """
     for place, identity in recording.identities:
         for key, there in identity.items():

@@ -3,24 +3,24 @@
     python eval/acceptance.py recipes/demo.yaml eval.mode=replay                             # of its own last run
     python eval/acceptance.py recipes/demo.yaml eval.mode=replay eval.answers=runs/demo/conversations.jsonl
 
-The latter replays the conversations that training keeps for validation; of those it has learnt, tau is too high.
+The latter replays the conversations that training keeps for validation; on trained ones tau would be too high.
 
-The tree that is drafted at a root hangs on the target's states of the committed tokens alone: accepted positions reach
-a drafter with the target's own states, never with drafted ones. Which of its nodes are accepted hangs on what the
-target says next alone. So the target reads each answer once, all positions in one pass, and the loop of decoding
-(`decode.decode`) goes along it with a `RecordedVerifier` in the target's place:
+A drafted tree depends only on the target's states of the committed tokens: accepted positions reach a drafter with the
+target's own states, never with drafted ones. Acceptance depends only on the target's next tokens. So the target reads
+each answer once, all positions in one pass, and the decoding loop (`decode.decode`) follows it with a
+`RecordedVerifier` in the target's place:
 
     recorded   p p p | r a b c d e       tree below r:  a x, below a: b y, below b: z
     round 1            r a b c           a and b are accepted, the recorded c is the bonus
     round 2                  c d e       the tree drafted below c, with the target's states up to b
 
-Exact, round by round:
-- greedy answers: a node is right iff it is the target's likeliest token, and that is the recorded one;
-- sampled answers, for trees whose nodes were chosen by rank: the bonus after a rejection never is one of the children
-  that were rejected (`eval.decoding.accept`), so the recorded token is a child iff that child was accepted;
-- the end: decoding that accepts more than is left cuts the rest off, and a tree that holds all that is left would.
+Replay is exact, round by round:
+- greedy answers: a node is right iff it is the target's likeliest token, which is the recorded one;
+- sampled answers, for trees with nodes chosen by rank: the bonus after a rejection is never a rejected child
+  (`eval.decoding.accept`), so the recorded token is a child iff that child was accepted;
+- the end: decoding cuts off accepted tokens beyond it, so a tree that holds all remaining tokens is accepted.
 
-Chains that were drawn from the drafter are refused: which ones were drawn is not recorded.
+Chains drawn from the drafter are refused, because the drawn tokens are not recorded.
 
 Shapes: B rows, N nodes, n positions, F captured states, V vocabulary; P positions of all answers, one after another.
 """
@@ -39,10 +39,10 @@ from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 
-HEAD_ROWS = 512  # most positions whose logits are alive at once
-HEAD_BYTES = 1 << 28  # and most bytes of them, with what is computed from them
-OF_LOGITS = 12  # float32 tensors of the logits' size that are alive together while a draw is checked; top-p sorts
-CHECKED_TOKENS = 1024  # of the answers, the longest ones first, are compared with what the target says
+HEAD_ROWS = 512  # most positions with logits in memory at once
+HEAD_BYTES = 1 << 28  # most bytes of these logits and the tensors computed from them
+LOGITS_COPIES = 12  # float32 tensors of the logits' size that coexist while a draw is checked; top-p sorts
+CHECKED_TOKENS = 1024  # tokens of the answers, the longest first, that are compared with the target's
 NO_TOKEN = -1
 
 
@@ -50,9 +50,9 @@ class RecordedVerifier:
     """Recorded answers in the target's place: a `decode.Verifier`.
 
     Args:
-        states_PF: the target's captured states of each answer's prompt and tokens (but the last one, which no round
-            reads), row after row; None where the proposer reads none.
-        target: gives the proposer the embeddings of tokens, and nothing else.
+        states_PF: the target's captured states of each answer's prompt and tokens without the last, which no round
+            reads; row after row. None if the proposer reads none.
+        target: used only for the embeddings of tokens.
     """
 
     def __init__(
@@ -65,29 +65,29 @@ class RecordedVerifier:
         self.positions: int = target.config.max_position_embeddings
         self.answers = list(answers)
         self.states = states_PF
-        # Padding follows every answer: no token equals it, so no tree goes beyond the end.
+        # Padding follows every answer. It equals no token, so no tree is accepted beyond the end.
         longest = max(len(answer.tokens) for answer in answers) + 1
         padded = [[*a.tokens, *[NO_TOKEN] * (longest - len(a.tokens))] for a in answers]
         self.tokens = torch.tensor(padded, device=self.device)  # [B, longest]
-        self.starts: list[int] = []  # where each row's states begin
+        self.starts: list[int] = []  # first state of each row
         at = 0
         for answer in answers:
             self.starts.append(at)
             at += len(answer.prompt) + len(answer.tokens) - 1
-        self.done = [1] * len(answers)  # tokens of each answer so far; the last of them is the root
+        self.done = [1] * len(answers)  # tokens of each answer so far; the last one is the root
         self.features: torch.Tensor | None = None
         self.counts: list[int] = []
         self.prompts: list[Prompt] = []
 
     def prefill(self, prompts: Sequence[Sequence[int]], draws: Sequence[Draws] | None = None) -> list[int]:
-        """All recorded answers at once: others are not to be had."""
+        """Starts all recorded answers at once."""
         self.counts = [len(prompt) for prompt in prompts]
         self.prompts = [Prompt.of(prompt) for prompt in prompts]
         self._read([0] * len(prompts))
         return [answer.tokens[0] for answer in self.answers]
 
     def _read(self, first: Sequence[int]) -> None:
-        """The states of self.counts[b] positions of each row, from first[b] on."""
+        """Reads self.counts[b] states of each row b, from position first[b] on."""
         if self.states is None:
             return
         at = torch.tensor([start + position for start, position in zip(self.starts, first, strict=True)])
@@ -103,13 +103,13 @@ class RecordedVerifier:
         return [max(0, self.positions - 1 - length) for length in lengths]
 
     def verify(self, tree: DraftTree) -> None:
-        """Nothing: what the target would say is recorded."""
+        """Does nothing: the target's tokens are recorded."""
 
     def accept(self, tree: DraftTree) -> Round:
-        """The longest path that is recorded. Where it is all that is left, no bonus is: `NO_TOKEN` stands for it."""
+        """Accepts the longest recorded path. `NO_TOKEN` replaces the bonus if the path ends the answer."""
         last = self.tokens.shape[1] - 1
         following = (tree.depths + torch.tensor(self.done, device=self.device)[:, None]).clamp(max=last)
-        said_BN = self.tokens.gather(1, following)  # what the target says after a node, if it says the node
+        said_BN = self.tokens.gather(1, following)  # the target's token after an accepted node
         right = tree.tokens == said_BN.gather(1, tree.parents.clamp(min=0))
         accepted = tree.depths.gather(1, deepest(tree, right)[:, None])[:, 0]
         sizes = accepted if tree.sizes is None else tree.sizes
@@ -137,28 +137,27 @@ class RecordedVerifier:
 # The target's one pass over the recorded answers.
 
 
-COARSE_ROUNDING = 0.05  # share of tokens that bfloat16 may turn
+COARSE_ROUNDING = 0.05  # share of tokens that bfloat16 may change
 
 
 @dataclass
 class Agreement:
-    """Are the answers this target's own? Counted while it reads the first of them; that many tell.
+    """Checks whether the answers are this target's own, on the first `CHECKED_TOKENS` tokens.
 
-    Greedy answers must be its likeliest tokens. In float32 rounding turns no more than a near tie; in lower precision a
-    pass over many positions has other last bits than the one over a single token that wrote the answer.
-    Drawn answers must be as surprising as the target's own draws, p as `Sampling.probabilities` makes it: the mean of
-    -log p(token) - H(p) is 0 for them, more for most other targets, less for a lower temperature or a closer cut than
-    is written. A token that top-k or top-p cut off (p = 0) was never drawn; only rounding at the edge of the cut can
-    have let it in.
+    Greedy answers must be its likeliest tokens. In float32 rounding only flips near ties. In lower precision a pass
+    over many positions rounds differently from the single-token passes that wrote the answer.
+    Drawn answers must be as surprising as the target's own draws, with p from `Sampling.probabilities`: the mean of
+    -log p(token) - H(p) is 0 for them, higher for most other targets, and lower for a lower temperature or a closer cut
+    than recorded. A token that top-k or top-p cut off (p = 0) is only possible by rounding at the edge of the cut.
     """
 
     lenient: bool  # the target rounds coarsely
     greedy_tokens: int = 0
-    other: int = 0  # of them, not the target's likeliest
+    other: int = 0  # greedy tokens that are not the target's likeliest
     drawn_tokens: int = 0
-    impossible: int = 0  # of them, with p = 0
-    excess: float = 0.0  # nats, summed over the possible ones
-    variance: float = 0.0  # of that sum, if the tokens are its own draws
+    impossible: int = 0  # drawn tokens with p = 0
+    excess: float = 0.0  # nats, summed over the possible drawn tokens
+    variance: float = 0.0  # of that sum, if the tokens are the target's own draws
 
     def add(self, answer: RecordedAnswer, logits_NV: torch.Tensor, said_N: torch.Tensor) -> None:
         """Logits after each token but the last, and the tokens themselves."""
@@ -172,7 +171,7 @@ class Agreement:
         p_N = p_NV.gather(1, said_N[:, None])[:, 0]
         possible_N = p_N > 0
         entropy_N = torch.special.entr(p_NV).sum(-1)
-        # Of the surprise; clamped, for 0 times the infinite logarithm is 0 here.
+        # Mean squared surprise; clamped because 0 * log(0)^2 counts as 0.
         squares_N = p_NV.log().clamp_(min=-1e4).square_().mul_(p_NV).sum(-1)
         self.drawn_tokens += len(said_N)
         self.impossible += int((~possible_N).sum())
@@ -189,20 +188,20 @@ class Agreement:
 
     @property
     def most_other(self) -> float:
-        """Share of tokens that may be others than the target can have said."""
+        """Share of tokens that rounding may have changed."""
         return COARSE_ROUNDING if self.lenient else 0.001
 
     @property
     def most_excess(self) -> float:
-        """Nats that the sum may lie off 0, either way.
+        """Largest |excess|, in nats, of the target's own draws.
 
-        Six standard deviations; few tokens are not distributed normally, and k that are unlikely at once have k nats
-        of e^-k: 20 more. Rounding moves p a little: 0.05 nats a token.
+        Six standard deviations, and 20 nats because few tokens are not normally distributed. Rounding changes p a
+        little: 0.05 nats a token.
         """
         return max(0.05 * self.drawn_tokens, 6 * self.variance**0.5 + 20)
 
     def check(self) -> None:
-        """Raises UserError where the answers read so far are another target's, or were drawn otherwise."""
+        """Raises UserError if the answers read so far are another target's or were drawn with other settings."""
         self._check_others(self.other, self.greedy_tokens, "greedy tokens", "are not what this one says there")
         self._check_others(
             self.impossible, self.drawn_tokens, "drawn tokens", "are cut off by top_k or top_p when this one draws them"
@@ -210,25 +209,25 @@ class Agreement:
         if abs(self.excess) > self.most_excess:
             more = self.excess > 0
             raise UserError(
-                f"eval.answers: {'recorded from another target, or drawn' if more else 'drawn'} otherwise than is "
-                f"written (temperature, top_p, top_k): {self.drawn_tokens:,} tokens are {abs(self.mean_excess):.2f} "
-                f"nats each {'more' if more else 'less'} surprising to this one than its own draws would be. "
-                "Decode or regenerate with this target, or mend what is written"
+                f"eval.answers: {'recorded from another target, or drawn' if more else 'drawn'} with other "
+                f"settings than recorded (temperature, top_p, top_k): {self.drawn_tokens:,} tokens are "
+                f"{abs(self.mean_excess):.2f} nats each {'more' if more else 'less'} surprising to this one than its "
+                "own draws would be. Decode or regenerate with this target, or correct the recorded settings"
             )
 
     def _check_others(self, other: int, tokens: int, kind: str, fault: str) -> None:
         if other <= max(1, self.most_other * tokens):
             return
         share = other / tokens
-        if share <= COARSE_ROUNDING:  # and in a precision that rounds finely
+        if share <= COARSE_ROUNDING:  # in a precision that rounds finely
             raise UserError(
                 f"eval.answers: probably this target's own, written in another precision: {other:,} of {tokens:,} "
                 f"{kind} ({share:.1%}) {fault}; at most {self.most_other:.1%} can be rounding here. Set "
                 "target.dtype to the precision that wrote them (bfloat16?), or decode or regenerate in this one"
             )
         raise UserError(
-            f"eval.answers: recorded from another target{' or drawn otherwise than is written' * (kind[0] == 'd')}: "
-            f"{other:,} of {tokens:,} {kind} ({share:.1%}) {fault}. Decode or regenerate with this target"
+            f"eval.answers: recorded from another target"
+            f"{' or drawn with other settings than recorded' * (kind[0] == 'd')}: {other:,} of {tokens:,} {kind} ({share:.1%}) {fault}. Decode or regenerate with this target"
         )
 
     @property
@@ -252,7 +251,7 @@ def read_states(
     """The target's states of these layers [P, F], as `RecordedVerifier` takes them; None without layers.
 
     Args:
-        agreement: counts which tokens are the target's own; without it the head is not computed.
+        agreement: counts the target's own tokens. Without it the head is not computed.
     """
     if not capture and (agreement is None or agreement.enough):
         return None
@@ -282,23 +281,23 @@ def read_states(
 
 
 def head_rows(vocab_size: int) -> int:
-    """Positions whose tokens are checked at once."""
-    return max(1, min(HEAD_ROWS, HEAD_BYTES // (4 * OF_LOGITS * vocab_size)))
+    """Number of positions checked at once."""
+    return max(1, min(HEAD_ROWS, HEAD_BYTES // (4 * LOGITS_COPIES * vocab_size)))
 
 
 def checking_bytes(vocab_size: int) -> int:
-    """Most that checking the answers' tokens keeps alive."""
-    return 4 * OF_LOGITS * head_rows(vocab_size) * vocab_size
+    """Peak memory of checking the answers' tokens."""
+    return 4 * LOGITS_COPIES * head_rows(vocab_size) * vocab_size
 
 
 def pass_tokens(device_type: str) -> int:
-    """Padded tokens that the target reads in one pass, if one answer is not longer. On a CPU more are no faster: what a
-    layer computes leaves the caches."""
+    """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU larger passes overflow the
+    caches and are no faster."""
     return 1024 if device_type == "cpu" else 16384
 
 
 def _passes(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
-    """Rows that are read together: alike in length, and not more than a pass holds."""
+    """Groups of rows of similar length that fit in one pass."""
     most = pass_tokens(device.type)
     rows: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -312,7 +311,7 @@ def _passes(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]
 # Replay.
 
 
-# Called with the numbers of a batch's answers: what `read_states` gives of them, by somebody else than the target.
+# Takes the indices of a batch's answers and returns their states, in place of `read_states`.
 StatesOf = Callable[[Sequence[int]], torch.Tensor]
 
 
@@ -324,11 +323,10 @@ def replay(
     agreement: Agreement | None = None,
     states_of: StatesOf | None = None,
 ) -> list[Generation]:
-    """`replay_all` by one proposer, whose models may go on training: what they keep is fit for autograd.
+    """`replay_all` for one proposer. Its models may be trained further: their cached tensors stay fit for autograd.
 
     Args:
-        states_of: gives the states of the layers that the proposer reads; None: the target does, by reading the
-            answers. It is the one thing that it is asked for.
+        states_of: returns the states of the layers that the proposer reads; None: the target reads the answers.
     """
     with torch.no_grad():
         return _replay(target, {"": proposer}, answers, batch_size, agreement, lambda count: None, states_of)[""]
@@ -342,13 +340,14 @@ def replay_all(
     agreement: Agreement | None = None,
     told: Callable[[int], object] = lambda count: None,
 ) -> dict[str, list[Generation]]:
-    """The rounds that decoding would have taken, by each of several proposers: one `Generation` an answer, in their
-    order. The target reads the answers once for all. Times are 0: nothing was decoded.
+    """The rounds that decoding would take with each proposer: one `Generation` per answer, in order, with times 0.
+
+    The target reads the answers once for all proposers.
 
     Args:
         batch_size: answers side by side.
-        agreement: refuses answers that are not the target's own; None: they are taken for what they are.
-        told: is called with the number of tokens of each batch that is done, proposer by proposer.
+        agreement: refuses answers that are not the target's own; None: no check.
+        told: called with each batch's number of tokens when a proposer is done with it.
 
     Raises:
         UserError: the answers are another target's.
@@ -378,31 +377,35 @@ def _replay(
             mine = None if states is None else _of_layers(states, layers, captures[name])
             for row, generation in zip(rows, _replay_batch(target, proposer, batch, mine), strict=True):
                 results[name][row] = generation
-            proposer.reset(0)  # whoever is done keeps no cache while the others draft
+            proposer.reset(0)  # frees its cache while the others draft
             told(sum(len(answer.tokens) for answer in batch))
     return {name: [g for g in generations if g is not None] for name, generations in results.items()}
 
 
 def batches(answers: Sequence[RecordedAnswer], batch_size: int) -> Iterator[list[int]]:
-    """Which answers go side by side: of like length, so that they end together; the longest, which need most, first."""
+    """Indices of answers replayed side by side: similar lengths, the longest first."""
     order = sorted(range(len(answers)), key=lambda row: len(answers[row].tokens), reverse=True)
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]
 
 
 def replay_bytes(positions: int, rows: int, longest: int, states: int, drafter: int) -> int:
-    """Most that a batch of replay keeps alive beside the models: states, what the drafter reads of them, its columns.
+    """Peak memory of a batch beside the models: states, the drafter's copy of them, its columns.
 
     Args:
-        positions: of the batch; rows: answers in it; longest: tokens of the longest.
-        states, drafter: bytes of the captured states of a position, of the drafter's keys and values of a column.
+        positions: of the batch.
+        rows: answers in the batch.
+        longest: tokens of the longest answer with its prompt.
+        states: bytes of a position's captured states.
+        drafter: bytes of a column's keys and values.
     """
-    # The prompts' states are gathered, padded to the longest, before the drafter's first call; at worst all is prompt.
+    # The prompts' states are gathered, padded to the longest, before the drafter's first call. The worst case is all
+    # prompt.
     return positions * states + rows * longest * (states + drafter)
 
 
 def positions_of(answers: Sequence[RecordedAnswer], rows: Sequence[int]) -> int:
-    """P: whose states are alive while these answers are replayed."""
+    """P: number of positions with states while these answers are replayed."""
     return sum(len(answers[row].prompt) + len(answers[row].tokens) - 1 for row in rows)
 
 
@@ -429,7 +432,7 @@ def _replay_batch(
 
 
 def plain_rounds(answer: RecordedAnswer) -> Generation:
-    """Plain decoding of the same answer: a round for every token but the first, which the prefill gives."""
+    """Plain decoding of the same answer: a round for every token after the first, which the prefill gives."""
     rounds = len(answer.tokens) - 1
     return Generation(
         list(answer.prompt),

@@ -1,8 +1,7 @@
 """eval.mode=replay: the rounds of a recipe's contenders along recorded answers (`eval.recorded.replay`).
 
-Answers are eval.answers, or the generations.jsonl of the last decoding in eval.out. Each contender goes along its own
-answers where the file holds them, else along plain decoding's (`Recording.of`). The target reads answers that several
-contenders share only once.
+Answers are eval.answers, or the generations.jsonl of the last decoding in eval.out. Each contender replays its own
+answers if the file holds them, else plain decoding's (`Recording.of`). The target reads shared answers only once.
 """
 
 from collections.abc import Sequence
@@ -41,10 +40,10 @@ from draftsmith.recipes.schema import Recipe
 
 
 def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
-    """The recorded answers, checked as far as that goes before weights are loaded.
+    """The recorded answers, checked as far as possible before weights are loaded.
 
     Raises:
-        UserError: no answers, damaged ones, another target's; contenders that cannot be replayed along them.
+        UserError: no answers, damaged ones or another target's; contenders that cannot be replayed along them.
     """
     path = Path(recipe.eval.answers) if recipe.eval.answers else generations_path(recipe)
     sampling = Sampling.of(recipe.eval)
@@ -57,7 +56,7 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     for contender in contenders:
         own = recording.of(contender.name, PLAIN)
         if contender.tree.policy == "auto":
-            problems.append(f"{contender.place}: policy auto goes by speeds, and replay has none; name a policy")
+            problems.append(f"{contender.place}: policy auto needs speeds, and replay measures none; name a policy")
         if contender.tree.draw == "sampled" and not all(answer.known_greedy for answer in own):
             problems.append(
                 f"{contender.place}: draw: sampled cannot be replayed along answers that were drawn (or may have "
@@ -74,14 +73,14 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
 
 
 def _not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
-    """(ids of the conversations to replay, None: all; a note). Answers that the drafter was trained on flatter it."""
+    """(ids of the conversations to replay, None: all; a note). Excludes answers that the drafter was trained on."""
     if not path.exists() or path.resolve() != recipe.conversations_path.resolve():
         return None, ""
     kept = kept_for_validation(path, recipe.train.validation_conversations)
     if not kept:
         return None, (
-            f"{path} is what the recipe trains on, and train.validation_conversations keeps none of it out of "
-            "training: these answers are known to the drafter, and tau is higher than on others"
+            f"{path} is what the recipe trains on, and train.validation_conversations keeps none of it out: the "
+            "drafter has learnt these answers, so tau is higher than on others"
         )
     return kept, (
         f"{path} is what the recipe trains on: answers are taken from the {len(kept)} conversations that training "
@@ -90,12 +89,12 @@ def _not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
 
 
 def _baseline(recording: Recording, contenders: Sequence[Contender]) -> list[RecordedAnswer]:
-    """Plain decoding's answers, or those of the only one there is."""
+    """Plain decoding's answers, or the only contender's."""
     return recording.of(PLAIN, contenders[0].name)
 
 
 def as_replayed(recipe: Recipe, recording: Recording) -> Recipe:
-    """The recipe as acceptance.json keeps it: the answers' own file and sampling, and a folder that holds no speeds."""
+    """The recipe as acceptance.json keeps it: with the answers' file and sampling, and eval.out's folder `replay`."""
     update: dict[str, Any] = {"answers": str(recording.path), "out": str(recipe.eval_out / "replay")}
     drawn = {answer.sampling for answer in recording}
     if len(drawn) == 1 and (sampling := drawn.pop()) is not None:
@@ -106,7 +105,7 @@ def as_replayed(recipe: Recipe, recording: Recording) -> Recipe:
 def replay_contenders(
     lineup: Lineup, contenders: Sequence[Contender], recording: Recording, batch_size: int, agreement: Agreement
 ) -> dict[str, list[Generation]]:
-    """The rounds of every contender, plain decoding's first: what `Bench.run` returns, without times.
+    """The rounds of every contender, plain decoding's first, as `Bench.run` returns them but without times.
 
     Raises:
         UserError: the answers are another target's.
@@ -128,7 +127,7 @@ def replay_contenders(
 
 
 def _draft_model_bytes(contenders: Sequence[Contender]) -> list[int]:
-    """Keys and values of a token, of every causal LM that drafts."""
+    """Bytes of a token's keys and values, for every causal LM that drafts."""
     found = []
     for section in {c.draft_model.model: c.draft_model for c in contenders if c.draft_model is not None}.values():
         config = load_config(section)
@@ -138,7 +137,7 @@ def _draft_model_bytes(contenders: Sequence[Contender]) -> list[int]:
 
 
 def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> int:
-    """Most that replay keeps alive beside the models; drafters that are yet to be trained are not counted."""
+    """Peak memory of replay beside the models. Untrained drafters are not counted."""
     answers = _baseline(recording, contenders)
     there = [c.drafter for c in contenders if c.drafter is not None and c.drafter.exists()]
     shapes = [read_config(directory)[0] for directory in there]
@@ -147,7 +146,7 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
     text = config.get_text_config(decoder=True)
     unit = target_size(config, recipe.target.dtype, recipe.target.trust_remote_code).activation_bytes
     states = len(layers) * text.hidden_size * unit
-    # One drafts at a time: the widest counts.
+    # One drafter works at a time, so the widest counts.
     drafters = (2 * 4 * s.num_key_value_heads * s.head_dim * s.cached_layers for s in shapes)
     columns = max([0, *drafters, *_draft_model_bytes(contenders)])
     most = 0

@@ -79,7 +79,7 @@ def check_output(recipe: Recipe) -> None:
     """Raises UserError if output_dir exists and nothing can be written to it; the loader looks at one that does not."""
     output = Path(recipe.output_dir)
     if output.exists() and not os.access(output, os.W_OK):
-        raise UserError(f"output_dir: nothing can be written to {output}; name another folder, or mend the rights")
+        raise UserError(f"output_dir: nothing can be written to {output}; name another folder, or fix its permissions")
 
 
 def parse_arguments(
@@ -214,7 +214,7 @@ def _unwritable(error: OSError) -> list[str]:
     """In words, where the user can do something about it: rights, a read-only disk, a file in a folder's place."""
     if error.filename is None or error.errno not in _PLACE_ERRORS:
         return []
-    return [f"{error.filename}: {error.strerror}; name another place, or mend what is wrong with this one"]
+    return [f"{error.filename}: {error.strerror}; name another place, or fix this one"]
 
 
 def _quiet_third_parties() -> None:
