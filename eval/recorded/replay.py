@@ -227,7 +227,8 @@ class Agreement:
             )
         raise UserError(
             f"eval.answers: recorded from another target"
-            f"{' or drawn with other settings than recorded' * (kind[0] == 'd')}: {other:,} of {tokens:,} {kind} ({share:.1%}) {fault}. Decode or regenerate with this target"
+            f"{' or drawn with other settings than recorded' * (kind[0] == 'd')}: "
+            f"{other:,} of {tokens:,} {kind} ({share:.1%}) {fault}. Decode or regenerate with this target"
         )
 
     @property
