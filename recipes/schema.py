@@ -1,7 +1,7 @@
-"""What a recipe may say. Every key of every recipe is declared here, with its default, unit and meaning.
+"""Every key of a recipe, with its default, unit and meaning.
 
-The text under a field is its documentation: the error messages of the loader show it. Unknown keys and wrong types are
-errors (`recipes.loader`). The recipe stops at the scripts' builders: models, losses and loops take plain keyword
+The text under a field is its documentation, and the loader's error messages show it. Unknown keys and wrong types are
+errors (`recipes.loader`). Only the scripts' builders see the recipe: models, losses and loops take plain keyword
 arguments.
 """
 
@@ -18,8 +18,7 @@ class Section(BaseModel):
     )
 
 
-# Upper bounds lie far beyond any sensible use: they catch a slip of the hand before a plan, a drafter or a tree is made
-# of it.
+# Upper bounds lie far beyond any sensible use and catch typing errors.
 MOST_COUNTED = 1_000_000_000
 MOST_FLOAT = 1e38  # what float32 holds
 Count = Annotated[int, Field(ge=1, le=MOST_COUNTED)]  # of tokens, steps, rows, conversations
@@ -34,7 +33,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e9)]
 
 
 class ImpossibleSettings(ValueError):
-    """Everything in a section that does not go together, so that the loader can tell it all at once.
+    """All contradictions in a section, for the loader to report at once.
 
     Each problem begins with the key to change, dotted below the section, and `: `.
     """
@@ -50,13 +49,13 @@ class TargetSection(Section):
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the target's weights; `auto`: as its config says. Equality with plain decoding needs float32."""
+    """Precision of the target's weights; `auto`: its config's. Exact equality with plain decoding needs float32."""
     device: str = "auto"
-    """`auto` is the accelerator where there is one, else the CPU."""
+    """`auto`: the accelerator if there is one, else the CPU."""
     trust_remote_code: bool = False
     """Run Python code that ships with the model. Off unless you have read that code."""
     chat_template: str | None = None
-    """A file with a Jinja chat template: for a base model that has none, or in place of the tokenizer's own."""
+    """A file with a Jinja chat template, for a base model without one or to replace the tokenizer's own."""
     thinking: bool | None = None
     """The thinking switch of chat templates that have one (Qwen3's `enable_thinking`, DeepSeek-V3.1's `thinking`), the
     same in regeneration, training and evaluation. None: the template's default."""
@@ -66,110 +65,110 @@ class TargetSection(Section):
 
 class GeneratorSection(Section):
     kind: Literal["transformers", "openai"] = "transformers"
-    """Who writes the answers: the target in this process, or OpenAI-compatible servers that serve it and whose
-    /v1/completions takes token ids (docs/regeneration.md)."""
+    """What writes the answers: the target in this process, or OpenAI-compatible servers that serve it and accept token
+    ids in /v1/completions (docs/regeneration.md)."""
     batch_size: Size = 32
     """Conversations decoded side by side in this process."""
     drafter: str | None = None
-    """A drafter of this target, trained before: it drafts while the target writes, whose answers they stay (greedy ones
-    token for token in float32, sampled ones in law). Of kind transformers."""
+    """A trained drafter that speeds up the target's writing. The answers remain the target's: greedy ones token for
+    token in float32, sampled ones in law. Of kind transformers."""
     draft_tokens: Size = 3
     """Tokens that `drafter` proposes for each of the target's passes."""
     base_urls: list[str] = []
     """Servers of kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
-    """The name under which the servers serve the target. None: what `/v1/models` lists, where that is one."""
+    """The target's name on the servers. None: the only one that `/v1/models` lists."""
     concurrency: Size = 64
-    """Requests under way at a time, over all servers."""
+    """Simultaneous requests, over all servers."""
     stream: bool = False
-    """Receive answers token by token: progress moves while they are written, and a dead server is noticed sooner."""
+    """Receive answers token by token, to show progress and to notice a dead server sooner."""
     timeout_seconds: Seconds = 600.0
-    """Longest wait for a whole answer before it is asked for again; with `stream`, for its next token."""
+    """Longest wait for a whole answer, or with `stream` for its next token, before the request is repeated."""
     max_retries: CountOrZero = 8
-    """Further tries of one request, with growing pauses, before its conversation is given up for this run."""
+    """Retries of one request, with growing pauses, before this run gives its conversation up."""
     give_up_seconds: Seconds = 900.0
-    """How long all servers may fail before the run stops. What is written stays, and another run goes on."""
+    """How long all servers may fail before the run stops. The next run continues from the written answers."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key. The key itself is never written anywhere."""
     max_new_tokens: Count = 512
     """Tokens of one assistant turn, its stop token included; a turn cut here is kept with finish_reason `length`."""
     temperature: PositiveOrZero | None = None
-    """0 is greedy. None: the target's generation_config, or 1 where that says nothing."""
+    """0 is greedy. None: the target's generation_config, or 1 if it has no temperature."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """None: the target's generation_config, or 1."""
     top_k: CountOrZero | None = None
     """0 switches it off. None: the target's generation_config, or off."""
     seed: Seed = 0
-    """Of the draws."""
+    """Seed of the sampling."""
 
     @model_validator(mode="after")
     def _who_drafts(self) -> "GeneratorSection":
         if self.drafter is None and "draft_tokens" in self.model_fields_set and self.draft_tokens != 3:
-            raise ValueError("draft_tokens are those of a drafter: give one, or leave them out")
+            raise ValueError("draft_tokens needs a drafter: give one, or leave draft_tokens out")
         if self.drafter is not None and self.kind == "openai":
             raise ValueError(
-                "drafter drafts in this process, servers by their own settings: leave it out of kind openai"
+                "drafter drafts in this process; servers have settings of their own: leave it out of kind openai"
             )
         return self
 
 
 class RankingSource(Section):
     source: str
-    """What is counted: `answers` for the target's own in data.conversations; files by path or pattern (.jsonl,
+    """Texts to count tokens in: `answers` for the target's own in data.conversations; files by path or pattern (.jsonl,
     .parquet, all others as text; also .gz), or a dataset as `hf:org/name[:config]:split`."""
     weight: Positive = 1.0
-    """Its share of the blend, whatever its size: relative frequencies are added up by weight."""
+    """The source's share of the blend, independent of its size: relative frequencies are added by weight."""
     text_field: str = "text"
-    """The field of a record that holds its text. Conversations (`messages`, `conversations`) are read as such."""
+    """A record's field with its text. Conversations (`messages`, `conversations`) are read as conversations."""
     max_documents: Count | None = None
-    """Read no more than so many documents."""
+    """Most documents to read."""
 
 
 class RankingSection(Section):
-    """By what tokens are ranked, for the draft vocabulary and for cuts while decoding (data_gen/rank_vocab.py)."""
+    """How tokens are ranked, for the draft vocabulary and for cuts while decoding (data_gen/rank_vocab.py)."""
 
     sources: list[RankingSource] = []
     """Empty: the target's own answers."""
     workers: Size | None = None
-    """Processes that tokenise texts. Default: one a core."""
+    """Processes that tokenise texts. Default: one per core."""
 
 
 class CaptureSection(Section):
     """Hidden states on disk (data_gen/capture.py)."""
 
     dtype: Literal["bfloat16", "float32", "int8", "fp8"] = "bfloat16"
-    """Of the stored states. int8 and fp8 (e4m3) keep one scale for each state of each token."""
+    """Precision of the stored states. int8 and fp8 (e4m3) keep one scale for each state of each token."""
     shard_megabytes: Positive = 512
-    """About how much a shard holds: what a kill can cost, and what capture keeps in memory."""
+    """Approximate size of a shard: a kill loses at most one, and capture keeps one in memory."""
     batch_tokens: Count = 8192
-    """Tokens of one pass of the target, padding included; a longer row stands alone."""
+    """Tokens in one pass of the target, padding included; a longer row is read alone."""
 
 
 class DataSection(Section):
     prompts: str | list[str] | None = None
-    """Conversations whose assistant turns the target rewrites: a .jsonl, .json, .csv, .tsv or .parquet file,
-    `stdlib:train`, or a dataset as `hf:org/name[:split]` or `hf:org/name:config:split`."""
+    """Conversations for the target to answer anew: a .jsonl, .json, .csv, .tsv or .parquet file, `stdlib:train`, or a
+    dataset as `hf:org/name[:split]` or `hf:org/name:config:split`."""
     max_prompts: Count | None = None
-    """Read no more than this many conversations; dropped duplicates do not count."""
+    """Most conversations to read; dropped duplicates do not count."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """Conversations that ask the same as an earlier one, whatever their ids and answers: drop and count them, or keep
-    them, for several answers to one question at a temperature above 0."""
+    """Conversations with the same questions as an earlier one, whatever their ids and answers: drop and count them, or
+    keep them, for several answers to one question at a temperature above 0."""
     conversations: str | None = None
-    """What regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
+    """File that regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
     max_length: int = Field(default=2048, ge=8, le=MOST_COUNTED)
-    """Tokens of one training row. Regeneration ends answers there; longer conversations are left out and counted, never
-    cut."""
+    """Most tokens of one training row. Regeneration ends answers there. Training leaves longer conversations out and
+    counts them; it never cuts them."""
     contamination: Literal["list", "remove", "off"] = "list"
-    """Training conversations that ask what eval.prompts ask: list and count them, leave them out, or do not look."""
+    """Training conversations with questions of eval.prompts: list and count them, leave them out, or skip the check."""
     generator: GeneratorSection = GeneratorSection()
     ranking: RankingSection = RankingSection()
     states: str | None = None
-    """Folder of the target's hidden states, which data_gen/capture.py writes. Training then reads them and never runs
-    the target. None: the target runs beside the drafter, and capture writes to <output_dir>/states."""
+    """Folder of hidden states, written by data_gen/capture.py. Training then reads them and never runs the target.
+    None: the target runs beside the drafter, and capture writes to <output_dir>/states."""
     capture: CaptureSection = CaptureSection()
 
 
-MOST_SPECIALISTS = 64  # and positions of each: far beyond what is drafted in a round
+MOST_SPECIALISTS = 64  # also of positions of each; far more than a round drafts
 
 
 class DrafterSection(Section):
@@ -177,22 +176,22 @@ class DrafterSection(Section):
     """`eagle3` (train/eagle3.py), `eagle`: EAGLE-1/2, and HASS with more than one train.ttt_steps (train/eagle.py), or
     `poss`: position specialists (train/poss.py)."""
     base: Literal["eagle", "eagle3"] = "eagle"
-    """What position specialists extend: the published form has EAGLE-1's layer trained as HASS trains it."""
+    """The drafter that position specialists extend. The published form is EAGLE-1's layer with HASS's training."""
     positions_per_specialist: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
-    """Of poss: n consecutive draft positions share a specialist (PosS-n). Default: 2."""
+    """Of poss: number of consecutive draft positions per specialist (n of PosS-n). Default: 2."""
     specialists: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
-    """Of poss: how many; the last one also drafts all positions beyond its own. Default: 4."""
+    """Of poss: number of specialists; the last one also drafts all later positions. Default: 4."""
     match_specialists: int | None = Field(default=None, ge=2, le=MOST_SPECIALISTS)
-    """A single drafter with as many parameters as so many specialists would have, by a wider MLP: the baseline that
+    """Widen the MLP of a single drafter until it has as many parameters as this many specialists: the baseline that
     position specialists must beat. Of eagle and eagle3; intermediate_size is then the specialists'."""
     num_layers: Annotated[int, Field(ge=1, le=1000)] = 1
     """Decoder layers, one above the other. Of eagle and eagle3."""
     capture_layers: list[int] | None = None
-    """Target states that EAGLE-3's features are fused from, indices into `hidden_states` (0 is the embedding). Default:
+    """Target states that EAGLE-3 fuses into features, as indices into `hidden_states` (0 is the embedding). Default:
     (2, L//2, L-3). EAGLE-1 reads the last state, after the target's final norm."""
     vocab_size: Size | None = None
-    """Tokens of the draft vocabulary, the most frequent supervised ones. None: the target's whole vocabulary, which is
-    the only choice where the drafter uses the target's own head (eagle, and poss over it)."""
+    """Size of the draft vocabulary: the most frequent supervised tokens. None: the target's whole vocabulary, the only
+    choice for drafters with the target's own head (eagle, and poss over it)."""
     num_attention_heads: Size | None = None
     """None: the target's."""
     num_key_value_heads: Size | None = None
@@ -206,12 +205,12 @@ class DrafterSection(Section):
     fc_norm: bool = False
     """EAGLE-3.1: an RMSNorm for each captured state before the fusion."""
     norm_output: bool = False
-    """EAGLE-3.1: the output is fed back normed, as the head reads it."""
+    """EAGLE-3.1: feed back the normed output, which the head also reads."""
     init_head: Literal["random", "target"] = "random"
-    """What EAGLE-3's head starts from: random weights, or the target's rows (for short runs)."""
+    """Initial weights of EAGLE-3's head: random, or the target's rows (for short runs)."""
     init_from: str | None = None
     """Directory of a trained drafter to start from: one of the same shape (its MLP may be narrower), or for poss a
-    single drafter of its base, whose layer every specialist then starts from."""
+    single drafter of its base; every specialist then starts from that layer."""
 
     @model_validator(mode="after")
     def _possible(self) -> "DrafterSection":
@@ -225,8 +224,8 @@ class DrafterSection(Section):
         ]
         this = f"kind is {self.kind}" + f" over {self.base}" * (self.kind == "poss")
         problems = [
-            f"{key}: it only works in {whose}, and {this}: leave it out"
-            for keys, owned, whose in owners
+            f"{key}: it only works in {drafters}, and {this}: leave it out"
+            for keys, owned, drafters in owners
             for key in keys
             if key in meant and not owned
         ]
@@ -243,7 +242,7 @@ class DrafterSection(Section):
 
     @property
     def extends(self) -> Literal["eagle", "eagle3"]:
-        """Whose features and head the drafter has."""
+        """The drafter kind with the same features and head."""
         return self.base if self.kind == "poss" else self.kind
 
     @property
@@ -270,127 +269,128 @@ class TrainSection(Section):
     max_steps: Count | None = None
     """Optimiser steps. None: as many as `epochs` needs."""
     epochs: float | None = Field(default=None, gt=0, le=1_000_000)
-    """Passes over the training conversations; used where max_steps is not given. Both None: 1."""
+    """Passes over the training conversations, if max_steps is not given. Both None: 1."""
     batch_size: Size = 4
     """Conversations per micro-batch and process."""
     gradient_accumulation_steps: Size = 1
     """Micro-batches per optimiser step. Splitting a batch over them changes nothing but memory."""
     packing: bool = False
-    """The target reads a micro-batch's conversations one behind the other in one row without padding, each attending to
-    itself alone, instead of one a row padded to the longest; the drafter reads them so in any case. The same losses and
-    gradients, another use of time and memory."""
+    """The target reads a micro-batch's conversations in one row without padding, each attending only to itself, instead
+    of one per row padded to the longest. The drafter always reads them packed. Losses and gradients stay the same; time
+    and memory change."""
     learning_rate: Positive = 1e-4
-    """Of AdamW, behind the warm-up. Small drafters want more."""
+    """Of AdamW, after the warm-up. Small drafters need more."""
     warmup_steps: CountOrZero = 0
     """Optimiser steps of linear warm-up."""
     schedule: Literal["cosine", "linear"] = "cosine"
     """Decay to zero after the warm-up."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """How much of the mean of earlier gradients AdamW keeps at each step."""
+    """Decay of AdamW's running mean of gradients."""
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
-    """How much of the mean of their squares."""
+    """Decay of AdamW's running mean of squared gradients."""
     weight_decay: PositiveOrZero = 0.0
-    """Of AdamW: weights shrink by this times the learning rate at each step."""
+    """Of AdamW: weights shrink by this times the learning rate at every step."""
     max_skipped_steps: CountOrZero = 10
-    """Steps of a run that may be skipped because their gradient is not finite; one more stops it."""
+    """Steps that a run may skip because of a non-finite gradient; one more stops it."""
     max_grad_norm: Positive = 0.5
-    """Clipping by the global norm, or with clip: value each element of the gradient."""
+    """Clips the gradient's global norm, or with clip: value each of its elements."""
     clip: Literal["norm", "value"] = "norm"
-    """EAGLE-1, HASS and PosS were published with value."""
+    """How gradients are clipped. EAGLE-1, HASS and PosS were published with value."""
     ttt_steps: Annotated[int, Field(ge=1, le=MOST_SPECIALISTS**2)] = 7
-    """Unroll steps: how deep a chain is trained. Default: 7 for eagle3, 1 for eagle (more is HASS), one for each
-    position that has a specialist for poss."""
+    """Unroll steps: the depth of trained chains. Default: 7 for eagle3, 1 for eagle (more is HASS), one for each
+    specialist's position for poss."""
     step_weight: StepWeight = 0.8
-    """The loss of unroll step k is weighted step_weight**k; a list has a weight for each step; `acceptance` weighs each
-    step of each chain by what decoding gains from it (train/loss/step_weights.py), so that the loss of a better drafter
-    may be higher. Default: 0.8 for eagle3 and poss over it, else 1."""
+    """The loss of unroll step k is weighted by step_weight**k. A list gives each step's weight. `acceptance` weights
+    each step of each chain by its gain in decoding (train/loss/step_weights.py); a better drafter may then have a higher
+    loss. Default: 0.8 for eagle3 and poss over it, else 1."""
     token_loss: PositiveOrZero = 1.0
-    """Weight of `token_objective`, the soft cross-entropy with the target's distribution unless it says otherwise.
-    Default: 1 for eagle3, else 0.1."""
+    """Weight of `token_objective`, by default the soft cross-entropy with the target's distribution. Default: 1 for
+    eagle3, else 0.1."""
     feature_loss: PositiveOrZero = 0.0
     """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 0 for eagle3, else 1."""
     top_k_loss: PositiveOrZero = 0.0
     """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
     top_k_tokens: Size = 10
-    """Of top_k_loss."""
+    """Number of tokens in top_k_loss."""
     token_objective: TokenObjective = "soft_ce"
-    """What `token_loss` weighs (train/loss/losses.py): how far the drafter's distribution is from the target's."""
+    """The objective that `token_loss` weights (train/loss/losses.py): a distance between the drafter's and the target's
+    distribution."""
     rank_loss: PositiveOrZero = 0.0
-    """Weight of the likelihood of the target's order of its `rank_tokens` likeliest tokens (ViSpec)."""
+    """Weight of ViSpec's ranking loss: the likelihood of the target's order of its `rank_tokens` likeliest tokens."""
     rank_tokens: Size = 10
-    """Of rank_loss."""
+    """Number of tokens in rank_loss."""
     feature_noise: PositiveOrZero = 0.0
-    """Width of the uniform noise on the target's features that the drafter reads, for rows of 512 tokens; shorter rows
-    have more, longer ones less. Default: 0 for eagle3, else 0.2."""
+    """Width of the uniform noise on the target's features in the drafter's input, for rows of 512 tokens. Shorter rows
+    get more, longer rows less. Default: 0 for eagle3, else 0.2."""
     detach_features: Detach = False
-    """No gradient flows back through drafted features from one step to the one before (HASS); `specialists`: none from
-    one of PosS's specialists to the one before. Default: false for eagle3, specialists for poss over it, else true."""
+    """Stop gradients through drafted features from each step to the one before (HASS); `specialists`: only from each of
+    PosS's specialists to the one before. Default: false for eagle3, specialists for poss over it, else true."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """`auto` is bf16 on accelerators that compute it natively, no (float32) elsewhere: on CPUs it may be slower."""
+    """`auto`: bf16 on accelerators with native bf16, else no (float32). On CPUs bf16 may be slower."""
     zero_stage: Literal[0, 1, 2, 3] = 0
-    """DeepSpeed's ZeRO: 1 shares AdamW's moments out among the processes, 2 gradients as well, 3 weights as well.
-    0: every process holds all, by DistributedDataParallel."""
+    """DeepSpeed's ZeRO: 1 shards AdamW's moments over the processes, 2 also gradients, 3 also weights. 0: every process
+    holds everything, by DistributedDataParallel."""
     offload_optimizer: bool = False
-    """With zero_stage: AdamW's moments and step on the CPU."""
+    """With zero_stage: keep AdamW's moments and step on the CPU."""
     shard_target: bool = False
-    """For targets that do not fit one device: the processes share out the frozen target's layers, too, and gather one
-    at a time as it runs (DeepSpeed's ZeRO-3, under any zero_stage). A single process holds it whole."""
+    """For targets too large for one device: also shard the frozen target's layers over the processes and gather them
+    one at a time (DeepSpeed's ZeRO-3, with any zero_stage). A single process holds the whole target."""
     attention: Literal["auto", "blocks"] = "auto"
-    """Who computes the drafter's attention: the device's fused kernel, where a trial shows that it is right, or plain
-    products, block by block."""
+    """How the drafter's attention is computed. `auto`: by the device's fused kernel if it passes a trial, else as
+    `blocks`: by plain products, block by block."""
     gradient_checkpointing: bool = False
-    """Recompute the drafter's layer in the backward pass: less memory, more time, the same gradients."""
+    """Recompute the drafter's layer in the backward pass: less memory, more time, same gradients."""
     seed: Seed = 0
-    """Of the order of the rows, the initial weights and the noise."""
+    """Seed of the row order, the initial weights and the noise."""
     resume: Literal["auto", "never"] = "auto"
-    """`auto` goes on from the last checkpoint in <output_dir>/checkpoints; `never` refuses to start where one is."""
+    """`auto` continues from the last checkpoint in <output_dir>/checkpoints; `never` refuses to start if one exists."""
     save_every_steps: Count = 500
     """Optimiser steps between checkpoints."""
     keep_checkpoints: Size = 2
-    """Older checkpoints are deleted."""
+    """Number of checkpoints to keep; older ones are deleted."""
     log_every_steps: Count = 10
-    """Optimiser steps between lines of metrics.jsonl, each of which is over all of them."""
+    """Optimiser steps per line of metrics.jsonl. A line covers all of them."""
     validation_conversations: CountOrZero = 64
-    """Conversations kept out of training, drawn by a hash of their id, a fifth of all at most; 0: no validation."""
+    """Conversations kept out of training, chosen by a hash of their id, at most a fifth of all; 0: no validation."""
     validate_every_steps: Count = 200
     """Optimiser steps between validations."""
     eval_replay: CountOrZero = 0
-    """Validation conversations whose answers are replayed with eval.tree after every checkpoint: the acceptance that
-    decoding would have, in metrics.jsonl. 0 switches it off."""
+    """Validation conversations to replay with eval.tree after every checkpoint. The resulting acceptance, which equals
+    decoding's, goes to metrics.jsonl. 0 switches it off."""
     keep_best: Literal["simulated_tau", "replay_tau"] | None = None
-    """Of all checkpoints, keep also the one with the highest of this on the validation conversations, and save its
-    drafter at the end. replay_tau needs eval_replay; for simulated_tau every checkpoint is validated. None: the last
-    one's drafter is saved."""
+    """Also keep the checkpoint with the highest value of this on the validation conversations, and save its drafter at
+    the end. replay_tau needs eval_replay; for simulated_tau every checkpoint is validated. None: save the last
+    checkpoint's drafter."""
     trackers: list[str] = ["tensorboard"]
-    """Who is told what metrics.jsonl says: tensorboard (in <output_dir>/tensorboard), wandb, trackio, or another of
-    accelerate's trackers, by name."""
+    """Trackers that receive the metrics of metrics.jsonl: tensorboard (in <output_dir>/tensorboard), wandb, trackio, or
+    another of accelerate's trackers, by name."""
 
 
 def is_default(key: str, value: Any) -> bool:
-    """Whether `train.<name>` says what it says where a recipe leaves it out, whatever the drafter."""
+    """Whether `train.<name>` has the schema's default, which does not depend on the drafter."""
     section, _, name = key.partition(".")
     return section == "train" and name in TrainSection.model_fields and value == getattr(TrainSection(), name)
 
 
-MOST_LABELLED_NODES = 1_000_000  # of one tree, a thousand times the paper's
+MOST_LABELLED_NODES = 1_000_000  # per tree, a thousand times the paper's
 
 
 class LabelSection(Section):
-    """Labelled draft trees (data_gen/label_trees.py): what a C2T classifier is trained on."""
+    """Labelled draft trees (data_gen/label_trees.py), a C2T classifier's training data."""
 
     answers: str | None = None
-    """Recorded answers of the target along which trees are drafted: a generations.jsonl, or regenerated conversations.
-    Default: the conversations that training keeps for validation, for the drafter has learnt the others."""
+    """Recorded answers of the target to draft trees along: a generations.jsonl, or regenerated conversations. Default:
+    the conversations that training keeps for validation, because the drafter has learnt the others."""
     max_rows: Count | None = None
-    """Stop after about so many rows, a whole answer at the end. None: all answers."""
+    """Stop after the answer that reaches this many rows. None: all answers."""
     top_k: Beam = 10
-    """Children of each expanded node, and width of the beam."""
+    """Children per expanded node, and width of the beam."""
     draft_calls: Depth = 11
     """Depth of the trees; 10 and 11 give 1,010 nodes below a root."""
     entropy_over: Size = 1000
-    """Likeliest tokens that the entropy is taken over (the paper's M)."""
+    """Number of likeliest tokens in the entropy (the paper's M)."""
     batch_size: Size = 16
-    """Answers side by side."""
+    """Answers processed side by side."""
     out: str | None = None
     """Folder of the rows. Default: <output_dir>/labelled_trees."""
 
@@ -400,14 +400,14 @@ class LabelSection(Section):
             raise ImpossibleSettings(
                 [
                     f"top_k: {self.nodes:,} nodes below each root with top_k {self.top_k:,} and {self.draft_calls:,} "
-                    f"draft_calls, at most {MOST_LABELLED_NODES:,} can be labelled: set one of the two to less"
+                    f"draft_calls, at most {MOST_LABELLED_NODES:,} can be labelled: lower one of the two"
                 ]
             )
         return self
 
     @property
     def nodes(self) -> int:
-        """Below a root; fewer where the draft vocabulary has fewer than top_k tokens."""
+        """Below a root; fewer if the draft vocabulary has fewer than top_k tokens."""
         return self.top_k + (self.draft_calls - 1) * self.top_k**2
 
 
@@ -419,29 +419,28 @@ class ClassifierSection(Section):
     hidden: Size = 48
     """Width of its one hidden layer."""
     negative_ratio: Positive | None = 10.0
-    """Rejected rows kept for each accepted one; a threshold on the confidence means something only beside it. None:
-    all."""
+    """Rejected rows kept for each accepted one. The meaning of a confidence threshold depends on it. None: all."""
     batch_size: Size = 1024
-    """Rows a step."""
+    """Rows per step."""
     learning_rate: Positive | None = None
     """Of Adam. Default: 1e-3, and 1e-4 with init_from."""
     epochs: Count = 10
-    """Passes over the rows. Fewer rows than the paper's nine million want more."""
+    """Passes over the rows. Use more for fewer rows than the paper's nine million."""
     validation_share: float = Field(default=0.05, gt=0, lt=1)
-    """Of the trees; whole trees are kept out."""
+    """Share of the trees for validation; whole trees are kept out."""
     init_from: str | None = None
     """Directory of a classifier to calibrate for this target and drafter."""
     share: float | None = Field(default=None, gt=0, le=1)
-    """Of the trees that are read. Default: all, and a tenth with init_from."""
+    """Share of the trees to read. Default: all, or a tenth with init_from."""
     seed: Seed = 0
-    """Of the initial weights, the trees kept out and the rejected rows that are kept."""
+    """Seed of the initial weights, the validation trees and the kept rejected rows."""
     out: str | None = None
     """Directory of the classifier. Default: <output_dir>/c2t."""
 
 
 class DddSection(Section):
     threshold: float = Field(default=-0.3, ge=-MOST_FLOAT, le=0)
-    """Drafting ends once the log of the beam's total probability is below this; tune it anew for a cut vocabulary."""
+    """Drafting ends once the log of the beam's total probability is below this. Tune it again for a cut vocabulary."""
     at: list[Depth] | Literal["every"] = [5, 7, 9]
     """Draft calls after which the beam is tested. Each test waits for the device, so the paper tests at three; on a CPU
     `every` costs nothing."""
@@ -459,55 +458,55 @@ class C2tSection(Section):
     beta: float = Field(default=0.5, ge=0, le=1)
     """Nodes below this confidence are neither verified nor expanded."""
     beam: Size | None = 15
-    """Most nodes kept at a level, by confidence (the paper's K2). null: all that pass beta."""
+    """Most nodes kept per level, by confidence (the paper's K2). null: all that pass beta."""
     entropy_over: Size = 1000
-    """Likeliest tokens that the entropy is taken over (the paper's M)."""
+    """Number of likeliest tokens in the entropy (the paper's M)."""
 
 
 Policy = Literal["chain", "static", "eagle2", "ddd", "svip", "svip_tree", "c2t"]
 PolicyOrAuto = Literal[Policy, "auto"]  # one list in messages
 CHAINS = ("chain", "svip")  # policies whose trees are chains
-ENDLESS_TREE = 1024  # nodes at which a c2t tree without beam and nodes ends: its memory grows with their square
-DRAFT_CALLS = {"eagle2": 8, "ddd": 11, "svip": 40, "svip_tree": 11, "c2t": 10}  # where the recipe gives none
+ENDLESS_TREE = 1024  # most nodes of a c2t tree without beam and nodes: memory grows with their square
+DRAFT_CALLS = {"eagle2": 8, "ddd": 11, "svip": 40, "svip_tree": 11, "c2t": 10}  # defaults
 
 
 class TreeSection(Section):
     policy: PolicyOrAuto = "eagle2"
     """How draft trees grow and stop (eval/decoding/policies.py); `auto` measures this machine and takes the fastest."""
     nodes: int | None = Field(default=None, ge=2, le=1_000_000)
-    """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6, that is 5
-    drafted tokens; for svip draft_calls + 1; for static what the paths hold; for c2t no limit but beam's, and without a
-    beam 1,024, for such trees may have no end."""
+    """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6 (5 drafted
+    tokens); for svip draft_calls + 1; for static all of paths; for c2t only beam's limit, and without a beam 1,024,
+    because such trees may be endless."""
     draft_calls: Depth | None = None
-    """Most calls of the drafter in a round: the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for
+    """Most draft calls in a round, equal to the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for
     eagle2, 11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
     top_k: Beam | None = None
     """Children proposed per node, and the beam width of eagle2, ddd and svip_tree; chains and static trees have none.
     Default: 10; 15 for c2t."""
     paths: list[Annotated[list[CountOrZero], Field(min_length=1)]] | None = None
-    """The nodes of a static tree below the root, each as the ranks of the children that lead to it: [[0], [1], [0, 0]]
-    is the likeliest child, the next likeliest, and the likeliest child of the former. Default: EAGLE-1's 25 nodes."""
+    """The nodes of a static tree below the root, each as the child ranks that lead to it: [[0], [1], [0, 0]] is the
+    likeliest child, the second likeliest, and the likeliest child of the first. Default: EAGLE-1's 25 nodes."""
     vocab_size: Size | None = None
-    """FR-Spec: draft only the so many most frequent tokens of the drafter's vocabulary, by eval.token_counts."""
+    """FR-Spec: draft only this many of the drafter's tokens, the most frequent ones in eval.token_counts."""
     ddd: DddSection = DddSection()
-    """Of ddd."""
+    """Settings of ddd."""
     svip: SvipSection = SvipSection()
-    """Of svip and svip_tree."""
+    """Settings of svip and svip_tree."""
     c2t: C2tSection = C2tSection()
-    """Of c2t."""
+    """Settings of c2t."""
     draw: Literal["likeliest", "sampled"] = "likeliest"
-    """How a chain's tokens are chosen when eval.temperature is above 0: the drafter's likeliest ones, or drawn from its
-    own distribution. Both are lossless."""
+    """How a chain's tokens are chosen if eval.temperature is above 0: the drafter's likeliest, or drawn from its own
+    distribution. Both are lossless."""
 
     @model_validator(mode="after")
     def _possible(self) -> "TreeSection":
         owners = {"paths": ["static"], "ddd": ["ddd"], "svip": ["svip", "svip_tree"], "c2t": ["c2t"]}
-        # A recipe that was written back names every key: what says no more than the default is not meant.
+        # A resolved recipe names every key, so only values other than the default count as given.
         fields = type(self).model_fields
         meant = {key for key in self.model_fields_set if getattr(self, key) != fields[key].default}
         for key, policies in owners.items():
             if key in meant and self.policy not in policies:
-                raise ValueError(f"{key} says how policy {' or '.join(policies)} works, but policy is {self.policy}")
+                raise ValueError(f"{key} is for policy {' or '.join(policies)}, but policy is {self.policy}")
         if self.policy == "auto":
             given = meant - {"policy", "vocab_size"}
             if given:
@@ -525,7 +524,7 @@ class TreeSection(Section):
         if self.policy == "static":
             self._check_paths()
         if self.policy == "ddd" and self.ddd.at != "every" and all(call >= self.calls for call in self.ddd.at):
-            # After the last call there is nothing left to stop.
+            # A test after the last call would stop nothing.
             raise ValueError(
                 f"ddd.at: {self.ddd.at} tests none of {self.calls} draft calls: name one below {self.calls}, or every"
             )
@@ -543,7 +542,7 @@ class TreeSection(Section):
     def _check_paths(self) -> None:
         given = [key for key in ("nodes", "draft_calls", "top_k") if getattr(self, key) is not None]
         if given:
-            raise ValueError(f"a static tree is what its paths say: leave {', '.join(given)} out")
+            raise ValueError(f"a static tree is defined by its paths: leave {', '.join(given)} out")
         if self.paths is None:
             return
         known = {tuple(path) for path in self.paths}
@@ -555,7 +554,7 @@ class TreeSection(Section):
 
     @property
     def most(self) -> int:
-        """Most nodes verified in a round, the root included; for c2t without a limit, what the beam allows, if any."""
+        """Most nodes verified in a round, the root included; for c2t without `nodes`, as many as the beam allows."""
         if self.nodes is not None:
             return self.nodes
         if self.policy in CHAINS:
@@ -586,7 +585,7 @@ class TreeSection(Section):
 
     @property
     def static_paths(self) -> list[list[int]]:
-        """EAGLE-1's tree where none is given (arXiv 2401.15077: 25 nodes below the root, 5 deep)."""
+        """`paths`, or EAGLE-1's tree (arXiv 2401.15077: 25 nodes below the root, 5 deep)."""
         return self.paths if self.paths is not None else EAGLE1_PATHS
 
 
@@ -599,15 +598,15 @@ EAGLE1_PATHS = [
 ]
 
 
-ProposerName = Literal["drafter", "prompt_lookup", "causal_lm"]  # `eval.decoding.contenders.PROPOSERS` makes them
+ProposerName = Literal["drafter", "prompt_lookup", "causal_lm"]  # built by `eval.decoding.contenders.PROPOSERS`
 
 
 class ContenderSection(Section):
     name: str
     """Its row in the table."""
     proposer: ProposerName = "drafter"
-    """Who drafts: the trained drafter, a copy of what followed the last words earlier in the text, or a small causal LM
-    with the target's tokenizer."""
+    """The trained drafter, prompt lookup (copies the tokens that followed the last n-gram earlier in the text), or a
+    small causal LM with the target's tokenizer."""
     drafter: str | None = None
     """Directory of a trained drafter. None: eval.drafter."""
     draft_model: TargetSection | None = None
@@ -630,67 +629,67 @@ class ContenderSection(Section):
 
 
 class PlannerSection(Section):
-    """What `policy: auto` and eval/plan.py choose among, and by what."""
+    """Candidates of `policy: auto` and eval/plan.py, and the data to choose by."""
 
     answers: str | None = None
-    """Recorded answers of the target that tau is predicted from: a generations.jsonl, or regenerated conversations.
-    Default: the conversations that training keeps for validation."""
+    """Recorded answers of the target to predict tau from: a generations.jsonl, or regenerated conversations. Default:
+    the conversations that training keeps for validation."""
     max_answers: Count = 16
-    """Recorded answers that the tau of each candidate is replayed from."""
+    """Recorded answers to replay for each candidate's tau."""
     candidates: list[TreeSection] = []
     """Trees to choose among. Empty: chains of 1 to 8 tokens, EAGLE-2 trees of 8 to 60 nodes in several depths, and DDD,
     SVIP and SVIP trees in two sizes or thresholds each."""
     context: Count | None = None
-    """Committed tokens at which costs are measured; the rounds that are timed behind them have to fit in the target's
-    positions, too. None: the mean over the recorded answers, or as much of it as fits."""
+    """Committed tokens at which costs are measured. The timed rounds after them must also fit in the target's
+    positions. None: the mean over the recorded answers, or as much of it as fits."""
 
 
 class EvalSection(Section):
     drafter: str | None = None
     """Directory of the drafter. Default: <output_dir>/drafter."""
     prompts: str | list[str] | None = None
-    """Conversations whose assistant turns are decoded: the same formats as data.prompts, and benchmarks by name
-    (mt_bench, humaneval, gsm8k, spec_bench; `mt_bench:path.jsonl` reads your copy)."""
+    """Conversations to answer: the same formats as data.prompts, and benchmarks by name (mt_bench, humaneval, gsm8k,
+    spec_bench; `mt_bench:path.jsonl` reads your copy)."""
     max_prompts: Count | None = None
-    """Conversations of each source."""
+    """Most conversations of each source."""
     turns: Literal["all", "first"] = "all"
-    """Answer every user turn of a conversation, or the first alone."""
+    """Answer every user turn of a conversation, or only the first."""
     max_new_tokens: Count = 512
-    """Tokens of one answer, its stop token included."""
+    """Most tokens of one answer, its stop token included."""
     temperature: PositiveOrZero = 0.0
-    """0 is greedy. Above it answers are drawn from the target's distribution, losslessly."""
+    """0 is greedy. Above 0, answers are drawn losslessly from the target's distribution."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """1 switches it off."""
     top_k: CountOrZero = 0
     """0 switches it off."""
     mode: Literal["decode", "replay"] = "decode"
-    """`decode` runs the target; `replay` finds what would have been accepted from its recorded answers, many times
-    faster, without speeds."""
+    """`decode` runs the target. `replay` finds the accepted tokens from its recorded answers: many times faster, but
+    without speeds."""
     answers: str | None = None
     """Recorded answers to replay: a generations.jsonl, or regenerated conversations. Default: generations.jsonl in
     eval.out."""
     batch_size: Size = 1
-    """Answers decoded side by side by everyone, plain decoding too. Speeds are then those of the batch."""
+    """Answers decoded side by side, also by plain decoding. Speeds are then those of the batch."""
     replay_batch_size: Size = 64
-    """Answers replayed side by side: memory against speed; results do not change."""
+    """Answers replayed side by side. Trades memory for speed; results do not change."""
     token_counts: str | None = None
-    """How often each token was seen: what tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors,
-    which data_gen/rank_vocab.py writes."""
+    """Token counts, by which tree.vocab_size ranks. Default: <output_dir>/token_counts.safetensors, written by
+    data_gen/rank_vocab.py."""
     tree: TreeSection = TreeSection()
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
-    """Further rows of the table, measured on the same prompts in the same run, interleaved."""
+    """Further rows of the table, measured in the same run on the same prompts, interleaved."""
     bootstrap_samples: int = Field(default=2000, ge=100, le=100_000)
-    """Resamplings of the prompts behind every 95 % interval."""
+    """Resamplings of the prompts for every 95 % interval."""
     seed: Seed = 0
-    """Of the bootstrap, and of the draws where temperature is above 0."""
+    """Seed of the bootstrap and, if temperature is above 0, of the sampling."""
     report_answers: CountOrZero = 12
     """Answers shown token by token in report.html."""
     png: bool = False
-    """Write the report's plots as PNG files too."""
+    """Also write the report's plots as PNG files."""
     out: str | None = None
-    """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes into its
-    folder replay."""
+    """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes to its
+    subfolder `replay`."""
 
 
 HASS_TRAINING = {
@@ -706,7 +705,7 @@ def published_training(drafter: dict[str, Any]) -> dict[str, Any]:
     """Keys of `train` in which a drafter's publication differs from the defaults, which are EAGLE-3's.
 
     Args:
-        drafter: the recipe's section as it was written, anything in it.
+        drafter: the recipe's section before validation.
     """
     kind = drafter.get("kind")
     if kind == "eagle":
@@ -715,22 +714,21 @@ def published_training(drafter: dict[str, Any]) -> dict[str, Any]:
         return {}
     per, count = drafter.get("positions_per_specialist"), drafter.get("specialists")
     per, count = 2 if per is None else per, 4 if count is None else count
-    # What is no count is told of its own key; a number of steps made of it would be told a second time.
+    # A value that is not a count is reported at its own key; a step number from it would repeat the report.
     countable = all(type(each) is int and 1 <= each <= MOST_SPECIALISTS for each in (per, count))
     steps = {"ttt_steps": per * count} if countable else {}
     return steps | ({"detach_features": "specialists"} if drafter.get("base") == "eagle3" else HASS_TRAINING)
 
 
-# Of PosS's own version over EAGLE-3, where the defaults here are others.
+# Settings of PosS's own version over EAGLE-3 that differ from the defaults here.
 POSS_EAGLE3: dict[str, Any] = {"step_weight": 0.9, "detach_features": False}
 
 
 def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | None:
-    """Which losses are not those that such a drafter was published with, in a sentence; None where all are.
+    """A sentence about losses that differ from the drafter's publication; None if all agree.
 
-    Wanted by some, and a trap for who takes another kind of drafter in a recipe that names the losses of its own, as
-    every recipe that was written back does. How many steps are unrolled is a free choice, but an EAGLE-1 drafter with
-    more than one of them is HASS.
+    It warns who changes the drafter's kind in a recipe that names another kind's losses, as every resolved recipe does.
+    The number of unroll steps is a free choice, but an EAGLE-1 drafter with more than one is HASS.
     """
     defaults = TrainSection(**published_training(drafter.model_dump()))
     published = {key: getattr(defaults, key) for key in (*HASS_TRAINING, "top_k_loss", "token_objective", "rank_loss")}
@@ -741,7 +739,7 @@ def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | 
     if drafter.kind == "eagle" and train.ttt_steps > 1:
         name = f"HASS (eagle with train.ttt_steps {train.ttt_steps})"
         published["top_k_loss"] = 1.0
-    if train.ttt_steps == 1:  # neither acts between steps that are not there
+    if train.ttt_steps == 1:  # neither has any effect on a single step
         del published["step_weight"], published["detach_features"]
     others = [
         f"train.{key} {_plain(given)} (published {_plain(value)})"
@@ -757,7 +755,7 @@ def _plain(value: float | bool | str | list[float]) -> str:
 
 class Recipe(Section):
     output_dir: str
-    """Everything that a run writes lies under this folder."""
+    """Folder for everything that a run writes."""
     target: TargetSection
     data: DataSection = DataSection()
     drafter: DrafterSection = DrafterSection()
@@ -769,12 +767,12 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_published(cls, values: Any) -> Any:
-        """What a recipe leaves out of `train` is what its drafter was published with."""
+        """Fills missing keys of `train` with the drafter's published settings."""
         if not isinstance(values, dict):
             return values
         drafter, train = values.get("drafter") or {}, values.get("train") or {}
         if not isinstance(drafter, dict) or not isinstance(train, dict):
-            return values  # told below
+            return values  # validation reports it
         return {**values, "train": published_training(drafter) | train}
 
     @model_validator(mode="after")
@@ -784,13 +782,13 @@ class Recipe(Section):
             problems.append("train.keep_best: needs validation conversations, but train.validation_conversations is 0")
         elif train.keep_best == "replay_tau" and not train.eval_replay:
             problems.append(
-                "train.keep_best: replay_tau is measured where train.eval_replay says how many conversations are "
-                "replayed; set that, or take simulated_tau"
+                "train.keep_best: replay_tau needs train.eval_replay, the number of conversations to replay; set that, "
+                "or take simulated_tau"
             )
         if train.feature_loss and drafter.extends == "eagle3":
             problems.append(
-                f"train.feature_loss: {train.feature_loss:g}, but what EAGLE-3's layer puts out is no feature of the "
-                "target and has nothing to be compared with: set it to 0, or take kind eagle, or poss over eagle"
+                f"train.feature_loss: {train.feature_loss:g}, but the output of EAGLE-3's layer is not a feature of "
+                "the target and cannot be compared with one: set it to 0, or take kind eagle, or poss over eagle"
             )
         if not (train.token_loss or train.feature_loss or train.top_k_loss or train.rank_loss):
             problems.append(
@@ -819,7 +817,7 @@ class Recipe(Section):
             raise ImpossibleSettings(problems)
         return self
 
-    # Where a run finds and leaves its files, defaults resolved.
+    # Paths of a run's files, defaults resolved.
 
     @property
     def conversations_path(self) -> Path:
@@ -828,12 +826,12 @@ class Recipe(Section):
 
     @property
     def training_rejects_path(self) -> Path:
-        """Conversations that give no training row, with the reason: rank_vocab and training leave out the same."""
+        """Conversations without a training row, with the reason. rank_vocab and training leave out the same ones."""
         return Path(self.output_dir) / "conversations.training_rejects.jsonl"
 
     @property
     def contamination_path(self) -> Path:
-        """Training conversations that ask what eval.prompts ask, one JSON line each."""
+        """Training conversations with questions of eval.prompts, one JSON line each."""
         return Path(self.output_dir) / "contamination.jsonl"
 
     @property
@@ -842,7 +840,7 @@ class Recipe(Section):
 
     @property
     def token_counts_path(self) -> Path:
-        """How often each target token stands in a supervised position; what FR-Spec's cuts rank by."""
+        """Counts of each target token in supervised positions. FR-Spec's cuts rank by them."""
         return Path(self.eval.token_counts or Path(self.output_dir) / "token_counts.safetensors")
 
     @property
@@ -881,7 +879,7 @@ class Recipe(Section):
 
     @property
     def eval_drafter_dir(self) -> Path:
-        """The drafter that is measured."""
+        """The measured drafter."""
         return Path(self.eval.drafter or self.drafter_dir)
 
     @property

@@ -226,7 +226,7 @@ class Agreement:
                 "target.dtype to the precision that wrote them (bfloat16?), or decode or regenerate in this one"
             )
         raise UserError(
-            f"eval.answers: recorded from another target"
+            "eval.answers: recorded from another target"
             f"{' or drawn with other settings than recorded' * (kind[0] == 'd')}: "
             f"{other:,} of {tokens:,} {kind} ({share:.1%}) {fault}. Decode or regenerate with this target"
         )
