@@ -301,8 +301,8 @@ class TrainSection(Section):
     specialist's position for poss."""
     step_weight: StepWeight = 0.8
     """The loss of unroll step k is weighted by step_weight**k. A list gives each step's weight. `acceptance` weights
-    each step of each chain by its gain in decoding (train/loss/step_weights.py); a better drafter may then have a higher
-    loss. Default: 0.8 for eagle3 and poss over it, else 1."""
+    each step of each chain by its gain in decoding (train/loss/step_weights.py); a better drafter may then have the
+    higher loss. Default: 0.8 for eagle3 and poss over it, else 1."""
     token_loss: PositiveOrZero = 1.0
     """Weight of `token_objective`, by default the soft cross-entropy with the target's distribution. Default: 1 for
     eagle3, else 0.1."""
