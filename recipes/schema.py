@@ -755,7 +755,7 @@ def _plain(value: float | bool | str | list[float]) -> str:
 
 class Recipe(Section):
     output_dir: str
-    """Folder for everything that a run writes."""
+    """Everything that a run writes is below this folder."""
     target: TargetSection
     data: DataSection = DataSection()
     drafter: DrafterSection = DrafterSection()

@@ -74,8 +74,12 @@ def test_what_a_recipe_leaves_out_is_as_its_drafter_was_published(write, tmp_pat
 @pytest.mark.parametrize(
     ("drafter", "train", "expected"),
     [
-        ("kind: eagle3", "feature_loss: 0.5", ":6: `train.feature_loss`: 0.5, but what EAGLE-3's layer puts out is no"),
-        ("kind: poss, base: eagle3", "feature_loss: 1", "`train.feature_loss`: 1, but what EAGLE-3's"),
+        (
+            "kind: eagle3",
+            "feature_loss: 0.5",
+            ":6: `train.feature_loss`: 0.5, but the output of EAGLE-3's layer is not",
+        ),
+        ("kind: poss, base: eagle3", "feature_loss: 1", "`train.feature_loss`: 1, but the output of EAGLE-3's"),
         ("kind: eagle3", "token_loss: 0", ":6: `train.token_loss`: 0, as are feature_loss, top_k_loss and"),
         ("kind: eagle", "{token_loss: 0, feature_loss: 0}", "`train.token_loss`: 0, as are feature_loss"),
         (
@@ -166,7 +170,7 @@ def test_all_that_a_drafter_does_not_have_is_told_at_its_own_place(write):
 def test_all_that_cannot_be_trained_is_told_at_its_own_place(write):
     text = "drafter: {kind: poss, base: eagle3}\ntrain:\n  feature_loss: 1\n  ttt_steps: 3\n"
     feature, steps = problems_of(write(SMALLEST + text))
-    assert ":6: `train.feature_loss`: 1, but what" in feature
+    assert ":6: `train.feature_loss`: 1, but the output" in feature
     assert ":7: `train.ttt_steps`: 3 steps train no further" in steps
 
 
@@ -222,4 +226,4 @@ def test_a_recipe_that_was_written_back_names_the_losses_that_it_keeps(write):
     assert (recipe.train.ttt_steps, recipe.train.top_k_loss) == (8, 0)
     assert "published for HASS" in (other_than_published(recipe.drafter, recipe.train) or "")
     (problem,) = problems_of(back, "drafter={kind: poss, base: eagle3}")
-    assert "`train.feature_loss`: 1, but what EAGLE-3's" in problem
+    assert "`train.feature_loss`: 1, but the output of EAGLE-3's" in problem

@@ -167,7 +167,10 @@ def test_a_few_differing_tokens_are_another_precision_s() -> None:
         (Agreement(True, greedy_tokens=1000, other=8), None),
         (Agreement(True, greedy_tokens=1000, other=51), "^eval.answers: recorded from another target"),
         (Agreement(False, drawn_tokens=1000, impossible=8), "^eval.answers: probably this target's own, written in a"),
-        (Agreement(False, drawn_tokens=1000, impossible=51), "^eval.answers: recorded from another target or drawn ot"),
+        (
+            Agreement(False, drawn_tokens=1000, impossible=51),
+            "^eval.answers: recorded from another target or drawn with",
+        ),
         (Agreement(True, drawn_tokens=1000, impossible=8), None),
         (Agreement(False, drawn_tokens=1000, impossible=1), None),
     ):

@@ -155,7 +155,7 @@ def test_of_what_was_trained_on_the_kept_conversations_are_replayed(
     assert kept in json.loads((out / "replay/acceptance.json").read_text())["recorded_answers"]["note"]
     measure(*settings, "train.validation_conversations=0", "--plan")
     said = capsys.readouterr().out
-    assert "these answers are known to the drafter" in said and "answers      22 recorded" in said
+    assert "has learnt these answers" in said and "answers      22 recorded" in said
     copy = write_lines(place / "trained/copy.jsonl", *lines_of(path))
     measure(*settings, f"eval.answers={copy}", "--plan")
     said = capsys.readouterr().out

@@ -1,8 +1,8 @@
-"""Runs contenders over evaluation prompts: conversations from any file that `recipes.prompts` reads, turn by turn.
+"""Runs contenders over evaluation prompts, turn by turn: conversations from any file that `recipes.prompts` reads.
 
-The answers that a file may hold are dropped: the target answers itself. A later turn's prompt holds the target's own
-earlier answers, from plain decoding, so that all contenders are asked exactly the same. Every prompt, or batch of
-prompts, is decoded by everyone in turn, in an order that rotates: a machine that grows slower slows all alike.
+Answers in the file are dropped. A later turn's prompt has the target's own earlier answers, from plain decoding, so all
+contenders get the same prompts. All contenders decode a batch of prompts before the next one, in a rotating order: if
+the machine becomes slower, it slows all alike.
 """
 
 import json
@@ -38,9 +38,9 @@ class Question:
     """One conversation to be answered."""
 
     id: str
-    source: str  # its place, for rejects
+    source: str  # for rejects, with `line`
     line: int | None
-    turns: list[list[dict[str, Any]]]  # the messages that stand before each answer
+    turns: list[list[dict[str, Any]]]  # the messages before each answer
     tools: list[Any] | None  # function schemas for the chat template
     benchmark: str
     category: str | None
@@ -49,7 +49,7 @@ class Question:
 def load_questions(
     sources: str | list[str], rejects: Rejects, limit: int | None, first_turns_only: bool = False
 ) -> list[Question]:
-    """The first `limit` conversations of each source, but for those that are not text only: they go to `rejects`.
+    """The first `limit` conversations of each source. Those with more than text go to `rejects`.
 
     Raises:
         UserError: nothing usable.
@@ -88,11 +88,11 @@ def _question(conversation: Conversation, source_name: str, first_turn_only: boo
 
 @dataclass(frozen=True)
 class Bench:
-    """What all contenders share.
+    """Settings that all contenders share.
 
     Attributes:
-        max_length: tokens of prompt and answer that the target's positions allow.
-        sampling: how everyone draws; the draws of an answer hang on `seed`, the turn and the contender alone.
+        max_length: most tokens of prompt and answer.
+        sampling: of all contenders. The draws of an answer depend only on `seed`, the turn and the contender.
         batch_size: conversations decoded side by side, turn by turn: first turns together, then second turns.
     """
 
@@ -106,7 +106,7 @@ class Bench:
     batch_size: int = 1
 
     def prompt(self, question: Question, messages: list[dict[str, Any]]) -> Prompt:
-        """The next prompt. Raises ValueError where it cannot be asked."""
+        """The next prompt. Raises ValueError if the template refuses it or it is too long."""
         try:
             prompt = render_prompt(self.tokenizer, messages, question.tools)
         except RenderError as error:
@@ -134,19 +134,19 @@ class Bench:
     def run(
         self, asked: list[Question], proposers: dict[str, Proposer | None], shown: str, file: IO[str], rejects: Rejects
     ) -> dict[str, list[Generation]]:
-        """Decodes every turn of every question by everyone, plainly too.
+        """Decodes every turn of every question with every contender and plainly.
 
         Args:
-            proposers: by contender's name; `PLAIN` must not be among them.
-            shown: the main contender: the progress bar shows its tau, and its lines hold what the report needs.
-            file: receives everyone's answers (`eval.measured.generation_log`).
-            rejects: receives turns that cannot be asked; the conversation ends there.
+            proposers: by contender's name, without `PLAIN`.
+            shown: the main contender. The progress bar shows its tau, and its lines have the report's texts.
+            file: receives all answers (`eval.measured.generation_log`).
+            rejects: receives turns without a valid prompt; the conversation ends there.
 
         Returns:
             One generation per turn for each name, `PLAIN` first; the same turns in the same order for all.
         """
-        everyone: dict[str, Proposer | None] = {PLAIN: None} | proposers
-        names = list(everyone)
+        with_plain: dict[str, Proposer | None] = {PLAIN: None} | proposers
+        names = list(with_plain)
         results: dict[str, list[Generation]] = {name: [] for name in names}
         tokens = rounds = 0  # of `shown`
         decoded = 0  # batches of turns
@@ -155,13 +155,13 @@ class Bench:
                 talks = [_Talk(question) for question in asked[start : start + self.batch_size]]
                 while turn := self._next_turn(talks, rejects):
                     prompts = [talk.prompt for talk in turn]
-                    if not decoded:  # the first forwards of a process, and of a proposer, are slow; they are nobody's
-                        for proposer in everyone.values():
+                    if not decoded:  # the first forwards of a process and of a proposer are slow
+                        for proposer in with_plain.values():
                             self._answers(proposer, prompts, ["warm-up"] * len(turn), min(16, self.max_new_tokens))
                     first = decoded % len(names)
                     decoded += 1
                     done = {
-                        name: self._answers(everyone[name], prompts, [talk.key(name) for talk in turn])
+                        name: self._answers(with_plain[name], prompts, [talk.key(name) for talk in turn])
                         for name in names[first:] + names[:first]
                     }
                     for row, talk in enumerate(turn):
@@ -183,8 +183,8 @@ class Bench:
         return results
 
     def _next_turn(self, talks: list["_Talk"], rejects: Rejects) -> list["_Talk"]:
-        """Those that go on, each with its next prompt."""
-        going = []
+        """The conversations that have another turn, each with its next prompt."""
+        unfinished = []
         for talk in talks:
             if talk.turn == len(talk.question.turns):
                 continue
@@ -197,14 +197,14 @@ class Bench:
                 rejects.add(question.source, question.line, str(error), {"id": question.id, "turn": talk.turn})
                 talk.turn = len(question.turns)
             else:
-                going.append(talk)
-        return going
+                unfinished.append(talk)
+        return unfinished
 
 
 def answer_line(
     tokenizer: PreTrainedTokenizerBase, generation: Generation, contender: str, question: str | None = None
 ) -> str:
-    """A line of generations.jsonl. `question`: of the main contender, whose lines hold what the report shows."""
+    """A line of generations.jsonl. `question` is given for the main contender; its lines have the report's texts."""
     shown: dict[str, Any] = {}
     if question is not None:
         shown = {"question": question, "token_texts": token_texts(tokenizer, generation.token_ids)}
@@ -220,7 +220,7 @@ def decode_all(
     file: IO[str],
     rejects: Rejects,
 ) -> dict[str, list[Generation]]:
-    """Everyone's answers, plain decoding's too, as `Bench.run` returns them. The first contender is the main one."""
+    """All answers, plain decoding's included, as `Bench.run` returns them. The first contender is the main one."""
     sampling = Sampling.of(recipe.eval)
     bench = Bench(
         lineup.target,
@@ -238,7 +238,7 @@ def decode_all(
 
 @dataclass
 class _Talk:
-    """A question on its way."""
+    """A conversation in progress."""
 
     question: Question
     turn: int = 0  # asked so far
@@ -252,11 +252,11 @@ class _Talk:
         return as_text(asked)[0]["content"]
 
     def key(self, contender: str) -> Hashable:
-        """What the draws of its answer hang on."""
+        """Key of the answer's random numbers."""
         return self.question.benchmark, self.question.id, self.turn, contender
 
     def sign(self, generation: Generation) -> None:
-        """Whose turn it was."""
+        """Writes the turn into the generation."""
         question = self.question
         generation.benchmark, generation.category = question.benchmark, question.category
         generation.conversation_id, generation.turn = question.id, self.turn

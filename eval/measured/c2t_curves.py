@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, contender_named, describe
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN
-from draftsmith.eval.measured.metrics import bootstrap
+from draftsmith.eval.measured.metrics import bootstrap, conversation_numbers
 from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, label, write_png
 from draftsmith.eval.page.files import interval_text, print_written
 from draftsmith.eval.recorded.answers import Recording, tokens_of
@@ -29,7 +29,7 @@ NODES = (4, 8, 16, 24, 32, 48, 60, 100, 180, 300)
 EAGLE2 = "eagle2"
 COLUMNS = ("tokens", "rounds", "nodes", "calls")  # sums of each point
 Beam = tuple[int | None, tuple[float, ...] | None]  # K2 (None: all), and betas of its own
-UNDEFINED = 0.025  # share of resamples beyond the curve: with more, an interval would lack one of its ends
+UNDEFINED = 0.025  # most resamples beyond the curve, as a share: with more, an interval would lack an end
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ def points_of(
     """C2T's curves over beta, one for each beam, then EAGLE-2's over nodes.
 
     Args:
-        betas: of beams that have none of their own.
-        nodes: NODES, where they are possible, by default.
-        contender: name of one under eval.also, whose drafter and tree count in the place of the recipe's own.
+        betas: for beams without betas of their own.
+        nodes: default: the possible ones of NODES.
+        contender: name of a contender under eval.also, to use its drafter and tree.
 
     Raises:
-        UserError: a beta, beam or number of nodes that means nothing; fewer than two points of a curve.
+        UserError: an impossible beta, beam or number of nodes; fewer than two points of a curve.
     """
     main = contender_named(recipe, contender)
     if not main.has_distributions:
@@ -92,7 +92,7 @@ def points_of(
     assert section.classifier is not None
     section = section.model_copy(update={"entropy_over": read_config(section.classifier)[0].entropy_over})
     own = base if base.policy == "c2t" else TreeSection(policy="c2t", c2t=section)
-    # Of a tree of another policy the recipe's own sizes count where it names them.
+    # Explicit sizes count even if the recipe's tree has another policy.
     calls, width = base.draft_calls or own.calls, base.top_k or own.width
     possible = 1 + width + (calls - 1) * width**2
     nodes = sorted(set([count for count in NODES if count <= possible] if nodes is None else nodes))
@@ -135,8 +135,8 @@ def sweep_numbers(
 ) -> dict[str, Any]:
     """{points: [...], at_equal_tau: [...]}, as c2t_sweep.json holds them.
 
-    Where EAGLE-2's tau lies beyond a curve's end, `share` is None. `beyond` is the end, "below" or "above" the curve's
-    taus, and `share_at_end` the share of its last point there: below, a share that reaches more than EAGLE-2's tau.
+    `share` is None if EAGLE-2's tau lies beyond a curve's end. `beyond` is then "below" or "above" the curve's taus,
+    and `share_at_end` the share of the curve's last point there. Below, that point has more than EAGLE-2's tau.
 
     Args:
         found: of every point's contender, one generation per answer, in the same order.
@@ -188,16 +188,12 @@ def sweep_numbers(
 
 def _sums(of_points: Sequence[Sequence[Generation]]) -> np.ndarray:
     """[conversations, points * COLUMNS]: rows that are resampled together."""
-    numbers: dict[tuple[str, str], int] = {}
-    row_of = [
-        numbers.setdefault((g.benchmark, g.conversation_id or f"#{i}"), len(numbers))
-        for i, g in enumerate(of_points[0])
-    ]
-    sums = np.zeros((len(numbers), len(of_points), len(COLUMNS)))
+    row_of = conversation_numbers(of_points[0])
+    sums = np.zeros((max(row_of) + 1, len(of_points), len(COLUMNS)))
     for point, generations in enumerate(of_points):
         for row, g in zip(row_of, generations, strict=True):
             sums[row, point] += (len(g.token_ids) - 1, g.rounds, sum(g.tree_nodes), sum(g.draft_calls))
-    return sums.reshape(len(numbers), -1)
+    return sums.reshape(len(sums), -1)
 
 
 def _column(sums: np.ndarray, name: str) -> np.ndarray:
@@ -227,7 +223,7 @@ def _share(sums: np.ndarray, curve: Sequence[int], point: int) -> np.ndarray:
 
 
 def _mostly(shares: np.ndarray) -> np.ndarray:
-    """Undefined, all of them, where more than a few resamples are: the others would make too narrow an interval."""
+    """All NaN if more than a few shares are: the others would give too narrow an interval."""
     return np.full_like(shares, np.nan) if np.isnan(shares).mean() > UNDEFINED else shares
 
 
@@ -235,7 +231,7 @@ def _mostly(shares: np.ndarray) -> np.ndarray:
 
 
 def print_numbers(numbers: dict[str, Any]) -> None:
-    """The candidates that C2T takes at the taus of EAGLE-2's trees; the points of the curves are in the JSON."""
+    """Prints C2T's candidates at the taus of EAGLE-2's trees. The JSON has the points of the curves."""
     print(f"\nAt equal tau, by {numbers['answers']:,} answers of {numbers['conversations']:,} conversations")
     print(f"{'curve':<16}{'eagle2 nodes':>13}{'tau':>8}{'its candidates':>16}{'c2t':>11}{'share':>8}  95 %")
     for row in numbers["at_equal_tau"]:

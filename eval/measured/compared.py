@@ -1,11 +1,11 @@
-"""--compare: each argument one more contender, from another recipe or from overrides of the first.
+"""--compare: each argument adds a contender, from another recipe or from overrides of the first.
 
     B.yaml                                       the tree and drafter of that recipe, whose target must be the same
     "eval.tree.nodes=16"                         the first recipe with these overrides, any number of them
     "wide: eval.tree.top_k=16 eval.tree.nodes=100"                  with a name for its row
 
-Only what makes a contender may differ: eval.tree, eval.drafter, eval.token_counts. Prompts, lengths and sampling are
-those of the first recipe, for everyone.
+Contenders may differ only in eval.tree, eval.drafter and eval.token_counts. Prompts, lengths and sampling are those of
+the first recipe.
 """
 
 import re
@@ -25,23 +25,23 @@ SHARED = (
     *("batch_size", "seed"),
 )
 NAME = re.compile(r"\s*([^=]*\S):\s+(?=\S)")
-NEXT_KEY = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")  # values may hold blanks: eval.tree.paths=[[0], [1]]
+NEXT_KEY = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")  # values may contain blanks: eval.tree.paths=[[0], [1]]
 
 
 def load_all(path: str, overrides: Sequence[str], compared: Sequence[str]) -> tuple[Recipe, list[Contender], list[str]]:
-    """The first recipe, all contenders with their names, and what is worth a note.
+    """(the first recipe, all contenders with names, notes).
 
     Args:
-        path, overrides: the first recipe; the overrides are not for the other files.
+        path, overrides: the first recipe; the overrides do not apply to the other files.
         compared: the arguments of --compare.
 
     Raises:
-        UserError: every problem of every recipe and set of overrides.
+        UserError: all problems of all recipes and overrides.
     """
     problems: list[str] = []
     recipe = _loaded(path, overrides, problems)
     of_first = set(problems)
-    given: list[tuple[str, str]] = []  # (name, place) of those that are given names, however wrong they are otherwise
+    given: list[tuple[str, str]] = []  # (name, place) of contenders, even of wrong ones
     if recipe is not None:
         given += [(section.name, f"eval.also.{i}") for i, section in enumerate(recipe.eval.also)]
     rivals: list[Contender] = []
@@ -102,7 +102,7 @@ def _not_its_own(path: str, overrides: Sequence[str], setting: str) -> list[str]
 
 
 def _different_targets(there: TargetSection, here: TargetSection) -> list[str]:
-    """Every difference with both sides. Where the weights run (device) is the first recipe's business."""
+    """All differences, with both sides. The first recipe's device counts for both."""
     fields = [name for name in TargetSection.model_fields if name != "device"]
     return [
         f"target.{name} is {getattr(there, name)!r} there, {getattr(here, name)!r} here"
@@ -112,7 +112,7 @@ def _different_targets(there: TargetSection, here: TargetSection) -> list[str]:
 
 
 def _meant(name: str, value: Any) -> Any:
-    """One value for the same directory or template, however its path is written."""
+    """A value that is equal for two paths to the same directory or template."""
     if name == "model" and Path(value).exists():
         return Path(value).resolve()
     if name == "chat_template" and value is not None and Path(value).is_file():
@@ -123,7 +123,7 @@ def _meant(name: str, value: Any) -> Any:
 def _ignored(path: str, there: Recipe, first: str, here: Recipe) -> list[str]:
     sides = [(name, getattr(there.eval, name), getattr(here.eval, name)) for name in SHARED]
     words = [f"eval.{name} {other!r} (here {mine!r})" for name, other, mine in sides if other != mine]
-    notes = [f"{path} says {', '.join(words)}; everyone is measured as {first} says"] if words else []
+    notes = [f"{path} says {', '.join(words)}; all contenders are measured as {first} says"] if words else []
     if there.eval.also and there.eval.also != here.eval.also:
         count = len(there.eval.also)
         notes.append(

@@ -24,6 +24,7 @@ from draftsmith.eval.page.files import (
     write_acceptance,
     write_report,
 )
+from draftsmith.eval.planner.command import choose_tree
 from draftsmith.eval.planner.search import candidates_of, contenders_from, planner_answers
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
@@ -48,7 +49,7 @@ def main(command: Command) -> None:
 
 
 def decode(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
-    """Decodes every prompt plainly and by each contender; with `plan` prints what it would do."""
+    """Decodes every prompt plainly and with each contender. With `plan` it only prints the plan."""
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
     check_contenders(recipe, contenders, plan)
@@ -74,7 +75,7 @@ def decode(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
 
 
 def replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
-    """Replays every contender along recorded answers; with `plan` prints what it would do."""
+    """Replays every contender along recorded answers. With `plan` it only prints the plan."""
     if not plan:
         make_out(recipe)
     check_contenders(recipe, contenders, plan)
@@ -93,7 +94,7 @@ def replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
     with keeping_answers(partial_path(generations_path(recipe))) as file:
         for name, generations in results.items():
             for generation in generations:
-                # The file need not say what the user asked: the report shows the prompt.
+                # Recorded answers may lack the question, so the report shows the prompt.
                 shown = name == contenders[0].name
                 question = decode_answer(lineup.tokenizer, generation.prompt_token_ids) if shown else None
                 file.write(answer_line(lineup.tokenizer, generation, name, question))
@@ -113,7 +114,7 @@ def publish(
 
     Args:
         contenders: the main one first.
-        results: everyone's answers; their lines stand in the partial file of generations.jsonl.
+        results: all answers; their lines are in the partial file of generations.jsonl.
         about: further keys of acceptance.json.
         notes: printed above the table.
     """
@@ -131,11 +132,7 @@ def publish(
 
 
 def make_out(recipe: Recipe) -> None:
-    """The folder that everything is written to.
-
-    Raises:
-        UserError: it cannot be made, or nothing can be written there.
-    """
+    """Makes eval.out. Raises UserError if it cannot be made or written to."""
     out, key = recipe.eval_out, "eval.out" if recipe.eval.out is not None else "output_dir"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -147,20 +144,20 @@ def make_out(recipe: Recipe) -> None:
 
 @contextmanager
 def keeping_answers(partial: Path) -> Iterator[IO[str]]:
-    """The file `partial`, open for writing. If the run ends early, it stays and the user is told; empty, it goes."""
+    """The file `partial`, open for writing. If the run ends early, prints where it is, or removes it if empty."""
     try:
         with partial.open("w", encoding="utf-8") as file:
             yield file
     except BaseException:
         if partial.exists() and partial.stat().st_size:
-            print(f"answers decoded so far: {partial} (the next run begins anew and replaces them)", file=sys.stderr)
+            print(f"answers decoded so far: {partial} (the next run starts over and replaces them)", file=sys.stderr)
         else:
             partial.unlink(missing_ok=True)
         raise
 
 
 def check_automatic(recipe: Recipe, contenders: Sequence[Contender]) -> None:
-    """What choosing a tree would stumble over, before weights are loaded."""
+    """Checks the candidates and answers for policy `auto` before weights are loaded."""
     for contender in contenders:
         if contender.tree.policy == "auto":
             check_contenders(recipe, contenders_from(recipe, contender, candidates_of(recipe, contender.tree)))
@@ -168,17 +165,15 @@ def check_automatic(recipe: Recipe, contenders: Sequence[Contender]) -> None:
 
 
 def chosen(lineup: Lineup, recipe: Recipe, contender: Contender) -> Contender:
-    """The same, with the tree that `auto` stands for on this machine; its name says which."""
+    """The contender with `auto` replaced by the fastest tree on this machine, in tree and name."""
     if contender.tree.policy != "auto":
         return contender
-    from draftsmith.eval.planner.command import choose_tree  # here, for it prints tables of its own
-
     tree = choose_tree(lineup, recipe, contender)
     return replace(contender, tree=tree, name=f"{contender.name}: {tree_in_words(tree)}")
 
 
 def no_room(recipe: Recipe) -> str | None:
-    """Why not one prompt fits, or None."""
+    """A problem if no prompt fits beside the answer, else None."""
     positions = load_config(recipe.target).get_text_config().max_position_embeddings
     if recipe.eval.max_new_tokens < positions:
         return None
@@ -189,7 +184,7 @@ def no_room(recipe: Recipe) -> str | None:
 
 
 def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """Where the numbers come from, for acceptance.json and the report."""
+    """Provenance of the numbers, for acceptance.json and the report."""
     target = lineup.target
     directories = dict.fromkeys(c.drafter for c in contenders if c.drafter is not None)
     files = {
@@ -234,7 +229,7 @@ def print_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Conte
 
 
 def in_words(contender: Contender) -> str:
-    """What the plan says of a contender, behind its name."""
+    """The plan's description of a contender."""
     tree = describe(contender)["tree"]
     if tree["policy"] == "auto":
         return "the fastest tree on this machine, measured first"
@@ -245,7 +240,7 @@ def in_words(contender: Contender) -> str:
 
 
 def likely_time(recipe: Recipe, names: list[str], turns: int) -> str:
-    """What can be said before anything is decoded: a bound from the speeds of the last run, if they are known."""
+    """An upper bound on the time from the last run's speeds, if they are known."""
     try:
         last = read_acceptance(recipe.eval_out / "acceptance.json")
     except UserError:
@@ -255,6 +250,6 @@ def likely_time(recipe: Recipe, names: list[str], turns: int) -> str:
         return "unknown until the first prompts are decoded; the progress bar then shows what is left"
     seconds = sum(turns * recipe.eval.max_new_tokens / rate for rate in rates)
     return (
-        f"at most about {max(1, round(seconds / 60))} min, were every answer as long as allowed, at the speeds of the "
-        f"last run in {recipe.eval_out} ({last['device']}, {last['dtype']}); prefills come on top"
+        f"at most about {max(1, round(seconds / 60))} min if every answer has the full length, at the speeds of the "
+        f"last run in {recipe.eval_out} ({last['device']}, {last['dtype']}), plus prefills"
     )

@@ -1,18 +1,18 @@
-"""generations.jsonl: every decoded answer, one JSON line a turn and contender; what the report shows and replay reads.
+"""generations.jsonl: one JSON line per turn and contender, read by the report and by replay.
 
-    benchmark, category, conversation_id, turn     whose turn it was; turn counts from 1, category may be null
-    contender                                      who decoded it; plain decoding is one of them
-    prompt_token_ids, token_ids                    exactly what the target read and wrote, the stop token included
-    accepted_per_round, tree_nodes, draft_calls    a number per round: drafted tokens that stand in the answer, verified
-                                                   nodes (root included), calls of the drafter
+    benchmark, category, conversation_id, turn     the turn; turn counts from 1, category may be null
+    contender                                      its name; plain decoding is one of them
+    prompt_token_ids, token_ids                    the target's input and output, the stop token included
+    accepted_per_round, tree_nodes, draft_calls    a number per round: drafted tokens in the answer, verified nodes
+                                                   (root included), calls of the drafter
     last_round_cut                                 the answer's end cut tokens off the last round
     *_seconds                                      prefill, draft, verify, decode
-    text                                           the answer as the next turn's prompt holds it
-    question, token_texts                          main contender only: the last user message; what each token adds to
-                                                   the text, special tokens written out
+    text                                           the answer as the next turn's prompt has it
+    question, token_texts                          main contender only: the last user message; each token's part of the
+                                                   text, special tokens written out
 
 The first of `token_ids` comes from the prefill; round i then adds accepted_per_round[i] drafted tokens and one bonus
-token of the target, which only the last round may lack (last_round_cut).
+token of the target. Only the last round may lack it (last_round_cut).
 """
 
 import json
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the report is built again without loading torch
     from draftsmith.eval.decoding.decode import Generation
 
 BEGINNING = re.compile(rb'\{"contender": ("(?:[^"\\]|\\.)*"), .*\}\s*', re.S)
-WINDOW = 4  # tokens that one character may be spread over: UTF-8 has at most four bytes
+WINDOW = 4  # most tokens per character: UTF-8 has at most four bytes
 
 
 def record_of(
@@ -43,12 +43,11 @@ def record_of(
 def read_generations(
     path: Path, contender: str, faults: list[str], shape: type[Record] = Record
 ) -> Iterator[dict[str, Any]]:
-    """The lines of one contender, in order. Reads on line by line: files of large runs do not fit into memory.
+    """Yields the lines of one contender, in order. Files of large runs do not fit into memory.
 
     Args:
-        contender: the name, or what `clean` makes of it.
-        faults: gets a sentence for each line that is left out: one that is not of `shape`, or cannot be told to be
-            another contender's.
+        contender: the name, as it is or after `clean`.
+        faults: gets a sentence for each unusable line that may be this contender's.
 
     Raises:
         UserError: the file cannot be opened.
@@ -75,7 +74,7 @@ def read_generations(
 
 
 def _of_another(line: bytes, contender: str) -> bool:
-    """Whether it begins as `record_of` lets another contender's line begin: those need not be parsed."""
+    """Whether the line begins like another contender's; such lines need not be parsed."""
     beginning = BEGINNING.fullmatch(line)
     try:
         return beginning is not None and clean(json.loads(beginning[1])) != contender
@@ -84,10 +83,10 @@ def _of_another(line: bytes, contender: str) -> bool:
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> list[str]:
-    """What each token adds to the text: joined they are the answer with its special tokens written out.
+    """Each token's part of the text. Joined they are the answer with its special tokens written out.
 
-    A token's text hangs on its neighbours (blanks of SentencePiece, bytes of a character), so each is the difference of
-    two decodings. A character whose bytes are spread over tokens stands at the last of them.
+    A token's text depends on its neighbours (SentencePiece's blanks, bytes of a character), so each is the difference
+    of two decodings. A character with bytes in several tokens belongs to the last of them.
     """
 
     def decode(first: int, end: int) -> str:
@@ -96,7 +95,7 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> lis
         )
 
     texts: list[str] = []
-    before, first = 0, 0  # decoding begins at `before`; all up to `first` has been given away
+    before, first = 0, 0  # decoding begins at `before`; tokens up to `first` have their text
     known = ""  # the decoding of before:first
     for end in range(1, len(ids) + 1):
         text = decode(before, end)

@@ -1,34 +1,33 @@
-"""From decoded answers to numbers. Definitions stand here once; both conventions of tau are named.
+"""Computes the numbers of decoded answers. This is the one place that defines them, with both conventions of tau.
 
     tau                     (new_tokens - 1) / rounds: tokens per verification, the bonus token included. The first
                             token of an answer comes from the prefill. Plain decoding has exactly 1. (EAGLE, FR-Spec,
                             Spec-Bench)
     accepted_per_round      drafted tokens per verification, the bonus token not included (C2T, ViSpec)
     accepted_histogram      rounds in which 0, 1, 2, ... drafted tokens were accepted
-    acceptance_by_position  of the rounds in which the first i drafted tokens of a path were accepted and another one
-                            was drafted, the share in which that was accepted, too: conditional, as EAGLE's n-alpha
-    wasted_nodes_per_round  drafted tokens that the target verified and that do not stand in the answer
+    acceptance_by_position  acceptance at position i, given that positions 1 to i-1 were accepted and another token was
+                            drafted: conditional, as EAGLE's n-alpha
+    wasted_nodes_per_round  verified drafted tokens that are not in the answer
     draft_milliseconds_per_call, verify_milliseconds_per_round
-                            means; answers decoded side by side share the time of a round, and each counts its share
+                            means; answers decoded side by side share the time of a round
     time_share              shares of decoding time. Plain decoding drafts nothing, so its `draft` is 0. In older files
                             it is about 1 %: the loop's own work, which is now in `other`
-    overhead_share          time_share's `other`: neither drafting (the growing of trees included) nor the target's
-                            forward pass. The `own share` of tests/bench/decode.py is larger: there all that passes
-                            outside model forwards counts, the growing of trees, too
-    speedup                 tokens per second over those of plain decoding, each summed over all prompts before it is
-                            divided: long answers weigh more
-    mean_prompt_speedup     the mean of that ratio prompt by prompt: every prompt weighs the same
+    overhead_share          time_share's `other`: neither drafting (with tree growth) nor the target's forward pass. The
+                            `own share` of tests/bench/decode.py is larger, because it includes tree growth
+    speedup                 tokens per second over plain decoding's, each summed over all prompts before the division:
+                            long answers weigh more
+    mean_prompt_speedup     the mean of that ratio over prompts: every prompt weighs the same
     tau_ratio, speed_ratio  tau, and tokens per second, over those of the main contender
     matches_target          measured: every greedy answer equals plain decoding's of the same run, token for token; null
-                            where answers were drawn. False is rounding in bfloat16 and float16, where a forward over
-                            several tokens has other last bits than one over a single token; in float32, a defect
-    lossless                known, not measured: the acceptance rule keeps the target's law in exact arithmetic. It is
-                            true even beside a matches_target that is false
+                            if answers were drawn. False is a defect in float32. In bfloat16 and float16 it is rounding:
+                            a forward over several tokens rounds differently from one over a single token
+    lossless                known, not measured: the acceptance rule keeps the target's law in exact arithmetic. It can
+                            be true while matches_target is false
 
-Only tokens that stand in the answer count: nothing after a stop token, nothing beyond the budget. Times exclude the
-prefill. Intervals are 95 % bootstrap intervals over conversations. All contenders answered the same conversations and
-are resampled together, so the intervals of the ratios are paired: what makes a prompt easy for both sides cancels, and
-two contenders can differ clearly though their own intervals overlap.
+Only tokens in the answer count: none after a stop token, none beyond the budget. Times exclude the prefill. Intervals
+are 95 % bootstrap intervals over conversations. All contenders answer the same conversations and are resampled
+together, so the intervals of ratios are paired: the difficulty of a prompt cancels, and two contenders can differ
+clearly even if their own intervals overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from draftsmith.eval.decoding.decode import Generation
 
 INTERVAL = (2.5, 97.5)  # percentiles of the bootstrap: 95 %
 CHUNK = 200  # resamplings multiplied at a time: their counts are floats then
-# What a turn adds to the sums; the two last ones a whole conversation.
+# Columns of the sums. The last two are per conversation, the others per turn.
 SUMMED = (
     *("tokens", "rounds", "accepted", "nodes", "calls", "draft", "verify", "seconds"),
     *("plain_tokens", "plain_rounds", "plain_seconds", "main_tokens", "main_rounds", "main_seconds"),
@@ -53,12 +52,12 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # sums [samples, columns] -> val
 
 
 def tau(generations: Sequence[Generation]) -> float | None:
-    """Tokens per verification; None where no round was needed."""
+    """Tokens per verification; None if there was no round."""
     return _ratio(sum(len(g.token_ids) - 1 for g in generations), sum(g.rounds for g in generations))
 
 
 class Turns:
-    """One contender's turns as numbers, from which every subset is summed.
+    """One contender's turns as numbers, to sum over any subset.
 
     Args:
         generations, baseline, main: one each per turn, in the same order; plain decoding's and the main contender's.
@@ -66,19 +65,19 @@ class Turns:
     Attributes:
         sums: [turns, len(SUMMED)].
         histogram: [turns, D] rounds of each turn that accepted 0, 1, ... drafted tokens.
-        reached, accepted: [turns, D] rounds in which the drafted token of that position was tried, was accepted. A
-            round tries as many positions as it made draft calls, without calls as its chain is long (prompt lookup);
-            within them a tree that keeps no node so deep counts as a rejection. A round that the end of the answer cut
-            tells nothing about the position at which it was cut.
-        conversations: [turns] numbers; equal ones rise and fall together.
+        reached: [turns, D] rounds that tried a drafted token at that position. A round tries as many positions as it
+            made draft calls, or without calls as its chain is long (prompt lookup). A tree without a node so deep
+            counts as a rejection. A round does not count at the position where the answer's end cut it.
+        accepted: [turns, D] rounds that accepted the drafted token at that position.
+        conversations: [turns] numbers; turns with equal numbers are resampled together.
     """
 
     def __init__(self, generations: Sequence[Generation], baseline: Sequence[Generation], main: Sequence[Generation]):
         pairs = list(zip(generations, baseline, strict=True))
         depth = 1 + max((max(g.accepted_per_round, default=0) for g, _ in pairs), default=0)
         self.sums = np.array([_sums(g, b, m) for (g, b), m in zip(pairs, main, strict=True)], dtype=float)
-        self.histogram = np.array([np.bincount(_whole(g.accepted_per_round), minlength=depth) for g, _ in pairs])
-        # Of those that accepted at least i, all tried position i, but for rounds that were cut there.
+        self.histogram = np.array([_counts(g.accepted_per_round, depth) for g, _ in pairs])
+        # Rounds that accepted at least i tokens tried position i, unless they were cut there.
         at_least = self.histogram[:, ::-1].cumsum(1)[:, ::-1]
         self.accepted = at_least - self.histogram
         self.reached = at_least.copy()
@@ -90,14 +89,19 @@ class Turns:
             for i, (accepted, most) in enumerate(zip(g.accepted_per_round, tried, strict=True)):
                 if accepted == most or (i == last and g.last_round_cut):
                     self.reached[row, accepted] -= 1
-        numbers: dict[tuple[str, str], int] = {}
-        names = [(g.benchmark, g.conversation_id or f"#{i}") for i, (g, _) in enumerate(pairs)]
-        self.conversations = np.array([numbers.setdefault(name, len(numbers)) for name in names])
+        self.conversations = np.array(conversation_numbers(generations))
         self.equal = np.array([g.token_ids == b.token_ids for g, b in pairs])
 
 
-def _whole(counts: list[int]) -> np.ndarray:
-    return np.array(counts, dtype=int)  # an empty list would become floats
+def _counts(accepted: list[int], depth: int) -> np.ndarray:
+    return np.bincount(np.array(accepted, dtype=int), minlength=depth)  # an empty list would become floats
+
+
+def conversation_numbers(generations: Sequence[Generation]) -> list[int]:
+    """Each turn's conversation, numbered from 0 in order of appearance. A turn without an id is one by itself."""
+    numbers: dict[tuple[str, str], int] = {}
+    names = [(g.benchmark, g.conversation_id or f"#{i}") for i, g in enumerate(generations)]
+    return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
 def _sums(g: Generation, plain: Generation, main: Generation) -> tuple[float, ...]:
@@ -118,8 +122,8 @@ def summarise(
 
     Args:
         generations, baseline: one each per turn, in the same order.
-        sampled: whether they are equal token for token says nothing: they were drawn, or replayed.
-        main: the main contender's, for the ratios to it; None: these are.
+        sampled: the answers were drawn or replayed, so matches_target is null.
+        main: the main contender's, for the ratios to it; None: `generations`.
     """
     return _summary(
         Turns(generations, baseline, main or generations), np.arange(len(generations)), bootstrap_samples, seed, sampled
@@ -134,19 +138,19 @@ def summarise_all(
     sampled: bool = False,
     main: str | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """The same numbers for every contender, in total and by part.
+    """The numbers of every contender, in total and by part.
 
     Args:
         results: one generation per turn for each contender, the same turns in the same order.
-        plain: who among them decodes plainly.
+        plain: name of plain decoding.
         sampled: as in `summarise`.
-        main: whom the others are compared with. None: the first that is not plain.
+        main: name of the main contender. None: the first that is not plain.
 
     Returns:
         contenders: {contender: numbers}
         benchmarks: {benchmark: {contender: numbers}}
-        categories: {benchmark/category: {contender: numbers}}, where conversations have one
-        turns: {"1": {contender: numbers}, "2": ...}: first turns, and all later ones where there are any
+        categories: {benchmark/category: {contender: numbers}}, if conversations have one
+        turns: {"1": {contender: numbers}, "2": ...}: first turns, and all later ones if any
     """
     baseline = results[plain]
     first = results[main or next((name for name in results if name != plain), plain)]
@@ -242,17 +246,17 @@ def _of(numerator: str, denominator: str) -> Statistic:
 
 
 def _wasted(s: np.ndarray) -> np.ndarray:
-    """Of a round's nodes the root is no draft, and the accepted ones are not wasted."""
+    """Nodes per round without the root and the accepted ones."""
     return (s[:, COLUMN["nodes"]] - s[:, COLUMN["accepted"]]) / s[:, COLUMN["rounds"]] - 1
 
 
 def _other(total: dict[str, float]) -> float:
-    """Seconds; never below zero by rounding."""
+    """Seconds outside drafting and verifying; rounding never makes it negative."""
     return max(0.0, total["seconds"] - total["draft"] - total["verify"])
 
 
 def _milliseconds(total: dict[str, float], spent: str, count: str) -> float | None:
-    """None where nothing was timed (replay)."""
+    """None if nothing was timed (replay)."""
     return _rounded(_ratio(1000 * total[spent], total[count])) if total["seconds"] else None
 
 
@@ -270,8 +274,9 @@ def _shares(reached: np.ndarray, accepted: np.ndarray) -> list[float]:
 def bootstrap(per_prompt: np.ndarray, samples: int, seed: int) -> Callable[[Statistic], list[float] | None]:
     """95 % intervals of statistics of column sums, resampling prompts (answers of one prompt are not independent).
 
-    Returns a function: it takes a statistic of resampled sums [samples, columns] and gives its interval, or None where
-    the statistic is undefined or there is but one prompt, which says nothing about spread.
+    Returns:
+        A function from a statistic of resampled sums [samples, columns] to its interval. The interval is None if the
+        statistic is undefined or there is only one prompt.
     """
     if len(per_prompt) < 2:
         return lambda statistic: None
@@ -287,9 +292,9 @@ def bootstrap(per_prompt: np.ndarray, samples: int, seed: int) -> Callable[[Stat
     return interval
 
 
-@lru_cache(maxsize=1)  # contenders are summarised one after another on the same prompts
+@lru_cache(maxsize=1)  # contenders are summarised in turn on the same prompts
 def _draws(prompts: int, samples: int, seed: int) -> np.ndarray:
-    """[samples, prompts] how often each prompt was drawn; two bytes each, 40 MB for 10,000 prompts."""
+    """[samples, prompts] number of draws of each prompt; 40 MB for 10,000 prompts."""
     random = np.random.default_rng(seed)
     chances = np.full(prompts, 1 / prompts)
     sizes = [min(CHUNK, samples - i) for i in range(0, samples, CHUNK)]
@@ -297,7 +302,7 @@ def _draws(prompts: int, samples: int, seed: int) -> np.ndarray:
 
 
 def _predicted(total: dict[str, float]) -> float | None:
-    """Speed-up by the cost model tau * T_t / (T_draft + T_v(n)): what is left if all but the forwards were free.
+    """Speed-up from the cost model tau * T_t / (T_draft + T_v(n)), in which only the forwards cost time.
 
     T_t is one round of plain decoding; T_draft and T_v are means over this run's rounds.
     """
