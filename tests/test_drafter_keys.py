@@ -17,7 +17,7 @@ from tests.recipe_cases import write as write
     [
         ("{policy: chain, top_k: 5}", "top_k would do nothing"),
         ("{policy: svip, top_k: 5}", "top_k would do nothing"),
-        ("{policy: static, top_k: 3}", "what its paths say: leave top_k out"),
+        ("{policy: static, top_k: 3}", "defined by its paths: leave top_k out"),
         ("{policy: static, nodes: 3, top_k: 3}", "leave nodes, top_k out"),
         ("{policy: ddd, ddd: {at: []}}", r"ddd.at: \[\] tests none of 11 draft calls: name one below 11, or every"),
         ("{policy: ddd, draft_calls: 5}", r"\[5, 7, 9\] tests none of 5 draft calls"),
