@@ -102,7 +102,7 @@ def damaged_numbers() -> Iterator[tuple[str, Any, str]]:
     def inside(key: str, value: Any) -> Any:
         return lambda content: content["contenders"][MAIN].update({key: value}) or content
 
-    yield "no contenders", change(contenders={}), "contender: 'eagle3, tree of 60' does not stand under contenders"
+    yield "no contenders", change(contenders={}), "contender: 'eagle3, tree of 60' is not under contenders"
     yield "no date", lambda c: c | {"made": {k: v for k, v in c["made"].items() if k != "date"}}, "made.date: Field"
     for key in ("contender", "categories", "temperature", "recipe"):
         yield f"no {key}", lambda c, key=key: {k: v for k, v in c.items() if k != key}, f"{key}: Field required"

@@ -128,7 +128,7 @@ def test_the_best_by_simulated_tau_is_found_at_every_checkpoint(
 
 
 def test_what_cannot_tell_the_best_is_refused(recipe_path: Path) -> None:
-    with pytest.raises(UserError, match=r"`train\.keep_best`: replay_tau is measured where train\.eval_replay says"):
+    with pytest.raises(UserError, match=r"`train\.keep_best`: replay_tau needs train\.eval_replay, the number"):
         train(recipe_path, "train.keep_best=replay_tau")
     with pytest.raises(UserError, match=r"`train\.keep_best`: needs validation conversations, but"):
         train(recipe_path, "train.keep_best=simulated_tau", "train.validation_conversations=0")

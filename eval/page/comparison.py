@@ -1,7 +1,7 @@
-"""tau and speed-up of all contenders against the nodes that the target verifies in a round, with intervals.
+"""tau and speed-up of all contenders against the verified nodes per round, with intervals.
 
-Contenders go by number; who they are stands in the legend below, and in the report's table. Dots and intervals that
-would hide each other move sideways by a few pixels: equal trees stand side by side.
+Numbers mark contenders; the legend below and the report's table name them. Dots and intervals that would hide each
+other move sideways by a few pixels.
 """
 
 import itertools
@@ -20,12 +20,12 @@ from draftsmith.eval.page.legend import ROW, Legend
 # Lengths are in pixels.
 PANEL = 190
 DOT = 6
-LINES_APART = 4  # of two intervals that overlap; three times that where there are few contenders
+LINES_APART = 4  # of two overlapping intervals; three times that if there are few contenders
 LABEL = (13, 11)  # width and height of a number
 
 
 def comparison_plot(legend: Legend) -> Plot | None:
-    """None where there is nothing to compare: one contender, or answers of a single token."""
+    """None if there is nothing to compare: one contender, or answers of a single token."""
     shown = {name: row for name, row in legend.drafting.items() if row["rounds"]}
     if len(shown) < 2:
         return None
@@ -65,7 +65,7 @@ def _draw(colours: Colours, legend: Legend, shown: dict[str, Any], measured: dic
     label(axes[-1], colours, "nodes verified a round, the root included")
     legend.draw(below, colours, list(shown))
 
-    figure.draw_without_rendering()  # places the axes: from here on a point has a pixel
+    figure.draw_without_rendering()  # places the axes, which defines pixel positions
     marks = {key: _Mark.all_of(ax, key, shown) for ax, key in zip(axes, measured, strict=True)}
     apart = LINES_APART if legend.many else 3 * LINES_APART
     _spread([[marks[key][name] for key in measured] for name in _by_nodes(shown)], apart)
@@ -78,7 +78,7 @@ def _draw(colours: Colours, legend: Legend, shown: dict[str, Any], measured: dic
 
 
 def _bounds(row: dict[str, Any], key: str) -> tuple[float, float]:
-    """The interval, widened to hold the value; where there is none, the value."""
+    """The interval, widened to hold the value. Without an interval, the value twice."""
     low, high = row[f"{key}_interval"] or (row[key], row[key])
     return min(low, row[key]), max(high, row[key])
 
@@ -89,7 +89,7 @@ def _by_nodes(shown: dict[str, Any]) -> list[str]:
 
 @dataclass
 class _Mark:
-    """A contender in one panel, in pixels from the figure's lower left."""
+    """A contender's dot and intervals in one panel, in pixels from the figure's lower left."""
 
     x: float
     y: float
@@ -125,13 +125,13 @@ class _Mark:
 
 
 def plot_pixels(ax: Axes, points: Sequence[tuple[float, float]], **style: Any) -> None:
-    """In the axes' own coordinates, so that the drawing follows them if they move."""
+    """Plots points given in pixels. It converts them to data coordinates, which follow the axes if those move."""
     x, y = ax.transData.inverted().transform(points).T
     ax.plot(x, y, **style)
 
 
 def _spread(contenders: list[list[_Mark]], apart: float) -> None:
-    """Each takes the free place next to its own, the same in all panels. In place."""
+    """Moves each contender's marks to the nearest free x, the same in all panels. In place."""
     placed: list[list[_Mark]] = []
     for marks in contenders:
         for shift in _outwards():
@@ -152,7 +152,8 @@ def _outwards() -> Iterator[int]:
 
 
 def _number(ax: Axes, colours: Colours, legend: Legend, marks: dict[str, _Mark]) -> None:
-    """Each number above or below its interval, or beside its dot, or as near as others let it, then with a hair."""
+    """Writes each number above or below its interval or beside its dot. Else it goes to the nearest free place, with a
+    thin line."""
     width, height = LABEL
     taken = [(mark.x, mark.y, DOT + 2.0, DOT + 2.0) for mark in marks.values()]  # centre, width, height
 
@@ -192,7 +193,7 @@ def _number(ax: Axes, colours: Colours, legend: Legend, marks: dict[str, _Mark])
 
 
 def _join_families(ax: Axes, colours: Colours, legend: Legend, shown: dict[str, Any], marks: dict[str, _Mark]) -> None:
-    """A thin line from the smaller trees of a family to the larger ones; none between trees of equal size."""
+    """Draws thin lines from the smaller trees of a family to the larger ones, but not between equal sizes."""
     for names in legend.grouped(_by_nodes(shown)).values():
         for one, other in itertools.pairwise(names):
             if shown[other]["tree_nodes_per_round"] > 1.05 * shown[one]["tree_nodes_per_round"]:

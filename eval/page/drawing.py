@@ -1,7 +1,7 @@
-"""How figures of the report are made: drawn once by matplotlib, as SVG for the page, in its colours, and as PNG files.
+"""Draws the report's figures with matplotlib, as SVG for the page and as PNG files.
 
-Colours go by role (`ink`, `grid`, `s1` for the first contender, ...). A PNG gets the light theme's values; an SVG gets
-CSS variables, so that a figure follows the reader's dark mode. Text stays text, in the page's font.
+Colours have roles (`ink`, `grid`, `s1` for the first contender, ...). A PNG gets the light theme's values. An SVG gets
+CSS variables and follows the reader's dark mode. Text remains text, in the page's font.
 """
 
 import io
@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-SERIES = 10  # colours of contenders, or of their families; then they repeat, with other marks
+SERIES = 10  # colours of contenders or families; further ones repeat them with other markers
 MARKERS = "oDs^vPXp*hd"  # one more than colours: no two of the first 110 families look alike
 LIGHT = {
     **{"page": "#fcfcfb", "card": "#ffffff", "ink": "#1b1f24", "muted": "#5c6470", "grid": "#dfe3e8"},
@@ -50,7 +50,7 @@ class Plot:
 
     name: str
     title: str
-    description: str  # what it shows, in words, for those who do not see it
+    description: str  # for screen readers
     draw: Callable[[Colours], Figure]
 
 
@@ -58,7 +58,7 @@ class Plot:
 
 
 def to_svg(plot: Plot) -> str:
-    """The figure as an <svg> element that stands alone in a page: no fixed size, no fonts, no ids that could clash."""
+    """The figure as an <svg> element for a page: without fixed size, fonts, or ids that could clash."""
     marks = {role: f"#0a0b{i:02x}" for i, role in enumerate(ROLES)}
     settings = {"svg.fonttype": "none", "svg.hashsalt": plot.name}
     with _style(settings):
@@ -75,10 +75,10 @@ def to_svg(plot: Plot) -> str:
             tag = tag.replace(mark, f"var(--{role})")
         tag = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 var(--sans)", tag)
         tag = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", tag)
-        # Hundredths of a pixel are enough.
+        # Round to hundredths of a pixel.
         return re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda m: re.sub(r"(\.\d{2})\d+", r"\1", m[0]), tag)
 
-    text = TAG.sub(rewritten, text)  # what stands between tags are names, which may look like anything
+    text = TAG.sub(rewritten, text)  # only tags: the text between them is arbitrary names
     head = re.match(r'<svg .*?viewBox="([^"]+)".*?>', text, flags=re.S)
     assert head is not None
     label = escape(f"{plot.title}. {plot.description}", {'"': "&quot;"})
@@ -86,7 +86,7 @@ def to_svg(plot: Plot) -> str:
 
 
 def height(svg: str) -> float:
-    """Of a `to_svg` figure, in pixels where it is WIDTH wide."""
+    """Height of a `to_svg` figure in pixels at a width of WIDTH."""
     head = re.match(r'<svg viewBox="\S+ \S+ (\S+) ([^ "]+)"', svg)
     assert head is not None
     return float(head[2]) * WIDTH / float(head[1])
@@ -117,7 +117,7 @@ def _style(settings: dict[str, Any]) -> Iterator[None]:
 def new_figure(
     colours: Colours, heights: Sequence[float], more: float = 0, sharex: bool = False
 ) -> tuple[Figure, list[Axes]]:
-    """Axes above each other with heights in these proportions; the figure is their sum and `more` pixels high."""
+    """Stacked axes with these relative heights. The figure is `sum(heights) + more` pixels high."""
     figure = Figure(figsize=(WIDTH / 72, (sum(heights) + more) / 72), dpi=72, layout="constrained")
     figure.get_layout_engine().set(w_pad=4 / 72, h_pad=4 / 72, hspace=0.03)  # type: ignore[union-attr]
     axes = figure.subplots(len(heights), 1, sharex=sharex, squeeze=False, height_ratios=heights)[:, 0]
@@ -135,7 +135,7 @@ def style_axes(ax: Axes, colours: Colours) -> None:
 
 
 def label(ax: Axes, colours: Colours, x: str | None = None, y: str | None = None) -> None:
-    """Axis titles; that of y stands on top, to be read without turning the head."""
+    """Sets axis titles. The y title stands horizontally on top."""
     if x is not None:
         ax.set_xlabel(x, color=colours("muted"), fontsize=11)
     if y is not None:
@@ -182,13 +182,13 @@ def name_lines(
     width: int = 15,
     right: float | None = None,
 ) -> None:
-    """Names of lines, at the height of their ends but never over each other.
+    """Writes the names of lines at the height of their ends, without overlap.
 
     Args:
         ends: (x, y, name, colour role) of each line's last point; the axes' limits must be set.
         gap: least distance of two names, as a share of the axes' height.
-        width: characters of a row of a name; a name has two rows.
-        right: x behind which the names stand. None: the right margin.
+        width: characters per row of a name; a name has at most two rows.
+        right: names stand to the right of this x. None: the right margin.
     """
     low, high = ax.get_ylim()
     heights = _apart([(y - low) / (high - low) for _, y, _, _ in ends], min(gap, 1 / max(1, len(ends))))
@@ -216,7 +216,7 @@ def _rows(name: str, width: int) -> str:
 
 
 def _apart(heights: list[float], gap: float) -> list[float]:
-    """The same heights moved as little as a sweep from below and one from above need to keep `gap` within 0..1."""
+    """Heights moved within 0..1 until they are `gap` apart, by a sweep from below and one from above."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
     placed = [min(max(heights[i], gap / 2), 1 - gap / 2) for i in order]
     for i in range(1, len(placed)):

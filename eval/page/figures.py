@@ -1,8 +1,8 @@
 """The report's figures: acceptance by position, accepted tokens, time, parts of a benchmark, and the training's curves.
 
-Tables and figures stay readable with twenty contenders. Beyond `legend.FEW` of them a colour is a family (same
-drafter and policy, other sizes), and each contender is its number, which stands in the table and in the legend of the
-comparison (`eval.page.comparison`).
+Tables and figures stay readable with twenty contenders. With more than `legend.FEW`, a colour stands for a family (same
+drafter and policy, other sizes), and figures show each contender's number. The table and the comparison's legend
+(`eval.page.comparison`) map numbers to names.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,16 +19,16 @@ from draftsmith.eval.page.legend import ROW as LEGEND_ROW
 from draftsmith.eval.page.legend import Legend, shortened
 
 LINES = 345  # pixels of the lines by position, without their legend
-PANEL = 118  # pixels of a family's panel where there are many
-TIMED_ROW = 54  # of a contender's name, bar and shares of time where there are few
-ROW = 18  # pixels of a contender's row where there are many
+PANEL = 118  # pixels of a family's panel if there are many contenders
+TIMED_ROW = 54  # pixels of a contender's name, bar and time shares if there are few
+ROW = 18  # pixels of a contender's row if there are many
 DASH = "\u2013"
 
 
 def parts_of(acceptance: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """(kind, benchmark, name, numbers by contender) of every part of acceptance.json; none where there is but one.
+    """Yields (kind, benchmark, name, numbers by contender) for every part of acceptance.json, if there are several.
 
-    Kinds: benchmark, category (after its benchmark, where that has several), turn.
+    Kinds: benchmark, category (after its benchmark, if that has several), turn.
     """
     benchmarks, categories, turns = (acceptance[part] for part in ("benchmarks", "categories", "turns"))
     for benchmark, numbers in benchmarks.items():
@@ -43,7 +43,7 @@ def parts_of(acceptance: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[s
 
 
 def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
-    """By position, histogram, time, tau by part where there are several parts, and the comparison of several."""
+    """Plots of the comparison, acceptance by position, histogram, time, and tau by part, as far as they apply."""
     legend = Legend.of(acceptance)
     drafting = {name: row for name, row in legend.drafting.items() if row["rounds"]}
     if not drafting:
@@ -107,7 +107,7 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
 
 
 def _by_position(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> Figure:
-    """One line for each contender, with its number at the end; who that is stands in the legend below."""
+    """One line per contender, with its number at the end and a legend below."""
     heights = [LINES] if len(drafting) == 1 else [LINES, LEGEND_ROW * len(drafting)]
     figure, (ax, *below) = new_figure(colours, heights)
     ends = []
@@ -118,7 +118,7 @@ def _by_position(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> 
         positions = range(1, len(shares) + 1)
         bounds = [b or [share, share] for b, share in zip(row["acceptance_by_position_interval"], shares, strict=True)]
         colour = colours(legend.roles[name])
-        if name == legend.main:  # all of them over each other would hide the lines
+        if name == legend.main:  # more bands would hide the lines
             ax.fill_between(positions, *zip(*bounds, strict=True), color=colour, alpha=0.13, linewidth=0)  # type: ignore[arg-type]
         marker = legend.markers[name]
         ax.plot(positions, shares, color=colour, linewidth=1.8, marker=marker, markersize=4, clip_on=False)
@@ -137,7 +137,7 @@ def _by_position(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> 
 
 
 def _by_family(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> Figure:
-    """A panel for each family, on equal axes; the main contender's line stands faintly in all."""
+    """One panel per family, on equal axes, each with the main contender's line in grey."""
     families = legend.grouped(name for name, row in drafting.items() if row["acceptance_by_position"])
     rows = max(1, -(-len(families) // 2))
     most = max(map(len, families.values()), default=1)
@@ -191,13 +191,13 @@ def _histograms(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> F
 
 
 def _shaded_histograms(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> Figure:
-    """A row for each contender, darker where more rounds ended."""
+    """One row per contender, darker for larger shares of rounds."""
     figure, (ax,) = new_figure(colours, [60 + ROW * len(drafting)])
     deepest = max(max(len(row["accepted_histogram"]) for row in drafting.values()), 5)
     tallest = max(max(row["accepted_histogram"]) / row["rounds"] for row in drafting.values())
     for place, (name, row) in enumerate(drafting.items()):
         for accepted, count in enumerate(row["accepted_histogram"]):
-            shade = (count / row["rounds"] / tallest) ** 0.7  # so that rare rounds are seen
+            shade = (count / row["rounds"] / tallest) ** 0.7  # keeps rare rounds visible
             ax.barh(place, 0.94, 0.86, accepted - 0.47, color=colours(legend.roles[name]), alpha=shade, linewidth=0)
         ax.text(
             *(deepest - 0.3, place, f"{row['accepted_per_round']:.2f}"),
@@ -213,7 +213,7 @@ def _shaded_histograms(colours: Colours, legend: Legend, drafting: dict[str, Any
 
 
 def _numbered_rows(ax: Axes, colours: Colours, legend: Legend, names: list[str]) -> None:
-    """The contenders' numbers at the left; plain decoding's is a dash."""
+    """Labels rows with the contenders' numbers, and plain decoding with a dash."""
     ax.set_yticks(range(len(names)), [str(legend.numbers.get(name, DASH)) for name in names], fontsize=10)
     for tick, name in zip(ax.get_yticklabels(), names, strict=True):
         tick.set_color(colours(legend.roles[name]))
@@ -226,7 +226,7 @@ def _milliseconds(row: dict[str, Any]) -> float:
 
 
 def _time_shares(row: dict[str, Any]) -> dict[str, float]:
-    """Shares of the time by part. Plain decoding has no draft: in older files that is the loop's own work."""
+    """Time shares by part. Plain decoding's `draft` in older files is the loop's own work and counts as `other`."""
     shares = {part: share for part, share in row["time_share"].items() if share is not None}
     if row["proposer"] is None and "draft" in shares:
         shares["other"] = shares.get("other", 0.0) + shares.pop("draft")
@@ -246,7 +246,7 @@ def _time_bar(ax: Axes, colours: Colours, place: int, row: dict[str, Any], heigh
 
 
 def _times(colours: Colours, legend: Legend, timed: dict[str, Any]) -> Figure:
-    """A bar for each contender, its name above and its shares below."""
+    """One bar per contender, with its name above and its shares below."""
     figure, (ax,) = new_figure(colours, [64 + TIMED_ROW * len(timed)])
     longest = max(map(_milliseconds, timed.values()))
     for place, (name, row) in enumerate(timed.items()):
@@ -266,7 +266,7 @@ def _times(colours: Colours, legend: Legend, timed: dict[str, Any]) -> Figure:
 
 
 def _times_in_rows(colours: Colours, legend: Legend, timed: dict[str, Any]) -> Figure:
-    """A bar for each contender, by its number."""
+    """One bar per contender, labelled by number."""
     figure, (ax,) = new_figure(colours, [74 + ROW * len(timed)])
     for place, row in enumerate(timed.values()):
         _time_bar(ax, colours, place, row, 0.72)
@@ -346,7 +346,7 @@ def training_plots(metrics: Sequence[dict[str, Any]]) -> list[Plot]:
 
 
 def _thinned(metrics: Sequence[dict[str, Any]], most: int = 240) -> list[dict[str, Any]]:
-    """Every n-th line, so that about `most` are left, as many of those that validated, and the last one."""
+    """About `most` evenly spaced lines, as many lines with validation, and the last line."""
     every = max(1, len(metrics) // most)
     validated = [i for i, line in enumerate(metrics) if "validation_loss" in line]
     kept = {*range(0, len(metrics), every), *validated[:: max(1, len(validated) // most)], *range(len(metrics))[-1:]}

@@ -1,6 +1,6 @@
-"""The shapes of the files that the report reads, checked once as they are read: what builds the page relies on them.
+"""Schemas of the files that the report reads. Files are checked on reading; the page relies on it.
 
-Only what is shown is checked, and strictly: a number given as text is no number. Other keys pass.
+Only keys that the report shows are checked, strictly: a number given as text is an error. Other keys pass.
 """
 
 import re
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, 
 
 from draftsmith.recipes.files.json_text import parse_json
 
-# What must not stand on a page: controls, lone surrogates, non-characters, and what turns the direction of text around.
+# Characters that must not be on a page: controls, lone surrogates, non-characters, and bidirectional controls.
 FORBIDDEN = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
@@ -18,11 +18,11 @@ FORBIDDEN = re.compile(
 Count = Annotated[int, Field(ge=0, le=10**15)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # farther out, axes cannot be drawn
 Bounds = Annotated[list[Number], Field(min_length=2, max_length=2)] | None
-Text = InstanceOf[str]  # lone surrogates, too: `html_report.visible` names them
+Text = InstanceOf[str]  # allows lone surrogates, which `html.visible` names
 
 
 def clean(value: Any) -> Any:
-    """`value` with a replacement character for everything in its texts that must not stand on a page."""
+    """`value` with every forbidden character of its texts replaced."""
     if isinstance(value, str):
         return FORBIDDEN.sub("\ufffd", value)
     if isinstance(value, dict):
@@ -31,7 +31,7 @@ def clean(value: Any) -> Any:
 
 
 def load(text: bytes, tidy: bool = False) -> dict[str, Any]:
-    """The JSON object in `text`, its texts `clean` if `tidy`. Raises ValueError where there is none."""
+    """The JSON object in `text`, with `clean` texts if `tidy`. Raises ValueError if there is none."""
     content = parse_json(text)
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
@@ -39,7 +39,7 @@ def load(text: bytes, tidy: bool = False) -> dict[str, Any]:
 
 
 def check(content: dict[str, Any], shape: type["Shape"]) -> None:
-    """Raises ValueError where `content` is not of this shape: what is wrong, and at which key."""
+    """Raises ValueError with the first wrong key if `content` does not have this shape."""
     try:
         shape.model_validate(content)
     except ValidationError as error:
@@ -57,7 +57,7 @@ class Shape(BaseModel):
 
 
 class Numbers(Shape):
-    """One contender's, in total or for a part."""
+    """One contender's numbers, in total or for a part."""
 
     prompts: Count
     answers: Count
@@ -110,7 +110,7 @@ class Tree(Shape):
 
 
 class Contender(Numbers):
-    """One contender's in total, and what it is."""
+    """One contender's total numbers and description."""
 
     proposer: str | None
     drafter: str | None
@@ -157,11 +157,11 @@ class Acceptance(Shape):
     def _agree(self) -> "Acceptance":
         for key, name in (("contender", self.contender), ("baseline", self.baseline)):
             if name not in self.contenders:
-                raise ValueError(f"{key}: {name!r} does not stand under contenders")
+                raise ValueError(f"{key}: {name!r} is not under contenders")
         for part in ("benchmarks", "categories", "turns"):
             for name, numbers in getattr(self, part).items():
                 if numbers.keys() != self.contenders.keys():
-                    raise ValueError(f"{part}.{name}: not the contenders that stand under contenders")
+                    raise ValueError(f"{part}.{name}: its contenders differ from contenders")
         return self
 
 

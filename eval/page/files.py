@@ -42,7 +42,7 @@ def generations_path(recipe: Recipe) -> Path:
 
 
 def metrics_path(recipe: Recipe) -> Path:
-    """The metrics of the training that left the measured drafter: they lie beside its directory."""
+    """The metrics of the measured drafter's training, beside its directory."""
     return recipe.eval_drafter_dir.parent / recipe.metrics_path.name
 
 
@@ -59,17 +59,17 @@ def write_acceptance(
     baseline: str,
     made: dict[str, Any],
 ) -> Path:
-    """acceptance.json: the main contender's numbers on top, everyone's under their names. Whole or not there.
+    """Writes acceptance.json atomically: the main contender's numbers on top, all contenders' under their names.
 
     Args:
-        numbers: what `metrics.summarise_all` returns.
-        described: what each contender is, `UNDRAFTED` for plain decoding: `contenders.describe`.
-        baseline: the contender that decodes plainly.
-        made: how the numbers came about: `device`, `dtype` and `made`.
+        numbers: from `metrics.summarise_all`.
+        described: each contender's `contenders.describe`, `UNDRAFTED` for plain decoding.
+        baseline: name of plain decoding.
+        made: provenance: `device`, `dtype` and `made`.
     """
     sampling = Sampling.of(recipe.eval)
     shared = {
-        # Of the rule, in exact arithmetic; what was measured is matches_target: see `metrics`.
+        # The rule in exact arithmetic; `matches_target` is measured (`metrics`).
         "lossless": acceptance_of(sampling).lossless,
         "temperature": recipe.eval.temperature,
         "top_p": recipe.eval.top_p,
@@ -90,7 +90,7 @@ def write_acceptance(
 
 
 def read_acceptance(path: Path) -> dict[str, Any]:
-    """acceptance.json, its texts fit for a page. Raises UserError where there is none, or a damaged or older one."""
+    """acceptance.json with `clean` texts. Raises UserError if it is missing, damaged or older."""
     try:
         content = load(path.read_bytes(), tidy=True)
         check(content, Acceptance)
@@ -106,10 +106,10 @@ def read_acceptance(path: Path) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, none where there is no such file. The last line may be half written.
+    """The lines of metrics.jsonl, or none without the file. The last line may be incomplete.
 
     Raises:
-        UserError: another line is not what training writes.
+        UserError: another line is damaged.
     """
     try:
         *lines, rest = path.read_bytes().split(b"\n") if path.exists() else [b""]
@@ -131,7 +131,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def write_report(recipe: Recipe) -> list[Path]:
-    """report.html, and the plots where eval.png says so, from the files in eval.out; returns what was written."""
+    """Writes report.html, and the plots if eval.png is set, from the files in eval.out. Returns their paths."""
     out = recipe.eval_out
     acceptance, metrics = read_acceptance(out / "acceptance.json"), read_metrics(metrics_path(recipe))
     answers: list[dict[str, Any]] = []
@@ -153,10 +153,10 @@ def write_report(recipe: Recipe) -> list[Path]:
 
 
 def print_table(acceptance: dict[str, Any]) -> None:
-    """Every contender, and below it the main one by benchmark and turn where there are several. Fits 80 columns."""
+    """Prints all contenders, then the main one by benchmark and turn if there are several. Fits 80 columns."""
     main, contenders = acceptance["contender"], acceptance["contenders"]
     parts = [(name, row[main]) for kind, _, name, row in parts_of(acceptance) if kind != "category"]
-    # Names are Text, never markup: that would read brackets and colons in them, and double a backslash.
+    # Names are Text: markup would interpret their brackets and colons, and double backslashes.
     caption = Text(
         f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
         f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}\n{_equality(acceptance)}",
@@ -178,13 +178,13 @@ def print_table(acceptance: dict[str, Any]) -> None:
 
 
 def advice(acceptance: dict[str, Any]) -> list[str]:
-    """What to do about a drafter that hardly drafts anything."""
+    """A note if the target accepts almost no drafted token."""
     main = acceptance["contender"]
     tau = acceptance["contenders"][main]["tau"]
     if tau is None or tau >= WORTHLESS_TAU:
         return []
     return [
-        f"note: tau {tau:.2f}: the target accepted next to nothing that {main} drafted. Train longer, while the loss "
+        f"note: tau {tau:.2f}: the target accepted almost nothing that {main} drafted. Train longer, while the loss "
         "in metrics.jsonl still falls, or on more answers; its validation_simulated_tau should be well above 1"
     ]
 
@@ -205,7 +205,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _side_by_side(acceptance: dict[str, Any]) -> str:
-    """Speeds of a batch are not those of one answer alone."""
+    """A caption if speeds are those of a batch."""
     if acceptance["mode"] == "replay" or acceptance["batch_size"] == 1:
         return ""
     return f"\nSpeeds: {acceptance['batch_size']} answers decoded side by side, by plain decoding, too."
@@ -223,7 +223,7 @@ def _equality(acceptance: dict[str, Any]) -> str:
 
 
 def _cause(acceptance: dict[str, Any]) -> str:
-    """Of greedy answers that differ; the page says it at more length."""
+    """Why greedy answers differ. The page explains it at more length."""
     if rounds_coarsely(acceptance):
         return f"{acceptance['dtype']} rounds: longer forwards, other last bits."
     return f"In {acceptance['dtype']} that is a defect: please report it."

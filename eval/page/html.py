@@ -1,7 +1,7 @@
-"""report.html: one file without a network, from the numbers, the recorded answers and the training's metrics.
+"""Builds report.html, a self-contained page, from the numbers, the recorded answers and the training's metrics.
 
-The page is `report.html.jinja`; everything that goes into it is escaped there, but for the figures of
-`eval.page.figures`. The numbers themselves are in the page, too, as downloads.
+The template `report.html.jinja` escapes everything except the figures of `eval.page.figures`. The page also offers the
+numbers as downloads.
 """
 
 import base64
@@ -17,19 +17,18 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from draftsmith.eval.measured.generation_log import read_generations
-from draftsmith.eval.page import drawing as figures
-from draftsmith.eval.page import figures as plots
+from draftsmith.eval.page import drawing, figures
 from draftsmith.eval.page.file_shapes import FORBIDDEN, ShownRecord, clean
 from draftsmith.eval.page.legend import Legend
 from draftsmith.recipes.errors import UserError
 
 DASH = "\u2013"
 TINTS = 4  # background colours of successive rounds
-SHOWN_TOKENS = 20_000  # of all answers together: bounds the size of the page
+SHOWN_TOKENS = 20_000  # of all answers together; bounds the page's size
 LONGEST_ANSWER = 600
-TITLE = 60  # pixels that a figure's title and the gap below it take
-TIES = 3  # contenders that the verdict names as possibly as fast
-# The columns of the table as a file. A key's interval, where there is one, follows it as <key>_low and <key>_high.
+TITLE = 60  # pixels of a figure's title and the gap below
+TIES = 3  # most contenders that the verdict names as possibly equally fast
+# Columns of the CSV file. A key's interval, if any, follows it as <key>_low and <key>_high.
 CSV_KEYS = (
     *("tau", "speedup", "tokens_per_second", "accepted_per_round", "tree_nodes_per_round", "draft_calls_per_round"),
     *("tau_ratio", "speed_ratio", "matches_target"),
@@ -46,10 +45,10 @@ def build_html(
     """The whole page.
 
     Args:
-        acceptance: the content of acceptance.json, its texts `clean`.
-        metrics: the lines of metrics.jsonl; none where the drafter's training is not at hand.
-        answers: the lines of generations.jsonl that are shown.
-        faults: what is wrong with lines of it that were left out.
+        acceptance: the content of acceptance.json, with `clean` texts.
+        metrics: the lines of metrics.jsonl; none if the file is missing.
+        answers: the lines of generations.jsonl to show.
+        faults: problems of unusable lines of generations.jsonl.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -81,13 +80,13 @@ def build_html(
         ],
         rounds_coarsely=rounds_coarsely(acceptance),
         different=[name for name, row in contenders.items() if row["matches_target"] is False],
-        parts=list(plots.parts_of(acceptance)),
-        acceptance_figures=_columns(plots.acceptance_plots(acceptance)),
-        training_figures=_columns(plots.training_plots(metrics)),
+        parts=list(figures.parts_of(acceptance)),
+        acceptance_figures=_columns(figures.acceptance_plots(acceptance)),
+        training_figures=_columns(figures.training_plots(metrics)),
         answers=[_answer(record, longest) for record in answers],
         faults=faults,
-        light=figures.LIGHT,
-        dark=figures.DARK,
+        light=drawing.LIGHT,
+        dark=drawing.DARK,
         tints=TINTS,
         DASH=DASH,
     )
@@ -95,7 +94,7 @@ def build_html(
 
 
 def verdict(legend: Legend, mode: str = "decode") -> list[str]:
-    """Who is fastest, as far as the intervals allow to say it: the verdict in a sentence, then what qualifies it."""
+    """Sentences about the fastest contender, as far as the intervals show: the verdict first, then qualifications."""
     if mode == "replay":
         return ["No verdict on speed: a replay of recorded answers times nothing."]
     timed = {name: row for name, row in legend.drafting.items() if row["speedup"] is not None}
@@ -132,7 +131,7 @@ def _speed(row: dict[str, Any]) -> str:
 
 
 def _clearly_faster(legend: Legend, one: str, other: str) -> bool:
-    """Whether the intervals tell the two apart; those of ratios to the main contender are paired, so they tell more."""
+    """Whether the intervals separate the two. Ratios to the main contender have paired, narrower intervals."""
     first, second = legend.drafting[one], legend.drafting[other]
     if other == legend.main and first["speed_ratio_interval"] is not None:
         return first["speed_ratio_interval"][0] > 1
@@ -173,7 +172,7 @@ def _download(name: str, kind: str, text: str) -> dict[str, str]:
 
 
 def contenders_csv(contenders: dict[str, dict[str, Any]]) -> str:
-    """A line for each contender, the numbers as acceptance.json has them; empty where there is none."""
+    """One line per contender, with acceptance.json's numbers; null is empty."""
     columns: dict[str, dict[str, Any]] = {}
     for name, row in contenders.items():
         cells = columns.setdefault(name, {"contender": name})
@@ -188,13 +187,10 @@ def contenders_csv(contenders: dict[str, dict[str, Any]]) -> str:
     return file.getvalue()
 
 
-def _columns(plots: Sequence[figures.Plot]) -> list[list[dict[str, Any]]]:
-    """The figures in the two columns of a wide screen, as equally high as they can be.
-
-    A narrow screen shows the first column, then the second.
-    """
-    shown = [{"title": plot.title, "svg": figures.to_svg(plot)} for plot in plots]
-    heights = [figures.height(item["svg"]) + TITLE for item in shown]
+def _columns(plots: Sequence[drawing.Plot]) -> list[list[dict[str, Any]]]:
+    """The figures in two columns of nearly equal height. A narrow screen shows one column after the other."""
+    shown = [{"title": plot.title, "svg": drawing.to_svg(plot)} for plot in plots]
+    heights = [drawing.height(item["svg"]) + TITLE for item in shown]
 
     def difference(sides: Sequence[int]) -> float:
         return abs(sum(height if side else -height for side, height in zip(sides, heights, strict=True)))
@@ -206,10 +202,9 @@ def _columns(plots: Sequence[figures.Plot]) -> list[list[dict[str, Any]]]:
 
 
 def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """At most `count` records of the main contender, and what is wrong with lines that had to be left out.
+    """(at most `count` records of the main contender, problems of unusable lines).
 
-    As many records from every benchmark and category, evenly spread in each. The file is read twice, so that it need
-    not fit into memory.
+    Takes equally many records of every benchmark and category, evenly spread. It reads the file twice to save memory.
 
     Raises:
         UserError: no answer of the contender can be read.
@@ -239,7 +234,7 @@ def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[st
 
 
 def _answer(record: dict[str, Any], longest: int) -> dict[str, Any]:
-    """What the page shows of a record; its rounds up to `longest` tokens."""
+    """A record's data for the page, with its rounds up to `longest` tokens."""
     texts = record["token_texts"]
     rounds = []
     at = 1
@@ -279,9 +274,9 @@ def _shortened(text: str, most: int) -> str:
 
 
 def visible(text: str) -> str:
-    """A token's text with line breaks shown, and by name what must not stand on a page or cannot be seen.
+    """A token's text with visible line breaks and with names for forbidden or invisible characters.
 
-    A token without any text (bytes of an unfinished character) is a middle dot.
+    A token without text (bytes of an unfinished character) is a middle dot.
     """
     text = text.replace("\n", "↵\n").replace("\t", "⇥\t") or "·"
     return UNSEEN.sub(_named, FORBIDDEN.sub(_named, text))
@@ -289,4 +284,4 @@ def visible(text: str) -> str:
 
 def _named(match: re.Match[str]) -> str:
     code = ord(match[0])
-    return chr(0x2400 + code) if code < 0x20 else f"[U+{code:04X}]"  # Unicode has pictures of its oldest controls
+    return chr(0x2400 + code) if code < 0x20 else f"[U+{code:04X}]"  # Unicode's control pictures

@@ -1,4 +1,4 @@
-"""The legend of a report: each contender's number, colour, mark and family, the same in its tables and figures."""
+"""The legend of a report: each contender's number, colour, marker and family, shared by tables and figures."""
 
 import textwrap
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from draftsmith.eval.page.drawing import MARKERS, SERIES, WIDTH, Colours
 
-FEW = 6  # contenders that figures can name, each in a colour of its own
+FEW = 6  # most contenders with names and separate colours in figures
 ROW = 17  # pixels of a contender's row
 NAME = 46  # characters of a name
 POLICIES = {"eagle2": "EAGLE-2", "ddd": "DDD", "svip": "SVIP", "svip_tree": "SVIP tree", "c2t": "C2T"}
@@ -35,17 +35,17 @@ class Legend:
 
     @property
     def many(self) -> bool:
-        """Figures name them by number, and colours are families'."""
+        """Whether figures use numbers as names and colours for families."""
         return len(self.drafting) > FEW
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """From 1, in the order of the table; plain decoding has none."""
+        """From 1, in the table's order; without plain decoding."""
         return {name: i for i, name in enumerate(self.drafting, start=1)}
 
     @cached_property
     def families(self) -> dict[str, int]:
-        """From 0: of one family are those who differ in sizes and thresholds alone."""
+        """From 0. Contenders of a family differ only in sizes and thresholds."""
         keys: dict[tuple[Any, ...], int] = {}
         found = {}
         for name, row in self.drafting.items():
@@ -56,21 +56,21 @@ class Legend:
 
     @cached_property
     def family_names(self) -> dict[int, str]:
-        """In a few words: who drafts by which policy, whether cut; of equal ones, also from which directory."""
+        """Policy, kind of drafter and whether the vocabulary is cut; for equal names also the drafter's directory."""
         words: dict[int, str] = {}
         longer: dict[int, str] = {}
-        for name, family in self.families.items():
-            row = self.drafting[name]
+        for contender, family in self.families.items():
+            row = self.drafting[contender]
             tree = row["tree"] or {}
-            said = POLICIES.get(key := str(tree.get("policy")), key)
-            said = {"prompt_lookup": "prompt lookup", "causal_lm": f"small LM, {said}"}.get(row["proposer"], said)
-            words[family] = said + ", cut" * (tree.get("vocab_size") is not None)
+            name = POLICIES.get(key := str(tree.get("policy")), key)
+            name = {"prompt_lookup": "prompt lookup", "causal_lm": f"small LM, {name}"}.get(row["proposer"], name)
+            words[family] = name + ", cut" * (tree.get("vocab_size") is not None)
             longer[family] = f"{words[family]}: {row['drafter']}"
-        twice = {said for said in words.values() if list(words.values()).count(said) > 1}
-        return {family: longer[family] if said in twice else said for family, said in words.items()}
+        names = list(words.values())
+        return {family: longer[family] if names.count(name) > 1 else name for family, name in words.items()}
 
     def label(self, name: str) -> str:
-        """The name for a figure's legend; of a cut vocabulary with its size, for its trees are as large as others'."""
+        """The name in a figure's legend, with the size of a cut vocabulary."""
         tree = self.drafting[name]["tree"] or {}
         size = tree.get("vocab_size")
         told = size is None or str(size) in name or f"{size:,}" in name
@@ -78,17 +78,17 @@ class Legend:
 
     @cached_property
     def _places(self) -> dict[str, int]:
-        """From 0, what chooses colour and mark: the contender's own place, or its family's where there are many."""
+        """Index of colour and marker, from 0: the contender's, or its family's if there are many."""
         return self.families if self.many else {name: i - 1 for name, i in self.numbers.items()}
 
     @cached_property
     def markers(self) -> dict[str, str]:
-        """The mark of each who drafts."""
+        """Each contender's marker, without plain decoding."""
         return {name: MARKERS[place % len(MARKERS)] for name, place in self._places.items()}
 
     @cached_property
     def roles(self) -> dict[str, str]:
-        """The colour role of each."""
+        """Each contender's colour role."""
         return {name: f"s{1 + place % SERIES}" for name, place in self._places.items()} | {self.plain: "plain"}
 
     def grouped(self, names: Iterable[str]) -> dict[int, list[str]]:
@@ -99,7 +99,7 @@ class Legend:
         return groups
 
     def draw(self, ax: Axes, colours: Colours, names: list[str]) -> None:
-        """A row for each contender: mark, number, name. `ax` is ROW pixels high for each."""
+        """Draws a row per contender: marker, number, name. `ax` is ROW pixels high per row."""
         ax.set_axis_off()
         ax.set_xlim(0, WIDTH)
         ax.set_ylim(ROW * len(names), 0)
@@ -112,5 +112,5 @@ class Legend:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` on one row of at most so many characters."""
+    """`text` in one row of at most `most` characters."""
     return textwrap.shorten(text, most, placeholder="…") or "?"
