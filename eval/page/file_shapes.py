@@ -161,7 +161,7 @@ class Acceptance(Shape):
         for part in ("benchmarks", "categories", "turns"):
             for name, numbers in getattr(self, part).items():
                 if numbers.keys() != self.contenders.keys():
-                    raise ValueError(f"{part}.{name}: its contenders differ from contenders")
+                    raise ValueError(f"{part}.{name}: not the contenders listed under contenders")
         return self
 
 
