@@ -68,10 +68,14 @@ def grouped_attention(
     return functional.scaled_dot_product_attention(query, keys_BGLD, values_BGLD, attn_mask=mask).view(query_BACD.shape)
 
 
+def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The precision of products of `dtype`: autocast's if it is on."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+
+
 def for_products(x: torch.Tensor) -> torch.Tensor:
     """`x` in autocast's precision, for inputs of several products: each would otherwise cast and keep its own copy."""
-    device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    return x.to(product_dtype(x.device, x.dtype))
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -457,7 +457,7 @@ def test_sigterm_saves_and_ctrl_c_ends_without_a_traceback(
     assert stopped and last.name == f"step-{int(stopped[1]):08d}" and not (tmp_path / "drafter").exists()
     ending = lab.run(TRAIN, run, kill_when=logged(tmp_path, 12), kill_with=signal.SIGINT)
     assert ending.status == 130 and "Traceback" not in ending.output, ending.output
-    said = re.search(r"^interrupted after step (\d+); the same command goes on from step (\d+) \(", ending.output, re.M)
+    said = re.search(r"^interrupted after step (\d+); the same command resumes from step (\d+) \(", ending.output, re.M)
     last = list_checkpoints(tmp_path / "checkpoints")[-1]
     assert said and int(said[1]) >= 12 and last.name == f"step-{int(said[2]):08d}" and f"({last})" in ending.output
     ending = lab.run(TRAIN, run)

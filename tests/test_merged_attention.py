@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.models.alignment import Columns, Documents, Run, columns_of
 from draftsmith.train.attention import kernels as attention_kernels
-from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel, flop_formulas, is_right, kernel_for
+from draftsmith.train.attention.kernels import BLOCKS, FLASH_CPU, Kernel, is_right, kernel_for
 from draftsmith.train.attention.merged import merged_attention, runs_of_documents
+from tests.bench.train_step import flop_formulas, package_backward_flops, package_forward_flops
 from tests.thinning import pairwise
 
 CPU = torch.device("cpu")
@@ -194,7 +195,7 @@ def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.Monkey
     def forward(q, k, v, dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, return_softmax):
         assert (dropout_p, left, right, softcap, alibi_slopes, return_softmax) == (0.0, -1, -1, 0.0, None, False)
         assert softmax_scale == q.shape[3] ** -0.5 and q.shape[:3] == (1, 37, 4) and k.shape[2] == v.shape[2] == 2
-        counted = attention_kernels._package_forward_flops(q.shape, k.shape, v.shape, 0.0, softmax_scale, causal, -1)
+        counted = package_forward_flops(q.shape, k.shape, v.shape, 0.0, softmax_scale, causal, -1)
         assert counted == 2 * (1 if causal else 2) * 4 * 37 * k.shape[1] * 16
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         out, lse = BLOCKS.forward(q, k, v, causal)
@@ -205,7 +206,7 @@ def test_flash_attn_is_called_as_its_interface_has_it(monkeypatch: pytest.Monkey
     ):
         assert (dropout_p, left, right, softcap, slopes, deterministic) == (0.0, -1, -1, 0.0, None, False)
         shapes = [each.shape for each in (dout, q, k, v, out, lse, dq, dk, dv)]
-        counted = attention_kernels._package_backward_flops(*shapes, 0.0, scale, causal, -1)
+        counted = package_backward_flops(*shapes, 0.0, scale, causal, -1)
         assert counted == 5 * (1 if causal else 2) * 4 * 37 * k.shape[1] * 16
         dout, q, k, v, out = (each.transpose(1, 2) for each in (dout, q, k, v, out))
         for mine, its in zip((dq, dk, dv), BLOCKS.backward(dout, q, k, v, out, lse, causal), strict=True):

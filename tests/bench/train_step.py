@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -149,10 +149,50 @@ def measured(wanted: argparse.Namespace, step: Any) -> dict[str, Any]:
     return {"seconds": seconds, "cpu": cpu, "peak_over_mib": memory.over_mib(), "loss": float(loss)}
 
 
+def flop_formulas() -> Mapping[Any, Callable[..., int]]:
+    """Formulas of the GPU's kernels for FlopCounterMode's `custom_mapping`. PyTorch counts a causal call as a full one
+    and does not count flash-attn's calls."""
+    aten, package = torch.ops.aten, torch.ops.flash_attn
+    found = {
+        aten._scaled_dot_product_flash_attention: forward_flops,
+        aten._scaled_dot_product_flash_attention_backward: backward_flops,
+    }
+    if hasattr(package, "_flash_attn_forward"):  # once it is imported
+        found |= {
+            package._flash_attn_forward: package_forward_flops,
+            package._flash_attn_backward: package_backward_flops,
+        }
+    return found
+
+
+def products_flops(products: int, query: torch.Size, keys: int, causal: bool) -> int:
+    """Operations of products of queries with keys; causal ones see half of the keys."""
+    return 2 * products * query.numel() * keys // (2 if causal else 1)
+
+
+def forward_flops(
+    query: torch.Size, keys: torch.Size, _: Any, dropout_p: float = 0.0, is_causal: bool = False, *__: Any, **___: Any
+) -> int:
+    return products_flops(2, query, keys[2], is_causal)
+
+
+def backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
+    """`rest`: values, output, log-sum-exp, two offsets, two lengths, dropout, causal, ..."""
+    return products_flops(5, query, keys[2], rest[8])
+
+
+def package_forward_flops(query: torch.Size, keys: torch.Size, _: Any, *options: Any, **__: Any) -> int:
+    """`options`: dropout, scale, causal, ..."""
+    return products_flops(2, query, keys[1], options[2])
+
+
+def package_backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
+    """`rest`: values, output, log-sum-exp, three gradients, dropout, scale, causal, ..."""
+    return products_flops(5, query, keys[1], rest[8])
+
+
 def flops_that_ran(step: Any) -> float:
     """Of all products of a step."""
-    from draftsmith.train.attention.kernels import flop_formulas
-
     with FlopCounterMode(display=False, custom_mapping=dict(flop_formulas())) as counter:
         step()
     return counter.get_total_flops()

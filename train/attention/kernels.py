@@ -8,7 +8,7 @@ it is used. Where one is missing or wrong the next is tried; plain blocks come l
 Shapes: A query heads, G key/value heads, R = A/G, D head dimension, n queries, m keys. Scores are scaled by D^-1/2.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -139,21 +139,6 @@ def _backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, is_
     return _flops(5, query, keys[2], is_causal or True in rest[4:5])
 
 
-def _cuda_backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
-    """`rest`: values, output, log-sum-exp, two offsets, two lengths, dropout, causal, ..."""
-    return _flops(5, query, keys[2], rest[8])
-
-
-def _package_forward_flops(query: torch.Size, keys: torch.Size, _: Any, *options: Any, **__: Any) -> int:
-    """`options`: dropout, scale, causal, ..."""
-    return _flops(2, query, keys[1], options[2])
-
-
-def _package_backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
-    """`rest`: values, output, log-sum-exp, three gradients, dropout, scale, causal, ..."""
-    return _flops(5, query, keys[1], rest[8])
-
-
 if hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
     register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)(_forward_flops)
     register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)(_backward_flops)
@@ -264,23 +249,6 @@ def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: in
     except (RuntimeError, TypeError, AttributeError, ImportError, ValueError):
         return False
     return True
-
-
-def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Formulas of the GPU's kernels for FlopCounterMode's `custom_mapping`. PyTorch counts a causal call as a full one
-    and does not count flash-attn's calls."""
-    aten = torch.ops.aten
-    found = {
-        aten._scaled_dot_product_flash_attention: _forward_flops,
-        aten._scaled_dot_product_flash_attention_backward: _cuda_backward_flops,
-    }
-    package = torch.ops.flash_attn
-    if hasattr(package, "_flash_attn_forward"):  # once it is imported
-        found |= {
-            package._flash_attn_forward: _package_forward_flops,
-            package._flash_attn_backward: _package_backward_flops,
-        }
-    return found
 
 
 @cache

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from draftsmith.models.layers import product_dtype
 from draftsmith.models.sampling import at_hand, likeliest
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.train.loss.losses import Lesson, LossWeights
@@ -118,7 +119,7 @@ class HeadLoss:
         shape, dtype = self.reached.shape, torch.promote_types(read[0].dtype, torch.float32)
         reached = self.reached.flatten(1)
         alpha, trained = torch.zeros(reached.shape, dtype=dtype, device=reached.device), torch.zeros_like(reached)
-        head = weight_VH.to(_products_of(weight_VH))
+        head = weight_VH.to(product_dtype(weight_VH.device, weight_VH.dtype))
         with torch.autocast(head.device.type, enabled=False):
             for chunk in _chunks(self, read, head, bias_V, scaled, dtype, differentiable=False):
                 for step, place, teachers, mine in chunk.students():
@@ -182,12 +183,6 @@ def _chunks(
         yield _Chunk(p.to(dtype), best, places, students, logits, unscaled)
 
 
-def _products_of(weight: torch.Tensor) -> torch.dtype:
-    """The precision of products with this weight."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
@@ -196,7 +191,7 @@ class _HeadLoss(torch.autograd.Function):
         steps, device, shape = len(read), read[0].device, read[0].shape
         reached = job.reached.flatten(1)
         step_weights = job.step_weights.expand(job.reached.shape).flatten(1)
-        head = weight.to(_products_of(weight))
+        head = weight.to(product_dtype(device, weight.dtype))
         of_weight = torch.zeros_like(weight) if differentiable and weight.requires_grad else None
         of_read = [torch.zeros_like(each.flatten(0, 1)) for each in read] if differentiable else []
         loss = torch.zeros((), dtype=torch.promote_types(read[0].dtype, torch.float32), device=device)

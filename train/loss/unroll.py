@@ -24,9 +24,8 @@ from the same step-0 features and from the drafted features of steps 1..k-1, whi
     stack              0     0     1     1
     feature            f[t]  a_0 | a_1   a_2        a_1 | is cut off, and a_0 is when stack 1 reads it again
 
-Of tokens a drafter sees what the target's first layer sees (`models.prompt.DecoderInputs`), and no ids. They are the
-data's at every step, never the drafter's own guesses (feeding guesses lowers acceptance: 5.0 to 4.44 in
-one published reproduction).
+A drafter reads tokens as the target's first layer does (`models.prompt.DecoderInputs`), not as ids. They are the data's
+tokens at every step, never the drafter's guesses (those lowered acceptance from 5.0 to 4.44 in one reproduction).
 
 Shapes: B rows, T tokens, F captured states, C counted columns, A query heads, G key/value heads, R = A/G, D head
 dimension, H hidden size, W entry width, K steps, Vd draft vocabulary.
@@ -43,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.alignment import Columns, Documents, Run
 from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, FeatureDrafter
-from draftsmith.models.layers import for_products
+from draftsmith.models.layers import for_products, product_dtype
 from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -156,10 +155,10 @@ def unroll(
     At step k only columns with `columns.counted(k)` are meaningful; the others must be masked.
 
     Args:
-        inputs_BT: what the target's first layer saw of each token.
+        inputs_BT: the tokens as the target's first layer reads them.
         detach: whether gradients never flow from one step to the one before (HASS), or not where the stack changes.
-        documents: where they stand; None: every row is one.
-        kernel: of attention; None: what suits the device.
+        documents: packed documents; None: every row is one.
+        kernel: of attention; None: the best for the device.
     """
     embeddings_BTH = inputs_BT.embeddings
     # [B, T, H] of x[t+1]; a document's last column never counts
@@ -175,9 +174,7 @@ def unroll(
 
     stack = drafter.stack_of(0)
     if kernel is None:
-        device = entry_BTW.device
-        autocast = torch.is_autocast_enabled(device.type)
-        kernel = kernel_of(drafter.config, device, torch.get_autocast_dtype(device.type) if autocast else drafter.dtype)
+        kernel = kernel_of(drafter.config, entry_BTW.device, product_dtype(entry_BTW.device, drafter.dtype))
     common = entry_BTW, inputs_BT.positions, columns, documents, columns.runs(documents), kernel
     chains = _Chains(drafter, drafter.stacks[stack], *common)
     output = run(chains.first_step)

@@ -62,31 +62,22 @@ BEST_BY = {"simulated_tau": "validation_simulated_tau", "replay_tau": "replay_ta
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What the loop does beside taking steps.
+    """Settings of everything but the optimiser steps."""
 
-    Attributes:
-        seed: of the order of the rows and of their noise.
-        packing: whether the target reads a micro-batch packed into one row.
-        feature_noise: width of the noise on captured features (`train.loss.unroll.add_noise`); 0: none.
-        resumes: whether a run may go on from a checkpoint; else it refuses to start where one is.
-        keep_checkpoints: how many of the newest ones stay.
-        keep_best: by what the best checkpoint is chosen, which stays as well; None: it is not.
-    """
-
-    seed: int
-    packing: bool
-    feature_noise: float
+    seed: int  # of the order of the rows and of their noise
+    packing: bool  # whether the target reads a micro-batch packed into one row
+    feature_noise: float  # width of the noise on captured features (`train.loss.unroll.add_noise`); 0: none
     max_skipped_steps: int
-    resumes: bool
+    resumes: bool  # from a checkpoint; otherwise the run refuses to start where there is one
     save_every_steps: int
-    keep_checkpoints: int
-    keep_best: Literal["simulated_tau", "replay_tau"] | None
+    keep_checkpoints: int  # the newest ones
+    keep_best: Literal["simulated_tau", "replay_tau"] | None  # also keep the best one by this number
     log_every_steps: int
     validate_every_steps: int
 
 
 def bar_text(line: Mapping[str, Any]) -> str:
-    """What the progress bar shows of a line of metrics."""
+    """The progress bar's text for a line of metrics."""
     words = [f"loss {line['loss']:.3f}, tau {line['simulated_tau']:.2f}"] if "loss" in line else []
     words += [f"{line['tokens_per_second']:,} tok/s", f"{line['columns_per_second']:,} col/s"]
     words += [f"{line['data_wait']:.0%} waiting", f"{line['memory_gib']:.1f} GiB"]
@@ -173,11 +164,11 @@ class Loop:
     def _interrupted_after(self, done: int) -> str:
         """The message of Ctrl-C after `done` steps: where the next start will resume."""
         if saved := list_checkpoints(self.checkpoints):
-            goes_on = f"{self._again} goes on from step {step_of(saved[-1]):,} ({saved[-1]})"
+            resumption = f"{self._again} resumes from step {step_of(saved[-1]):,} ({saved[-1]})"
         else:
             first = min(self.settings.save_every_steps, self.schedule.steps)
-            goes_on = f"no checkpoint yet (the first one comes at step {first:,}): the same command starts anew"
-        return f"interrupted after step {done:,}; {goes_on}"
+            resumption = f"no checkpoint yet (the first one comes at step {first:,}): the same command starts anew"
+        return f"interrupted after step {done:,}; {resumption}"
 
     def _run(self, first: int, progress: Bar) -> bool:
         self.meter.start(counted_by_all(self.window.of_ranks()))
@@ -217,7 +208,7 @@ class Loop:
                 self.meter.start(self._save(done, waiting))
             if stop:  # without replay, which takes long; the next start makes up for it
                 progress.close()
-                text = f"SIGTERM: stopped after step {done:,}, which is saved; {self._again} goes on from there"
+                text = f"SIGTERM: stopped after step {done:,}, which is saved; {self._again} resumes from there"
                 self.accelerator.print(text)
                 return False
             if waiting is not None:
@@ -266,7 +257,7 @@ class Loop:
         return [f"{self.settings.seed}/{epoch}/{row}" for row in rows]
 
     def _tell_skipped(self, step: int, numbers: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
-        """Names the rows because of which a step was skipped; all ranks call it.
+        """Names the rows that made a step's gradient not finite; all ranks call it.
 
         Raises:
             UserError: the drafter is lost, or more than train.max_skipped_steps steps were skipped.
@@ -334,7 +325,7 @@ class Loop:
     def validate(self) -> dict[str, Any]:
         """Loss, accuracy per step and simulated tau on the validation rows, which the ranks share.
 
-        Rows whose loss is not finite are named and left out; `left_out` counts them, if there are any.
+        Names and leaves out rows with a loss that is not finite; `left_out`, if there, counts them.
         """
         tally, left_out = Tally.empty(self.unroll_steps, self.accelerator.device), []
         size, ranks, rows = self.schedule.rows_per_micro_batch, self.schedule.ranks, self.validation_rows
@@ -467,7 +458,7 @@ class Loop:
         existing = list_checkpoints(self.checkpoints)
         if existing and not self.settings.resumes:
             raise UserError(
-                f"train.resume is never, but {existing[-1]} exists: set train.resume=auto to go on from it, or choose "
+                f"train.resume is never, but {existing[-1]} exists: set train.resume=auto to resume from it, or choose "
                 "another output_dir"
             )
         settle(self.checkpoints)
@@ -495,6 +486,6 @@ class Loop:
         """Replays and logs the line that a checkpoint left waiting, unless it was logged before the run ended."""
         if line is None:
             return
-        [is_logged, *_] = gather_object([self.accelerator.is_main_process and self.metrics.tells_of(line["step"])])
+        [is_logged, *_] = gather_object([self.accelerator.is_main_process and self.metrics.has_step(line["step"])])
         if not is_logged:
             self._log(line | (self.replayed() if self.replay is not None else {}))

@@ -33,7 +33,7 @@ class MetricsLog:
         kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
         atomic_write(self.path, b"".join(line + b"\n" for line in kept))
 
-    def tells_of(self, step: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """Whether the step was logged."""
         return step in map(_step_of, self.path.read_bytes().split(b"\n"))
 

@@ -123,7 +123,7 @@ class ShardedTarget(Target):
         _make_whole(model, outside=layers)
         for layer in layers:
             _gather_while_it_runs(layer)
-        self.piece_bytes = sum(map(_piece_bytes, layers.parameters()))
+        self.piece_bytes = sum(weight.ds_tensor.nbytes for weight in layers.parameters())  # type: ignore[attr-defined]
         self._uneven = False
         decoder.register_forward_pre_hook(self._announce_pass)
         super().__init__(model, capture_layers)
@@ -162,21 +162,17 @@ class ShardedTarget(Target):
             self._uneven = False
         token = torch.zeros((1, 1), dtype=torch.long, device=self.device)
         with torch.no_grad():
-            while self._anyone_has_a_pass(False):
+            while self._any_process_has_a_pass(False):
                 self.decoder(input_ids=token, use_cache=False)
 
     def _announce_pass(self, *_: Any) -> None:
         if self._uneven:
-            self._anyone_has_a_pass(True)
+            self._any_process_has_a_pass(True)
 
-    def _anyone_has_a_pass(self, mine: bool) -> bool:
+    def _any_process_has_a_pass(self, mine: bool) -> bool:
         passes = torch.tensor(int(mine), device=self.device)
         distributed.all_reduce(passes)
         return bool(passes)
-
-
-def _piece_bytes(weight: Any) -> int:
-    return weight.ds_tensor.nbytes
 
 
 def _make_whole(model: nn.Module, outside: nn.Module) -> None:
@@ -204,8 +200,8 @@ def _gather_while_it_runs(layer: nn.Module) -> None:
         gathered.append(deepspeed.zero.GatheredParameters(pieces))
         gathered[-1].__enter__()
 
-    def let_go(*_: Any) -> None:
+    def release(*_: Any) -> None:
         gathered.pop().__exit__(None, None, None)
 
     layer.register_forward_pre_hook(gather)
-    layer.register_forward_hook(let_go, always_call=True)  # `Target` tries passes that may fail
+    layer.register_forward_hook(release, always_call=True)  # `Target` tries passes that may fail
