@@ -17,7 +17,7 @@ A classifier's directory holds config.json and model.safetensors:
     depth_convention  "root's children 0"
     negative_ratio    rejected rows per accepted one in training, which shifts the scale of C; null: unknown, or not
                       sub-sampled
-    drafter           the drafter of its training nodes (`drafter_words`); {}: unknown
+    drafter           the drafter of its training nodes (`drafter_identity`); {}: unknown
     weights_sha256    of model.safetensors, to detect files of different classifiers
 
 and files from training: recipe.yaml, provenance.json, metrics.jsonl.
@@ -210,7 +210,7 @@ def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
 # The identity of the drafter that a classifier was trained for.
 
 
-def drafter_words(
+def drafter_identity(
     directory: Path | None, draft_model: TargetSection | None, cut_to: DraftVocab | None, target: TargetSection
 ) -> dict[str, Any]:
     """A drafter's identity for its classifier. One of the first two arguments is given.
@@ -284,9 +284,9 @@ def _sampled_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
     return digest.hexdigest()
 
 
-def unequal_words(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Keys of `drafter_words` in which two drafters differ. Keys that one side lacks are not compared, nor the location
-    of weights if both sides have a digest."""
+def differing_keys(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """Keys of `drafter_identity` in which two drafters differ, among those that both have. Locations of weights count only
+    without digests."""
     places = {"directory"}
     if "weights_sha256" in there and "weights_sha256" in here:
         places |= {"model", "revision"}
@@ -297,10 +297,10 @@ def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
     """Raises UserError for a classifier of another drafter's nodes: its threshold would mean something else.
 
     Args:
-        here: `drafter_words` of the drafter in use.
+        here: `drafter_identity` of the drafter in use.
     """
     known = read_config(directory)[0].drafter
-    different = [f"{key}: {_short(known[key])} there, {_short(here[key])} here" for key in unequal_words(known, here)]
+    different = [f"{key}: {_short(known[key])} there, {_short(here[key])} here" for key in differing_keys(known, here)]
     if different:
         raise UserError(
             f"{directory}: a classifier for another drafter ({'; '.join(different)}). Label this one's trees "

@@ -21,8 +21,8 @@ from draftsmith.models import c2t as models_c2t
 from draftsmith.models.c2t import (
     C2tClassifier,
     C2tConfig,
-    drafter_words,
-    unequal_words,
+    differing_keys,
+    drafter_identity,
     weights_digest,
 )
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
@@ -179,22 +179,22 @@ def test_weights_are_sampled_from_the_first_byte_to_the_last(tmp_path: Path) -> 
 
 def test_a_hub_model_is_known_by_name_and_revision() -> None:
     def words(model: str, revision: str | None, target: str = "org/large") -> dict[str, Any]:
-        return drafter_words(None, TargetSection(model=model, revision=revision), None, TargetSection(model=target))
+        return drafter_identity(None, TargetSection(model=model, revision=revision), None, TargetSection(model=target))
 
     mine = words("org/small", "a")
-    assert unequal_words(mine, words("org/small", "a")) == []
-    assert unequal_words(mine, words("org/small", "b")) == ["revision"]
-    assert unequal_words(words("org/other", "a"), mine) == ["model"]
-    assert unequal_words(mine, words("org/small", "a", "org/larger")) == ["target"]  # where acceptance is another one
+    assert differing_keys(mine, words("org/small", "a")) == []
+    assert differing_keys(mine, words("org/small", "b")) == ["revision"]
+    assert differing_keys(words("org/other", "a"), mine) == ["model"]
+    assert differing_keys(mine, words("org/small", "a", "org/larger")) == ["target"]  # where acceptance is another one
 
 
 def test_a_local_target_is_known_by_its_weights(place: Path, tmp_path: Path) -> None:
     def words(target: Path) -> dict[str, Any]:
-        return drafter_words(None, TargetSection(model="org/small"), None, TargetSection(model=str(target)))
+        return drafter_identity(None, TargetSection(model="org/small"), None, TargetSection(model=str(target)))
 
     own = Path(recipe_of(place).target.model)
     shutil.copytree(own, tmp_path / "moved")
-    assert unequal_words(words(own), words(tmp_path / "moved")) == []
+    assert differing_keys(words(own), words(tmp_path / "moved")) == []
     weights = tmp_path / "moved/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"\x01\x02\x03\x04")
-    assert unequal_words(words(own), words(tmp_path / "moved")) == ["target"]
+    assert differing_keys(words(own), words(tmp_path / "moved")) == ["target"]

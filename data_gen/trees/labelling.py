@@ -43,7 +43,7 @@ from draftsmith.eval.recorded.answers import (
     tokens_of,
 )
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states
-from draftsmith.models.c2t import DEPTH_CONVENTION, node_features, unequal_words
+from draftsmith.models.c2t import DEPTH_CONVENTION, differing_keys, node_features
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences
 from draftsmith.models.costs import gigabytes
@@ -228,7 +228,7 @@ def begun(directory: Path, made_of: dict[str, Any], answers: int) -> Manifest:
     ]
     mine = made_of["drafter"]
     theirs = dict.fromkeys(mine) | manifest.made_of.get("drafter", {})  # unlike a classifier's, all of it must be known
-    different += [f"drafter.{key}: {theirs[key]!r} there, {mine[key]!r} now" for key in unequal_words(theirs, mine)]
+    different += [f"drafter.{key}: {theirs[key]!r} there, {mine[key]!r} now" for key in differing_keys(theirs, mine)]
     if different and made_of["drafter"]:
         raise UserError(
             f"{directory}: trees that were labelled otherwise ({'; '.join(sorted(different))}); name another "

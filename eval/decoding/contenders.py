@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.measured.benchmarks import PLAIN
-from draftsmith.models.c2t import check_made_for, drafter_words
+from draftsmith.models.c2t import check_made_for, drafter_identity
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
     first_line,
@@ -254,14 +254,14 @@ def check_classifier(contender: Contender, vocab: DraftVocab | None, target: Tar
 
 
 def drafter_record(contender: Contender, vocab: DraftVocab | None, target: TargetSection) -> dict[str, Any]:
-    """`drafter_words` of a contender's drafter.
+    """`drafter_identity` of a contender's drafter.
 
     Args:
         vocab: the contender's cut vocabulary (`vocab_of`). Unused, and may be None, if there is no cut.
     """
     cut_to = None if contender.tree.vocab_size is None else vocab
     assert cut_to is not None or contender.tree.vocab_size is None
-    return drafter_words(contender.drafter, contender.draft_model, cut_to, target)
+    return drafter_identity(contender.drafter, contender.draft_model, cut_to, target)
 
 
 def vocab_of(contender: Contender, target: TargetSection) -> DraftVocab:

@@ -178,11 +178,11 @@ def _copying_backward(grad, query, keys, values, out, lse, causal):
     return of_query, of_keys, of_values
 
 
-# For builds whose kernel needs as many key heads as query heads.
+# For builds with a kernel that needs as many key heads as query heads.
 FLASH_CUDA_COPYING = Kernel("the GPU's flash kernel, keys copied for each head", _copying_forward, _copying_backward)
 
 
-# The package flash-attn (2.7 and later), whose kernels are newer than PyTorch's. Its tensors are [1, n, A, D].
+# The package flash-attn (2.7 and later) has newer kernels than PyTorch. Its tensors are [1, n, A, D].
 
 
 def _package_forward(query, keys, values, causal):
@@ -253,7 +253,7 @@ def is_right(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: in
 
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> Kernel:
-    """The device's first fused kernel that passes its trial; else plain blocks, whose name says why."""
+    """The device's first fused kernel that passes its trial; else plain blocks, with the reason in their name."""
     fused = candidates(device.type)
     for kernel in fused:
         if is_right(kernel, device, dtype, heads, groups, size):

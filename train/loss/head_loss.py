@@ -1,8 +1,8 @@
 """Head, teacher and losses in one pass after the unroll, chunk by chunk: the logits of a whole batch never exist.
 
 The K outputs of a column are students of K teachers. The teacher of step k at column c is that of step 0 at column
-c + k (`models.alignment`). So each chunk of teacher columns is computed once and compared with all its students, whose
-gradients are computed at once; then the logits are dropped:
+c + k (`models.alignment`). So each chunk of teacher columns is computed once and compared with all its students. Their
+gradients follow at once; then the logits are dropped:
 
     teacher column j        0  1  2 | 3  4  5 | 6 ...       chunks of three
     student of step 0       0  1  2 | 3  4  5 | 6           column j
@@ -64,7 +64,7 @@ class Teacher:
         if not vocab.is_full:
             logits_NV = logits_NV[:, vocab.target_ids.to(logits_NV.device)]
         p_NV = functional.softmax(logits_NV, dim=-1)
-        # A teacher of NaN still teaches, so that the loss shows it.
+        # A teacher of NaN still teaches: the loss must show it.
         return p_NV, best.masked_fill(p_NV[:, 0].isnan(), 0)
 
 
@@ -99,7 +99,7 @@ class HeadLoss:
 
         Args:
             read: the head's inputs, K tensors [B, C, H], one a step.
-            scaled: what the target's family does to logits.
+            scaled: the scaling of logits in the target's family.
         """
         assert bias_V is None or not bias_V.requires_grad
         return _HeadLoss.apply(self, torch.is_grad_enabled(), scaled, weight_VH, bias_V, *read)  # type: ignore[return-value]

@@ -36,7 +36,7 @@ class LossWeights:
 
     Attributes:
         token: of `objective`.
-        feature: of the distance between output and target feature, for drafters whose outputs are features.
+        feature: of the distance between output and target feature, for drafters that output features.
         top_k: of the cross-entropy over only the teacher's `top_k_tokens` likeliest tokens.
         rank: of the rank loss over the teacher's `rank_tokens` likeliest tokens.
     """

@@ -55,7 +55,7 @@ from draftsmith.train.loss.step_weights import acceptance_weights, fixed_weights
 
 # For each layer: keys and values of steps 1, 2, ... of the counted columns, [B, G, C, D] each.
 OwnColumns = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
-NOISE_TOKENS = 512  # tokens of a row whose feature noise has the width that was asked for
+NOISE_TOKENS = 512  # feature noise has the requested width in rows of this many tokens
 
 
 class _Chains:
@@ -112,7 +112,7 @@ class _Chains:
     def later_step(self, entry_BCW: torch.Tensor, step: int, own: OwnColumns) -> tuple[torch.Tensor, OwnColumns]:
         """Outputs [B, C, H] of a step above 0, and `own` with its keys and values added.
 
-        `own` is passed in and returned, so that a checkpointed step reads the same when it runs again.
+        `own` is passed in and returned: a checkpointed step must read the same when it runs again.
         """
         grown: OwnColumns = []
         h = entry_BCW
@@ -248,7 +248,7 @@ class UnrollSums:
 
 
 class TrainingTimeTest(nn.Module):
-    """The drafter with its unroll and loss as one module, so that wrappers for many processes see a single forward.
+    """The drafter with its unroll and loss as one module: wrappers for many processes need a single forward.
 
     Draft vocabulary. Among the columns that count (`models.alignment`), step k
     - *reaches* a column if the k tokens drafted before, x[t+2] ... x[t+1+k], are all in the draft vocabulary: no chain

@@ -112,7 +112,7 @@ def memory_of(
     on_cpu: bool,
     replay_bytes: float = 0,
 ) -> Memory:
-    """Peak memory: what is always there, and the widest of four moments.
+    """Peak memory: the permanent parts, and the widest of four moments.
 
     Gradients of earlier micro-batches and the buckets that processes exchange are alive beside each moment. On a GPU
     AdamW updates all parameters at once and needs one more copy.

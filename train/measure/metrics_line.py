@@ -57,7 +57,7 @@ class Tally:
         return gather_object([{f.name: getattr(self, f.name).tolist() for f in fields(self)}])
 
     def restore(self, of_ranks: Sequence[dict[str, Any]], accelerator: Accelerator) -> None:
-        """Gives each rank its own sums back, so that later ones are added in the same order. If the number of ranks has
+        """Gives each rank its own sums back: later ones must be added in the same order. If the number of ranks has
         changed, rank 0 takes all."""
         rank = accelerator.process_index
         same = len(of_ranks) == accelerator.num_processes
@@ -97,7 +97,7 @@ class ThroughputMeter:
     """Measures speed, waiting and memory between two lines. It is started with the first step and after every reading.
 
     Args:
-        device: whose memory is measured; on a CPU, the memory of this process.
+        device: measures its memory; on a CPU, this process's.
         peak_flops_per_second: of the devices of all processes together; None: no mfu.
     """
 
@@ -143,7 +143,7 @@ class ThroughputMeter:
         return measured if peak is None else measured | {"mfu": round(rate["flops"] / peak, 4)}
 
     def _bytes(self) -> int:
-        """On an accelerator the peak of allocated memory so far; on a CPU what the process holds now."""
+        """On an accelerator the peak of allocated memory so far; on a CPU the process's memory now."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return psutil.Process().memory_info().rss

@@ -1,4 +1,4 @@
-"""`--plan` of the training scripts: what a run would take, printed before anything large is loaded.
+"""`--plan` of the training scripts: prints what a run would take, before anything large is loaded.
 
 Every line ends with where its number comes from: exact (arithmetic over the recipe and the config), counted (in the
 files), measured (on this machine, now or by this run so far), assumed (the assumption is named), dry run
@@ -131,10 +131,10 @@ def plan_lines(run: PlannedRun) -> Iterator[str]:
     yield line("", f"to lower the largest part: {how_to_lower(memory.largest, run.shape)}")
     sharded = section.shard_target and run.processes > 1
     if not run.device.is_cpu:
-        count, whose = run.size.weight_bytes, "per process"
+        count, place = run.size.weight_bytes, "per process"
         if sharded:  # rank 0 reads for all
-            count, whose = run.size.parameters * run.size.dtype.itemsize, "in the first process"
-        yield line("host memory", f"{gigabytes(count)} {whose} while the target is loaded", "exact")
+            count, place = run.size.parameters * run.size.dtype.itemsize, "in the first process"
+        yield line("host memory", f"{gigabytes(count)} {place} while the target is loaded", "exact")
     here = gigabytes(run.device.memory_bytes)
     yield line("device here", f"{run.device.name}, {here}", "measured")
     if memory.total > run.device.memory_bytes:

@@ -1,4 +1,4 @@
-"""What is known of a run before it starts. Its data is counted in the conversations, or expected from the prompts."""
+"""The facts known before a run starts. Its data is counted in the conversations, or expected from the prompts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -145,12 +145,12 @@ def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What a plan is made from.
+    """The facts for a plan.
 
     Attributes:
         target_config: the target's text config.
         bf16: whether products are in bfloat16.
-        flops_per_second: what one device reaches, as the user says; None: unknown.
+        flops_per_second: of one device, from the user; None: unknown.
     """
 
     recipe: Recipe

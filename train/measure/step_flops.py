@@ -57,7 +57,7 @@ class StepFlops:
         """
         Args:
             target_config: the target's text config.
-            states_are_read: from a store, so that the target's layers do not run.
+            states_are_read: from a store; the target's layers do not run.
         """
         drafter = trainee.drafter
         stacks = tuple(drafter.stack_of(step) for step in range(trainee.steps))
@@ -65,7 +65,7 @@ class StepFlops:
         return cls(drafter.config, stacks, trainee.detach, target_config, layers, size.head_parameters)
 
     def of_batch(self, batch: MicroBatch, columns: Columns) -> torch.Tensor:
-        """The operations of one micro-batch: a scalar on its device, so that nothing waits for it."""
+        """The operations of one micro-batch: a scalar on its device, without waiting for it."""
         position = columns.gather(batch.position)
         counted = [columns.counted(step) for step in range(len(self.stacks))]
         return self.of_counts(

@@ -32,7 +32,7 @@ DECIDED_BY_RECIPE = (
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """What the recipe says to DeepSpeed.
+    """The recipe's settings for DeepSpeed.
 
     Attributes:
         stage: of ZeRO; 0: the recipe asks for none.

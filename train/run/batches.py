@@ -16,7 +16,7 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import Documents
 from draftsmith.models.prompt import PlacedInsert
 
-POOL_BATCHES = 32  # micro-batches whose rows are sorted by length together
+POOL_BATCHES = 32  # micro-batches with rows that are sorted by length together
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MicroBatch:
         rows: indices of the training rows in layout order: row by row, left to right.
         places: (row, first column, tokens) of each training row, in that order.
         tokens_at: [N] indices of the tokens in the flattened B * T, without padding, in that order.
-        inserts: what stands in the place of tokens.
+        inserts: embeddings that replace tokens.
     """
 
     ids: torch.Tensor
@@ -61,7 +61,7 @@ class MicroBatch:
 
     @property
     def documents(self) -> Documents | None:
-        """Where documents stand; None where each has a row to itself, so that a causal mask alone keeps them apart."""
+        """Packed documents; None if each has its own row, where a causal mask suffices."""
         return Documents(self.position, self.places) if any(start for _, start, _ in self.places) else None
 
     def lay_out(self, per_row: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -189,7 +189,7 @@ class Trained:
     classifier: C2tClassifier
     epoch: int
     metrics: list[dict[str, Any]]  # one line per epoch
-    beta_lines: list[str]  # a table of what each threshold lets pass
+    beta_lines: list[str]  # a table of the rates at each threshold
 
     @property
     def best(self) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def rates(confidence_R: torch.Tensor, accepted_R: torch.Tensor, threshold: float
 
 
 def beta_lines(classifier: C2tClassifier, trees: Trees) -> list[str]:
-    """What each beta lets pass of uncut validation trees. Decoding asks only for nodes whose parent passed."""
+    """A table of the rates at each beta, over uncut validation trees, without the cuts of decoding."""
     confidence = confidence_of(classifier, trees)
     lines = ["beta   recall  positive rate  precision"]
     for beta in BETAS:

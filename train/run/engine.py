@@ -189,7 +189,7 @@ class Engine:
 
     @contextmanager
     def whole(self) -> Iterator[TrainingTimeTest]:
-        """The trainee with all its weights on every rank, so that each rank can evaluate by itself."""
+        """The trainee with all its weights on every rank, for ranks to evaluate independently."""
         trainee = self.alone
         if self.blueprint is not None:
             import deepspeed
@@ -309,7 +309,7 @@ class Engine:
 
 
 def _without_weights(trainee: TrainingTimeTest) -> TrainingTimeTest:
-    """A copy whose parameters take no memory; it shares the buffers."""
+    """A copy with parameters that take no memory; it shares the buffers."""
     shared: dict[int, Any] = {id(buffer): buffer for buffer in trainee.buffers()}
     for parameter in trainee.parameters():
         shared[id(parameter)] = torch.nn.Parameter(torch.empty_like(parameter, device="meta"))

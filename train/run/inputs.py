@@ -41,7 +41,7 @@ class Inputs:
 
 
 def read_inputs(recipe: Recipe, tokenizer: Any) -> Inputs:
-    """All ranks read; rank 0 records and prints what is rejected.
+    """All ranks read; rank 0 records and prints rejects.
 
     Raises:
         UserError: something is missing, or does not fit the recipe.

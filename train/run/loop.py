@@ -90,7 +90,7 @@ class Loop:
 
     Args:
         states: source of the target's states; it numbers rows as `_batch` does.
-        identity: what a resumed run must share with this one (data, order, drafter, target). Differences are printed
+        identity: properties that a resumed run must share (data, order, drafter, target). Differences are printed
             when a checkpoint is refused.
         replay: answers along which acceptance is measured at every checkpoint; None: it is not.
         trackers: are given every line that is logged.
@@ -127,7 +127,7 @@ class Loop:
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
         peak = peak_flops_per_second(self.accelerator.device) if flops is not None else None
         self.meter = ThroughputMeter(self.accelerator.device, peak and peak * schedule.ranks)
-        self.skipped = 0  # steps of this run whose gradient was not finite
+        self.skipped = 0  # steps of this run with a gradient that was not finite
         self.name = new_run()  # by which trackers find it again
         self.stop_request = StopRequest()
 
@@ -145,7 +145,7 @@ class Loop:
         total, quiet = self.schedule.steps, not self.accelerator.is_main_process
         progress = Bar(total=total, initial=first, unit="step", desc="train", disable=quiet, smoothing=0.1)
         try:
-            # The bar is closed in any case, so that the next message starts on a line of its own.
+            # The bar is always closed: the next message needs its own line.
             with self.stop_request, progress:
                 return self._run(first, progress)
         except KeyboardInterrupt:

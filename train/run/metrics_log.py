@@ -20,7 +20,7 @@ class MetricsLog:
             append_line(file, self.path, (json.dumps(line) + "\n").encode())
 
     def sync(self) -> None:
-        """Syncs the file to disk, so that its lines survive a power cut."""
+        """Syncs the file to disk, to survive a power cut."""
         sync_to_disk(self.path)
 
     def drop_after(self, step: int) -> None:

@@ -35,7 +35,7 @@ def keep_group() -> None:
 
 
 class StopRequest:
-    """Notes SIGTERM while it is entered, so that a run can finish its step. A second SIGTERM, at another moment, ends
+    """Notes SIGTERM while it is entered; a run can then finish its step. A second SIGTERM, at another moment, ends
     the process at once."""
 
     def __init__(self) -> None:

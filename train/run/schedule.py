@@ -14,8 +14,8 @@ class Schedule:
     `ranks * micro_batches_per_rank` of them, each rank that many in a row.
 
     Attributes:
-        rows: training rows, all of which are read in an epoch.
-        max_steps: optimiser steps; None: as many as `epochs` needs, the last of which may be smaller than the others.
+        rows: training rows; an epoch reads all of them.
+        max_steps: optimiser steps; None: as many as `epochs` needs; the last one may be smaller.
         decay: of the learning rate, from the end of the warm-up down to zero.
         unread: micro-batches that earlier steps had room for and did not read: the run was shorter then.
     """
@@ -38,7 +38,7 @@ class Schedule:
 
     @property
     def micro_batches(self) -> int | None:
-        """Micro-batches of a run that goes by epochs; None where max_steps decides, so that every step is full."""
+        """Micro-batches of a run that goes by epochs; None where max_steps decides: every step is full."""
         if self.max_steps is not None:
             return None
         return max(1, math.ceil(self.epochs * -(-self.rows // self.rows_per_micro_batch)))

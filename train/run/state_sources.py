@@ -184,7 +184,7 @@ class StoredStates:
         """Captured states [P, F] of the first tokens of rows, one row after another. A row may occur several times.
 
         Args:
-            read: (row, number of its tokens). What is being read ahead for coming micro-batches stays as it is.
+            read: (row, number of its tokens). Rows read ahead for coming micro-batches are not touched.
         """
         begun = {id(row): self.reader.submit(self._read, row) for row in {id(row): row for row, _ in read}.values()}
         parts = []

@@ -4,8 +4,8 @@
     wandb, trackio  project draftsmith, a run named after output_dir
     others          comet_ml, mlflow, clearml, dvclive, aim, swanlab: project draftsmith, as they set themselves up
 
-A run that is resumed after a kill continues in the same place. TensorBoard hides what the killed run logged after its
-last checkpoint. wandb and trackio get the same run name again, and trackio shows the repeated steps twice.
+A run that is resumed after a kill continues in the same place. TensorBoard hides lines of the killed run after its last
+checkpoint. wandb and trackio get the same run name again, and trackio shows the repeated steps twice.
 """
 
 import uuid

@@ -110,7 +110,7 @@ class ValidationReplay:
         batch_size: int,
         cut: DraftVocab | None = None,
     ):
-        # Sorted by length and dealt out in turn, so that ranks get shares of similar size.
+        # Sorted by length and dealt out in turn: ranks get shares of similar size.
         self.answers = sorted(answers, key=lambda answer: len(answer[0].tokens), reverse=True)
         self.policy, self.batch_size, self.cut = policy, batch_size, cut
 
