@@ -285,7 +285,7 @@ def _sampled_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
 
 
 def differing_keys(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """Common keys of `drafter_identity` in which two drafters differ. Locations of weights count only without digests."""
+    """Common keys of `drafter_identity` in which two drafters differ. Locations count only without digests."""
     places = {"directory"}
     if "weights_sha256" in there and "weights_sha256" in here:
         places |= {"model", "revision"}
