@@ -457,7 +457,7 @@ def test_plan_of_regeneration(
     assert len(read) <= 2 * (prompt_sizes.HUB_SAMPLE + 1)
     assert "1,000 conversations, 2,000 answers" in printed["hub"] and "tokens         about" in printed["hub"]
     assert "at most" not in printed["hub"].split("memory")[0] and "CANNOT WORK" not in printed["hub"]
-    assert "to do          not known" in printed["unknown"] and "data.max_prompts" in printed["unknown"]
+    assert "to do          unknown" in printed["unknown"] and "data.max_prompts" in printed["unknown"]
     assert "CANNOT WORK: no room for an answer" in printed["long"]
 
 
