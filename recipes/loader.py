@@ -1,8 +1,8 @@
-"""Read a recipe: YAML file + `key.path=value` overrides -> `schema.Recipe`, with every problem reported at once.
+"""Reads a recipe: YAML file + `key.path=value` overrides -> `schema.Recipe`, with every problem reported at once.
 
-Each problem names its place, `recipe.yaml:12` or `override 'train.seed=x'`, what was expected and what was given. What
-YAML reads otherwise than people write it is mended where the schema leaves no doubt: `1e-4` (text for YAML 1.1) where a
-number is wanted, `no` (false for YAML 1.1) where "no" is one of the choices, and an empty section.
+Each problem names its place, `recipe.yaml:12` or `override 'train.seed=x'`, and the expected and the given value. Three
+values that YAML 1.1 misreads are corrected if the schema allows only one meaning: `1e-4` (text) for a number, `no`
+(false) for the choice "no", and an empty section.
 """
 
 import difflib
@@ -46,8 +46,8 @@ PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 MERGE_TAG = "tag:yaml.org,2002:merge"  # of the key in `<<: *defaults`
 TEXT_TAG = "tag:yaml.org,2002:str"
 
-# Far beyond any recipe, and read in a second. Few characters can stand for endlessly many values: an alias repeats
-# what it names, and aliases may name lists of aliases.
+# Far beyond any recipe, and read in a second. Few characters can expand to endlessly many values, because aliases may
+# name lists of aliases.
 MOST_CHARACTERS = 60_000
 MOST_VALUES = 10_000
 MOST_LEVELS = 20
@@ -57,21 +57,21 @@ MOST_PROBLEMS = 50
 
 @dataclass
 class _Source:
-    """The values of a recipe before validation, and where each of them stands."""
+    """The values of a recipe before validation, and their places."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)  # "recipe.yaml:12" or "override 'train.seed=x'"
-    written: dict[KeyPath, str] = field(default_factory=dict)  # unquoted scalars as they were written
+    written: dict[KeyPath, str] = field(default_factory=dict)  # raw text of unquoted scalars
     problems: list[str] = field(default_factory=list)
 
     def place(self, path: KeyPath) -> str:
-        """Where `path` stands, or the section that should hold it."""
+        """The place of `path`, or of the section that should hold it."""
         while path not in self.places:
             path = path[:-1]
         return self.places[path]
 
     def at(self, path: KeyPath, problem: str) -> str:
-        """The sentence that tells a problem with the value at `path`."""
+        """A problem with the value at `path`, with its place."""
         return f"{self.place(path)}: `{_dotted(path)}`: {problem}"
 
 
@@ -86,7 +86,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = _validate(source)
     try:
         source.problems += _missing_files(source)
-    except OSError as error:  # a name that no system takes as a path
+    except OSError as error:  # an impossible path
         source.problems.append(f"{path}: {_cut(str(error.filename))}: {error.strerror}")
     if len(source.problems) > MOST_PROBLEMS:
         raise UserError([*source.problems[:MOST_PROBLEMS], f"{path}: and more problems; fix these first"])
@@ -100,7 +100,7 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True, width=120)
 
 
-# Reading: YAML nodes, which know their lines, to plain values.
+# Reading: YAML nodes with line numbers to plain values.
 
 
 def _read_file(path: Path) -> _Source:
@@ -150,9 +150,9 @@ def _refused(mark: yaml.Mark, problem: str) -> yaml.YAMLError:
 
 
 def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int], str]) -> Any:
-    """The value of YAML `text`, which stands at `path`; notes places, raw scalars and repeated keys in `source`."""
+    """The value of YAML `text` at `path`. Notes places, raw scalars and repeated keys in `source`."""
     loader = _Loader(text)
-    checked: set[yaml.Node] = set()  # an alias leads here again
+    checked: set[yaml.Node] = set()  # aliases visit a node again
     count = 0
 
     def value_of(node: yaml.Node, path: KeyPath, key_line: int, above: tuple[yaml.Node, ...]) -> Any:
@@ -180,7 +180,7 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if key_node.tag == MERGE_TAG:
-                # Of several, the first says what a key is.
+                # The first of several sections has priority.
                 for each in reversed(value_node.value) if isinstance(value_node, yaml.SequenceNode) else (value_node,):
                     if not isinstance(each, yaml.MappingNode):
                         raise _refused(each.start_mark, "`<<` takes a section or a list of sections")
@@ -202,7 +202,7 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
     try:
         node = loader.get_single_node()
         return None if node is None else value_of(node, path, node.start_mark.line + 1, ())
-    except ValueError as error:  # a scalar that looks like a date or a number and is none: 2024-13-45
+    except ValueError as error:  # a scalar that looks like a date or a number: 2024-13-45
         raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()
@@ -225,7 +225,7 @@ def _apply_override(source: _Source, override: str) -> None:
     if len(names) > MOST_LEVELS:
         source.problems.append(f"{where}: nested too deeply: more than {MOST_LEVELS} levels")
         return
-    # Sections on the way are made where the file has none; list items are named by their index: eval.also.0.name=x
+    # Missing sections on the path are created. An index names a list item: eval.also.0.name=x
     path: KeyPath = ()
     key: Any = None
     parent: Any = source.values
@@ -244,7 +244,7 @@ def _apply_override(source: _Source, override: str) -> None:
                 parent[name] = {}
                 source.places[path] = where
             parent = parent[key]
-    for table in (source.places, source.written):  # what stood below this key in the file is gone
+    for table in (source.places, source.written):  # the override replaces everything below this key
         for old in [old for old in table if old[: len(path)] == path]:
             del table[old]
     try:
@@ -259,34 +259,34 @@ def _apply_override(source: _Source, override: str) -> None:
 
 def _validate(source: _Source) -> Recipe | None:
     """The recipe, or None after adding to `source.problems`."""
-    for mended in (False, True):
+    for corrected in (False, True):
         try:
             return Recipe.model_validate(source.values)
         except ValidationError as error:
-            if mended or not sum(_mend(source, item) for item in error.errors()):
+            if corrected or not sum(_correct(source, item) for item in error.errors()):
                 source.problems += _problems(source, error)
                 break
     return None
 
 
-def _mend(source: _Source, item: Any) -> bool:
-    """Replace a value that YAML read otherwise than it was meant; True if it did."""
+def _correct(source: _Source, item: Any) -> bool:
+    """Replaces a value that YAML misread. Returns whether it did."""
     path, given = _value_path(source, item["loc"]), item["input"]
     written = source.written.get(path)
     if item["type"] == "float_type" and isinstance(given, str) and written is not None:
         if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", given):
             return False
-        mended: Any = float(given)
+        meant: Any = float(given)
     elif item["type"] == "literal_error" and not isinstance(given, str) and f"'{written}'" in item["ctx"]["expected"]:
-        mended = written
+        meant = written
     elif item["type"] == "model_type" and given is None:
-        mended = {}
+        meant = {}
     else:
         return False
     parent: Any = source.values
     for key in path[:-1]:
         parent = parent[key]
-    parent[path[-1]] = mended
+    parent[path[-1]] = meant
     return True
 
 
@@ -331,7 +331,7 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
         if isinstance(problem, str):
             sentences.append(problem)
         elif not any(len(other) > len(problem) and other[: len(problem)] == problem for other in unions):
-            # Of a union, the branch that came further says more: "`data.prompts.1`: expected text".
+            # Of a union, report only the deepest branch: "`data.prompts.1`: expected text".
             expected = " or ".join(dict.fromkeys(unions[problem]))
             sentences.append(source.at(problem, f"expected {expected}, given {given[problem]}"))
     return sentences
@@ -350,7 +350,7 @@ def _given(value: Any) -> str:
 
 
 def _cut(text: str) -> str:
-    """What a message quotes of a text that may be long."""
+    """Shortens a text for quotation in a message."""
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
@@ -359,7 +359,7 @@ def _dotted(path: KeyPath) -> str:
 
 
 def _section_at(path: KeyPath) -> type[BaseModel] | None:
-    """The schema class of the section at `path`, or None where there is none."""
+    """The schema class of the section at `path`, or None if there is no section."""
     section: type[BaseModel] = Recipe
     for key in path:
         if isinstance(key, int):
@@ -390,7 +390,7 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[st
 
 
 def _suggestion(path: KeyPath) -> str:
-    """What the writer of an unknown key may have meant."""
+    """Known keys similar to an unknown one."""
     section, key = _section_at(path[:-1]), str(path[-1])
     names = list(section.model_fields) if section else []
     close = difflib.get_close_matches(key, names, n=1)
@@ -404,7 +404,7 @@ def _suggestion(path: KeyPath) -> str:
 
 
 def _missing_files(source: _Source) -> list[str]:
-    """Problems with the local files that a recipe names; checked on the raw values, beside type errors."""
+    """Problems with the recipe's local files, checked on raw values to report them together with type errors."""
     problems: dict[KeyPath, str | None] = {}
     model = _raw(source, ("target", "model"))
     # "org/name" and "name" may be hub ids; anything else can only be a local directory.
@@ -434,7 +434,7 @@ def _missing_files(source: _Source) -> list[str]:
 
 
 def _identified(name: str) -> str:
-    """One text for one source, however its path is written."""
+    """A text that is equal for two spellings of the same source."""
     named = benchmark_of(name)
     if named is not None and named[1] is None:
         return named[0]
@@ -444,7 +444,7 @@ def _identified(name: str) -> str:
 
 
 def output_problem(path: Path, folder: bool) -> str | None:
-    """What stands in the way of making `path`, or None."""
+    """Why `path` cannot be made, or None."""
     if "\0" in str(path):
         return f"{short(str(path))} is no possible path"
     try:
@@ -459,7 +459,7 @@ def output_problem(path: Path, folder: bool) -> str | None:
         return f"{path} cannot be made: {above} is a file"
     if path.exists() or above is None:
         return None
-    try:  # rights do not say it all: nothing can be made in /proc, whoever asks
+    try:  # permissions are not enough: nobody can create files in /proc
         os.rmdir(tempfile.mkdtemp(prefix=".draftsmith-", dir=above))
     except OSError as error:
         return f"{path} cannot be made: nothing can be written to {above} ({error.strerror})"

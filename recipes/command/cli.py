@@ -1,4 +1,4 @@
-"""The command line that every script shares: a recipe, overrides, `--plan`; and how a script ends when a user erred.
+"""The command line that all scripts share (a recipe, overrides, `--plan`) and their exit codes.
 
 def main() -> None:
     command = parse_command(__doc__)
@@ -31,11 +31,11 @@ overrides: any key of the recipe, its value written as in YAML, for example
   train.max_steps=100  eval.tree.nodes=30  data.prompts='[a.jsonl, b.jsonl]'  output_dir=runs/try
 """
 
-# Their warnings (generation flags, sequence lengths, cache notices) scroll our problems and tables away.
+# Their warnings (generation flags, sequence lengths, cache notices) would hide our problems and tables.
 NOISY_LOGGERS = ("transformers", "datasets", "huggingface_hub", "torch.distributed")
 
 
-# Errors of a place that the user chose: rights, a read-only or full disk, a file where a folder should be.
+# Errors of a path that the user chose: permissions, a read-only or full disk, a file in place of a folder.
 _PLACE_ERRORS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENOSPC, errno.EDQUOT),
     *(errno.ENAMETOOLONG, errno.ELOOP),
@@ -43,13 +43,13 @@ _PLACE_ERRORS = (
 
 
 class Command(argparse.Namespace):
-    """A parsed command line; what `extra` added stands beside these as further attributes."""
+    """A parsed command line. Options from `extra` are further attributes."""
 
     recipe: Recipe
     recipe_path: str
     overrides: list[str]
     plan: bool
-    processes: int | None = None  # that `draftsmith train` is asked to start
+    processes: int | None = None  # for `draftsmith train` to start
 
 
 def parse_command(
@@ -58,11 +58,11 @@ def parse_command(
     extra: Callable[[argparse.ArgumentParser], object] | None = None,
     writes: bool = True,
 ) -> Command:
-    """Parse `script.py recipe.yaml [key.path=value ...] [--plan]` and load the recipe.
+    """Parses `script.py recipe.yaml [key.path=value ...] [--plan]` and loads the recipe.
 
     Args:
-        doc: the script's docstring, shown by --help as it is written.
-        argv: arguments without the script's name; None takes sys.argv.
+        doc: the script's docstring, for --help.
+        argv: arguments without the script's name; None: sys.argv.
         extra: adds the script's own options to the parser.
         writes: whether the script writes into output_dir.
 
@@ -76,7 +76,7 @@ def parse_command(
 
 
 def check_output(recipe: Recipe) -> None:
-    """Raises UserError if output_dir exists and nothing can be written to it; the loader looks at one that does not."""
+    """Raises UserError if output_dir exists and cannot be written to. The loader checks a missing one."""
     output = Path(recipe.output_dir)
     if output.exists() and not os.access(output, os.W_OK):
         raise UserError(f"output_dir: nothing can be written to {output}; name another folder, or fix its permissions")
@@ -87,7 +87,7 @@ def parse_arguments(
     argv: Sequence[str] | None = None,
     extra: Callable[[argparse.ArgumentParser], object] | None = None,
 ) -> Command:
-    """`parse_command` without the recipe, for scripts that load several and tell the problems of all."""
+    """`parse_command` without loading the recipe, for scripts that load several and report all their problems."""
     parser = argparse.ArgumentParser(
         description=doc, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -97,7 +97,7 @@ def parse_arguments(
     values = parser.add_argument(
         "overrides", metavar="key.path=value", nargs="*", help="values that replace the recipe's"
     )
-    parser.add_argument("--plan", action="store_true", help="check everything, say what would be done, and stop")
+    parser.add_argument("--plan", action="store_true", help="check everything, print what would be done, and stop")
     if extra is not None:
         extra(parser)
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
@@ -115,13 +115,13 @@ def parse_arguments(
 
 
 def run(main: Callable[[], None], many_processes: bool = False) -> None:
-    """Call `main`. A UserError prints its problems on stderr and exits with 2, as does a place where the system lets us
-    write nothing; Ctrl-C exits with 130, and a reader of our output who goes away (`| head`) with 141.
+    """Calls `main` and turns errors into exit codes.
 
-    Any other exception is a defect of ours and keeps its traceback.
+    A UserError or an unwritable path prints its problems on stderr and exits with 2. Ctrl-C exits with 130, a closed
+    output pipe (`| head`) with 141. Any other exception is a defect and keeps its traceback.
 
     Args:
-        many_processes: whether a launcher may start several, which share the work.
+        many_processes: whether a launcher may start several processes that share the work.
     """
     _quiet_third_parties()
     if many_processes and world_size() > 1:
@@ -153,12 +153,12 @@ def _run(main: Callable[[], None], many_processes: bool) -> None:
 
 @contextmanager
 def _no_finalization() -> Iterator[None]:
-    """One of several processes ends without the interpreter's finalization.
+    """Ends one of several processes without the interpreter's finalization.
 
-    A worker thread of a process group may still hold the last collective's tensors, and needs the interpreter's lock to
-    let go of them. Once finalization has begun, asking for that lock aborts the process, after all its work is done.
+    A worker thread of a process group may still hold the last collective's tensors and needs the interpreter's lock to
+    release them. Once finalization has begun, asking for that lock aborts the process, after all its work is done.
     """
-    status = 1  # of an exception that Python itself reports
+    status = 1  # of an exception that Python reports
 
     def leave() -> None:
         logging.shutdown()
@@ -167,7 +167,7 @@ def _no_finalization() -> Iterator[None]:
                 stream.flush()
         os._exit(status)
 
-    atexit.register(leave)  # the last of all, for the other handlers register later
+    atexit.register(leave)  # runs last, because the other handlers register later
     try:
         yield
         status = 0
@@ -177,7 +177,7 @@ def _no_finalization() -> Iterator[None]:
 
 
 def tell(problems: Sequence[str]) -> None:
-    """On stderr; under a launcher with the rank, for a problem of one rank alone must not be lost."""
+    """Prints problems on stderr, with the rank under a launcher, since a problem may concern one rank only."""
     who = f"[rank {rank()}] " if world_size() > 1 else ""
     if len(problems) == 1:
         text = f"{who}error: {problems[0]}"
@@ -188,10 +188,10 @@ def tell(problems: Sequence[str]) -> None:
 
 
 def _tell_interrupted(words: str) -> None:
-    """Once, however many processes were interrupted.
+    """Prints the interruption once for all processes.
 
     Args:
-        words: of the code that was interrupted, if it had any; it has then ended the line of its progress bar.
+        words: message of the interrupted code, if any. That code has ended its progress bar's line.
     """
     if rank() > 0:
         return
@@ -200,10 +200,10 @@ def _tell_interrupted(words: str) -> None:
 
 
 def _nobody_reads() -> bool:
-    """Whether it is our output that is broken, no other pipe. Then the interpreter has nothing to write at its end."""
+    """Whether the broken pipe is our output. If so, redirects it to nowhere for the interpreter's last flush."""
     place = sys.stdout.fileno()
     asked = select.poll()
-    asked.register(place, 0)  # errors are told unasked
+    asked.register(place, 0)  # poll always reports errors
     if not asked.poll(0):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), place)
@@ -211,17 +211,17 @@ def _nobody_reads() -> bool:
 
 
 def _unwritable(error: OSError) -> list[str]:
-    """In words, where the user can do something about it: rights, a read-only disk, a file in a folder's place."""
+    """A problem if the user can fix the error: permissions, a read-only disk, a file in place of a folder."""
     if error.filename is None or error.errno not in _PLACE_ERRORS:
         return []
     return [f"{error.filename}: {error.strerror}; name another place, or fix this one"]
 
 
 def _quiet_third_parties() -> None:
-    if not sys.warnoptions:  # what libraries will change for each other is nothing that a user can mend
+    if not sys.warnoptions:  # users cannot fix future changes between libraries
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"(accelerate|deepspeed|torch)\b")
     if "TRANSFORMERS_VERBOSITY" in os.environ:
         return  # the user asked for a level
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # for processes we start, and where the import comes later
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # for child processes and later imports
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

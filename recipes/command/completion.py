@@ -1,4 +1,4 @@
-"""Prints the lines with which a shell completes `draftsmith`: commands, options, files, and the recipe's keys.
+"""Prints shell code that completes `draftsmith`: commands, options, files, and the recipe's keys.
 
 eval "$(draftsmith completion bash)"          # in ~/.bashrc
 eval "$(draftsmith completion zsh)"           # in ~/.zshrc, after compinit
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def complete_command(names: Iterable[str]) -> None:
-    """Answers argcomplete's question for the command's name."""
+    """Completes the command's name for argcomplete."""
     parser = argparse.ArgumentParser(prog="draftsmith")
     parser.add_argument("command", choices=sorted(names))
     argcomplete.autocomplete(parser)

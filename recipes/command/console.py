@@ -1,10 +1,10 @@
-"""The `draftsmith` command: every script of the project under one name, and `run`, which goes through a whole recipe.
+"""The `draftsmith` command: every script of the project under one name, and `run` for a whole recipe.
 
     draftsmith init Qwen/Qwen3-0.6B       # write a recipe for a target
     draftsmith run qwen3-0.6b.yaml        # answers, draft vocabulary, drafter, acceptance; resumable
     draftsmith train qwen3-0.6b.yaml      # one stage; draftsmith train --help shows its options
 
-Nothing heavy is imported before the command line is understood: `--help` answers at once.
+It imports nothing heavy before it has parsed the command line, so `--help` is fast.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from draftsmith.recipes.command.stages import SCRIPTS
 
 OWN = {
     "init": ("draftsmith.models.starter", "write a commented recipe for a target"),
-    "run": ("draftsmith.recipes.command.pipeline", "do what is still missing of a recipe, stage by stage"),
+    "run": ("draftsmith.recipes.command.pipeline", "run all stages of a recipe that are not done yet"),
     "completion": ("draftsmith.recipes.command.completion", "print shell completion for bash, zsh, fish or tcsh"),
 }
 MODULES = {name: module for name, (module, _) in OWN.items()} | {name: s.module for name, s in SCRIPTS.items()}
@@ -25,7 +25,7 @@ MODULES = {name: module for name, (module, _) in OWN.items()} | {name: s.module 
 
 def main() -> None:
     """Runs the command that `sys.argv` names."""
-    # argcomplete calls the program itself to ask for completions, with the line in the environment.
+    # argcomplete asks for completions by calling the program, with the line in the environment.
     completing = os.environ.get("_ARGCOMPLETE") is not None
     words = os.environ.get("COMP_LINE", "").split()[1:] if completing else sys.argv[1:]
     name = words[0] if words else "--help"
@@ -71,7 +71,7 @@ Train draft models for speculative decoding, and measure what they are worth.
 
 {lines(("init", "run"))}
 
-the stages of a recipe, which `run` goes through:
+the stages of a recipe, in the order of `run`:
 {lines(stages)}
 
 also:
@@ -79,7 +79,7 @@ also:
 
   draftsmith init Qwen/Qwen3-0.6B && draftsmith run qwen3-0.6b.yaml
 
-draftsmith COMMAND --help says what a command reads and writes; --plan what it would do and take."""
+draftsmith COMMAND --help shows what a command reads and writes; --plan shows what it would do."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Looks for the files that one command reads and another one writes. Imports nothing heavy: scripts look first."""
+"""Checks for input files that another command writes. Imports nothing heavy, because scripts check first."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ def need(*inputs: tuple[str, Path, str]) -> None:
     """Checks that every input exists.
 
     Args:
-        inputs: (what it is, where it should be, the script that writes it).
+        inputs: (name, path, the script that writes it).
 
     Raises:
-        UserError: some are missing; all are named.
+        UserError: names all missing inputs.
     """
     missing = [
         f"{what}: {path} does not exist; {writer} writes it"

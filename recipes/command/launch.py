@@ -1,7 +1,7 @@
-"""How many processes a launcher started, and which of them this one is.
+"""The number of processes that a launcher started, and this one's rank.
 
-torchrun, and `accelerate launch` where it starts several, say so in RANK, LOCAL_RANK and WORLD_SIZE; MPI's launchers
-have names of their own.
+torchrun, and `accelerate launch` if it starts several, set RANK, LOCAL_RANK and WORLD_SIZE. MPI's launchers have names
+of their own.
 """
 
 import os
@@ -49,7 +49,7 @@ def check_joined(started: int, processes: int) -> None:
     """Raises UserError, or exits with 2, if not all the processes of the launch are in this run.
 
     Args:
-        started: `world_size`, as the launcher set it.
+        started: `world_size` of the launcher.
         processes: of this run.
     """
     if started != processes:
@@ -64,14 +64,14 @@ def check_joined(started: int, processes: int) -> None:
 def check_all_started() -> None:
     """Raises UserError if `accelerate launch` was asked for several processes and started one.
 
-    With --cpu, or where it finds fewer than two GPUs, it starts one process whatever --num_processes says (accelerate
-    1.2 to 1.15; --multi_gpu, DeepSpeed and mpirun are the exceptions). It says so nowhere, but sets MASTER_ADDR and
-    MASTER_PORT only if it was asked for several.
+    With --cpu, or with fewer than two GPUs, it starts one process whatever --num_processes is (accelerate 1.2 to 1.15;
+    --multi_gpu, DeepSpeed and mpirun are exceptions). It does not report this, but sets MASTER_ADDR and MASTER_PORT
+    only if it was asked for several.
     """
     by_accelerate = {"ACCELERATE_DYNAMO_MODE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if not by_accelerate or any(name in os.environ for name in (*RANK, *WORLD_SIZE)):
         return
-    try:  # accelerate did not set what it was started with
+    try:  # a variable that the parent has too was not set by accelerate
         inherited = (psutil.Process().parent() or psutil.Process()).environ()
     except psutil.Error:
         return
@@ -84,9 +84,9 @@ def check_all_started() -> None:
 
 
 def refuse_launch(problem: str) -> NoReturn:
-    """Ends a process of a launch that all its processes refuse. The first one on each machine says why.
+    """Ends a process of a launch that all its processes refuse. The first one on each machine raises the problem.
 
-    The others wait to be ended by the launcher: if one of them came first, the launcher would end the one that speaks.
+    The others wait for the launcher to end them. If one exited first, the launcher would end the reporting one.
     """
     if _first_number(LOCAL_RANK, 0) > 0:
         time.sleep(ENDED_BY_LAUNCHER_SECONDS)

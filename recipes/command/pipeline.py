@@ -1,16 +1,16 @@
-"""Do what is still missing of a recipe, from prompts to a measured drafter.
+"""Run all stages of a recipe that are not done yet, from prompts to a measured drafter.
 
     draftsmith run recipes/demo.yaml
     draftsmith run recipes/demo.yaml output_dir=runs/try data.max_prompts=40 train.max_steps=20 train.warmup_steps=2
     draftsmith run recipes/demo.yaml --plan             # which stages are done, and what the others would do
 
-The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate` (with `capture` where the recipe names
-data.states, and C2T's two where a tree uses the classifier that the recipe trains). Each is a command of its own and
-goes on where it was stopped, and so does this one: after Ctrl-C or a kill, the same command continues.
+The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate` (with `capture` if the recipe names
+data.states, and C2T's two if a tree uses the classifier that the recipe trains). Each is a command of its own. After
+Ctrl-C or a kill, the same command continues.
 
-<output_dir>/stages.json remembers what each stage was made from. A stage runs again when the part of the recipe that
-decides its result has changed, or the content of a file that it reads or wrote; the list of stages says which. Datasets
-of the Hub, folders and patterns count by their names. To run a stage regardless, call it by its name.
+<output_dir>/stages.json records the inputs of each stage. A stage runs again if a setting that affects its result or
+the content of a file that it reads or wrote has changed; the printed list of stages shows which. Hub datasets, folders
+and patterns count by name. To run a stage regardless, call it by its name.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ from draftsmith.recipes.schema import Recipe
 
 REMEMBERED = "stages.json"
 REWRITTEN = ("train", "evaluate")
-"""Stages that write their files anew whenever they end; the others may find that nothing is left to do."""
-SECONDS_TO_END = 3.0  # for a stage after Ctrl-C, before it is told a second time
+"""Stages that rewrite their files on every run; the others may have nothing left to do."""
+SECONDS_TO_END = 3.0  # for a stage after Ctrl-C, before it is interrupted again
 
-# What decides how fast a stage works, how often it reports or where it asks, and not what comes out of it.
+# Settings that change a stage's speed, reports or servers, but not its result.
 _IRRELEVANT = {
     "target": {"device"},
     "data": {"capture", "states", "ranking"},
@@ -60,7 +60,9 @@ def main() -> None:
     words = [command.recipe_path, *command.overrides, *["--plan"] * command.plan]
     ran = False
     for number, stage in enumerate(stages, start=1):
-        if why_not_done(recipe, stage) is None and not (command.plan and ran):  # a plan takes what is before it as done
+        if why_not_done(recipe, stage) is None and not (
+            command.plan and ran
+        ):  # a plan assumes that earlier stages are done
             continue
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
@@ -78,7 +80,7 @@ def main() -> None:
 
 
 def why_not_done(recipe: Recipe, stage: str) -> str | None:
-    """Why a stage is to be run, in a few words; None: it ended well, and nothing that it is made from has changed."""
+    """Why a stage must run, in a few words; None: it is done and its inputs have not changed."""
     remembered = _remembered(recipe).get(stage)
     if remembered is None:
         return "not done yet"
@@ -94,24 +96,22 @@ def why_not_done(recipe: Recipe, stage: str) -> str | None:
 
 def _show(recipe: Recipe, stages: list[str]) -> None:
     print(f"{recipe.output_dir}:")
-    before = None  # the first stage that is to be run
+    before = None  # the first stage to run
     for stage in stages:
         why = why_not_done(recipe, stage)
         after = f"after {before}" if before and why is None else None
         files = ", ".join(_name(recipe, path) for path in _writes(recipe, stage))
-        print(f"  {'done' if why is after is None else 'to do':<6} {stage:<12} {files}{_behind(why or after)}")
+        print(
+            f"  {'done' if why is after is None else 'to do':<6} {stage:<12} {files}{f'  ({why or after})' if why or after else ''}"
+        )
         before = before or (stage if why else None)
 
 
-def _behind(words: str | None) -> str:
-    return f"  ({words})" if words else ""
-
-
 def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
-    """Refuses to add answers to those that a drafter was trained on: neither its vocabulary nor its training fits them.
+    """Refuses to add answers after training: neither the drafter's vocabulary nor its training would fit them.
 
     Raises:
-        UserError: the recipe asks other prompts than those that were asked here, and there are checkpoints.
+        UserError: there are checkpoints, and the recipe's prompts or answers differ from the recorded ones.
     """
     remembered = _remembered(recipe).get("regenerate")
     trained = recipe.checkpoints_dir.exists() or recipe.drafter_dir.exists()
@@ -131,7 +131,7 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
 
 
 def _call(words: list[str]) -> int:
-    """Runs a stage as a process of its own; its exit status. Signals reach it, and it decides how to end."""
+    """Runs a stage as a process and returns its exit status. Signals are passed on to it."""
     arguments = [sys.executable, "-m", "draftsmith.recipes.command.console", *words]
     process = subprocess.Popen(
         arguments, env=os.environ | {INSIDE_RUN: "1"}, preexec_fn=_end_with_parent if sys.platform == "linux" else None
@@ -143,7 +143,7 @@ def _call(words: list[str]) -> int:
                 code = process.wait()
                 return code if code >= 0 else 128 - code
             except KeyboardInterrupt:
-                # A terminal sends it to the stage, too; whoever sends it to this process alone does not.
+                # A terminal interrupts the stage, too. A signal to this process alone does not.
                 with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                     process.wait(SECONDS_TO_END)
                 if process.poll() is None:
@@ -153,12 +153,12 @@ def _call(words: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    """In the new process: SIGTERM when `draftsmith run` is killed, so that no stage goes on unseen."""
+    """In the new process: asks for SIGTERM when `draftsmith run` is killed, or the stage would run on unseen."""
     pr_set_pdeathsig = 1  # linux/prctl.h
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-# What a stage is made from.
+# Inputs and outputs of a stage.
 
 
 def _reads(recipe: Recipe, stage: str) -> list[Path]:
@@ -207,7 +207,7 @@ def _writes(recipe: Recipe, stage: str) -> list[Path]:
 
 
 def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
-    """The part of the recipe that decides what a stage makes."""
+    """The part of the recipe that affects a stage's result."""
     sections = {
         "regenerate": ("target", "data"),
         "rank-vocab": ("target", "data", "drafter"),
@@ -217,7 +217,7 @@ def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
         "train-c2t": ("classifier",),
         "evaluate": ("target", "eval"),
     }[stage]
-    # Defaults are left out: a key that a later version adds does not make everything look changed.
+    # Defaults are left out, so a key added by a later version changes nothing.
     found = recipe.model_dump(include=set(sections), exclude_defaults=True)
     data = found.get("data", {})
     for name, keys in _IRRELEVANT.items():
@@ -235,7 +235,7 @@ def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
 
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
-    """A section whose keys have all been left out is no section."""
+    """The values without empty sections."""
     kept = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in values.items()}
     return {key: value for key, value in kept.items() if value != {}}
 
@@ -252,7 +252,7 @@ def _sources(sources: str | list[str] | None) -> list[Path]:
 
 
 def _unwritten(recipe: Recipe, stage: str, since: int = 0) -> str | None:
-    """The first file of a stage that is not there, or older than `since` (nanoseconds)."""
+    """The first of a stage's files that is missing or older than `since` (nanoseconds)."""
     for file in _writes(recipe, stage):
         if not file.exists() or file.stat().st_mtime_ns < since:
             return _name(recipe, file)
@@ -263,7 +263,7 @@ def _unwritten(recipe: Recipe, stage: str, since: int = 0) -> str | None:
 
 
 def _name(recipe: Recipe, file: Path) -> str:
-    """Below output_dir relative to it, so that a folder that was moved or copied stays what it is."""
+    """The file's path, relative to output_dir if inside, so the folder can be moved or copied."""
     return str(file.relative_to(recipe.output_dir) if file.is_relative_to(recipe.output_dir) else file)
 
 
@@ -272,7 +272,7 @@ def _files_of(recipe: Recipe, stage: str) -> dict[str, Path]:
 
 
 def _is_same(file: Path, remembered: Any) -> bool:
-    """Whether a file has the content that was remembered. Only where its time has changed is it read."""
+    """Whether a file has the remembered content. Reads it only if its modification time has changed."""
     if not isinstance(remembered, list) or len(remembered) != 3:
         return False
     size, changed, digest = remembered
@@ -285,12 +285,12 @@ def _digest(settings: dict[str, Any]) -> str:
 
 
 def _remembered(recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """By stage: the digest of its settings, and size, time and digest of its files."""
+    """For each stage the digest of its settings, and size, time and digest of its files."""
     try:
         found = parse_json((Path(recipe.output_dir) / REMEMBERED).read_bytes())
         return {name: {"settings": each["settings"], "files": dict(each["files"])} for name, each in found.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # then every stage runs, and finds for itself what is left to do
+        return {}  # every stage then runs and checks what is left to do
 
 
 def _remember(recipe: Recipe, stage: str) -> None:

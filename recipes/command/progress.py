@@ -1,4 +1,4 @@
-"""Progress bars: none for what is over in two seconds, and plain lines where nobody watches a terminal."""
+"""Progress bars: none for the first two seconds, and plain lines without a terminal."""
 
 import sys
 import time
@@ -13,8 +13,8 @@ SECONDS_BETWEEN_LINES = 600.0  # of a log; a sign of life in stages that take ho
 class Bar(tqdm):
     """tqdm, with the same arguments.
 
-    On a terminal the bar appears after SHOWN_AFTER_SECONDS. Elsewhere (a log file, a pipe) it draws nothing: a stage
-    that took longer ends with one line, and one that takes hours has a line every SECONDS_BETWEEN_LINES.
+    On a terminal the bar appears after SHOWN_AFTER_SECONDS. Elsewhere (a log file, a pipe) it prints a line every
+    SECONDS_BETWEEN_LINES, and one at the end if it took longer than SHOWN_AFTER_SECONDS.
     """
 
     def __init__(self, *args: Any, **settings: Any):
@@ -39,7 +39,7 @@ class Bar(tqdm):
             print(self.line(), file=sys.stderr, flush=True)
 
     def line(self) -> str:
-        """How far it is: "decode: 12 of 60 prompts in 00:31, 0.4 prompts/s, tau 2.31"."""
+        """The progress in words: "decode: 12 of 60 prompts in 00:31, 0.4 prompts/s, tau 2.31"."""
         elapsed = max(self.format_dict["elapsed"], 1e-9)
         amount, rate = (self._in_words(number) for number in (self.n, self.n / elapsed))
         total = "" if self.total in (None, self.n) else f" of {self._in_words(self.total)}"

@@ -1,4 +1,4 @@
-"""The commands of Draftsmith and their order, as `draftsmith --help`, `draftsmith run` and "next:" lines show them."""
+"""The commands of Draftsmith and their order, for `draftsmith --help`, `draftsmith run` and "next:" lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # `draftsmith --help` reads this file and should not wait for
     from draftsmith.recipes.schema import Recipe
 
 INSIDE_RUN = "DRAFTSMITH_INSIDE_RUN"
-"""Environment variable that `draftsmith run` sets for its stages: it shows itself what comes next."""
+"""Environment variable that `draftsmith run` sets for its stages, which then print no "next:" lines."""
 
 
 class Script(NamedTuple):
@@ -24,7 +24,7 @@ class Script(NamedTuple):
 
     @property
     def module(self) -> str:
-        """Whose `main` reads the command line."""
+        """The module with the command's `main`."""
         path = self.path.replace("{kind}", "run/command")
         return "draftsmith." + path.removesuffix(".py").replace("/", ".")
 
@@ -61,7 +61,7 @@ def stages_of(recipe: Recipe) -> list[str]:
 
 
 def print_next(command: Command, done: str) -> None:
-    """Prints which command comes after `done`, unless that was only planned."""
+    """Prints the command after `done`, unless `done` was only planned."""
     stages = stages_of(command.recipe)
     behind = stages[stages.index(done) + 1 :] if done in stages else []
     if behind and not command.plan and INSIDE_RUN not in os.environ:
