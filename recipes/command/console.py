@@ -79,7 +79,7 @@ also:
 
   draftsmith init Qwen/Qwen3-0.6B && draftsmith run qwen3-0.6b.yaml
 
-draftsmith COMMAND --help shows what a command reads and writes; --plan shows what it would do."""
+draftsmith COMMAND --help shows what a command reads and writes; --plan shows what it would do and need."""
 
 
 if __name__ == "__main__":

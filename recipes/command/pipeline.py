@@ -60,9 +60,7 @@ def main() -> None:
     words = [command.recipe_path, *command.overrides, *["--plan"] * command.plan]
     ran = False
     for number, stage in enumerate(stages, start=1):
-        if why_not_done(recipe, stage) is None and not (
-            command.plan and ran
-        ):  # a plan assumes that earlier stages are done
+        if why_not_done(recipe, stage) is None and not (command.plan and ran):  # a plan assumes earlier stages done
             continue
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
@@ -101,9 +99,8 @@ def _show(recipe: Recipe, stages: list[str]) -> None:
         why = why_not_done(recipe, stage)
         after = f"after {before}" if before and why is None else None
         files = ", ".join(_name(recipe, path) for path in _writes(recipe, stage))
-        print(
-            f"  {'done' if why is after is None else 'to do':<6} {stage:<12} {files}{f'  ({why or after})' if why or after else ''}"
-        )
+        words = f"  ({why or after})" if why or after else ""
+        print(f"  {'done' if why is after is None else 'to do':<6} {stage:<12} {files}{words}")
         before = before or (stage if why else None)
 
 
