@@ -7,13 +7,13 @@
     python eval/acceptance.py recipes/demo.yaml --compare \\
         "eval.tree.nodes=16" "ddd: eval.tree={policy: ddd}" "eval.drafter=runs/b/drafter" other.yaml
 
-Every prompt is decoded plainly and by each contender: the recipe's `eval.tree`, those under `eval.also`, and one for
-each argument of --compare, which is another recipe for the same target, or overrides of this one. Prompts and sampling
-are those of this recipe, for all. Writes <eval.out>/acceptance.json, generations.jsonl and report.html, and prints a
-table; eval/report.py builds the latter two again without decoding.
+Every prompt is decoded plainly and with each contender: the recipe's `eval.tree`, those under `eval.also`, and one for
+each argument of --compare (another recipe for the same target, or overrides of this one). This recipe's prompts and
+sampling count for all. Writes <eval.out>/acceptance.json, generations.jsonl and report.html, and prints a table;
+eval/report.py rebuilds the report and the table without decoding.
 
 `eval.mode=replay` finds the same rounds along recorded answers, without the target in the loop and without speeds
-(`eval.recorded.replay`). A tree of `policy: auto` is chosen first, by `eval.plan`.
+(`eval.recorded.replay`). For a tree of `policy: auto`, the planner (eval/plan.py) first chooses one.
 """
 
 from argparse import ArgumentParser
@@ -25,7 +25,7 @@ from draftsmith.recipes.loader import load_recipe
 
 def main() -> None:
     command = parse_arguments(__doc__, extra=_compare_option)
-    if not command.compare:  # otherwise all recipes are loaded together, to report all their problems at once
+    if not command.compare:  # else all recipes are loaded together, to report their problems at once
         recipe = load_recipe(command.recipe_path, command.overrides)
         check_output(recipe)
         if not command.plan and recipe.eval.drafter is None:
@@ -42,7 +42,7 @@ def _compare_option(parser: ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="further contenders, one an argument: a recipe file, or overrides of eval.tree, eval.drafter and "
+        help="further contenders, one per argument: a recipe file, or overrides of eval.tree, eval.drafter and "
         'eval.token_counts in quotes, with or without a name: "wide: eval.tree.nodes=100 eval.tree.top_k=16"',
     )
 

@@ -7,20 +7,20 @@
     python eval/c2t_sweep.py recipes/demo.yaml --plan                                     # what it would do
 
 Both grow from the same drafter with the same top_k and draft_calls (15 and 10 unless eval.tree says otherwise, arXiv
-2502.13652, section 4.2), so that the trees differ in what is kept of them alone; `--beams` adds curves with other
-widths of the second pruning (`all`: without it), where need be with betas of their own (`--beams 15:0.05,0.1,0.3 all`),
-for at the same beta a wider one keeps far larger trees. Acceptance is found by replay (`eval.recorded.replay`): the
-target reads each recorded answer once for all.
+2502.13652, section 4.2), so the trees differ only in the nodes kept. `--beams` adds curves with other widths of the
+second pruning (`all`: without it), optionally with betas of their own (`--beams 15:0.05,0.1,0.3 all`), because a wider
+beam keeps far larger trees at the same beta. Acceptance comes from replay (`eval.recorded.replay`): the target reads
+each recorded answer once for all.
 
-    tau          tokens per verification, the bonus token included; the paper's is without: one less
+    tau          tokens per verification, the bonus token included; the paper's excludes it: one less
     candidates   the paper's gamma: verified nodes, roots included, summed over all rounds of all answers
 
-At equal tau: for every tree of EAGLE-2 the candidates that C2T needs for its tau, interpolated along C2T's curve
+At equal tau: for every tree of EAGLE-2 the candidates that C2T needs for the same tau, interpolated along C2T's curve
 (linear in tau and the logarithm of the candidates; never beyond the curve's ends), as a share of EAGLE-2's. Intervals
 are 95 %, over conversations, all points of all curves resampled together.
 
-Writes <eval.out>/c2t_sweep.json and c2t_sweep.png. Answers are eval.answers, or those of the last decoding in eval.out:
-take none that the classifier or the drafter has learnt from.
+Writes <eval.out>/c2t_sweep.json and c2t_sweep.png. Answers are eval.answers, or those of the last decoding in eval.out.
+Use none that the classifier or the drafter was trained on.
 """
 
 from argparse import ArgumentParser, ArgumentTypeError
@@ -40,7 +40,7 @@ def _options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", nargs="+", type=int, help="of EAGLE-2's trees; default: 4 to 300, as far as such trees can be"
     )
-    parser.add_argument("--contender", metavar="NAME", help="who drafts: one under eval.also; default: eval.drafter")
+    parser.add_argument("--contender", metavar="NAME", help="a contender under eval.also; default: eval.drafter")
     parser.add_argument(
         "--beams", nargs="+", type=_beam, metavar="K2[:BETAS]", help="K2, or all; default: eval.tree.c2t.beam"
     )

@@ -1,20 +1,20 @@
-"""Choose how draft trees grow on this machine: measured costs, acceptance from recorded answers, predicted speed-ups.
+"""Find the fastest draft tree on this machine from measured costs and the acceptance along recorded answers.
 
     python eval/plan.py recipes/demo.yaml                          # predict, and print the recipe line of the fastest
-    python eval/plan.py recipes/demo.yaml --measure 5              # then decode the best five: is the prediction true?
+    python eval/plan.py recipes/demo.yaml --measure 5              # then decode with the best five, as a check
     python eval/plan.py recipes/demo.yaml --calibrate svip         # the threshold of a policy that stops early
     python eval/plan.py recipes/demo.yaml --plan                   # what it would do
 
 Every candidate (`eval.planner.candidates`, or chains, EAGLE-2, DDD and SVIP in several sizes) is replayed along
-recorded answers, the costs of its rounds are measured, and both give its speed-up (`eval.planner`). Plain decoding is a
-candidate, too: where nothing beats it, that is what is recommended.
+recorded answers and the costs of its rounds are measured. Both give its predicted speed-up (`eval.planner`). Plain
+decoding is recommended if no candidate beats it.
 
 `--calibrate` sweeps the threshold of one policy and takes the fastest: h of svip (at fixed c) and svip_tree, threshold
-of ddd. SVIP's authors chose h on eight prompts by the speed that was measured; for trees neither SVIP nor DDD says how
-to. That it is the predicted speed on held-out answers that decides, for all three, is our own rule.
+of ddd. SVIP's authors chose h by the measured speed on eight prompts; for trees neither SVIP nor DDD gives a method. To
+choose by the predicted speed on held-out answers is our own rule.
 
-Writes <eval.out>/plan.json (with --calibrate: calibration.json). A recipe with `eval.tree: {policy: auto}` goes through
-all this before it is evaluated.
+Writes <eval.out>/plan.json (with --calibrate: calibration.json). An evaluation with `eval.tree: {policy: auto}` begins
+with such a plan.
 """
 
 from argparse import ArgumentParser
@@ -26,7 +26,7 @@ from draftsmith.recipes.errors import UserError
 def main() -> None:
     command = parse_command(__doc__, extra=_options)
     if command.measure < 0:
-        raise UserError(f"--measure {command.measure}: a number of candidates to decode by, or 0 for none")
+        raise UserError(f"--measure {command.measure}: give a number of candidates to decode with, or 0 for none")
     from draftsmith.eval.planner import command as planning
 
     planning.main(command)
@@ -34,7 +34,7 @@ def main() -> None:
 
 def _options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--measure", type=int, default=0, metavar="K", help="decode eval.prompts by the best K candidates, too"
+        "--measure", type=int, default=0, metavar="K", help="also decode eval.prompts with the best K candidates"
     )
     parser.add_argument(
         "--calibrate", choices=("svip", "svip_tree", "ddd"), help="sweep the threshold of this policy instead"

@@ -1,11 +1,11 @@
-"""Build report.html, and print the table, from the files of an evaluation: nothing is decoded again.
+"""Rebuild report.html and print the table from the files of an evaluation, without decoding.
 
     python eval/report.py recipes/demo.yaml
     python eval/report.py recipes/demo.yaml eval.report_answers=40 eval.png=true     # more answers, plots as PNG files
     python eval/report.py recipes/demo.yaml --plan                                   # what it would read and write
 
-Reads <eval.out>/acceptance.json and generations.jsonl, and the metrics.jsonl beside the drafter where there is one;
-eval/acceptance.py writes the former two and ends with this. What the numbers mean is `eval.measured.metrics`.
+Reads <eval.out>/acceptance.json and generations.jsonl, which eval/acceptance.py writes, and the metrics.jsonl beside
+the drafter if there is one. `eval.measured.metrics` defines the numbers.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
