@@ -118,7 +118,7 @@ def test_what_cannot_draft_is_told_before_anything_is_loaded(place: Workspace, m
         place.run(f"data.generator.drafter={drafter}", "data.generator.draft_tokens=100000")
     with pytest.raises(UserError, match=r"`data\.generator`: drafter drafts in this process"):
         place.run(f"data.generator.drafter={drafter}", "data.generator.kind=openai")
-    with pytest.raises(UserError, match=r"`data\.generator`: draft_tokens are those of a drafter"):
+    with pytest.raises(UserError, match=r"`data\.generator`: draft_tokens needs a drafter"):
         place.run("data.generator.draft_tokens=5")
     section = TargetSection(model=str(place.target))
     other = Target(load_causal_lm(section, "cpu"), LAYERS)
