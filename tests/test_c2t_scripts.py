@@ -119,7 +119,7 @@ def test_answers_come_from_validation_conversations_by_default(place: Path, tmp_
     assert len(chosen) == 1 and not recording.note  # a fifth of the eight at most
     none = recipe_of(place, "labels.answers=null", f"output_dir={tmp_path}", "train.validation_conversations=0")
     recording, chosen = labelling.answers_to_label(none)
-    assert len(chosen) == 8 and "is surer of these answers" in recording.note
+    assert len(chosen) == 8 and "is more certain of these answers" in recording.note
     with pytest.raises(UserError, match=r"labels\.answers: not given, and there are no conversations"):
         labelling.answers_to_label(recipe_of(place, "labels.answers=null", "output_dir=/nowhere"))
 
@@ -166,7 +166,7 @@ def test_rows_that_were_made_otherwise_are_not_gone_on_with(
             assert "all is labelled" in script(label_trees, out, override)
     (tmp_path / "rows/shard-00001.safetensors").write_bytes(b"")
     before = content_of(tmp_path / "rows")
-    assert "shard 1 is missing or damaged; labelling goes on from there" in script(label_trees, out)
+    assert "shard 1 is missing or damaged; labelling continues from there" in script(label_trees, out)
     after = content_of(tmp_path / "rows")
     assert len(after["shard-00001.safetensors"]) > 0
     assert after["manifest.json"] == before["manifest.json"]

@@ -186,7 +186,7 @@ def test_killed_with_its_processes_it_goes_on(place: Path, tokenizer: PreTrained
     again = subprocess.run(
         [*command, f"data.ranking={alone}"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
-    assert f"goes on behind {before:,} documents" in again.stdout
+    assert f"resumes behind {before:,} documents" in again.stdout
     assert as_counter(load_token_counts(token_counts(place))[0]) == counted(texts, tokenizer)
 
 
@@ -255,5 +255,5 @@ def test_a_dataset_that_breaks_off_goes_on(place: Path, rank_by: Script, monkeyp
     ):
         rank_by([{"source": "hf:org/texts:train"}])
     broken[0] = False
-    assert "goes on behind" in rank_by([{"source": "hf:org/texts:train"}])
+    assert "resumes behind" in rank_by([{"source": "hf:org/texts:train"}])
     assert as_counter(load_token_counts(token_counts(place))[0]) == counted(texts, make_tokenizer())

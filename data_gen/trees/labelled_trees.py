@@ -1,15 +1,15 @@
-"""Labelled draft trees on disk: the rows that a C2T classifier is trained on, whole trees one after another.
+"""Labelled draft trees on disk, the training rows of a C2T classifier.
 
-    manifest.json               what the rows are (drafter, target, answers, k, calls, M, depth convention), and of
-                                every shard its answers, trees, rows and sha256
+    manifest.json               drafter, target, answers, k, calls, M, depth convention; each shard's answers, trees,
+                                rows and sha256
     shard-00000.safetensors     P, H       [R] float32   the features, by `models.c2t.node_features`
                                 d          [R] int16     depth; the root's children have 0
                                 accepted   [R] bool      the node lies on the path that the target accepts
                                 starts     [T + 1]       the rows of tree t are starts[t] to starts[t + 1]
-                                answer     [T]           number of the answer, in the order in which they were labelled
+                                answer     [T]           number of the answer, in the order of labelling
 
-A shard is written whole, then the manifest, likewise (`data_gen.states.shards`). A kill at any moment costs the shard
-that was in the making, and no row is ever there twice.
+A shard is written atomically, then the manifest (`data_gen.states.shards`). A kill costs only the unfinished shard and
+never duplicates a row.
 
 Shapes: R rows (nodes), T trees.
 """
@@ -36,7 +36,7 @@ COUNTS = ("answers", "trees", "rows", "accepted", "dropped_nan", "dropped_beyond
 
 @dataclass(frozen=True)
 class Trees:
-    """Rows of whole trees; the tensors of a shard."""
+    """Rows of complete trees; the tensors of a shard."""
 
     P: torch.Tensor
     H: torch.Tensor
@@ -57,12 +57,12 @@ class Trees:
 
     @property
     def features(self) -> torch.Tensor:
-        """[R, 3] as the classifier takes them."""
+        """[R, 3], the classifier's input."""
         return torch.stack((self.P, self.H, self.d.to(self.P.dtype)), dim=-1)
 
     @classmethod
     def of(cls, features: Sequence[torch.Tensor], accepted: Sequence[torch.Tensor], answer: Sequence[int]) -> "Trees":
-        """Of each tree its features [rows, 3], labels [rows], and the number of its answer."""
+        """From each tree's features [rows, 3], labels [rows], and number of its answer."""
         sizes = torch.tensor([0, *map(len, accepted)])
         rows_R3 = torch.cat([torch.empty(0, 3), *features])
         return cls(
@@ -76,7 +76,6 @@ class Trees:
 
     @classmethod
     def joined(cls, parts: Sequence["Trees"]) -> "Trees":
-        """One after another."""
         ends = [0]
         for part in parts:
             ends.append(ends[-1] + part.rows)
@@ -91,25 +90,23 @@ class Trees:
         )
 
     def chosen(self, trees: torch.Tensor) -> "Trees":
-        """The trees of these numbers [n], in this order."""
+        """The trees with these numbers [n], in this order."""
         sizes = self.starts[trees + 1] - self.starts[trees]
         starts = torch.cat((torch.zeros(1, dtype=torch.long), sizes.cumsum(0)))
-        # Row i of the result lies as far behind its tree's first row as it does here.
+        # Each row keeps its distance from its tree's first row.
         at = torch.arange(int(starts[-1])) + (self.starts[trees] - starts[:-1]).repeat_interleave(sizes)
         return Trees(self.P[at], self.H[at], self.d[at], self.accepted[at], starts, self.answer[trees])
 
 
 @dataclass
 class Manifest:
-    """What a folder of labelled trees says of itself.
+    """The manifest of a folder of labelled trees.
 
     Args:
-        made_of: everything that decides which rows there are: another drafter, target, list of answers or shape of
-            trees makes other rows. Depth convention and M are among it.
+        made_of: everything that determines the rows: drafter, target, answers, shape of trees, depth convention, M.
+        of_answers: number of answers to label; max_rows may end labelling before the last one.
         shards: file, sha256 and counts (COUNTS) of each, in order.
-        of_answers: answers that there are to label; fewer are done while the labelling goes on, and where max_rows
-            ended it.
-        complete: nothing is left to do but with a greater max_rows.
+        complete: only a greater max_rows would add rows.
     """
 
     made_of: dict[str, Any]
@@ -133,7 +130,7 @@ class Manifest:
 
 
 def write_shard(directory: Path, number: int, trees: Trees, counts: dict[str, int]) -> dict[str, Any]:
-    """Writes shard `number` and returns what the manifest says of it."""
+    """Writes shard `number` and returns its manifest entry."""
     path = directory / shard_name(number)
     tensors = {name: getattr(trees, name) for name in ("P", "H", "d", "accepted", "starts", "answer")}
     with atomic_path(path) as partial:
@@ -143,16 +140,12 @@ def write_shard(directory: Path, number: int, trees: Trees, counts: dict[str, in
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """None where nothing was labelled yet.
-
-    Raises:
-        UserError: a manifest that is damaged, or another kind of file.
-    """
+    """None if there is no manifest yet. Raises UserError for a damaged manifest or another kind of file."""
     return KIND.read(directory, _manifest_of)
 
 
 def _manifest_of(words: dict[str, Any]) -> Manifest:
-    """Raises ValueError or KeyError for what `Manifest.write` cannot have written."""
+    """Raises ValueError or KeyError for values that `Manifest.write` never writes."""
     shards, made_of = words["shards"], words["made_of"]
     if not isinstance(made_of, dict) or not isinstance(made_of.get("drafter", {}), dict):
         raise ValueError("made_of, and drafter inside it, must be objects")
@@ -172,14 +165,13 @@ def _manifest_of(words: dict[str, Any]) -> Manifest:
 
 
 def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | None = None) -> Manifest:
-    """Refuses rows that no classifier can be trained on, before any is read.
+    """Checks, by the manifest alone, that a classifier can be trained on the rows.
+
+    Raises UserError for missing or unfinished rows, another depth convention or M, or rows of one class only; all
+    problems at once.
 
     Args:
-        entropy_over: M of a classifier that is to be trained on; None: any.
-
-    Raises:
-        UserError: no rows, unfinished ones, another depth convention or M, or no node that was accepted (or none that
-            was rejected); all problems at once.
+        entropy_over: M of the classifier that training starts from; None: any.
     """
     if manifest is None:
         raise UserError(
@@ -189,8 +181,8 @@ def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | N
     convention, over = manifest.made_of.get("depth_convention"), manifest.made_of.get("entropy_over")
     if convention != DEPTH_CONVENTION:
         problems.append(
-            f"{directory}: depth_convention is {convention!r}, understood is {DEPTH_CONVENTION!r}: decoding would ask "
-            "for other depths than training saw; label again"
+            f"{directory}: depth_convention is {convention!r}, understood is {DEPTH_CONVENTION!r}: decoding would use "
+            "other depths than training; label again"
         )
     if type(over) is not int or over < 1:
         problems.append(f"{directory}: entropy_over: {over!r} must be a whole number above 0; label again")
@@ -202,7 +194,7 @@ def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | N
     if not manifest.complete:
         problems.append(
             f"{directory}: labelled {manifest.total('answers'):,} of {manifest.of_answers:,} answers so far; run "
-            "data_gen/label_trees.py again, which goes on, or end it with labels.max_rows"
+            "data_gen/label_trees.py again, or end it with labels.max_rows"
         )
     rows, accepted = manifest.total("rows"), manifest.total("accepted")
     if not 0 < accepted < rows:
@@ -216,11 +208,7 @@ def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | N
 
 
 def read_trees(directory: Path, manifest: Manifest) -> Trees:
-    """All rows.
-
-    Raises:
-        UserError: a shard that is missing, not what the manifest says, or with rows that no node can have.
-    """
+    """All rows. Raises UserError for shards that are missing, altered, or hold impossible rows."""
     parts, problems = [], []
     for shard in manifest.shards:
         path = directory / shard["file"]
@@ -250,7 +238,7 @@ DTYPES = {
 
 
 def _check_trees(trees: Trees, shard: dict[str, Any]) -> None:
-    """Raises ValueError where a shard's tensors are not those that the manifest counts."""
+    """Raises ValueError if a shard's tensors do not match the manifest's counts."""
     for name, dtype in DTYPES.items():
         tensor = getattr(trees, name)
         if tensor.dtype != dtype or tensor.dim() != 1:
@@ -264,13 +252,12 @@ def _check_trees(trees: Trees, shard: dict[str, Any]) -> None:
         raise ValueError("starts do not divide the rows into trees")
     if int(trees.accepted.sum()) != shard["accepted"]:
         raise ValueError(f"{int(trees.accepted.sum()):,} accepted rows, the manifest counts {shard['accepted']:,}")
-    broken = int((~trees.features.isfinite()).any(-1).sum())
-    if broken:
+    if broken := int((~trees.features.isfinite()).any(-1).sum()):
         raise ValueError(f"P or H of {broken:,} rows is not finite")
 
 
 def intact_shards(directory: Path, manifest: Manifest) -> list[dict[str, Any]]:
-    """The first shards that are what the manifest says: labelling goes on behind them."""
+    """The shards before the first missing or damaged one."""
     whole = []
     for shard in manifest.shards:
         path = directory / shard["file"]

@@ -65,12 +65,12 @@ def main(command: Command) -> None:
     check_place(recipe)
     contender = labelled_contender(recipe, command.contender)
     yet_to_train = command.plan and contender.drafter == recipe.drafter_dir and not recipe.drafter_dir.exists()
-    with _named():
+    with _naming_labels_answers():
         check_contenders(recipe, [contender], command.plan)
         recording, answers = answers_to_label(recipe)
-    made_of = identity_of(recipe, contender, answers, known=not yet_to_train)
+    made_of = made_of_labels(recipe, contender, answers, drafter_exists=not yet_to_train)
     directory = recipe.labelled_trees_dir
-    manifest = begun(directory, made_of, len(answers))
+    manifest = manifest_so_far(directory, made_of, len(answers))
     if recording.note:
         print(f"note: {recording.note}")
     if said := other_sampling(answers, Sampling.of(recipe.eval)):
@@ -87,57 +87,52 @@ def main(command: Command) -> None:
         if not manifest.complete:
             manifest.complete = True
             manifest.write(directory)
-        print(f"all is labelled: {in_words(manifest)}")
+        print(f"all is labelled: {summary(manifest)}")
         return
     if manifest.shards:
         print(f"{directory}: {manifest.total('answers'):,} of {len(answers):,} answers are done, going on")
     lineup = Lineup(recipe.target)
-    with _named():
+    with _naming_labels_answers():
         check_recorded_from(recording, lineup.identity)
         label_all(lineup, contender, recipe.labels, batches, manifest, directory)
-    print(f"{directory}: {in_words(manifest)}")
+    print(f"{directory}: {summary(manifest)}")
 
 
 @contextmanager
-def _named() -> Iterator[None]:
-    """Messages of replay and of contenders name eval.answers, which is labels.answers here."""
+def _naming_labels_answers() -> Iterator[None]:
+    """Replaces eval.answers, which replay's messages name, by labels.answers."""
     try:
         yield
     except UserError as error:
         raise UserError([problem.replace("eval.answers", "labels.answers") for problem in error.problems]) from None
 
 
-# What is labelled.
+# Input.
 
 
 def check_place(recipe: Recipe) -> None:
-    """Refuses a labels.out that cannot be a folder, and trees that are deeper than the target's context.
-
-    Raises:
-        UserError: all problems at once.
-    """
+    """Raises UserError if labels.out cannot be a folder, or if trees are deeper than the target's context."""
     problem = output_problem(recipe.labelled_trees_dir, folder=True)
     problems = [] if problem is None else [f"labels.out: {problem}"]
     calls = recipe.labels.draft_calls
     positions = load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings
     if calls >= positions:
         problems.append(
-            f"labels.draft_calls: {calls:,} draft calls deep, in a target of {positions:,} positions; set it to less"
+            f"labels.draft_calls: {calls:,} draft calls deep, in a target of {positions:,} positions; lower it"
         )
     if problems:
         raise UserError(problems)
 
 
 def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
-    """Who drafts, with a tree of labels.draft_calls and labels.top_k; a cut of the vocabulary is eval.tree's.
+    """The contender that drafts, with labels.draft_calls, labels.top_k, and the vocabulary cut of eval.tree.
 
-    Raises:
-        UserError: nobody has that name, or it has no distributions.
+    Raises UserError for an unknown name or a drafter without distributions.
     """
     contender = contender_named(recipe, name)
     if not contender.has_distributions:
-        raise UserError("--contender: prompt lookup copies and has no distribution that P and H could be taken from")
-    # Two nodes: labelling verifies no tree, so that none is too large for the target's positions.
+        raise UserError("--contender: prompt lookup copies and has no distribution to compute P and H from")
+    # Labelling verifies no tree. With two nodes, no tree exceeds the target's positions.
     tree = TreeSection(
         policy="eagle2",
         nodes=2,
@@ -149,10 +144,9 @@ def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
 
 
 def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
-    """The recorded answers of labels.answers, those without a round left out, in the order in which they are labelled.
+    """The recorded answers of two tokens or more, in the order of labelling.
 
-    Raises:
-        UserError: no answers, damaged ones, or another target's as far as that is written down.
+    Raises UserError for missing or damaged answers, or answers recorded from another target.
     """
     own = recipe.conversations_path
     path = Path(recipe.labels.answers) if recipe.labels.answers else own
@@ -166,15 +160,15 @@ def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
         only = kept_for_validation(path, recipe.train.validation_conversations) or None
         if only is None:
             note = (
-                f"{path} is what the recipe trains on, and train.validation_conversations keeps none of it out of "
-                "training: the drafter is surer of these answers than of others"
+                f"the recipe trains on {path}, and train.validation_conversations keeps none of it out of training: "
+                "the drafter is more certain of these answers than of new ones"
             )
     recording = read_answers(path, only=only)
     recording.note = note
     check_answers_before_loading(recording, recipe.target)
     answers = [answer for answer in recording.of(PLAIN, PLAIN) if len(answer.tokens) > 1]
     if not answers:
-        raise UserError(f"labels.answers: {path} holds no answer of two tokens or more, and such take no round")
+        raise UserError(f"labels.answers: {path} holds no answer of two tokens or more; shorter ones take no round")
     return recording, sorted(answers, key=_rank)
 
 
@@ -182,14 +176,10 @@ def _rank(answer: RecordedAnswer) -> bytes:
     return hashlib.sha256(json.dumps(["labels", *answer.key]).encode()).digest()
 
 
-def identity_of(
-    recipe: Recipe, contender: Contender, answers: Sequence[RecordedAnswer], known: bool = True
+def made_of_labels(
+    recipe: Recipe, contender: Contender, answers: Sequence[RecordedAnswer], drafter_exists: bool = True
 ) -> dict[str, Any]:
-    """`Manifest.made_of`: whatever decides which rows there are.
-
-    Args:
-        known: the drafter is there.
-    """
+    """`Manifest.made_of`: everything that determines the rows."""
     section, target = recipe.labels, recipe.target
     config = load_config(target).get_text_config(decoder=True)
     digest = hashlib.sha256()
@@ -201,8 +191,8 @@ def identity_of(
         "entropy_over": section.entropy_over,
         "top_k": section.top_k,
         "draft_calls": section.draft_calls,
-        "batch_size": section.batch_size,  # the last bits of a distribution hang on who stands beside
-        "drafter": drafter_record(contender, vocab_of(contender, target), target) if known else {},
+        "batch_size": section.batch_size,  # changes the last bits of a distribution
+        "drafter": drafter_record(contender, vocab_of(contender, target), target) if drafter_exists else {},
         "target": {
             **config_identity(config, target.model, target.revision, tokenizer_fingerprint(load_tokenizer(target))),
             "dtype": target.dtype,
@@ -211,44 +201,39 @@ def identity_of(
     }
 
 
-def begun(directory: Path, made_of: dict[str, Any], answers: int) -> Manifest:
-    """What was labelled there so far, as far as it is intact; an empty manifest where nothing was.
-
-    Raises:
-        UserError: what lies there was made otherwise.
-    """
+def manifest_so_far(directory: Path, made_of: dict[str, Any], answers: int) -> Manifest:
+    """The folder's manifest up to the first damaged shard, or a new one. Raises UserError if its settings differ."""
     manifest = read_manifest(directory)
     if manifest is None:
         return Manifest(made_of, answers)
     different = [
         f"{key}: {theirs!r} there, {mine!r} now"
         for key, theirs, mine in differences(manifest.made_of, made_of)
-        # A target may be moved: what it is decides, not where it lies. Drafters below.
+        # A target may be moved. Drafters are compared below.
         if key != "target.model" and not key.startswith("drafter.")
     ]
     mine = made_of["drafter"]
-    theirs = dict.fromkeys(mine) | manifest.made_of.get("drafter", {})  # unlike a classifier's, all of it must be known
+    theirs = dict.fromkeys(mine) | manifest.made_of.get("drafter", {})  # a missing key counts as a difference
     different += [f"drafter.{key}: {theirs[key]!r} there, {mine[key]!r} now" for key in differing_keys(theirs, mine)]
     if different and made_of["drafter"]:
         raise UserError(
-            f"{directory}: trees that were labelled otherwise ({'; '.join(sorted(different))}); name another "
+            f"{directory}: trees labelled with other settings ({'; '.join(sorted(different))}); name another "
             "labels.out, or delete that folder"
         )
     whole = intact_shards(directory, manifest)
     if len(whole) < len(manifest.shards):
-        print(f"note: {directory}: shard {len(whole)} is missing or damaged; labelling goes on from there")
+        print(f"note: {directory}: shard {len(whole)} is missing or damaged; labelling continues from there")
         manifest.shards, manifest.complete = whole, False
     return manifest
 
 
 def batches_of(answers: Sequence[RecordedAnswer], batch_size: int) -> list[list[RecordedAnswer]]:
-    """Answers side by side; each batch is a shard, so that a run that goes on computes the very same rows."""
+    """Answers that are decoded together. Each batch is a shard, so a resumed run computes the same rows."""
     return [list(answers[start : start + batch_size]) for start in range(0, len(answers), batch_size)]
 
 
 def remaining(manifest: Manifest, batches: Sequence[Sequence[RecordedAnswer]], max_rows: int | None) -> list[int]:
-    """Numbers of the batches that are still to be labelled; a last shard that an earlier max_rows cut is taken out of
-    the manifest where it is to be made whole."""
+    """Numbers of the batches yet to label. Removes a last shard that an earlier, smaller max_rows cut."""
     if max_rows is not None and manifest.total("rows") >= max_rows:
         return []
     if manifest.shards and manifest.shards[-1]["answers"] < len(batches[len(manifest.shards) - 1]):
@@ -261,28 +246,31 @@ def print_plan(
 ) -> None:
     section = recipe.labels
     nodes, tokens = section.nodes, tokens_of(answers)
-    most = nodes * (tokens - len(answers))  # a tree for every token but the first
+    most = nodes * (tokens - len(answers))  # one tree for every token except the first
     if section.max_rows is not None:
         most = min(most, section.max_rows + nodes * max(len(answer.tokens) for answer in answers))
-    who = contender.draft_model.model if contender.draft_model else contender.drafter
-    print(f"drafted by   {who}, {nodes:,} nodes a tree ({section.draft_calls} calls, top {section.top_k})")
-    print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens:,} tokens")
-    print(f"done         {in_words(manifest)}" if manifest.shards else "done         nothing yet")
     print(
-        f"rows         at most {most:,}, {gigabytes(most * ROW_BYTES)}: if no node were accepted; with tau tokens a "
-        "round a tau-th of it"
+        f"drafted by   {_model_of(contender)}, {nodes:,} nodes a tree ({section.draft_calls} calls, top "
+        f"{section.top_k})"
     )
+    print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens:,} tokens")
+    print(f"done         {summary(manifest) if manifest.shards else 'nothing yet'}")
+    print(f"rows         at most {most:,}, {gigabytes(most * ROW_BYTES)}; divided by tau if a round takes tau tokens")
     print(f"writes       {recipe.labelled_trees_dir}")
 
 
-def in_words(manifest: Manifest) -> str:
+def _model_of(contender: Contender) -> str | Path | None:
+    return contender.draft_model.model if contender.draft_model else contender.drafter
+
+
+def summary(manifest: Manifest) -> str:
     answers, rows, trees, accepted, nan, beyond = map(
         manifest.total, ("answers", "rows", "trees", "accepted", "dropped_nan", "dropped_beyond")
     )
     return (
         f"{rows:,} rows of {trees:,} trees along {answers:,} of {manifest.of_answers:,} answers, "
         f"{accepted:,} accepted ({accepted / max(1, trees):.2f} a tree); left out: {nan:,} with NaN, {beyond:,} below "
-        "the end of their answer"
+        "the end of an answer"
     )
 
 
@@ -293,8 +281,8 @@ def in_words(manifest: Manifest) -> str:
 class Labelled:
     """The trees of one answer, root by root."""
 
-    features: list[torch.Tensor] = field(default_factory=list)  # of each tree [rows, 3]
-    accepted: list[torch.Tensor] = field(default_factory=list)  # of each tree [rows] bool
+    features: list[torch.Tensor] = field(default_factory=list)  # [rows, 3] of each tree
+    accepted: list[torch.Tensor] = field(default_factory=list)  # [rows] bool of each tree
     dropped_nan: int = 0
     dropped_beyond: int = 0
 
@@ -304,10 +292,7 @@ class Labelled:
 
 
 class LabellingVerifier(RecordedVerifier):
-    """Recorded answers in the target's place, that also writes down every node it is asked about.
-
-    `watch` is for `Eagle2`: it hears of all nodes while the tree grows, and `accept` labels them.
-    """
+    """Verifies by recorded answers and labels every node. `Eagle2` calls `watch` with the nodes as the tree grows."""
 
     def __init__(
         self,
@@ -318,7 +303,7 @@ class LabellingVerifier(RecordedVerifier):
     ):
         super().__init__(answers, states_PF, target)
         self.entropy_over = entropy_over
-        self.watched: list[torch.Tensor] = []  # of this round's trees, call by call [B, b * K, 3]
+        self.watched: list[torch.Tensor] = []  # features [B, b * K, 3] of each call of this round
         self.live = list(range(len(answers)))
         self.labelled = [Labelled() for _ in answers]
 
@@ -326,7 +311,7 @@ class LabellingVerifier(RecordedVerifier):
         self.watched.append(node_features(values_BbK, log_probs, depth, self.entropy_over).flatten(1, 2))
 
     def accept(self, tree: DraftTree) -> Round:
-        # All nodes in drafted order, which is the tree's; near the target's last position the deepest are cut off.
+        # In the tree's order. The tree lacks the deepest nodes near the target's last position.
         features = torch.cat(self.watched, dim=1)[:, : tree.nodes - 1]
         self.watched = []
         on_path, last_B = self._path(tree)
@@ -349,24 +334,24 @@ class LabellingVerifier(RecordedVerifier):
                 of_row.accepted.append(rows[1][row][kept])
             of_row.dropped_nan += lost[row][0]
             of_row.dropped_beyond += lost[row][1]
-        # The path alone takes the same round as its tree, whose ancestors (a square of a thousand nodes) nobody needs.
-        said = [
+        # The accepted path gives the same round as the tree, without the tree's large ancestor matrix.
+        paths = [
             [answer.tokens[done - 1], *answer.tokens[done : done + count]]
             for answer, done, count in zip(self.answers, self.done, counts, strict=True)
         ]
         sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
-        return Round(super().accept(DraftTree.chains(said, self.device)).new_tokens, sizes)
+        return Round(super().accept(DraftTree.chains(paths, self.device)).new_tokens, sizes)
 
     def _path(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
-        """([B, N] bool: the node is accepted, [B] the last node of the path): walked down, one token after another."""
-        end = self.tokens.shape[1] - 1  # where NO_TOKEN stands: the path ends there at the latest
+        """(accepted nodes [B, N] bool, last node of the path [B])."""
+        end = self.tokens.shape[1] - 1  # position of NO_TOKEN, which ends every path
         done_B = torch.tensor(self.done, device=self.device)
         on_path = torch.zeros_like(tree.tokens, dtype=torch.bool)
         last_B = torch.zeros_like(done_B)
         at_B = last_B
         for depth in range(tree.depth):
-            said_B = self.tokens.gather(1, (done_B + depth).clamp(max=end)[:, None])
-            child = (tree.parents == at_B[:, None]) & (tree.tokens == said_B)
+            next_B = self.tokens.gather(1, (done_B + depth).clamp(max=end)[:, None])
+            child = (tree.parents == at_B[:, None]) & (tree.tokens == next_B)
             if tree.real is not None:
                 child &= tree.real
             found_B = child.any(1)
@@ -377,7 +362,7 @@ class LabellingVerifier(RecordedVerifier):
 
     @staticmethod
     def _below(tree: DraftTree, node_B: torch.Tensor) -> torch.Tensor:
-        """[B, N] bool: the nodes below one of each tree."""
+        """[B, N] bool: the nodes below `node_B` of each tree."""
         below = torch.zeros_like(tree.tokens, dtype=torch.bool)
         for _ in range(tree.depth):
             below = (tree.parents == node_B[:, None]) | (
@@ -398,12 +383,7 @@ def label(
     target: Target,
     section: LabelSection,
 ) -> list[Labelled]:
-    """Uncut trees along each answer, side by side.
-
-    Args:
-        states_PF: as `RecordedVerifier` takes them.
-        target: gives the drafter the embeddings of tokens.
-    """
+    """Labels uncut trees along each answer. `states_PF` as for `RecordedVerifier`."""
     verifier = LabellingVerifier(answers, states_PF, target, section.entropy_over)
     policy = Eagle2(1 + section.nodes, section.draft_calls, section.top_k, watch=verifier.watch)
     prompts, budgets = [answer.prompt for answer in answers], [len(answer.tokens) for answer in answers]
@@ -420,11 +400,7 @@ def label_all(
     manifest: Manifest,
     directory: Path,
 ) -> None:
-    """Labels what is left, shard by shard.
-
-    Raises:
-        UserError: the answers are another target's.
-    """
+    """Labels the remaining batches. Raises UserError if the answers are another target's."""
     target, agreement = lineup.target, Agreement.of(lineup.target)
     drafting = lineup.drafting(contender)
     todo = remaining(manifest, batches, section.max_rows)
@@ -437,7 +413,7 @@ def label_all(
             labelled = label(drafting, batch, states, target, section)
             first = sum(map(len, batches[:number]))
             before, most = manifest.total("rows"), section.max_rows or math.inf
-            kept = list(_until(labelled, most - before))
+            kept = list(_first_with_rows(labelled, most - before))
             trees = Trees.of(
                 [tree for answer in kept for tree in answer.features],
                 [tree for answer in kept for tree in answer.accepted],
@@ -445,11 +421,10 @@ def label_all(
             )
             dropped_nan = sum(answer.dropped_nan for answer in kept)
             if not trees.rows and dropped_nan:
-                who = contender.draft_model.model if contender.draft_model else contender.drafter
                 raise UserError(
-                    f"{who}: all {dropped_nan:,} nodes drafted along {len(kept)} answers have NaN among P and H: there "
-                    "is no row to learn from. Are the drafter's weights finite? Train it again, or set "
-                    "target.dtype=float32"
+                    f"{_model_of(contender)}: all {dropped_nan:,} nodes drafted along {len(kept)} answers have NaN "
+                    "among P and H, so there is no row to learn from. Are the drafter's weights finite? Train it "
+                    "again, or set target.dtype=float32"
                 )
             counts = {
                 "answers": len(kept),
@@ -468,8 +443,8 @@ def label_all(
     print(f"answers: {agreement}")
 
 
-def _until(labelled: Sequence[Labelled], rows: float) -> Iterator[Labelled]:
-    """The first answers that have so many rows together, the one that reaches them included."""
+def _first_with_rows(labelled: Sequence[Labelled], rows: float) -> Iterator[Labelled]:
+    """The first answers that together have at least `rows` rows."""
     for answer in labelled:
         if rows <= 0:
             return
