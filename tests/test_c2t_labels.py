@@ -239,7 +239,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "depths from 1": (lambda d: change_manifest(d, depth_convention="root's children 1"), "other depths than training"),
     "another M": (lambda d: change_manifest(d, entropy_over=50), r"over 50 tokens.*labels.entropy_over=1000"),
     "no M": (lambda d: change_manifest(d, entropy_over=None), "entropy_over: None must be a whole number"),
-    "unfinished": (lambda d: change_manifest(d, complete=False), "labelled 2 of 2 answers so far.*goes on"),
+    "unfinished": (lambda d: change_manifest(d, complete=False), "labelled 2 of 2 answers so far.*run .* again"),
     "shard gone": (lambda d: (d / "shard-00001.safetensors").unlink(), "shard-00001.safetensors: missing"),
     "shard cut": (lambda d: (d / "shard-00000.safetensors").write_bytes(b"123"), "shard-00000.safetensors: damaged"),
     "shard changed": (change_shard, "not the bytes that the manifest was written for"),

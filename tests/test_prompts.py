@@ -400,7 +400,7 @@ BAD_RECORDS = [
         {"messages": [{"role": "system", "content": "a"}, USER], "system": "b"},
         "ambiguous columns: `system` and the first message are two system messages",
     ),
-    ({"prompt": "x", "tools": "search, calculator"}, "wrong type: `tools` hold text that is no JSON"),
+    ({"prompt": "x", "tools": "search, calculator"}, "wrong type: `tools` hold text that is not JSON"),
     ({"prompt": "x", "tools": [3]}, "wrong type: `tools` must be a list of objects, in it is a number"),
     ({"messages": [USER, {"role": "assistant", "tool_calls": 3}]}, "wrong type: the tool calls of message 1 must be"),
     ({"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "f(x)"}]}, "wrong type: "),

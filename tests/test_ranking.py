@@ -201,7 +201,7 @@ def test_answers_that_are_wanted_for_comparison_alone_block_nothing(place: Path,
         (place / "out").mkdir(exist_ok=True)
         (place / "out/conversations.jsonl").write_text(content)
         printed = rank_by([source])
-        assert re.search(rf"note: the coverage of the target's own answers is not told: .*({words})", printed), printed
+        assert re.search(rf"note: the coverage of the target's own answers is unknown: .*({words})", printed), printed
         assert [corpus.source for corpus in load_corpora(token_counts(place))] == [source["source"]]
         with pytest.raises(UserError, match=rf"answers holds no token|{words}"):
             rank_by([source, {"source": "answers"}])
@@ -288,7 +288,7 @@ def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Scrip
         (8, "fake.parquet:1: damaged file: cannot be read as parquet: .*; fetch it anew"),
         (9, "array.json: a .json array cannot be read piece by piece"),
         (10, "binary.bin:1: is no text"),
-        (11, "good.jsonl stands there twice"),
+        (11, "good.jsonl is listed twice"),
         (13, "write hf:org/name"),
         (14, "datasets cannot load it"),
         (15, "parts of a split cannot be asked for"),

@@ -27,10 +27,8 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 
-# Tokens gathered before they are added to the counts: a large vocabulary is not walked through for every row.
-COUNTED_AT_ONCE = 1 << 20
-# Sizes that a table shows: so many powers of two below the target's vocabulary, and the vocabulary itself.
-SIZES_SHOWN = 7
+COUNTED_AT_ONCE = 1 << 20  # tokens; a bincount walks through the whole vocabulary
+SIZES_SHOWN = 7  # powers of two in a table, beside the target's whole vocabulary
 COLUMN = 20  # characters of a corpus's name that a table shows
 
 
@@ -47,7 +45,7 @@ def main(command: Command) -> None:
 
 
 def counts_path_of(recipe: Recipe) -> Path:
-    """Not eval.token_counts, which may name a file that somebody else counted."""
+    """The file that this run writes; eval.token_counts may name another one."""
     return Path(recipe.output_dir) / "token_counts.safetensors"
 
 
@@ -56,15 +54,14 @@ def coverage_path_of(recipe: Recipe) -> Path:
 
 
 def ranking_dir_of(recipe: Recipe) -> Path:
-    """What is counted of each corpus, and what could not be used of it."""
+    """Folder of each corpus's counts and rejects."""
     return Path(recipe.output_dir) / "ranking"
 
 
 def plan(recipe: Recipe, size: int, vocab_size: int) -> Iterator[str]:
-    """What would be done, in lines."""
     conversations, sources = recipe.conversations_path, recipe.data.ranking.sources
-    there = "" if conversations.exists() else ", which data_gen/regenerate.py has yet to write"
-    answers = f"the supervised tokens of {conversations}{there}"
+    missing = "" if conversations.exists() else ", which data_gen/regenerate.py has yet to write"
+    answers = f"the supervised tokens of {conversations}{missing}"
     check_corpora(sources, look=False)
     if not sources:
         yield f"counts {answers}"
@@ -76,7 +73,7 @@ def plan(recipe: Recipe, size: int, vocab_size: int) -> Iterator[str]:
 
 
 def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
-    """Ranks by the blend of data.ranking.sources, or by the target's own answers where there are none; writes files."""
+    """Ranks by the blend of data.ranking.sources, or by the target's own answers without any. Writes the files."""
     sources = recipe.data.ranking.sources
     tokenizer = load_tokenizer(recipe.target)
     fingerprint = tokenizer_fingerprint(tokenizer)
@@ -85,7 +82,7 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
     others = set(template.all) if sources else set(template.in_answers) - stops
     must_have = sorted(stops | others)
     corpora = (
-        count_corpora(recipe, tokenizer, vocab_size) if sources else [answers_of(recipe, tokenizer, vocab_size, 1)]
+        count_corpora(recipe, tokenizer, vocab_size) if sources else [count_answers(recipe, tokenizer, vocab_size, 1)]
     )
     blended = [corpus for corpus in corpora if corpus.weight is not None]
     counts = blend([(corpus.counts, corpus.weight or 0.0) for corpus in blended])
@@ -121,14 +118,13 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
     )
 
 
-# What is counted.
+# Counting.
 
 
 def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[CorpusCounts]:
-    """Every source of the blend, in the recipe's order; behind them the target's own answers where they are there.
+    """Counts of every source, in the recipe's order, then of the target's own answers if they exist.
 
-    Raises:
-        UserError: a source that is not there or holds nothing to count; all of them at once.
+    Raises UserError with all sources that are missing or hold nothing to count.
     """
     ranking, answers_there = recipe.data.ranking, recipe.conversations_path.exists()
     weights = {source.source: source.weight for source in ranking.sources}
@@ -146,12 +142,12 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
         raise UserError(problems)
     found: dict[str, CorpusCounts] = {}
     if ANSWERS in weights:
-        found[ANSWERS] = answers_of(recipe, tokenizer, vocab_size, weights[ANSWERS])
-    elif answers_there:  # wanted for comparison alone: whatever is wrong with them, the ranking can do without
+        found[ANSWERS] = count_answers(recipe, tokenizer, vocab_size, weights[ANSWERS])
+    elif answers_there:  # only for comparison; the ranking does not need them
         try:
-            found[ANSWERS] = answers_of(recipe, tokenizer, vocab_size, None)
+            found[ANSWERS] = count_answers(recipe, tokenizer, vocab_size, None)
         except UserError as error:
-            print(f"note: the coverage of the target's own answers is not told: {'; '.join(error.problems)}")
+            print(f"note: the coverage of the target's own answers is unknown: {'; '.join(error.problems)}")
     fingerprint = tokenizer_fingerprint(tokenizer)
     with Processes(recipe.target, TextCounter(tokenizer, vocab_size), ranking.workers or cores()) as processes:
         for corpus in corpora:
@@ -167,25 +163,21 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
     return [found[name] for name in (*weights, *(name for name in found if name not in weights))]
 
 
-def answers_of(
+def count_answers(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int, weight: float | None
 ) -> CorpusCounts:
-    """Counts of the supervised tokens of the rows that training reads.
-
-    Raises:
-        UserError: there is none, or one beyond the target's vocabulary.
-    """
+    """Counts the supervised tokens of training's rows. Raises UserError for none, or one beyond the vocabulary."""
     check, rejects = training_check(recipe), Rejects(recipe.training_rejects_path)
     leave_out = check.leave_out(recipe.conversations_path) if check else None
     rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
     ids: set[str] = set()
 
-    def noted() -> Iterator[TrainingRow]:
+    def with_ids() -> Iterator[TrainingRow]:
         for row in Bar(rows, desc="counting", unit="row"):
             ids.add(row.id)
             yield row
 
-    counts = count_supervised(noted(), vocab_size)
+    counts = count_supervised(with_ids(), vocab_size)
     if check:
         check.report()
     if not counts.any():
@@ -195,11 +187,7 @@ def answers_of(
 
 
 def count_supervised(rows: Iterable[TrainingRow], vocab_size: int) -> torch.Tensor:
-    """[V] how often each token stands in a supervised position.
-
-    Raises:
-        UserError: a token beyond the target's vocabulary.
-    """
+    """[V] count of each token at supervised positions. Raises UserError for a token beyond the vocabulary."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     gathered: list[int] = []
 
@@ -221,16 +209,16 @@ def count_supervised(rows: Iterable[TrainingRow], vocab_size: int) -> torch.Tens
     return counts
 
 
-# What is covered.
+# Coverage.
 
 
 def coverage_of(
     corpora: Sequence[CorpusCounts], counts: torch.Tensor, must_have: Sequence[int]
 ) -> dict[str, dict[int, float]]:
-    """{column: {size of the vocabulary: share of the corpus that its tokens make up}}, by the ranking `counts` [V].
+    """{column: {vocabulary size: share of the corpus that it covers}}, ranked by `counts` [V].
 
-    Columns are the blend where there is one, then each corpus. Sizes are powers of two with room for `must_have`, and
-    the target's whole vocabulary.
+    Columns are the blend, if there is one, then each corpus. Sizes are powers of two with room for `must_have`, and the
+    target's whole vocabulary.
     """
     whole, columns = DraftVocab.full(len(counts)), {corpus.source: corpus.counts for corpus in corpora}
     if sum(corpus.weight is not None for corpus in corpora) > 1:
@@ -242,7 +230,7 @@ def coverage_of(
 
 
 def coverage_table(coverage: dict[str, dict[int, float]]) -> str:
-    """Its greatest sizes, for people."""
+    """A table of the greatest sizes."""
     names = [name if len(name) <= COLUMN else f"..{name[2 - COLUMN :]}" for name in coverage]
     lines = ["    tokens" + "".join(f"  {name:>{COLUMN}}" for name in names)]
     for size in list(next(iter(coverage.values())))[-SIZES_SHOWN - 1 :]:
@@ -251,11 +239,7 @@ def coverage_table(coverage: dict[str, dict[int, float]]) -> str:
 
 
 def write(recipe: Recipe, vocab: DraftVocab, metadata: dict[str, str]) -> str:
-    """Writes the mapping where that changes nothing under a trained drafter; what was done, in words.
-
-    Raises:
-        UserError: another mapping is in use by checkpoints or a drafter.
-    """
+    """Writes the mapping and says what was done. Raises UserError if a checkpoint or drafter uses another mapping."""
     path = recipe.draft_vocab_path
     if not path.exists():
         vocab.save(path, metadata)

@@ -1,21 +1,20 @@
-"""Corpora to count tokens in: files and datasets, read piece by piece, from wherever a killed run had come.
+"""Reads corpora for counting: files and datasets, piece by piece, from any position.
 
     path or pattern      files/*.txt, data/**/*.jsonl.gz, ...; in the order of their names
         .jsonl           a record per line
         .parquet         a record per row
         all others       text: each file is one document, read in pieces that end with a line
-        .gz              behind any of these but .parquet
+        .gz              behind any of these except .parquet
     hf:org/name[:config]:split
                          a dataset of the `datasets` library, streamed; a record per row; the split is `train` unless
                          given, and `org/name` may be a local folder
 
-Lines are not parsed here but by the processes that count. A run that goes on opens files at the byte or row group that
-was reached, unpacks a packed file again up to there, and gives a dataset the state of its stream.
+The counting processes parse the lines. A resumed run opens files at the byte or row group of its position, unpacks a
+packed file again up to there, and restores a dataset's stream.
 
-`datasets` does not read the files: in 5.2 its state of a file counts examples, so going on reads the file again from
-its beginning, and one malformed line ends the corpus. A damaged file ends here at the damage, as one rejected record.
-Of a table only the damaged row groups are lost. Up to a buffer of good text (128 KiB) before the damage of a .gz is
-lost with it.
+Files are not read by `datasets`: in 5.2 a resumed file is read again from its beginning, and one malformed line ends
+the corpus. Here a damaged file ends at the damage, as one rejected record; a parquet file loses only the damaged row
+groups. A damaged .gz also loses up to 128 KiB of good text before the damage.
 """
 
 import glob
@@ -36,12 +35,10 @@ from draftsmith.recipes.prompts.sources import check_source, hub_parts, open_dat
 from draftsmith.recipes.schema import RankingSource
 
 ANSWERS = "answers"
-TEXT_FIELD = "text"  # where the recipe names none
-# A piece of a text file. Tokens that would reach over its end are cut there: one in tens of thousands.
-PIECE_BYTES = 1 << 16
-# What is handed to a process at a time: large enough that handing it over costs nothing.
-CHUNK_CHARACTERS = 1 << 20
-LOOKED_AT_FIRST = 50  # records, to tell a wrong text_field before anything is counted
+TEXT_FIELD = "text"  # the recipe's default
+PIECE_BYTES = 1 << 16  # of a text file; its end cuts about one token in tens of thousands
+CHUNK_CHARACTERS = 1 << 20  # given to a process at once; large enough to hide the cost of the transfer
+CHECKED_FIRST = 50  # records; finds a wrong text_field before anything is counted
 ROWS_AT_ONCE = 256
 _DAMAGED = (EOFError, zlib.error, gzip.BadGzipFile)
 # The end of a UTF-8 text that stops inside a character.
@@ -53,29 +50,26 @@ Position = dict[str, Any]  # JSON
 class Item(NamedTuple):
     """A document or a piece of one, not yet parsed."""
 
-    kind: str  # text, piece (bytes of a text file), line (bytes of a .jsonl), row, or bad: `content` is the reason
-    place: str  # its file, or the dataset
-    line: int  # where it begins: line of a file, row of a table
+    kind: str  # text, piece (bytes of a text file), line (bytes of a .jsonl), row, or bad (`content` is the reason)
+    place: str  # file or dataset
+    line: int  # first line of a file, or row of a table
     content: Any
-    opens: bool = True  # a document begins here
+    opens: bool = True  # begins a document
 
 
 class Chunk(NamedTuple):
-    """Items that are counted at once."""
+    """Items that are counted together."""
 
     items: list[Item]
-    documents: int  # that begin in it
-    position: Position  # behind it
+    documents: int  # number that begin here
+    position: Position  # behind the chunk
 
 
 def content_of(record: Any, text_field: str) -> str | None:
-    """The text of a record; None where it is a conversation, for the project's reader.
+    """The text of a record, or None for a conversation, which `recipes.prompts` reads.
 
-    Conversations are told by a list of messages. A `text_field` that the recipe names goes before it; where there is
-    neither, the columns of one question and its answer count (`recipes.prompts.reader`).
-
-    Raises:
-        ValueError: "kind: detail" where there is none of these.
+    A list of messages makes a record a conversation, unless the recipe names a text_field. Without either, columns of a
+    question and its answer do (`recipes.prompts.reader`). Raises ValueError, "kind: detail", if there are none.
     """
     if not isinstance(record, dict):
         raise ValueError(f"wrong type: a record must be a JSON object, this is {json_type(record)}")
@@ -95,20 +89,20 @@ def content_of(record: Any, text_field: str) -> str | None:
 
 
 class Corpus:
-    """One source of a ranking. `items` goes on behind a position, `position` tells the one behind the last item."""
+    """One source of a ranking. `items` starts at a position; `position` is the one behind the last item."""
 
     unit = "B"
-    total: int | None = None  # in units; None where nobody knows
+    total: int | None = None  # in units; None: unknown
 
     def __init__(self, section: RankingSource):
         self.section, self.name = section, section.source
 
     def name_problems(self) -> list[str]:
-        """What is wrong with the source as it is written, before anything is read."""
+        """Problems that show before anything is read."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
-        """JSON by which a changed corpus is told from the one that was counted."""
+        """JSON that differs if the corpus has changed."""
         raise NotImplementedError
 
     def items(self, start: Position) -> Iterator[Item]:
@@ -121,7 +115,7 @@ class Corpus:
         raise NotImplementedError
 
     def chunks(self, start: Position, documents: int) -> Iterator[Chunk]:
-        """All that stands behind `start`, where `documents` had begun; no more documents than the recipe wants."""
+        """The chunks behind `start`, up to max_documents in all. `documents` of them begin before `start`."""
         most = self.section.max_documents
         items: list[Item] = []
         begun = characters = 0
@@ -130,7 +124,7 @@ class Corpus:
             return
         for item in self.items(start):
             if item.opens and most is not None and documents + begun == most:
-                end = {"end": True}  # the position is now behind this item, which is no more wanted
+                end = {"end": True}  # the position is behind an item that is not wanted
                 break
             items.append(item)
             begun += item.opens
@@ -142,10 +136,10 @@ class Corpus:
             yield Chunk(items, begun, self.position() | end)
 
     def record_problems(self) -> list[str]:
-        """One problem if none of the first records can be used."""
+        """One problem if none of the first records is usable, else none."""
         reason = ""
         try:
-            for item in islice(self.items({}), LOOKED_AT_FIRST):
+            for item in islice(self.items({}), CHECKED_FIRST):
                 try:
                     if item.kind == "bad":
                         raise ValueError(item.content)
@@ -174,13 +168,13 @@ class FileCorpus(Corpus):
     def __init__(self, section: RankingSource):
         super().__init__(section)
         found = [section.source] if Path(section.source).exists() else glob.glob(section.source, recursive=True)
-        by_place: dict[Path, str] = {}  # a pattern may find a file on several ways
+        by_place: dict[Path, str] = {}  # a pattern may find one file under several paths
         for path in sorted(path for path in found if not Path(path).is_dir()):
             by_place.setdefault(Path(path).resolve(), path)
         self.files = list(by_place.values())
         self._sizes = [Path(path).stat().st_size for path in self.files]
         self.total = sum(self._sizes)
-        self._at = (0, 0, 0)  # file, and in it the byte (unpacked) or row, and lines before it
+        self._at = (0, 0, 0)  # file, byte (unpacked) or row in it, lines before that
 
     def name_problems(self) -> list[str]:
         name = self.name
@@ -214,11 +208,10 @@ class FileCorpus(Corpus):
         return dict(zip(("file", "offset", "line"), self._at, strict=True))
 
     def units_before(self, position: Position) -> int:
-        """Bytes of the files before it; of the one that it is in, where that is not packed."""
+        """Bytes of the files before the position, plus the bytes before it in its own file if that is not packed."""
         index = position.get("file", 0)
-        packed = (
-            index == len(self.files) or _ending(self.files[index]) == ".parquet" or self.files[index].endswith("gz")
-        )
+        path = self.files[index] if index < len(self.files) else None
+        packed = path is None or _ending(path) == ".parquet" or path.endswith("gz")
         return sum(self._sizes[:index]) + (0 if packed else position.get("offset", 0))
 
     def _lines_or_pieces(self, path: str) -> Iterator[Item]:
@@ -243,7 +236,7 @@ class FileCorpus(Corpus):
                 yield Item("bad", path, line + 1, f"damaged file: {error}; what follows is lost", opens=False)
 
     def _rows(self, path: str) -> Iterator[Item]:
-        """Rows of a parquet file. What is damaged of a row group is lost, the other groups are not."""
+        """Rows of a parquet file. A damaged row group loses its remaining rows."""
         import pyarrow
         import pyarrow.parquet
 
@@ -270,7 +263,7 @@ class FileCorpus(Corpus):
                                 yield _row_item(path, number, row, field)
                 except (pyarrow.ArrowException, OSError) as error:
                     if isinstance(error, OSError) and error.errno is not None:
-                        raise  # the disk, not what stands on it
+                        raise  # the disk failed, not the file's content
                     self._at = (index, end, end)
                     reason = f"damaged file: {_first_line(error)}; rows {number + 1:,} to {end:,} are lost"
                     yield Item("bad", path, number + 1, reason, opens=False)
@@ -281,10 +274,10 @@ def _ending(path: str) -> str:
 
 
 def _pieces(file: Any) -> Iterator[bytes]:
-    """The file in pieces of `PIECE_BYTES` at most: cut behind a line, else before a blank, else between characters.
+    """The file in pieces of at most `PIECE_BYTES`, cut behind a line, else before a blank, else between characters.
 
-    Where a piece ends follows from where it begins: a run that goes on cuts as the one that was killed. What is left
-    at the end of the file, or before damage, is not cut.
+    A piece's start determines its end, so a resumed run cuts at the same places. The rest before the end of the file,
+    or before damage, is not cut.
     """
     text = b""
     while True:
@@ -308,7 +301,7 @@ def _pieces(file: Any) -> Iterator[bytes]:
 
 
 def _row_item(place: str, number: int, row: Any, field: str) -> Item:
-    """A row of a table, or the error in its place. Texts may be stored as bytes; dates and numbers are none."""
+    """The item of a table's row, or of the error in its place. Text may be stored as bytes, not as dates or numbers."""
     if isinstance(row, Exception):
         return Item("bad", place, number, f"malformed cell: {row}")
     plain = plain_row(row)
@@ -365,7 +358,7 @@ class HubCorpus(Corpus):
         except Exception as error:  # the network, a shard that is none, ...
             raise UserError(
                 f"{self.name}: datasets cannot read on behind row {self._number:,}: {type(error).__name__}: "
-                f"{_first_line(error)}; started again, the counting goes on from there"
+                f"{_first_line(error)}; the same command resumes the counting there"
             ) from None
 
     def position(self) -> Position:
@@ -381,23 +374,19 @@ def _first_line(error: Exception) -> str:
 
 
 def corpus_of(section: RankingSource) -> Corpus:
-    """How a source that is not the target's own answers is read."""
     return HubCorpus(section) if section.source.startswith("hf:") else FileCorpus(section)
 
 
 def check_corpora(sections: list[RankingSource], look: bool = True) -> list[Corpus]:
-    """The corpora among the sources, `answers` left out.
+    """The corpora among the sources, without `answers`. Raises UserError with all problems.
 
     Args:
-        look: read a few records of each. A plan does not: it does not ask the hub.
-
-    Raises:
-        UserError: whatever is wrong with any of them, all at once.
+        look: read a few records of each. A plan does not, because it does not ask the hub.
     """
     problems, corpora = [], []
     names = [section.source for section in sections]
     for i, section in enumerate(sections):
-        found = [f"{section.source} stands there twice; give it one weight"] if section.source in names[:i] else []
+        found = [f"{section.source} is listed twice; give it one weight"] if section.source in names[:i] else []
         if section.source == ANSWERS:
             if section.max_documents or section.text_field != TEXT_FIELD:
                 found.append(

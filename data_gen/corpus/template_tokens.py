@@ -1,14 +1,14 @@
-"""The tokens that a chat template writes around turns, found by rendering conversations.
+"""Finds the tokens that a chat template writes around turns, by rendering conversations.
 
-A drafter that lacks a token ends its round at every one. Two kinds:
+A drafter that lacks a token ends its round at every occurrence. There are two kinds:
 
-    control tokens      added tokens anywhere in a rendered conversation: <|im_start|>, <think>, <tool_call>. Lists that
-                        engines share are expected to hold them, also those that open other turns
-    in the answer       whatever the template writes into the assistant's turn, and so the target into its answers:
+    control tokens      added tokens anywhere in a rendered conversation: <|im_start|>, <think>, <tool_call>. Engines
+                        expect shared vocabularies to hold them, even those of other turns
+    in the answer       the template's tokens inside the assistant's turn, which the target writes into its answers:
                         control tokens of thoughts and calls, "\\n\\n" behind an empty thought, `final` in Harmony
 
-Ordinary words that a template puts elsewhere (a default system prompt, "USER:") are of neither kind. A ranking by
-foreign text always holds both kinds, one by the target's own answers the second.
+Ordinary words elsewhere (a default system prompt, "USER:") belong to neither. A ranking by foreign text always holds
+both kinds; a ranking by the target's own answers holds the second.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from draftsmith.data_gen.rows.training_rows import turns_of_messages
 from draftsmith.models.chat import RenderError, render, render_prompt
 from draftsmith.recipes.errors import UserError
 
-# Answers without a token in common: what every rendering of them holds is the template's.
+# Answers without a common token: a token in every rendering comes from the template.
 ANSWERS = ("Yes", "12", "a b")
 _ASKED = {"role": "user", "content": "Go"}
 _TOOL = {
@@ -41,11 +41,7 @@ class TemplateTokens(NamedTuple):
 
 
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> TemplateTokens:
-    """What the chat template writes.
-
-    Raises:
-        UserError: the template takes no conversation at all.
-    """
+    """The chat template's own tokens. Raises UserError if the template accepts no conversation."""
     control = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
     anywhere: set[int] = set()
     in_answers: set[int] = set()
@@ -68,14 +64,14 @@ def template_tokens(tokenizer: PreTrainedTokenizerBase) -> TemplateTokens:
         except (RenderError, ValueError):  # an answer without a thought where the prompt opens one, and the like
             continue
         always = set.intersection(*answers)
-        in_answers |= control & always if form["tools"] else always  # what else a call holds is the tool's
+        in_answers |= control & always if form["tools"] else always  # other tokens of a call are the tool's
     if not rendered:
         raise UserError(f"target.model: its chat template takes no conversation of a question and an answer: {refused}")
     return TemplateTokens(tuple(sorted(anywhere | in_answers)), tuple(sorted(in_answers)))
 
 
 def _forms() -> list[dict[str, Any]]:
-    """Conversations that end with an answer, whose text `_with` sets."""
+    """Conversations that end with an empty answer, for `_with`."""
     answer = {"role": "assistant", "content": ""}
     called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
     result = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "it"}
@@ -89,7 +85,7 @@ def _forms() -> list[dict[str, Any]]:
 
 
 def _with(messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
-    """The messages with this answer, and where one has a thought, with this thought."""
+    """The messages with `answer` as the text of every answer and thought."""
     return [
         message | {key: answer for key in ("content", "reasoning_content") if message.get(key) == ""}
         if "tool_calls" not in message

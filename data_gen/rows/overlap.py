@@ -1,13 +1,12 @@
 """Finds training conversations that ask what the evaluation asks.
 
-User turns are compared, nothing else, as words: Unicode NFKC, without case, punctuation and spacing. A conversation is
-found where one of its user turns
-    exact      has the words of an evaluation turn, all of them and no others
+Only user turns are compared, as words: Unicode NFKC, without case, punctuation and spacing. A conversation matches if
+one of its user turns
+    exact      has exactly the words of an evaluation turn
     overlap    holds at least half (SHARE) of an evaluation turn's distinct runs of 13 words (GRAM, the length by which
-               Brown et al. 2020, arXiv 2005.14165, appendix C, filter); shorter evaluation turns are found exactly or
-               not at all
-A run that three evaluation turns or more share (COMMON) is a form of words, not a question: it counts for none of them.
-Turns after the first say little where they are short ("Go on."): below 8 words (LATER_TURN_WORDS) none is compared.
+               Brown et al. 2020, arXiv 2005.14165, appendix C, filter); shorter evaluation turns only match exactly
+A run that three or more evaluation turns share (COMMON) is a stock phrase and counts for none of them. Later turns of
+an evaluation conversation that have fewer than 8 words (LATER_TURN_WORDS, "Go on.") are not compared.
 """
 
 import json
@@ -31,8 +30,7 @@ from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe
 
-# Why a conversation is left out, or None where it stays: called with its id, its messages, its pictures and its
-# line.
+# (id, messages, pictures, line) of a conversation -> why it is left out, or None.
 LeaveOut = Callable[[str, list[Any], Sequence[str], int], str | None]
 
 GRAM = 13
@@ -42,7 +40,7 @@ LATER_TURN_WORDS = 8
 MOST = 10_000
 SHOWN_CHARACTERS = 120  # of a text, in a finding
 
-# Scripts that write no spaces: each character is a word.
+# Scripts without spaces: each character is a word.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W_{_UNSPACED}]+")
 _ASCII_WORD = re.compile("[a-z0-9]+")
@@ -54,8 +52,8 @@ class EvaluationTurn:
     benchmark: str
     source: str
     text: str  # its beginning
-    grams: int = 0  # distinct runs of words by which it can be found
-    pictures: tuple[str, ...] = ()  # that are shown with it (`Conversation.pictures`)
+    grams: int = 0  # distinct runs of words that count
+    pictures: tuple[str, ...] = ()  # `Conversation.pictures`
 
 
 @dataclass(frozen=True)
@@ -72,18 +70,14 @@ class Finding:
         return f"{self.reason}: asks what {self.turn.id} of {self.turn.benchmark} asks{share}"
 
 
-def words_of(text: str) -> list[str]:
-    """The words by which texts are compared."""
+def comparable_words(text: str) -> list[str]:
     if text.isascii():
         return _ASCII_WORD.findall(text.lower())
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 class EvaluationIndex:
-    """The evaluation's user turns, hashed. Training conversations pass by and are not kept.
-
-    Its size is that of the evaluation: about 200 bytes for each distinct run of words.
-    """
+    """The evaluation's user turns, hashed: about 200 bytes for each distinct run of words."""
 
     def __init__(self, conversations: Iterable[Conversation]):
         self.conversations = 0
@@ -96,10 +90,9 @@ class EvaluationIndex:
             self.conversations += 1
             shown = tuple(conversation.pictures)
             for number, text in enumerate(user_texts(conversation.messages)):
-                words = words_of(text)
-                if (number and len(words) < LATER_TURN_WORDS) or (
-                    key := _key(words, text, conversation.pictures)
-                ) in self._exact:
+                words = comparable_words(text)
+                key = _key(words, text, conversation.pictures)
+                if (number and len(words) < LATER_TURN_WORDS) or key in self._exact:
                     continue
                 benchmark = str(conversation.meta.get("benchmark", ""))
                 turn = EvaluationTurn(conversation.id, benchmark, conversation.source, _beginning(text), 0, shown)
@@ -117,17 +110,17 @@ class EvaluationIndex:
             self._corners.update(_corners(words))
 
     def find(self, messages: list[Any], pictures: Sequence[str] = ()) -> Finding | None:
-        """The evaluation turn that a conversation shares most with, an equal one before all others.
+        """The evaluation turn that a conversation shares most with; an equal turn wins.
 
         Args:
             pictures: of the conversation. The same words about other pictures are another question.
         """
         best: Finding | None = None
         for text in user_texts(messages):
-            words = words_of(text)
+            words = comparable_words(text)
             if (same := self._exact.get(_key(words, text, pictures))) is not None:
                 return Finding("exact", 1.0, same, _beginning(text))
-            # Most texts end here, in a loop that Python does not run itself.
+            # A fast filter: most texts share no corner with the evaluation.
             if len(words) < GRAM or self._corners.isdisjoint(_corners(words)):
                 continue
             shared = Counter(turn for gram in set(_grams(words)) for turn in self._turns_of.get(gram, ()))
@@ -141,7 +134,7 @@ class EvaluationIndex:
 
 
 def user_texts(messages: list[Any]) -> Iterator[str]:
-    """The user turns' texts; whatever is none of ours is passed over."""
+    """The texts of user turns; skips malformed messages."""
     for message in messages:
         if not isinstance(message, dict) or message.get("role") != "user":
             continue
@@ -154,7 +147,7 @@ def user_texts(messages: list[Any]) -> Iterator[str]:
 
 
 def _key(words: list[str], text: str, pictures: Sequence[str]) -> str:
-    asked = " ".join(words) or "".join(text.split())  # a text of signs alone has no words
+    asked = " ".join(words) or "".join(text.split())  # punctuation alone has no words
     return "\n".join([asked, *pictures])
 
 
@@ -178,21 +171,18 @@ class Check:
     """Compares training conversations, one source after another, with all of eval.prompts.
 
     Args:
-        remove: are found conversations to be left out? Then every source of eval.prompts is needed.
-
-    Raises:
-        UserError: a source that is needed cannot be read.
+        remove: leave matching conversations out. Raises UserError if a source of eval.prompts cannot be read then.
     """
 
     def __init__(self, recipe: Recipe, remove: bool):
         self.remove, self._path = remove, recipe.contamination_path
-        self.notes: list[str] = []  # what was not compared, in sentences
+        self.notes: list[str] = []  # sentences about what was not compared
         self.checked: Counter[str] = Counter()  # conversations by source
         self.findings: list[dict[str, Any]] = []
         unread: list[str] = []
         self.index = EvaluationIndex(self._evaluation(recipe, unread))
         if unread and remove:
-            advice = "data.contamination is `remove`: fetch it once, name a file, or say data.contamination=list"
+            advice = "data.contamination is `remove`: fetch it once, name a file, or set data.contamination=list"
             raise UserError([*unread, advice])
 
     def _evaluation(self, recipe: Recipe, unread: list[str]) -> Iterator[Conversation]:
@@ -214,7 +204,7 @@ class Check:
     def look(
         self, source: str, line: int | None, conversation_id: str, messages: list[Any], pictures: Sequence[str]
     ) -> str | None:
-        """Notes what a conversation shares with the evaluation; a reason to leave it out, where that is asked for."""
+        """Records a match. Returns the reason to leave the conversation out if matches are removed, else None."""
         self.checked[source] += 1
         finding = self.index.find(messages, pictures)
         if finding is None:
@@ -236,11 +226,11 @@ class Check:
         return f"contaminated: {finding}" if self.remove else None
 
     def leave_out(self, source: str | Path) -> LeaveOut:
-        """For `training_rows` over the file `source`."""
+        """The argument of `training_rows` for the file `source`."""
         return lambda name, messages, pictures, line: self.look(str(source), line, name, messages, pictures)
 
     def report(self, write: bool = True) -> None:
-        """Prints what was found, in a line, and lists it in the recipe's contamination_path."""
+        """Prints a summary line and lists the matches in the recipe's contamination_path."""
         if write:
             self._write()
         print("\n".join([*self.notes, f"contamination: {self._summary(write)}"]))
@@ -257,16 +247,13 @@ class Check:
         kinds = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
         places = ", ".join(f"{name} {count:,}" for name, count in benchmarks.most_common())
         done = "left out" if self.remove else "kept (data.contamination: remove leaves them out)"
-        return f"{found:,} of {checked:,} training conversations ask what {asked} ask ({kinds}; {places}): {done}" + (
-            f"; listed in {self._path}" if written else ""
+        listed = f"; listed in {self._path}" if written else ""
+        return (
+            f"{found:,} of {checked:,} training conversations ask what {asked} ask ({kinds}; {places}): {done}{listed}"
         )
 
     def _write(self) -> None:
-        """Lists the findings; lines about sources that this check did not see stay.
-
-        Raises:
-            UserError: the file holds something else.
-        """
+        """Writes the findings and keeps lines about unchecked sources. Raises UserError for a foreign file."""
         path, lines = self._path, []
         try:
             held = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
@@ -283,14 +270,13 @@ class Check:
 def screen(
     recipe: Recipe, conversations: list[Conversation], rejects: Rejects, write: bool = True
 ) -> list[Conversation]:
-    """Before anything is asked: prints one line, lists what was found, and returns what is to be asked.
+    """Checks prompts before they are asked, reports matches, and returns the conversations to ask.
+
+    Raises UserError if none is left, or if data.contamination is `remove` and a source of eval.prompts cannot be read.
 
     Args:
-        rejects: receives what is left out where data.contamination is `remove`.
-        write: list the findings in the recipe's contamination_path.
-
-    Raises:
-        UserError: nothing is left; or conversations are to be left out, and a source of eval.prompts cannot be read.
+        rejects: receives matching conversations if data.contamination is `remove`.
+        write: list the matches in the recipe's contamination_path.
     """
     if recipe.data.contamination == "off" or recipe.eval.prompts is None:
         return conversations
@@ -312,10 +298,10 @@ def screen(
 
 
 def training_check(recipe: Recipe) -> Check | None:
-    """The check of the conversations that training reads; None where there is nothing to do.
+    """The check of the conversations that training reads, or None if none is needed.
 
-    What regenerate writes it has checked itself, so `list` looks only at conversations that come from elsewhere.
-    `remove` looks at all: they may have been written before it was asked for.
+    Regenerated conversations were checked when they were written, so `list` checks only other ones. `remove` checks
+    all, because they may be older than that setting.
     """
     action = recipe.data.contamination
     if action == "off" or recipe.eval.prompts is None or (action == "list" and not _from_elsewhere(recipe)):
@@ -324,7 +310,7 @@ def training_check(recipe: Recipe) -> Check | None:
 
 
 def left_out_of_training(recipe: Recipe) -> LeaveOut | None:
-    """What training passes to `training_rows`: the rows that rank_vocab left out. It has told and listed them."""
+    """Training's argument of `training_rows`. It leaves out what rank_vocab left out and reported."""
     if recipe.data.contamination != "remove" or (check := training_check(recipe)) is None:
         return None
     if check.notes and os.environ.get("RANK", "0") == "0":
@@ -358,13 +344,8 @@ def main(command: Command) -> None:
     with Bar(desc="contamination", unit="conversation", leave=False) as progress:
         if prompts:
             for conversation in read_training_prompts(recipe.data, rejects, recipe.data.max_prompts):
-                check.look(
-                    conversation.source,
-                    conversation.line,
-                    conversation.id,
-                    conversation.messages,
-                    conversation.pictures,
-                )
+                place = conversation.source, conversation.line
+                check.look(*place, conversation.id, conversation.messages, conversation.pictures)
                 progress.update()
         for line, conversation_id, messages, pictures in _conversations_of(file, rejects) if file else ():
             check.look(str(file), line, conversation_id, messages, pictures)

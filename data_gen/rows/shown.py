@@ -12,7 +12,6 @@ from draftsmith.recipes.prompts.rejects import Rejects
 
 
 def main(command: Command) -> None:
-    """Prints rows and a summary of the recipe's conversations."""
     recipe, path = command.recipe, command.recipe.conversations_path
     if command.plan:
         print(f"reads {path}, prints {command.show} rows and a summary, writes nothing")

@@ -1,23 +1,22 @@
 """Conversations as training rows: token ids and which of them the target wrote.
 
-Every answer is a pair (prompt tokens, output tokens), and one rule joins pairs to rows: while the next prompt begins
-with the row so far, the row goes on; otherwise a new one starts. So a conversation is one row where the template keeps
-its history as it was written, and one row per turn where it does not (templates that strip earlier thoughts, text that
-is tokenised otherwise than it was generated).
+Every answer is a pair (prompt tokens, output tokens). A prompt that begins with the row so far continues the row; any
+other prompt starts a new row. So a conversation is one row if the template keeps its history as it was written. It is
+one row per turn if not: the template strips earlier thoughts, or retokenised text differs from what was generated.
 
     turn 1   prompt  U U H            output  a a a E             U user, H header of the assistant's turn,
     turn 2   prompt  U U H a a a E U U H      output  b b E       a b answers, E the stop token
     row              U U H a a a E U U H b b E
     loss_mask        . . . 1 1 1 1 . . . 1 1 1                    spans (3, 7) and (10, 13)
 
-Where the pairs come from:
-    regenerated files     the token ids themselves, nothing is tokenised again
-    generation tags       what the template's `{% generation %}` encloses
+Sources of the pairs:
+    regenerated files     the stored token ids
+    generation tags       the tokens inside the template's `{% generation %}`
     any other template    the conversation rendered up to the answer, with the header of the next turn, must be a
                           prefix, token by token, of the conversation rendered with the answer
-    prompts that end      (R1) with `<think>`, where the template writes no thoughts back: what the answer holds behind
+    prompts that end      (R1) with `<think>`, if the template does not write thoughts back: the answer's text behind
                           its own `<think>`, or its reasoning_content and content; without a thought it is rejected
-The stop token belongs to its turn. What a template writes behind it (a line break) does not.
+The stop token belongs to its turn. Text that a template writes behind it (a line break) does not.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,9 +45,9 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import check_source, records
 from draftsmith.recipes.schema import Recipe
 
-Turn = tuple[Sequence[int], list[int]]  # the prompt, which is a `Prompt` where it is more than tokens; output tokens
+Turn = tuple[Sequence[int], list[int]]  # prompt (a `Prompt` if it has inserts), output tokens
 Span = tuple[int, int]  # half-open
-MAX_TOKEN = 1 << 31  # no token id reaches it
+MAX_TOKEN = 1 << 31  # larger than every token id
 
 
 @dataclass(frozen=True)
@@ -59,25 +58,22 @@ class TrainingRow:
     input_ids: list[int]
     loss_mask: list[bool]  # True where the target wrote the token
     spans: list[Span]  # one per assistant turn, its stop token included
-    inserts: tuple[Insert, ...] = ()  # what stands in the place of some tokens
+    inserts: tuple[Insert, ...] = ()  # embeddings that replace some tokens
 
     @property
     def prompt(self) -> Prompt:
-        """The whole row, as the target reads it."""
+        """The whole row as the target's input."""
         return Prompt(self.input_ids, self.inserts)
 
 
 def usable_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rejects: Rejects) -> list[TrainingRow]:
-    """The rows that a recipe trains and validates on, and captures states for: those with an answer of two tokens or
-    more, in the file's order.
+    """A recipe's rows for training, validation and capture: those with an answer of two tokens or more, in file order.
 
-    Raises:
-        UserError: there are no conversations, or none can be trained on.
+    Raises UserError if there are no usable conversations.
     """
     need(conversations(recipe))
-    rows = training_rows(
-        recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, left_out_of_training(recipe)
-    )
+    leave_out = left_out_of_training(recipe)
+    rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
     return [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
 
 
@@ -90,15 +86,14 @@ def training_rows(
 ) -> Iterator[TrainingRow]:
     """The rows of a conversations file, in its order.
 
-    Args:
-        path: what regenerate wrote, or conversations with their own answers, in any file format that `recipes.prompts`
-            reads; lines of both kinds may stand in one file.
-        max_length: longer rows are left out.
-        rejects: receives what is left out, with the reason.
-        leave_out: for example `data_gen.contamination`'s check; sees every conversation that can be read.
+    Raises UserError for a missing file, another tokenizer's tokens, or a file without a usable row.
 
-    Raises:
-        UserError: no such file; regenerated with another tokenizer; not one usable row.
+    Args:
+        path: regenerated conversations, or conversations with their own answers in any format of `recipes.prompts`. A
+            file may mix both.
+        max_length: longer rows are left out.
+        rejects: receives the conversations and rows that are left out.
+        leave_out: for example the contamination check; called for every readable conversation.
     """
     usable = 0
     for line, conversation_id, turns, record in _conversations(Path(path), tokenizer, rejects, leave_out):
@@ -114,7 +109,7 @@ def training_rows(
 
 
 def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow]:
-    """Joins turns to rows: a turn whose prompt begins with the row so far goes on with it."""
+    """Joins turns to rows: a prompt that begins with the row so far continues the row."""
     row, spans = Prompt(()), list[Span]()
     for asked, output in turns:
         prompt = Prompt.of(asked)
@@ -181,7 +176,7 @@ def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, lin
         raise UserError(
             f"{path}:{line}: its tokens were made by another tokenizer (fingerprint {written[:16]}, target "
             f"{generator.get('target')}) than the recipe's target has ({fingerprint[:16]}): a fingerprint covers "
-            f"{FINGERPRINT_COVERS}. Regenerate for this target, or say of it what was said when they were made"
+            f"{FINGERPRINT_COVERS}. Regenerate for this target, or use the target settings that they were made with"
         )
 
 
@@ -215,9 +210,8 @@ def turns_of_messages(
 ) -> list[Turn]:
     """(prompt tokens, output tokens) of every assistant message, by the tokenizer's chat template.
 
-    Raises:
-        RenderError: the template refuses the messages.
-        ValueError: "kind: detail" where the template does not tell which tokens the assistant writes.
+    Raises RenderError if the template refuses the messages, and ValueError, "kind: detail", if it does not show which
+    tokens the assistant writes.
     """
     turn_of = _turn_by_tags if has_generation_tags(tokenizer) else _turn_by_prefix
     may_open_thought = "<think>" in tokenizer.get_chat_template()
@@ -232,7 +226,7 @@ def turns_of_messages(
         if start == end:
             raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
         if tokenizer.eos_token_id in ids[start : end - 1]:
-            raise ValueError(f"stop token inside: assistant turn {number} goes on after {tokenizer.eos_token!r}")
+            raise ValueError(f"stop token inside: assistant turn {number} continues after {tokenizer.eos_token!r}")
         turns.append((ids[:start], ids[start:end]))
     return turns
 
@@ -245,22 +239,20 @@ def _turn_by_tags(
     spans = spans_of(mask)
     if not spans:
         raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
-    # Also what a tokenizer that cannot map characters to tokens would lead to: a mark that runs into the next turn.
+    # A tokenizer that cannot map characters to tokens also ends here: its marks run into the next turn.
     if len(spans) != number:
-        raise ValueError(
-            f"mask and turns differ: the template marks {len(spans)} stretches in {number} assistant turns"
-        )
+        raise ValueError(f"mask and turns differ: the template marks {len(spans)} spans in {number} assistant turns")
     start, end = spans[-1]
     before = render(tokenizer, messages[:-1], tools) if len(messages) > 1 else []
     if start < _common(before, ids):
-        raise ValueError(f"mask and turns differ: the template marks what stands before assistant turn {number}, too")
+        raise ValueError(f"mask and turns differ: the template also marks tokens before assistant turn {number}")
     return ids, start, end
 
 
 def _turn_by_prefix(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
 ) -> tuple[list[int], int, int]:
-    """(all tokens, start, end) of the last message, assistant turn `number`: what follows its prompt."""
+    """(all tokens, start, end) of the last message, assistant turn `number`: the tokens behind its prompt."""
     prompt, ids = render_prompt(tokenizer, messages[:-1], tools), render(tokenizer, messages, tools)
     at = _common(prompt, ids)
     if at < len(prompt):
@@ -274,10 +266,8 @@ def _turn_by_prefix(
 def _turn_with_thought(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
 ) -> tuple[list[int], int, int] | None:
-    """(all tokens, start, end) of the last message where its prompt opens a thought and the template writes none back.
-
-    The target is asked with `<think>` at the end of the prompt and writes on from there. None for other templates.
-    """
+    """(all tokens, start, end) of the last message if its prompt ends with `<think>` and the template writes no thought
+    back; else None."""
     prompt = render_prompt(tokenizer, messages[:-1], tools)
     if not str(tokenizer.decode(prompt[-8:])).rstrip().endswith("<think>"):
         return None
@@ -292,7 +282,7 @@ def _turn_with_thought(
             f"no thought: the prompt of assistant turn {number} opens one with <think>, its answer has none"
         )
     written = tokenizer(content.removeprefix("<think>").lstrip(), add_special_tokens=False)["input_ids"]
-    # The turn's end as the template writes it behind an answer.
+    # The template's end of a turn.
     special = _special_tokens(tokenizer)
     last = next((token for token in reversed(ids) if str(tokenizer.decode([token])).strip()), None)
     ending = [last] if last in special else []
@@ -305,7 +295,7 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase, ids: list[int], start: int, end: int) -> int:
-    """Moves `end` behind the turn's end token: over one that follows, back over blanks that stand behind it."""
+    """Moves `end` behind the turn's end token: forward over the token, or back over blanks behind it."""
     special = _special_tokens(tokenizer)
     last = next((i for i in reversed(range(start, end)) if ids[i] in special), None)
     if last is not None and (last + 1 == end or not str(tokenizer.decode(ids[last + 1 : end])).strip()):

@@ -1,9 +1,8 @@
-"""Files and folders that are whole or not there, whatever is killed and when.
+"""Writes files and folders atomically, also through kills and power cuts.
 
-A file is written as <name>.partial beside its place, reaches the disk, and is renamed: no power cut leaves a name
-without its content. A folder is written likewise. One that stands in its place is renamed to <name>.replaced first. A
-kill between the two renames leaves no <name>, and the new folder whole in <name>.partial: readers find it there
-(`written`), and the next writer puts it into its place.
+A file is written as <name>.partial, synced to disk, and renamed. A folder is written the same way; an older folder is
+first renamed to <name>.replaced. A kill between these two renames leaves the complete new folder in <name>.partial.
+Readers find it there (`written`), and the next writer renames it.
 """
 
 import os
@@ -16,12 +15,12 @@ from draftsmith.recipes.errors import UserError
 
 
 def partial_path(path: Path) -> Path:
-    """Where a file or folder is written before it is renamed to `path`."""
+    """The path of a file or folder before it is renamed to `path`."""
     return path.with_name(f"{path.name}.partial")
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Writes a file; text as UTF-8. The folder is made where it is missing."""
+    """Writes a file, text as UTF-8, and makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -29,10 +28,7 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A path for writers that open files themselves. The file takes its place when the block ends well.
-
-    After an error it is deleted: a full disk has no room for half a file.
-    """
+    """A path to write to. The file is renamed to `path` after the block, or deleted after an error."""
     partial = partial_path(path)
     try:
         yield partial
@@ -45,11 +41,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def sync_to_disk(path: Path, inside: bool = True) -> None:
-    """Makes a file, or a folder with all inside, outlast a power cut; to be called before a rename makes it count."""
+    """Syncs a file, or a folder and its content, to disk. Call it before the rename."""
     for each in (*(path.rglob("*") if inside else ()), path):
         if each.is_dir() and os.name == "nt":
-            continue  # Windows opens no folders
-        handle = os.open(each, os.O_RDONLY if each.is_dir() else os.O_RDWR)  # and syncs no file opened for reading
+            continue  # Windows cannot open folders
+        handle = os.open(each, os.O_RDONLY if each.is_dir() else os.O_RDWR)  # nor sync a file opened for reading
         try:
             os.fsync(handle)
         finally:
@@ -61,21 +57,20 @@ def sync_to_disk(path: Path, inside: bool = True) -> None:
 
 @contextmanager
 def atomic_folder(directory: Path, own: Collection[str]) -> Iterator[Path]:
-    """An empty folder to write into. It takes the place of `directory` when the block ends well.
+    """An empty folder to write into. It replaces `directory` after the block.
+
+    Raises UserError if a file has the folder's name, or if a kept file and a new one have the same name.
 
     Args:
-        own: names of the files that its writer writes. Everything else in the older folder is the user's and kept.
-
-    Raises:
-        UserError: a file has the folder's name, or what is to be kept would hide something of the same name.
+        own: names of the writer's files. Everything else in the older folder is the user's and is kept.
     """
-    directory = directory.resolve()  # of a link the folder behind it is replaced, not the link
+    directory = directory.resolve()  # replaces the folder behind a link, not the link
     partial, retired = partial_path(directory), _retired_path(directory)
     for folder in (directory, retired):
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"{folder} is a file; move it away, a folder of that name is to be written")
+            raise UserError(f"{folder} is a file; move it away, because a folder of that name is needed")
     if not directory.exists() and retired.exists():
-        # Before `partial` is touched: `written` must not find half of it.
+        # Before `partial` changes: `written` must not find half of it.
         os.replace(partial if partial.exists() else retired, directory)
     _empty(retired, directory, own)
     shutil.rmtree(partial, ignore_errors=True)
@@ -90,7 +85,7 @@ def atomic_folder(directory: Path, own: Collection[str]) -> Iterator[Path]:
 
 
 def written(directory: Path) -> Path:
-    """Where the folder lies: in `directory`, but after a kill between the two renames of `atomic_folder`."""
+    """The folder's path: `directory`, or its partial path after a kill between the renames of `atomic_folder`."""
     resolved = directory.resolve()
     partial, retired = partial_path(resolved), _retired_path(resolved)
     return partial if not directory.exists() and retired.exists() and partial.exists() else directory
@@ -101,7 +96,7 @@ def _retired_path(directory: Path) -> Path:
 
 
 def _empty(retired: Path, directory: Path, own: Collection[str]) -> None:
-    """Moves what is not its writer's from a replaced folder into the new one, then deletes it."""
+    """Moves the user's files from a replaced folder into the new one, then deletes the replaced folder."""
     if not retired.exists():
         return
     kept = [path for path in retired.iterdir() if path.name not in own]

@@ -1,11 +1,10 @@
-"""sha256 of a file, by which files are told apart."""
+"""sha256 of a file."""
 
 import hashlib
 from pathlib import Path
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

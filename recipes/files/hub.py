@@ -1,6 +1,6 @@
-"""Asks the Hugging Face Hub once whether it has something, before transformers or datasets ask for minutes.
+"""Asks the Hugging Face Hub once whether it has a model or dataset.
 
-Without a network both try every file six times, with growing pauses, and say nothing or print each try.
+Without a network, transformers and datasets try every file six times with growing pauses, which takes minutes.
 """
 
 import re
@@ -15,12 +15,9 @@ SECONDS = 5.0  # for the Hub to answer
 
 @cache
 def check_model(model: str, revision: str | None) -> None:
-    """Checks that `model` is a folder, or a Hub id that is cached or that the Hub knows.
+    """Raises UserError unless `model` is a folder, a cached Hub id, or known to the Hub.
 
-    Where it is cached and the Hub does not answer, the cache serves everything from here on.
-
-    Raises:
-        UserError: the model is nowhere.
+    If it is cached and the Hub does not answer, this process goes offline.
     """
     if not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model) or Path(model).exists():
         return
@@ -40,7 +37,7 @@ def check_model(model: str, revision: str | None) -> None:
         print(f"{model!r} is no folder here; asking the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
         HfApi().model_info(model, revision=revision, timeout=SECONDS)
-    except Exception as error:  # the Hub's client changes its HTTP library, and so their exceptions
+    except Exception as error:  # versions of the Hub's client use HTTP libraries with different exceptions
         if not cached:
             raise UserError(f"{where}, {_why(error, revision)}") from error
         go_offline(f"the Hub does not serve {model!r}; its cached files are taken")
@@ -48,7 +45,7 @@ def check_model(model: str, revision: str | None) -> None:
 
 @cache
 def check_dataset(name: str) -> None:
-    """Goes offline if the Hub cannot be reached; what is cached is then read, and what is not fails at once."""
+    """Goes offline if the Hub cannot be reached. Cached datasets are then read, and others fail at once."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -57,13 +54,13 @@ def check_dataset(name: str) -> None:
     try:
         HfApi().dataset_info(name, timeout=SECONDS)
     except HfHubHTTPError:
-        return  # it was reached: datasets says what is wrong
+        return  # the Hub answered; datasets reports the error
     except Exception as error:  # as above
         go_offline(f"the Hub cannot be reached ({_first_words(error)}); only cached datasets can be read")
 
 
 def go_offline(why: str) -> None:
-    """Keeps the Hub's client, transformers and datasets from asking the Hub in this process."""
+    """Stops the Hub's client, transformers and datasets from asking the Hub in this process."""
     from datasets import config
     from huggingface_hub import constants
 

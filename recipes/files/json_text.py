@@ -1,14 +1,14 @@
-"""JSON as others hand it to us: whatever cannot be used is a ValueError, deep nesting included."""
+"""Parses foreign JSON. Raises ValueError for unusable text, including deep nesting."""
 
 import json
 from typing import Any
 
-# No real data is nested this deep. Writing, comparing and rendering values is recursive and must not run out of stack.
+# Deeper than real data. Writing, comparing and rendering values is recursive and must not exhaust the stack.
 MAX_DEPTH = 100
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that `text` holds. Raises ValueError, "kind: detail", for everything that cannot be used."""
+    """The value of `text`. Raises ValueError, "kind: detail", for unusable text."""
     try:
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
         value = json.loads(text)
@@ -23,7 +23,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_depth(value: Any, brackets: int) -> None:
-    """Raises ValueError beyond MAX_DEPTH; `brackets` in its text, if no more, say at once that it is not."""
+    """Raises ValueError beyond MAX_DEPTH. A text with at most MAX_DEPTH `brackets` needs no walk."""
     level, depth = [value], 0
     while level and brackets > MAX_DEPTH:
         depth += 1

@@ -1,4 +1,4 @@
-"""Appending to files of lines, so that no kill and no full disk leaves half a line between two others."""
+"""Appends to files of lines. No kill and no full disk leaves half a line between two others."""
 
 import os
 from pathlib import Path
@@ -8,34 +8,27 @@ from draftsmith.recipes.errors import UserError
 
 
 def append_line(file: IO[bytes], path: Path, line: bytes) -> None:
-    """Hands one line, its end included, to the operating system in one write.
+    """Writes one line with its end in one call. After a kill during that call, `cut_torn_line` removes the rest.
 
-    What a kill in the middle of that write may leave of it is the file's end: see `cut_torn_line`.
+    Raises UserError, after cutting off a part that was written, if the disk or quota is full.
 
     Args:
         file: `path`, opened with "ab" and without buffering.
-
-    Raises:
-        UserError: the line found no room (a full disk, a quota). What was written of it is cut off again.
     """
     end, written = file.seek(0, os.SEEK_END), 0
     try:
-        while written < len(line):  # once, but for an interrupting signal or a disk with room for a part
+        while written < len(line):  # more than once after a signal, or on an almost full disk
             written += file.write(line[written:])
     except OSError as error:
         file.truncate(end)
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}); the lines that stand in it are whole: make room and start "
-            "again, it goes on from there"
+            f"{path}: cannot be written ({error.strerror}); its lines are whole: make room and run the same command "
+            "again"
         ) from error
 
 
 def cut_torn_line(file: IO[bytes], path: Path) -> list[bytes]:
-    """The whole lines of `path`, without their ends; what a kill left of one more is cut off.
-
-    Args:
-        file: `path`, opened as for `append_line`.
-    """
+    """Cuts a torn last line off `path` and returns the other lines, without their ends. `file` as for `append_line`."""
     *lines, torn = path.read_bytes().split(b"\n")
     if torn:
         file.truncate(path.stat().st_size - len(torn))

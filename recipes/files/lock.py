@@ -1,4 +1,4 @@
-"""Keeps two processes from writing into one place."""
+"""Keeps two processes from writing to one place."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +11,10 @@ from draftsmith.recipes.errors import UserError
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Keeps other runs from writing into a folder meanwhile, where the file system can.
-
-    Raises:
-        UserError: another run is writing there.
-    """
+    """Locks a folder, if the file system can. Raises UserError if another run is writing there."""
     refusal = (
-        f"{directory}: another run is writing there; wait for it, or name another folder. Processes of one run are "
-        "started together, by torchrun"
+        f"{directory}: another run is writing there; wait for it, or name another folder. Start the processes of one "
+        "run together, by torchrun"
     )
     with locked(directory / ".lock", refusal):
         yield
@@ -26,10 +22,9 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path, refusal: str) -> Iterator[None]:
-    """Holds the lock file `path`, which stays behind, empty. The lock itself ends with the process, however that ends.
+    """Holds the lock file `path`, which remains as an empty file. The lock itself ends with the process.
 
-    Raises:
-        UserError: `refusal`; another process holds it.
+    Raises UserError(refusal) if another process holds it.
     """
     lock = FileLock(path, timeout=0, fallback_to_soft=False)  # a soft lock would outlast a killed process
     try:
@@ -37,7 +32,7 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
     except Timeout:
         raise UserError(refusal) from None
     except OSError:
-        pass  # some network file systems lock nothing
+        pass  # some network file systems cannot lock
     try:
         yield
     finally:

@@ -1,20 +1,20 @@
-"""The benchmarks that have a name in recipes: where they are fetched, and how their published rows are asked.
+"""Named benchmarks of recipes: their place on the hub and the prompts of their rows.
 
     mt_bench      80 conversations of two turns in eight categories (Zheng et al. 2023, arXiv 2306.05685)
     humaneval     164 Python functions to complete (Chen et al. 2021, arXiv 2107.03374)
     gsm8k         1,319 school-maths questions, the test split (Cobbe et al. 2021, arXiv 2110.14168)
     spec_bench    480 conversations of six tasks (Xia et al. 2024, arXiv 2401.07851)
 
-`mt_bench` alone is fetched by the `datasets` library, which keeps what it has fetched; `mt_bench:path/to/file` is your
-copy, JSON lines or parquet, in any published form:
+`mt_bench` is fetched and cached by the `datasets` library; `mt_bench:path/to/file` is your copy, JSON lines or parquet,
+in any published form:
 
     question_id, category, turns, reference      MT-bench, Spec-Bench, and EAGLE's files for all of them
-    task_id, prompt, canonical_solution          HumanEval: the prompt is code, and HUMANEVAL_REQUEST is put before it
-    question, answer                             GSM8K: the question as it stands
+    task_id, prompt, canonical_solution          HumanEval: HUMANEVAL_REQUEST, then the prompt, which is code
+    question, answer                             GSM8K: the question
 
-Conversations are called <benchmark>/<number of the question>, so that benchmarks stand side by side, and carry
-meta["benchmark"] and, where the rows have one, meta["category"]. Spec-Bench publishes its results for six tasks, one of
-which is MT-bench: there meta["category"] is `mt_bench` and MT-bench's own category is meta["subcategory"].
+A conversation's id is <benchmark>/<number of the question>. It has meta["benchmark"] and, if the rows have one,
+meta["category"]. Spec-Bench publishes results for six tasks. One is MT-bench: its questions have meta["category"]
+`mt_bench` and MT-bench's own category in meta["subcategory"].
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ from draftsmith.recipes.files.hub import check_dataset
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `datasets.load_dataset` is asked for."""
+    """Arguments of `datasets.load_dataset`."""
 
     hub_id: str
     split: str
     config: str | None = None
-    # Files of a hub repository that are read one by one, because their columns differ. Empty: what the hub id offers.
+    # Files that are read one by one, because their columns differ. Empty: the repository's default.
     files: tuple[str, ...] = ()
 
 
@@ -40,7 +40,7 @@ BENCHMARKS = {
     "mt_bench": Benchmark("philschmid/mt-bench", "train"),
     "humaneval": Benchmark("openai/openai_humaneval", "test"),
     "gsm8k": Benchmark("openai/gsm8k", "test", config="main"),
-    # Spec-Bench's own repository is not on the hub; these six files are its question.jsonl, cut by task.
+    # Spec-Bench itself is not on the hub; these six files are its question.jsonl, split by task.
     "spec_bench": Benchmark(
         "RedHatAI/speculator_benchmarks",
         "train",
@@ -52,12 +52,12 @@ BENCHMARKS = {
 
 MT_BENCH_CATEGORIES = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
-# The rows are bare code, which a chat model may continue or explain. Files with `turns` bring their own request.
+# A chat model may continue or explain bare code. Files with `turns` have their own request.
 HUMANEVAL_REQUEST = "Complete this Python function. Answer with the whole function and nothing else.\n\n"
 
 
 def benchmark_of(source: str) -> tuple[str, str | None] | None:
-    """(benchmark, file or None) of `mt_bench` or `mt_bench:file`; None where the source is something else."""
+    """(benchmark, file or None) of `mt_bench` or `mt_bench:file`; None for any other source."""
     name, colon, path = source.partition(":")
     if name not in BENCHMARKS:
         return None
@@ -65,11 +65,7 @@ def benchmark_of(source: str) -> tuple[str, str | None] | None:
 
 
 def fetch(name: str) -> Iterator[Any]:
-    """The rows of a benchmark from the hub.
-
-    Raises:
-        UserError: it cannot be fetched; names the hub id, and how to give a file instead.
-    """
+    """The rows of a benchmark from the hub. Raises UserError if they cannot be fetched."""
     import datasets
 
     benchmark = BENCHMARKS[name]
@@ -90,10 +86,10 @@ def fetch(name: str) -> Iterator[Any]:
 
 
 def known_forms(name: str, record: Any, line: int) -> Any:
-    """A row of benchmark `name` as a record that `recipes.prompts.records` reads; what is no row stays as it is.
+    """A row of benchmark `name` as a record for `recipes.prompts.records`. Values that are not rows stay as they are.
 
     Args:
-        line: of the file or table, the question's number where the row has none.
+        line: the question's number if the row has none.
     """
     if not isinstance(record, dict):
         return record

@@ -1,18 +1,17 @@
-"""One reader for every prompt format: files, benchmarks, the standard library's prompts and `datasets` names.
+"""Reads prompts of every format: files, benchmarks, the standard library's prompts and `datasets` names.
 
 Sources
     path.jsonl, path.json        one JSON object per line, or one JSON array of objects (.jsonl: nothing else in it)
     path.csv, path.tsv           one row per conversation, in UTF-8; the first row names the columns. Commas, semicolons
                                  or tabs divide .csv; `messages`, `turns` and `tools` are JSON text
     path.parquet                 one row per conversation
-    stdlib:train, :heldout       questions about the interpreter's own library (`stdlib_prompts`)
+    stdlib:train, :heldout       questions about the interpreter's own library (`recipes.prompts.stdlib`)
     hf:org/name[:split]          a dataset of the `datasets` library, streamed; the split is `train` unless given
     hf:org/name:config:split     a configuration of it, for example hf:openai/gsm8k:main:train
     mt_bench, humaneval, gsm8k, spec_bench, each also as mt_bench:path
-                                 benchmarks: fetched, or your copy in the form they are published in
-                                 (`benchmark_prompts`)
+                                 benchmarks: fetched, or your copy in a published form (`recipes.prompts.benchmarks`)
 
-A record is recognised by its columns, the first of these that it has
+A record is recognised by its first column among these
     messages                     [{"role", "content", ...}]; tool calls, reasoning_content and other keys stay
     conversations, conversation  ShareGPT: [{"from", "value"}], function_call and observation turns too; or as messages
     turns                        MT-bench, Spec-Bench: ["first user turn", "second user turn"]
@@ -22,23 +21,23 @@ A record is recognised by its columns, the first of these that it has
     question                     `answer`, `response`
     query                        `response`, `answer`
     problem                      `solution`
-The last five hold one question and, in the columns named beside it, its answer where that is text. A record in which
-two of them ask different things, or two columns hold different answers, is ambiguous and is rejected.
+Each of the last five holds one question, and the columns named beside it may hold its answer as text. A record with
+two different questions or two different answers is ambiguous and is rejected.
 
-Beside them are read `id` (or `question_id`), `images`, `meta`, `system` (or `system_prompt`: the system message, unless
-the messages begin with the same), `tools` (function schemas, also as JSON text) and `category`; the last two move into
-`meta`. `prompt_records` says how tool calls are written. meta["benchmark"] is the source's short name: a benchmark's, a
+Other columns are `id` (or `question_id`), `images`, `meta`, `system` (or `system_prompt`: the system message, unless
+the messages begin with the same), `tools` (function schemas, also as JSON text) and `category`. The last two move into
+`meta`. `recipes.prompts.records` documents tool calls. meta["benchmark"] is the source's short name: a benchmark's, a
 file's without folder and ending, `org/name`, `stdlib:train`.
 
-Ids are unique in one reading. Where two sources give different conversations one id, the later source's short name goes
-before it: `second/0`. An id that occurs twice in one source is rejected the second time, as is the same conversation
-with the same id in another source.
+Ids are unique in one reading. If two sources give one id to different conversations, the later one gets its source's
+short name as a prefix: `second/0`. A repeated id in one source is rejected, and so is the same conversation with the
+same id in another source.
 
-Training prompts are asked once (`read_training_prompts`): of conversations that ask the same, only the first is kept,
-whatever their ids and answers; data.duplicates=keep keeps all. Evaluation prompts are never dropped for that.
+Of training prompts that ask the same, only the first is kept, whatever their ids and answers (`read_training_prompts`);
+data.duplicates=keep keeps all. Evaluation prompts are never dropped for that.
 
-User turns may follow each other (`turns` always do). Whoever generates puts an assistant turn after each user turn that
-has none: [user, user] becomes [user, assistant, user, assistant].
+User turns may follow each other (`turns` always do). Generation puts an assistant turn after each user turn without
+one: [user, user] becomes [user, assistant, user, assistant].
 """
 
 import hashlib
@@ -63,8 +62,8 @@ def read_conversations(
 ) -> Iterator[Conversation]:
     """The usable conversations of `sources`, in order, at most `limit`; the others go to `rejects`.
 
-    Sources are checked at the call, records are read one by one as they are asked for. Raises UserError at once for
-    sources that do not exist or are empty, and at the end, all else read, for sources without one usable record.
+    Reads records lazily. Raises UserError at once for missing or empty sources, and at the end for sources without a
+    usable record.
     """
     names = [sources] if isinstance(sources, str) else list(sources)
     problems = [problem for name in names if (problem := check_source(name)) is not None]
@@ -76,17 +75,17 @@ def read_conversations(
 
 
 def read_training_prompts(data: DataSection, rejects: Rejects, limit: int | None) -> Iterator[Conversation]:
-    """The conversations of data.prompts, at most `limit`: what regeneration asks.
+    """The conversations of data.prompts that regeneration asks, at most `limit`. Raises as `read_conversations` does.
 
-    Unless data.duplicates is `keep`, a conversation that asks the same as an earlier one goes to `rejects`, whatever
-    its id, and does not count towards `limit`. Raises as `read_conversations` does.
+    Unless data.duplicates is `keep`, a conversation that asks the same as an earlier one goes to `rejects` and does not
+    count towards `limit`.
     """
     conversations = read_conversations(data.prompts or [], rejects)
     return islice(conversations if data.duplicates == "keep" else _asked_once(conversations, rejects), limit)
 
 
 def _asked_once(conversations: Iterator[Conversation], rejects: Rejects) -> Iterator[Conversation]:
-    places: dict[bytes, str] = {}  # digest of what is asked -> where it was first seen
+    places: dict[bytes, str] = {}  # digest of what is asked -> first place
     for conversation in conversations:
         digest = bytes.fromhex(asked_digest(conversation))
         if (first := places.get(digest)) is None:
@@ -99,20 +98,20 @@ def _asked_once(conversations: Iterator[Conversation], rejects: Rejects) -> Iter
 
 
 def asked_digest(conversation: Conversation) -> str:
-    """sha256 of what the target is asked: the messages without their answers, the tools and what the pictures show."""
+    """sha256 of what the target is asked: messages without answers, tools, pictures."""
     asked: list[Any] = [list(questions(conversation.messages)), conversation.meta.get("tools")]
     asked += [conversation.pictures] if conversation.pictures else []
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """What stands before each answer: a user turn, system messages before it, tool calls and results behind it.
+    """The messages before each answer: a user turn, system messages before it, tool calls and results behind it.
 
-    A system message between a question and its answer stays there. Answers are left out; an assistant turn that calls
+    A system message between a question and its answer stays there. Answers are left out. An assistant turn that calls
     tools is kept, with the results that follow it.
     """
     pending: list[dict[str, Any]] = []
-    behind: list[dict[str, Any]] = []  # system messages behind a question: of it, unless another user turn comes first
+    behind: list[dict[str, Any]] = []  # system messages behind a question; belong to the next user turn if one follows
     asked = answered = False
     for message in messages:
         role = message["role"]
@@ -136,13 +135,13 @@ def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 
 def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
-    places: dict[str, str] = {}  # id -> where it was first seen
-    contents: dict[str, int] = {}  # id -> hash of what it holds
+    places: dict[str, str] = {}  # id -> first place
+    contents: dict[str, int] = {}  # id -> hash of the conversation
     benchmarks = short_names(names)
     barren = []
     for name in names:
         usable, rejected_before = 0, rejects.total
-        own: dict[str, str] = {}  # as `places`, ids as this source writes them
+        own: dict[str, str] = {}  # as `places`, by ids as this source writes them
         for line, record in records(name, rejects):
             try:
                 conversation = to_conversation(record, _default_id(name, line, places), name, line, benchmarks[name])
@@ -150,7 +149,7 @@ def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
                 asked = [conversation.messages, conversation.images, conversation.meta.get("tools")]
                 content = hash(json.dumps(asked, default=str))
                 if contents.get(given) != content and given not in own and given in places:
-                    # Another source's number, and another conversation. The same in every run: sources are ordered.
+                    # Another conversation with another source's id. Sources are ordered, so every run renames it alike.
                     free = f"{benchmarks[name]}/{given}"
                     while free in places:
                         free = f"{benchmarks[name]}/{free}"
@@ -166,15 +165,14 @@ def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
             yield conversation
         if not usable:
             rejected = rejects.total - rejected_before
-            barren.append(
-                f"{name}: no usable conversation ({rejected} rejected: {rejects.summary()})"
-                if rejected
-                else f"{name}: no record in it"
+            problem = (
+                f"no usable conversation ({rejected} rejected: {rejects.summary()})" if rejected else "no record in it"
             )
+            barren.append(f"{name}: {problem}")
     if barren:
         raise UserError(barren)
 
 
 def _default_id(source: str, line: int, places: dict[str, str]) -> str:
     short = f"{Path(source).name if not source.startswith('hf:') else source}:{line}"
-    return f"{source}:{line}" if short in places else short  # two files of the same name in different folders
+    return f"{source}:{line}" if short in places else short  # folders may hold files of the same name

@@ -1,15 +1,13 @@
-"""One record of any known form -> `Conversation`. `recipes.prompts` lists the columns by which a form is recognised.
+"""Makes a `Conversation` from a record of any known form. `recipes.prompts.reader` lists the columns of each form.
 
-Messages pass as they are, other keys too, but for what real data sets write in many ways and chat templates read in
-one:
+Messages and their other keys stay as they are, except where data sets differ and chat templates need one form:
 
     roles          ShareGPT's and OpenAI's older names become system, developer, user, assistant, tool
-    empty keys     a message's null keys are left out, `content` excepted: templates ask whether a key is there
-    tool calls     {"type": "function", "function": {"name", "arguments"}}, arguments as an object, not as its JSON text
-                   (transformers' convention; templates write them by `tojson`); also from `function_call` keys and
-                   ShareGPT's function_call turns, which join the assistant turn before them
-    tools          a list of {"type": "function", "function": schema}, also where the column is JSON text or the
-                   schemas stand bare
+    empty keys     null keys of a message are left out, except `content`, because templates test whether a key exists
+    tool calls     {"type": "function", "function": {"name", "arguments"}}, with arguments as an object, not as JSON
+                   text (transformers' convention); also from `function_call` keys and from ShareGPT's function_call
+                   turns, which join the assistant turn before them
+    tools          a list of {"type": "function", "function": schema}, also from JSON text or bare schemas
 """
 
 import json
@@ -39,7 +37,7 @@ OTHER_ROLES = {
 CALL_ROLES = ("function_call", "tool_call")
 
 LIST_COLUMNS = ("messages", "conversations", "conversation", "turns")
-# One question as text: its column, and those in which its answer may stand.
+# Column of a question -> columns of its answer.
 TEXT_COLUMNS = {
     "prompt": ("completion", "response"),
     "instruction": ("output", "response"),
@@ -49,56 +47,51 @@ TEXT_COLUMNS = {
 }
 COLUMNS = (*LIST_COLUMNS, *TEXT_COLUMNS)
 SYSTEM_COLUMNS = ("system", "system_prompt")
-# What Alpaca and Dolly put beside an instruction; beside another column their meaning is anyone's guess.
+# Columns of Alpaca and Dolly; their meaning beside other columns is unknown.
 BESIDE_INSTRUCTION = ("input", "context")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    id: str  # unique in one reading; `<file name>:<line>` where the record has none
+    id: str  # unique in one reading; default `<file name>:<line>`
     messages: list[dict[str, Any]]  # {"role": one of ROLES, "content": text or OpenAI content parts, ...}
     images: list[str] = field(default_factory=list)  # paths, as written in the record
-    # `benchmark`: the source's short name; `category`; `tools`: function schemas for the chat template; and the
-    # record's own.
+    # The record's own, with `benchmark` (the source's short name), `category` and `tools` (function schemas).
     meta: dict[str, Any] = field(default_factory=dict)
-    # Its place, for rejects; equal conversations may stand at different ones.
+    # Place, for rejects; not compared.
     source: str = field(default="", compare=False)  # as named in the recipe
     line: int | None = field(default=None, compare=False)  # from 1: line of a text file, row of a table
 
     @cached_property
     def pictures(self) -> list[str]:
-        """`pictures_of` it."""
         return pictures_of(self.messages, self.images)
 
 
 def pictures_of(messages: Sequence[Any], images: Sequence[str]) -> list[str]:
-    """Digests of the pictures that a conversation shows, in order: two under one name differ, copies of one do not.
-
-    A picture that is no file here, such as a URL, stands for itself.
-    """
+    """Digests of a conversation's pictures, in order. A picture that is no local file, such as a URL, stays as is."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     shown = [part for part in parts if isinstance(part, dict) and part.get("type") != "text"]
-    return [json.dumps(_content(each), sort_keys=True, default=str) for each in (*images, *shown)]
+    return [json.dumps(_with_digests(each), sort_keys=True, default=str) for each in (*images, *shown)]
 
 
-def _content(value: Any) -> Any:
-    """`value` with the digest of each file in the place of its path."""
+def _with_digests(value: Any) -> Any:
+    """`value` with each file's path replaced by its digest."""
     if isinstance(value, dict):
-        return {key: _content(each) for key, each in value.items()}
+        return {key: _with_digests(each) for key, each in value.items()}
     if isinstance(value, str):
         try:
             return f"sha256 {file_digest(Path(value))}" if Path(value).is_file() else value
-        except (OSError, ValueError):  # no path at all: a picture in base64
+        except (OSError, ValueError):  # not a path: a picture in base64
             return value
     return value
 
 
 def to_conversation(record: Any, default_id: str, source: str, line: int, benchmark: str = "") -> Conversation:
-    """Recognise and check the record at `line` of `source`. Raises ValueError, "kind: detail", if it cannot be used.
+    """Recognises and checks the record at `line` of `source`. Raises ValueError, "kind: detail", if it is unusable.
 
     Args:
-        benchmark: for meta["benchmark"], where the record's own meta names none.
+        benchmark: default of meta["benchmark"].
     """
     if not isinstance(record, dict):
         raise ValueError(f"wrong type: a record must be a JSON object, this is {json_type(record)}")
@@ -129,9 +122,8 @@ def _id_of(record: dict[str, Any], default_id: str) -> str:
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-            raise ValueError(
-                f"wrong type: `{key}` must be text or a whole number, not {json.dumps(value, default=str)}"
-            )
+            found = json.dumps(value, default=str)
+            raise ValueError(f"wrong type: `{key}` must be text or a whole number, not {found}")
         return str(value)
     return default_id
 
@@ -145,7 +137,7 @@ def _messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
         raise ValueError(f"unknown columns: none of {', '.join(COLUMNS)} among {', '.join(map(str, record)) or 'none'}")
     value = record[column]
     if column in LIST_COLUMNS and isinstance(value, str) and value.lstrip().startswith("["):
-        value = parse_json(value)  # tables without a type for messages
+        value = parse_json(value)  # of a table that stores messages as text
     if column in TEXT_COLUMNS and not (column == "prompt" and isinstance(value, list)):
         return _question_and_answer(column, record)
     if not isinstance(value, list):
@@ -156,7 +148,7 @@ def _messages_of(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _question_and_answer(column: str, record: dict[str, Any]) -> list[dict[str, Any]]:
-    """[earlier turns, question, answer], the answer where its column holds text."""
+    """[earlier turns, question, answer], without the answer if its column holds no text."""
     asked = {name: record[name] for name in TEXT_COLUMNS if record.get(name) not in (None, "")}
     if len(asked) > 1 and any(text != record[column] for text in asked.values()):
         raise ValueError(f"ambiguous columns: {' and '.join(f'`{name}`' for name in asked)} both ask something")
@@ -216,7 +208,7 @@ def _messages(column: str, items: list[Any]) -> list[dict[str, Any]]:
         role = message.get("role")
         if role in CALL_ROLES:
             message = {"role": "assistant", "content": None, "tool_calls": message.get("content")}
-            if messages and messages[-1].get("role") == "assistant":  # what it said before it called
+            if messages and messages[-1].get("role") == "assistant":  # the text before the call
                 before = messages.pop()
                 earlier = before.get("tool_calls", [])
                 messages.append(before | {"tool_calls": [*earlier, *_tool_calls(message["tool_calls"], index)]})
@@ -249,7 +241,7 @@ def _tool_calls(value: Any, index: int) -> list[dict[str, Any]]:
             try:
                 arguments = parse_json(function["arguments"])
             except ValueError:
-                arguments = None  # cut or made up: stays the text that it is
+                arguments = None  # malformed JSON stays text
             if isinstance(arguments, dict):
                 call = call | {"function": function | {"arguments": arguments}}
         found.append(call)
@@ -267,7 +259,7 @@ def _tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _listed(value: Any, what: str) -> list[dict[str, Any]]:
-    """Objects from a list of them or of their JSON text, from one of them, or from the whole as JSON text."""
+    """The objects in `value`: a list or one object, each or all of them possibly as JSON text."""
     if isinstance(value, str):
         value = parse_part(value, what) if value.strip() else []
     items = value if isinstance(value, list) else [value]
@@ -282,22 +274,21 @@ def parse_part(text: str, what: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise ValueError(f"wrong type: {what} hold text that is no JSON ({error})") from None
+        raise ValueError(f"wrong type: {what} hold text that is not JSON ({error})") from None
 
 
 # Checks.
 
 
 def _check_messages(messages: list[dict[str, Any]]) -> None:
-    """Roles, contents and order, as every chat template can be given them."""
+    """Raises ValueError for roles, contents or an order of messages that chat templates cannot read."""
     previous = None
     for index, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise ValueError(
-                f"unknown role: {json.dumps(role, default=str)} of message {index}, known are {', '.join(ROLES)}"
-            )
-        # An assistant that only calls tools, or only thinks, has no content.
+            found = json.dumps(role, default=str)
+            raise ValueError(f"unknown role: {found} of message {index}, known are {', '.join(ROLES)}")
+        # An assistant turn may have no content if it calls tools or thinks.
         silent = role == "assistant" and (message.get("tool_calls") or message.get("reasoning_content"))
         if not (content is None and silent):
             _check_content(content, index)

@@ -1,4 +1,4 @@
-"""Records that could not be used: each kept with its place and reason, none lost, none stops a run."""
+"""Keeps unusable records with their place and reason. They never stop a run."""
 
 import hashlib
 import json
@@ -10,18 +10,18 @@ from draftsmith.recipes.files.lines import append_line, cut_torn_line
 
 
 class Rejects:
-    """Records that could not be used: counted by reason and, where `path` is given, kept as JSON lines.
+    """Counts unusable records by the kind of reason and, if `path` is given, appends them to it as JSON lines.
 
-    A line is {"source", "line", "reason", "record"}. The part of a reason before its first colon is its kind; the
-    summary counts kinds. A file that already holds the same record, rejected for the same kind of reason (a resumed
-    run), does not get it again: servers put numbers of requests into their reasons.
+    A line is {"source", "line", "reason", "record"}. The kind is the part of a reason before its first colon. A resumed
+    run does not repeat a record that the file holds with the same kind of reason, because servers put numbers of
+    requests into their reasons.
     """
 
     def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path is not None else None
         self.counts: Counter[str] = Counter()
-        self._first = ""  # place and reason of the first one, for a summary without a file
-        self._written: set[bytes] = set()  # digests of what stood in the file before
+        self._first = ""  # place and reason of the first one
+        self._written: set[bytes] = set()  # digests of the file's earlier lines
         self._file: IO[bytes] | None = None
 
     @property
@@ -29,7 +29,7 @@ class Rejects:
         return self.counts.total()
 
     def add(self, source: str, line: int | None, reason: str, record: Any) -> None:
-        """`line` is the 1-based line of a text file or row of a table; `record` what stood there, text if unparsed."""
+        """`line` is the line of a text file or row of a table, from 1; `record` its content, text if unparsed."""
         self.counts[reason.split(":")[0]] += 1
         self._first = self._first or f"{source}:{line}: {reason}"
         if self.path is None:
@@ -41,7 +41,7 @@ class Rejects:
         entry = {"source": source, "line": line, "reason": reason, "record": record}
         text = json.dumps(entry, ensure_ascii=False, default=str)
         if not is_unicode(text):
-            text = json.dumps(entry, default=str)  # lone surrogates as \\ud800: the file stays readable
+            text = json.dumps(entry, default=str)  # lone surrogates as \\ud800, so the file stays readable
         kept = text.encode()
         if _identity(kept) not in self._written:
             append_line(self._file, self.path, kept + b"\n")
@@ -56,18 +56,18 @@ class Rejects:
 
 
 def _identity(line: bytes) -> bytes:
-    """A digest of a line of the file, in which the kind stands for the whole reason."""
+    """Digest of a line with its reason cut to the kind."""
     try:
         entry = json.loads(line)
         entry["reason"] = entry["reason"].split(":")[0]
         line = json.dumps(entry, sort_keys=True).encode()
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # not a line of ours
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # a foreign line
         pass
     return hashlib.sha256(line).digest()
 
 
 def is_unicode(text: str) -> bool:
-    """False where the text holds lone surrogates, which no file and no tokenizer takes."""
+    """False if the text holds lone surrogates, which files and tokenizers refuse."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

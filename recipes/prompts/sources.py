@@ -1,7 +1,7 @@
-"""Where records come from: JSON lines, JSON arrays, CSV, parquet, the standard library, the hub, benchmarks by name.
+"""Reads records from JSON lines, JSON arrays, CSV, parquet, the standard library, the hub and named benchmarks.
 
-`recipes.prompts.reader` says how sources are written. Here each is checked by its name and read record by record, as
-(line or row number from 1, record); what cannot be parsed goes to the rejects with its text.
+`recipes.prompts.reader` documents the names of sources. Records are (line or row number from 1, record). Text that
+cannot be parsed goes to the rejects.
 """
 
 import codecs
@@ -20,13 +20,13 @@ from draftsmith.recipes.prompts.stdlib import SPLITS, stdlib_conversations
 
 TABLE_TYPES = (".csv", ".tsv")
 FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
-DELIMITERS = ",;\t"  # of .csv files: spreadsheets write ; in countries with a decimal comma
-CELL_CHARACTERS = 1 << 24  # bounds what an unclosed quote takes in; the csv module's own limit is 128 KiB
+DELIMITERS = ",;\t"  # of .csv files; spreadsheets write ; in countries with a decimal comma
+CELL_CHARACTERS = 1 << 24  # limits an unclosed quote; the csv module's own limit is 128 KiB
 HUB_FORMS = "hf:org/name, hf:org/name:split or hf:org/name:config:split"
 
 
 def check_source(name: str) -> str | None:
-    """What is wrong with a source before any record is read, or None. Hub datasets are not looked up."""
+    """The problem of a source that shows before any record is read, or None. Hub datasets are not looked up."""
     if name.startswith("stdlib:"):
         split = name.removeprefix("stdlib:")
         return None if split in SPLITS else f"{name}: write {' or '.join(f'stdlib:{split}' for split in SPLITS)}"
@@ -57,7 +57,7 @@ def check_source(name: str) -> str | None:
 
 
 def short_names(sources: Sequence[str]) -> dict[str, str]:
-    """By source, the name under which its conversations are reported; the whole source where short ones are equal."""
+    """{source: its name in reports}; the whole source if short names are equal."""
     names = {source: _short_name(source) for source in sources}
     held = list(names.values())
     return {source: name if held.count(name) == 1 else source for source, name in names.items()}
@@ -73,10 +73,9 @@ def _short_name(source: str) -> str:
 
 
 def records(source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
-    """(line or row number from 1, record) of everything in `source` that could be parsed.
+    """(line or row number from 1, record) of every record in `source` that can be parsed.
 
-    Raises:
-        UserError: parquet that is none; a hub dataset or benchmark that cannot be fetched.
+    Raises UserError for an unreadable parquet file, or for a hub dataset or benchmark that cannot be fetched.
     """
     named = benchmark_of(source)
     if named is not None:
@@ -106,7 +105,7 @@ def _file_records(path: str, source: str, rejects: Rejects) -> Iterator[tuple[in
 
 
 def _is_array(path: str) -> bool:
-    """A .json file is an array if it begins as one. A .jsonl file must be one to its end: a line may just be bad."""
+    """A .json file is an array if it begins with one. A .jsonl file must be one array to its end."""
     with open(path, "rb") as file:
         lines = (line.removeprefix(b"\xef\xbb\xbf").strip() for line in file)
         if not next(filter(None, lines), b"").startswith(b"["):
@@ -120,7 +119,7 @@ def _is_array(path: str) -> bool:
 
 
 def json_lines(path: str | Path, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
-    """(line number from 1, value) of a JSON-lines file. A byte-order mark may open any line: files get joined."""
+    """(line number from 1, value) of a JSON-lines file. Any line may begin with a byte-order mark (joined files)."""
     with open(path, "rb") as file:
         for number, raw in enumerate(file, start=1):
             if not raw.removeprefix(b"\xef\xbb\xbf").strip():
@@ -134,24 +133,24 @@ def json_lines(path: str | Path, source: str, rejects: Rejects) -> Iterator[tupl
 
 
 def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int = 1 << 20) -> Iterator[tuple[int, Any]]:
-    """Elements of a JSON array, read piece by piece: ShareGPT's files are larger than some memories.
+    """Elements of a JSON array, read piece by piece, because ShareGPT's files exceed some memories.
 
-    After malformed JSON the rest of the array cannot be told apart; it is rejected as one record.
+    After malformed JSON the rest of the array is rejected as one record.
     """
     decoder = json.JSONDecoder()
     with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
         text, position, line, ended = "", 0, 1, False
 
         def refill() -> bool:
-            """Drop what was used, read on; False at the end of the file."""
+            """Drops the used text and reads more; False at the end of the file."""
             nonlocal text, position, ended
-            piece = file.read(max(chunk_characters, len(text) - position))  # doubling: a huge element stays linear
+            piece = file.read(max(chunk_characters, len(text) - position))  # doubles: linear for a huge element
             ended = not piece
             text, position = text[position:] + piece, 0
             return not ended
 
         def skip(characters: str) -> str:
-            """Move past blanks and `characters`; the next character, "" at the end."""
+            """Moves past `characters`; returns the next character, "" at the end."""
             nonlocal position, line
             while True:
                 while position < len(text) and text[position] in characters:
@@ -164,7 +163,7 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
 
         blanks = " \t\r\n"
         skip(blanks)
-        position += 1  # the opening bracket, which `_is_array` saw
+        position += 1  # the opening bracket
         while True:
             following = skip(blanks)
             if following == "]":
@@ -176,7 +175,7 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
             try:
                 record, end = decoder.raw_decode(text, position)
                 if text[end : end + 1] not in (*blanks, ",", "]") and not ended and refill():
-                    continue  # a number may go on in the next piece: 1 | .5
+                    continue  # the next piece may continue a number: 1 | .5
             except (ValueError, RecursionError) as error:
                 if not isinstance(error, RecursionError) and not ended and refill():
                     continue
@@ -201,10 +200,8 @@ def json_array(path: str, source: str, rejects: Rejects, chunk_characters: int =
 def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, dict[str, str]]]:
     """(number of its first line, {column: text}) of each row of a CSV file; the first row names the columns.
 
-    Quoted cells may hold delimiters and line ends. Empty cells are left out, and rows of nothing else.
-
-    Raises:
-        UserError: no column of the first row is a known one, or two have the same name.
+    Quoted cells may hold delimiters and line ends. Empty cells and empty rows are left out. Raises UserError if the
+    first row has no known column, or one name twice.
     """
     from draftsmith.recipes.prompts.records import COLUMNS  # not above: it imports this module
 
@@ -272,8 +269,8 @@ def _parquet_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[in
 
 
 def rows_of_batch(batch: Any) -> list[Any]:
-    """The rows of a record batch; in the place of one that Python cannot hold stands the error."""
-    unusable = (ValueError, OverflowError)  # text that is no UTF-8, a date before the year 1
+    """The rows of a record batch, with the error in place of each row that Python cannot hold."""
+    unusable = (ValueError, OverflowError)  # text that is not UTF-8, a date before the year 1
     try:
         return batch.to_pylist()
     except unusable as error:
@@ -283,7 +280,7 @@ def rows_of_batch(batch: Any) -> list[Any]:
 
 
 def hub_parts(source: str) -> tuple[str, str | None, str] | None:
-    """(name, config, split) of hf:name[:config][:split]; None where it is not of this form."""
+    """(name, config, split) of hf:name[:config][:split]; None for any other form."""
     parts = source.removeprefix("hf:").split(":")
     if len(parts) > 3 or not parts[0]:
         return None
@@ -291,7 +288,7 @@ def hub_parts(source: str) -> tuple[str, str | None, str] | None:
 
 
 def open_dataset(source: str) -> Any:
-    """The rows of a source on the hub as `datasets` streams them: what is not asked for is not downloaded."""
+    """The rows of a hub dataset, streamed by `datasets`, which downloads only what is read."""
     import datasets
 
     parts = hub_parts(source)
@@ -320,12 +317,12 @@ def _not_loaded(source: str, error: Exception) -> UserError:
 
 
 def plain_row(row: Any) -> Any:
-    """A table's row as JSON would hold it: without the empty cells that Arrow adds, with dates and the like as text.
+    """A table's row as JSON, without the empty cells that Arrow adds, and with values such as dates as text.
 
-    Bytes are text where they are UTF-8. Others (a picture) are never to be taken for text: {"bytes": how many}.
+    Bytes become text if they are UTF-8, else {"bytes": their number}, because a picture is not text.
 
-    Arrow gives every object of a column the keys of all: one tool call gives each message `tool_calls`, one tool's
-    parameter each tool. A null that an author wrote cannot be told from these; messages keep theirs in `content`.
+    Arrow gives every object of a column all keys of the column: one tool call gives each message `tool_calls`. These
+    nulls look like nulls that an author wrote, so all are dropped except those in `content` and `value`.
     """
     if isinstance(row, dict):
         kept = {key: value for key, value in row.items() if value is not None or key in ("content", "value")}

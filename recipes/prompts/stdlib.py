@@ -1,16 +1,16 @@
 """Chat prompts made from the Python standard library of the running interpreter.
 
-They are the demo's real input: thousands of questions about code that every user has on disk, with no download. Nothing
-is imported or executed: sources are read and parsed with `ast`.
+They are the demo's input: thousands of questions without a download. Sources are only parsed with `ast`, never imported
+or executed.
 
-Two kinds of question, each answered by code alone:
+There are two kinds of question, each answered by code alone:
 
     write      "Write the method `Queue.qsize(self)` of `queue`. Return the approximate size ..."
     complete   "Complete this function of `queue`:" + its first lines; the answer is the remaining lines
 
-Answers are normalised by `ast.unparse`: no comments, no docstrings, one quoting style. Modules are split into train and
-held-out **by top-level module**, so that near-copies inside one package (`encodings.*`) never stand on both sides;
-a function whose normalised body occurs in a training module is dropped from the held-out side.
+Answers are normalised by `ast.unparse`: no comments, no docstrings, one quoting style. Train and held-out are split
+**by top-level module**, so near-copies inside one package (`encodings.*`) are on one side. Held-out functions with the
+normalised body of a training function are dropped.
 """
 
 import ast
@@ -24,7 +24,7 @@ from pathlib import Path
 SPLITS = ("train", "heldout")
 KINDS = ("write", "complete")
 
-# Answers of 80 to 320 characters: shorter ones are one-line stubs, longer ones the demo target does not finish.
+# Shorter answers are one-line stubs; the demo target does not finish longer ones.
 MIN_ANSWER_CHARACTERS = 80
 MAX_ANSWER_CHARACTERS = 320
 MAX_QUESTION_CHARACTERS = 600
@@ -35,8 +35,6 @@ _TEST_FOLDERS = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo
 
 @dataclass(frozen=True)
 class SourceFunction:
-    """One function of the standard library, as parsed from its file."""
-
     module: str  # dotted, for example "asyncio.events"
     qualified_name: str  # "AbstractEventLoop.run_forever" or "dedent"
     signature: str  # "run_forever(self)"
@@ -49,7 +47,7 @@ class SourceFunction:
 
 
 def split_of(module: str) -> str:
-    """The split of a module: one top-level module in ten is held out, by a hash that is the same on every machine."""
+    """The split of a module. A hash holds one top-level module in ten out, on every machine the same."""
     top_level = module.split(".")[0]
     return "heldout" if hashlib.sha256(top_level.encode()).digest()[0] % 10 == 0 else "train"
 
@@ -57,8 +55,8 @@ def split_of(module: str) -> str:
 def stdlib_conversations(split: str, kinds: tuple[str, ...] = KINDS) -> Iterator[dict]:
     """Conversations of one split, in a fixed shuffled order: `{"id", "messages": [user, assistant], "meta"}`.
 
-    With several kinds each function is asked about once, its kind drawn by a hash of its name; the assistant's
-    message is the library's own code (what the demo target was trained on), to be rewritten by the target.
+    Each function is asked about once; a hash of its name draws the kind. The assistant's message is the library's own
+    code, which the demo target was trained on. Regeneration replaces it.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r}: one of {', '.join(SPLITS)}")
@@ -73,7 +71,7 @@ def stdlib_conversations(split: str, kinds: tuple[str, ...] = KINDS) -> Iterator
 def conversation_of(
     function: SourceFunction, kind: str, max_answer_characters: int = MAX_ANSWER_CHARACTERS
 ) -> dict | None:
-    """One question with the library's own answer, or None where the answer's length is outside the limits."""
+    """One question with the library's own answer, or None if a length is outside the limits."""
     what = "method" if "." in function.qualified_name else "function"
     if kind == "write":
         owner = function.qualified_name.rpartition(".")[0]
@@ -102,7 +100,7 @@ def library_functions(include_tests: bool = False) -> Iterator[SourceFunction]:
     """Every function and method of the standard library, file by file in sorted order.
 
     Args:
-        include_tests: also read the library's own test suite, where the interpreter ships it (Debian's does not).
+        include_tests: also read the library's own test suite, if the interpreter ships it (Debian's does not).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = _SKIPPED_FOLDERS if include_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS
@@ -112,7 +110,7 @@ def library_functions(include_tests: bool = False) -> Iterator[SourceFunction]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in old modules are not our user's business
+                warnings.simplefilter("ignore")  # old modules have invalid escapes
                 tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, ValueError):
             continue  # deliberately broken files of the test suite
@@ -140,7 +138,7 @@ def _functions_in(node: ast.AST, module: str, prefix: str) -> Iterator[SourceFun
 
 
 def _deduplicated(functions: Iterator[SourceFunction], split: str) -> list[SourceFunction]:
-    """Functions of one split: each id once, and on the held-out side only bodies that no training module has."""
+    """Functions of one split: each id once, and no held-out body that a training module has."""
     by_id: dict[str, SourceFunction] = {}
     training_sources: set[str] = set()
     for function in functions:
