@@ -3,19 +3,19 @@
     python data_gen/capture.py recipes/demo.yaml
     python data_gen/capture.py recipes/demo.yaml data.capture.dtype=int8 data.states=runs/demo/int8   # half the size
     python data_gen/capture.py recipes/demo.yaml --plan                     # what it would write, and how much
-    python data_gen/capture.py recipes/demo.yaml --verify                 # reads all again, writes anew what is damaged
+    python data_gen/capture.py recipes/demo.yaml --verify                 # reads all files and rewrites damaged ones
     torchrun --nproc_per_node 8 data_gen/capture.py recipes/demo.yaml     # the same store, by eight GPUs
     accelerate launch train/eagle3.py recipes/demo.yaml data.states=runs/demo/states
 
-Which states: those that the recipe's drafter reads (drafter.kind, drafter.capture_layers) of every token, and the last
-one where it teaches. Rows of training and of validation are captured alike; which are which may change afterwards.
+Captures the states that the recipe's drafter reads (drafter.kind, drafter.capture_layers), of every token, and the last
+state of teacher positions. Training and validation rows are both captured, so their split may change later.
 
-Writes <data.states>, by default <output_dir>/states (`data_gen.states.store`). Its size is told first, and compared
-with what is free. Stopped at any moment and started again, it makes the shards that are missing. For other rows,
-another target, other layers or another dtype name another folder.
+Writes <data.states>, by default <output_dir>/states (`data_gen.states.store`), after comparing its size with the free
+space. A run that was stopped makes the missing shards when started again. Other rows, another target, other layers or
+another dtype need another folder.
 
-By several processes (`data_gen.states.capture_processes`) each makes the shards that it takes. What a shard holds hangs
-on its rows alone, so that they write what one process writes.
+Several processes (`data_gen.states.capture_processes`) write the same shards as one process does, because a shard's
+content depends only on its rows.
 """
 
 from argparse import ArgumentParser
@@ -43,7 +43,7 @@ def read_command() -> Command:
 
 def _options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--verify", action="store_true", help="read what is written again, compare its sha256, write anew what differs"
+        "--verify", action="store_true", help="compare the sha256 of every written file and rewrite damaged ones"
     )
 
 

@@ -1,4 +1,4 @@
-"""Count tokens and choose the draft vocabulary: the most frequent ones, stop and template tokens always inside.
+"""Count tokens and choose the draft vocabulary: stop and template tokens, then the most frequent ones.
 
     python data_gen/rank_vocab.py recipes/demo.yaml
     python data_gen/rank_vocab.py recipes/demo.yaml drafter.vocab_size=512
@@ -7,19 +7,17 @@
         data.conversations=runs/demo/conversations.jsonl \\
         data.ranking.sources='[{source: README.md}, {source: "docs/*.md", weight: 2}]'
 
-Counts the tokens that training supervises: it reads the conversations that training reads, with the same rows left out
-(they stand in conversations.training_rejects.jsonl). Writes two files into <output_dir>: draft_vocab.safetensors
-(EAGLE-3's d2t and t2d) and token_counts.safetensors, by which eval.tree.vocab_size cuts any drafter's vocabulary
-further while decoding (FR-Spec). A mapping never changes under a trained drafter: where checkpoints exist, another one
-is refused. The counts are only a ranking and are written anew. Always inside are the stop tokens and what the chat
-template writes into answers (marks of thoughts and calls), seen or not.
+Counts the tokens that training supervises, with the same rows left out (conversations.training_rejects.jsonl lists
+them). Writes two files into <output_dir>: draft_vocab.safetensors (EAGLE-3's d2t and t2d) and token_counts.safetensors.
+By these counts, eval.tree.vocab_size cuts any drafter's vocabulary further while decoding (FR-Spec). A mapping never
+changes under a trained drafter: if checkpoints exist, another mapping is refused. The counts are always rewritten. The
+vocabulary always holds the stop tokens and the template's tokens in answers (marks of thoughts and calls), seen or not.
 
-With data.ranking.sources, other corpora are counted, or a weighted blend of several: text files by path or pattern,
-datasets as hf:org/name:split, and `answers`, the supervised tokens. All control tokens of the chat template are then
-always inside, those of other turns, too. What is counted of a corpus stands in <output_dir>/ranking, with what could
-not be used: a killed run goes on from there, and another blend of the same corpora counts nothing anew.
-ranking_coverage.json says which share of each corpus, and of the target's own answers where they are there, a
-vocabulary of each size covers.
+data.ranking.sources counts other corpora, or a weighted blend of several: text files by path or pattern, datasets as
+hf:org/name:split, and `answers`, the supervised tokens. The vocabulary then holds all control tokens of the chat
+template, even those of other turns. <output_dir>/ranking keeps each corpus's counts and rejected records. A killed run
+resumes from them, and another blend of the same corpora reuses them. ranking_coverage.json holds the share of each
+corpus, and of the target's own answers if they exist, that a vocabulary of each size covers.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

@@ -164,10 +164,9 @@ def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
             usable += 1
             yield conversation
         if not usable:
-            rejected = rejects.total - rejected_before
-            problem = (
-                f"no usable conversation ({rejected} rejected: {rejects.summary()})" if rejected else "no record in it"
-            )
+            problem = "no record in it"
+            if rejected := rejects.total - rejected_before:
+                problem = f"no usable conversation ({rejected} rejected: {rejects.summary()})"
             barren.append(f"{name}: {problem}")
     if barren:
         raise UserError(barren)
