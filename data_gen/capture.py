@@ -27,7 +27,7 @@ from draftsmith.recipes.command.launch import check_all_started, world_size
 
 def main() -> None:
     check_all_started()
-    # Several processes read the command line only once they have met, so that one of them reports a mistake.
+    # Several processes connect before they read the command line, so a mistake is reported once.
     command = read_command() if world_size() == 1 else None
     from draftsmith.data_gen.states.capture_processes import Team
     from draftsmith.data_gen.states.capturing import capture_with

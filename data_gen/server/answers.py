@@ -219,8 +219,8 @@ def _token_ids(choice: dict[str, Any]) -> list[Any] | None:
     return None
 
 
-def _count(value: Any, otherwise: int | None) -> int | None:
-    return value if type(value) is int else otherwise
+def _count(value: Any, default: int | None) -> int | None:
+    return value if type(value) is int else default
 
 
 def _loose(text: str) -> str:

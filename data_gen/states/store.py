@@ -358,7 +358,7 @@ class Store:
         if not manifest.complete:
             raise UserError(
                 f"data.states: {directory} has {len(manifest.shards):,} of {manifest.of_shards:,} shards; run "
-                "data_gen/capture.py again, which goes on"
+                "data_gen/capture.py again"
             )
         self.manifest = manifest
         files = [(directory / "target" / name, entry) for name, entry in manifest.files.items()]

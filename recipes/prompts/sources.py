@@ -307,7 +307,7 @@ def _hub_rows(source: str) -> Iterator[Any]:
     rows = open_dataset(source)
     try:
         yield from rows
-    except Exception as error:  # likewise
+    except Exception as error:  # many kinds, as above
         raise _not_loaded(source, error) from None
 
 
