@@ -25,7 +25,13 @@ from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.eval.recorded.answers import Recording
 from draftsmith.eval.recorded.replay_contenders import planned_bytes
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, read_config, save_drafter, target_identity
+from draftsmith.models.checkpoint import (
+    load_drafter,
+    read_config,
+    read_drafter,
+    save_drafter,
+    target_identity,
+)
 from draftsmith.models.draft_tree import Committed, Drafting
 from draftsmith.models.drafters import drafter_config, trainable_parameters
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
@@ -333,6 +339,8 @@ def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[s
     again = load_drafter(tmp_path / "drafter", target, identity, shape.capture_layers)
     assert type(again) is type(drafter)
     assert torch.equal(distributions(again, target), distributions(drafter, target))
+    alone = read_drafter(tmp_path / "drafter")  # without the target, as exports do
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in alone.state_dict().items())
     frozen = {"head_weight", "head_bias"}  # the target's
     assert not frozen & load_file(tmp_path / "drafter/model.safetensors").keys()
 

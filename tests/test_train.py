@@ -46,6 +46,8 @@ def test_a_run_writes_what_it_promises(recipe_path: Path) -> None:
         "recipe.yaml",
         "provenance.json",
     }
+    layout = json.loads((output / "drafter/config.json").read_text())["target"]["layout"]
+    assert (layout["model_type"], layout["embeddings"], layout["tied"]) == ("llama", "model.embed_tokens.weight", False)
     provenance = json.loads((output / "drafter/provenance.json").read_text())
     assert provenance["versions"]["torch"] and provenance["data"]["conversations"]["sha256"]
     tensors = load_file(output / "drafter/model.safetensors")

@@ -266,12 +266,22 @@ def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | N
 
 
 def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any]]:
-    """(sampling, target identity) from the acceptance.json beside a generations.jsonl."""
+    """What acceptance.json beside a generations.jsonl says: how answers were drawn, and of which target they are.
+
+    Raises:
+        UserError: they were accepted by a rule that is not lossless (`accept.Acceptance`), so a recorded token is not
+            always what the target says, and replay would count wrong tokens as right.
+    """
     try:
         content = load((path.parent / "acceptance.json").read_bytes())
         sampling = Sampling(float(content["temperature"]), float(content["top_p"]), int(content["top_k"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None, {}
+    if content.get("lossless") is False:
+        raise UserError(
+            f"eval.answers: {path} was decoded by an acceptance rule that is not lossless; replay needs the target's "
+            "own answers. Decode or regenerate them with a lossless rule"
+        )
     identity = content.get("target_identity")
     identity = identity if isinstance(identity, dict) else {}
     return sampling, {key: identity[key] for key in IDENTITY if identity.get(key)}
