@@ -191,10 +191,14 @@ class KeyValues:
         for kind, buffer in self._buffers.items():
             kept = buffer[:, : len(rows)]
             if places:
-                to = torch.tensor(places, device=kind.device)
-                moved = torch.tensor([rows[place] for place in places], device=kind.device)
-                kept[:, to, :, : self.end] = buffer[:, :, :, : self.end].index_select(1, moved)
-                kept[:, to, :, self.end :] = 0  # another row may have left NaN there
+                moved = [rows[place] for place in places]
+                # Rows that move into gaps are copied one by one; where some trade places, all are read first.
+                states = buffer[:, :, :, : self.end]
+                if not set(moved).isdisjoint(places):
+                    states = states.clone()
+                for place, row in zip(places, moved, strict=True):
+                    kept[:, place, :, : self.end] = states[:, row]
+                    kept[:, place, :, self.end :] = 0  # another row may have left NaN there
             self._buffers[kind] = kept
         self.lengths = [self.lengths[row] for row in rows]
         self._rebuilt(self.capacity)

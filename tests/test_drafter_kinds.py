@@ -25,13 +25,7 @@ from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.eval.recorded.answers import Recording
 from draftsmith.eval.recorded.replay_contenders import planned_bytes
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import (
-    load_drafter,
-    read_config,
-    read_drafter,
-    save_drafter,
-    target_identity,
-)
+from draftsmith.models.checkpoint import load_drafter, read_config, read_drafter, save_drafter, target_identity
 from draftsmith.models.draft_tree import Committed, Drafting
 from draftsmith.models.drafters import drafter_config, trainable_parameters
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
