@@ -31,7 +31,7 @@ import torch
 from torch.nn import functional
 
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.sampling import GREEDY, Draws, Sampling, tokens_of
+from draftsmith.models.sampling import Draws, Sampling, tokens_of
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,10 @@ class Acceptance(Protocol):
 
     @property
     def lossless(self) -> bool:
-        """Whether answers are the target's own: its greedy tokens, or its law under `sampling`.
+        """Whether answers are the target's own: its greedy tokens, or draws by its law.
 
         Replay and the report rely on it.
         """
-        ...
-
-    @property
-    def sampling(self) -> Sampling:
-        """How plain decoding would draw the answers."""
         ...
 
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
@@ -83,10 +78,6 @@ class GreedyAcceptance:
     @property
     def lossless(self) -> bool:
         return True
-
-    @property
-    def sampling(self) -> Sampling:
-        return GREEDY
 
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
         return logits_BV.argmax(-1)
