@@ -165,7 +165,8 @@ class Committed:
 
     def inputs(self, dtype: torch.dtype, device: torch.device) -> DecoderInputs:
         """[B, n] inputs of the token behind each position, with that position; arbitrary on padding."""
-        most, before = max(self.counts), self._before()
+        most = max(self.counts)
+        before = [len(tokens) - 1 - count for tokens, count in zip(self.tokens, self.counts, strict=True)]
         ids = [
             [*tokens[first + 1 : first + 1 + count], *[0] * (most - count)]
             for tokens, first, count in zip(self.tokens, before, self.counts, strict=True)
@@ -178,23 +179,6 @@ class Committed:
         ]
         positions = torch.arange(most, device=device) + torch.tensor(before, device=device)[:, None]
         return self.target.inputs(torch.tensor(ids, device=device), positions, inserts, dtype)
-
-    def packed_inputs(self, dtype: torch.dtype, device: torch.device) -> DecoderInputs:
-        """The same without padding, side by side in one row: [1, N]."""
-        before = self._before()
-        if any(prompt.inserts for prompt in self.prompts):
-            padded = self.inputs(dtype, device)
-            real = (torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]).to(device)
-            return DecoderInputs(padded.embeddings[real][None], padded.positions[real][None])
-        each = list(zip(self.tokens, before, self.counts, strict=True))
-        ids = [token for tokens, first, count in each for token in tokens[first + 1 : first + 1 + count]]
-        positions = [position for _, first, count in each for position in range(first, first + count)]
-        places = torch.tensor([positions], device=device)
-        return self.target.inputs(torch.tensor([ids], device=device), places, (), dtype)
-
-    def _before(self) -> list[int]:
-        """[B] numbers of positions committed earlier."""
-        return [len(tokens) - 1 - count for tokens, count in zip(self.tokens, self.counts, strict=True)]
 
 
 class Proposer(Protocol):

@@ -297,84 +297,59 @@ class FeatureDrafting:
 
     @torch.no_grad()
     def observe(self, committed: Committed) -> None:
-        """Adds committed columns from target states [B, n, F]. Only the last one's output is computed."""
+        """Adds committed columns from target states [B, n, F]. Only the last one's output is computed.
+
+        Where most of [B, n] is padding, as when new prompts replace a few finished answers, keys and values are
+        computed in one row of columns without padding, if the stack's layer needs no others'.
+        """
         features, counts = committed.features, committed.counts
         assert features is not None
         drafter, columns, self.target = self.drafter, self.columns, committed.target
-        rows, most = len(counts), features.shape[1]
-        if len(self.stacks[0]) == 1 and 2 * sum(counts) < rows * most:
-            self._observe_packed(committed, features)
-            return
+        rows, most = features.shape[:2]
         inputs = committed.inputs(drafter.dtype, self.device)
+        embeddings, positions = inputs.embeddings, inputs.positions
+        packed = len(self.stacks[0]) == 1 and 2 * sum(counts) < rows * most
+        row_N = place_N = torch.empty(0)
+        newest: Any = (slice(None), -1)  # indices of each row's newest column
+        if packed:
+            row_N = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=self.device)
+            place_N = torch.tensor([place for count in counts for place in range(count)], device=self.device)
+            features, embeddings, positions = (x[row_N, place_N][None] for x in (features, embeddings, positions))
+            newest = 0, torch.tensor(counts, device=self.device).cumsum(0) - 1
+        elif rows > 1:
+            newest = torch.arange(rows, device=self.device), torch.tensor(counts, device=self.device) - 1
+
+        def write(place: int, layer: DraftLayer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            """Writes keys and values [B, G, n, D] into the buffers `place`; returns all of them."""
+            keys_values = layer.self_attn.keys_values(x, cos, sin)
+            if packed:
+                spread = [states.new_zeros(rows, *states.shape[1:2], most, states.shape[3]) for states in keys_values]
+                for spread_BGnD, states_1GND in zip(spread, keys_values, strict=True):
+                    spread_BGnD[row_N, :, place_N] = states_1GND[0].transpose(0, 1)
+                keys_values = spread
+            return columns.write(place, *keys_values)
+
         columns.place(0, most)
-        h = drafter.entry(drafter.fuse(features), inputs.embeddings)  # [B, n, W]
-        cos, sin = drafter.rotary(h, inputs.positions)
+        h = drafter.entry(drafter.fuse(features), embeddings)  # [B, n, W], packed [1, N, W]
+        cos, sin = drafter.rotary(h, positions)
         for stack, first in zip(self.stacks[1:], self.first[1:-1], strict=True):
-            columns.write(first, *stack[0].self_attn.keys_values(stack[0].enter(h)[0], cos, sin))
+            write(first, stack[0], stack[0].enter(h)[0])
         *lower, last = self.stacks[0]
         for i, layer in enumerate(lower):  # the layer above needs a key of every column
             visible = torch.ones(most, most, dtype=torch.bool, device=self.device).tril().expand(rows, -1, -1)
             h = self._through(layer, i, h, cos, sin, columns.seen(visible))
         x, residual = last.enter(h)
-        keys, values = columns.write(len(lower), *last.self_attn.keys_values(x, cos, sin))
+        keys, values = write(len(lower), last, x)
         columns.commit(counts)
-        if rows > 1:
-            each = torch.arange(rows, device=self.device)
-            newest = torch.tensor(counts, device=self.device) - 1
-            x, cos, sin, residual = (states[each, newest][:, None] for states in (x, cos, sin, residual))  # [B, 1, ...]
-            self.newest_B1 = inputs.positions[each, newest][:, None]
-        else:
-            x, cos, sin, residual = (states[:, -1:] for states in (x, cos, sin, residual))
-            self.newest_B1 = inputs.positions[:, -1:]
-        self._attend(last, x, residual, cos, sin, keys, values)
-
-    def _observe_packed(self, committed: Committed, features: torch.Tensor) -> None:
-        """`observe` where most of [B, n] is padding, as when new prompts replace a few finished answers: computes keys
-        and values in one row of N columns without padding."""
-        drafter, columns, counts = self.drafter, self.columns, committed.counts
-        rows, most = len(counts), features.shape[1]
-        row_N = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=self.device)
-        place_N = torch.tensor([place for count in counts for place in range(count)], device=self.device)
-        inputs = committed.packed_inputs(drafter.dtype, self.device)
-        columns.place(0, most)
-        h = drafter.entry(drafter.fuse(features[row_N, place_N][None]), inputs.embeddings)  # [1, N, W]
-        cos, sin = drafter.rotary(h, inputs.positions)
-
-        def spread(states_1GND: torch.Tensor) -> torch.Tensor:
-            spread_BGnD = states_1GND.new_zeros(rows, states_1GND.shape[1], most, states_1GND.shape[3])
-            spread_BGnD[row_N, :, place_N] = states_1GND[0].transpose(0, 1)
-            return spread_BGnD
-
-        for stack, first in zip(self.stacks[1:], self.first[1:-1], strict=True):
-            columns.write(first, *map(spread, stack[0].self_attn.keys_values(stack[0].enter(h)[0], cos, sin)))
-        [layer] = self.stacks[0]
-        x, residual = layer.enter(h)
-        keys, values = columns.write(0, *map(spread, layer.self_attn.keys_values(x, cos, sin)))
-        columns.commit(counts)
-        newest = torch.tensor(counts, device=self.device).cumsum(0) - 1
-        x, cos, sin, residual = (states[0, newest][:, None] for states in (x, cos, sin, residual))  # [B, 1, ...]
-        self.newest_B1 = inputs.positions[0, newest][:, None]
-        self._attend(layer, x, residual, cos, sin, keys, values)
-
-    def _attend(
-        self,
-        layer: DraftLayer,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Starts a round with the output of each row's newest committed column, [B, 1, ...]."""
-        columns, mask = self.columns, None
+        x, cos, sin, residual, self.newest_B1 = (each[newest][:, None] for each in (x, cos, sin, residual, positions))
+        mask = None
         if not columns.even:  # hides columns beyond a row's own
             lengths = torch.tensor(columns.lengths, device=self.device)
             mask = (torch.arange(keys.shape[2], device=self.device) < lengths[:, None])[:, None]
         else:
             keys, values = keys[:, :, : columns.lengths[0]], values[:, :, : columns.lengths[0]]
-        attended = grouped_attention(layer.self_attn.queries(x, cos, sin), keys, values, mask)
-        self._new_round(layer.finish(residual, attended))
+        attended = grouped_attention(last.self_attn.queries(x, cos, sin), keys, values, mask)
+        self._new_round(last.finish(residual, attended))
 
     @torch.no_grad()
     def root_log_probs(self) -> torch.Tensor:
