@@ -1,5 +1,5 @@
-"""The attention of a target's layers, and whether drafting supports it: by its config before the weights are loaded
-(`attention_kinds`), and by trying its decoder afterwards (`tried_attention`).
+"""The attention of a target's layers by its config, and whether drafting supports it. Once the weights are loaded,
+`models.target_trials` tries the decoder.
 
 Drafting needs a decoder that keeps only keys and values of tokens, so rejected ones can be dropped, and that follows a
 mask. transformers' cache for a config names the kind of every layer.
@@ -7,13 +7,10 @@ mask. transformers' cache for a config names the kind of every layer.
 Shapes: Q queries, K keys.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache
 
 from draftsmith.recipes.errors import UserError
@@ -55,7 +52,7 @@ def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def attention_kinds(config: Any) -> AttentionKinds:
-    """The attention of a target's layers by its config; `tried_attention` checks the decoder.
+    """The attention of a target's layers by its config; `target_trials.tried_attention` checks the decoder.
 
     Raises:
         UserError: draft trees cannot be verified: an encoder, layers that keep more than keys and values, attention in
@@ -90,77 +87,6 @@ def attention_kinds(config: Any) -> AttentionKinds:
     if len(windows) > 1:
         raise UserError(f"target.model: {name} has windows of several lengths, {sorted(windows)}; one is known here")
     return AttentionKinds(min(windows, default=None), mixed=bool(windows) and _FULL in kinds)
-
-
-# Trials use a window this long, and so many tokens.
-TRIED_WINDOW, TRIED_TOKENS = 4, 12
-
-
-@torch.no_grad()
-def tried_attention(model: Any) -> AttentionKinds:
-    """The attention of a loaded target's layers, with or without the window that its config names.
-
-    A config may name a window that its family's code ignores (Llama's does); masking by it would change the model. So
-    the decoder, its window shortened, reads a few tokens with its own masks and with ours.
-
-    Raises:
-        UserError: as `attention_kinds`; or the decoder's own masks match neither.
-    """
-    kinds = attention_kinds(model.config)
-    if kinds.window is None:
-        return kinds
-    decoder, name = model.get_decoder(), type(model).__name__
-    device = model.get_input_embeddings().weight.device
-    positions = torch.arange(TRIED_TOKENS, device=device)
-    ids = positions % model.get_input_embeddings().weight.shape[0]
-    distance = positions[:, None] - positions
-
-    def read(mask: Any) -> torch.Tensor:
-        inputs = {"input_ids": ids[None], "attention_mask": mask, "position_ids": positions[None], "use_cache": False}
-        return decoder(**inputs).last_hidden_state.float()
-
-    def by_masks_of(tried: AttentionKinds) -> torch.Tensor:
-        return read(tried.masks((distance >= 0)[None, None], distance, model.dtype))
-
-    full, sliding = AttentionKinds(None, mixed=False), AttentionKinds(TRIED_WINDOW, mixed=False)
-    found: list[tuple[float, AttentionKinds]] = []
-    moved = 0.0
-    try:
-        with shortened_window(decoder, model.config.get_text_config(decoder=True), kinds.window):
-            own, unmasked = read(None), by_masks_of(full)
-            moved = (by_masks_of(sliding) - unmasked).norm().item()
-            found.append(((unmasked - own).norm().item(), full))
-            found.append(((by_masks_of(replace(kinds, window=TRIED_WINDOW)) - own).norm().item(), kinds))
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, RuntimeError) as error:
-        if not found:  # otherwise it rejects masks by kind of layer, and full attention remains
-            raise UserError(
-                f"target.model: {name} cannot verify draft trees: {type(error).__name__}: {error}"
-            ) from error
-    off, best = min(found, key=lambda each: each[0])
-    if not off <= 0.1 * moved:
-        raise UserError(
-            f"target.model: {name} masks its layers neither by the window of {kinds.window} tokens that its config "
-            f"names nor without one (its states are off by {off:.3g} at best; {moved:.3g} is what a window changes), "
-            "so draft trees cannot be masked as it does"
-        )
-    return best
-
-
-@contextmanager
-def shortened_window(decoder: nn.Module, config: Any, window: int) -> Iterator[None]:
-    """Replaces windows of length `window` by `TRIED_WINDOW` in the decoder's configs and layers."""
-    modules = list(decoder.modules())
-    configs = {id(each): each for each in (config, *(getattr(module, "config", config) for module in modules))}
-    holders: list[Any] = [
-        each for each in (*modules, *configs.values()) if getattr(each, "sliding_window", None) == window
-    ]
-    try:
-        for holder in holders:
-            holder.sliding_window = TRIED_WINDOW
-        yield
-    finally:
-        for holder in holders:
-            holder.sliding_window = window
 
 
 def layer_configs(config: Any) -> list[Any]:

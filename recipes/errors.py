@@ -1,6 +1,7 @@
 """The one exception for mistakes that a user can mend: shown without a traceback, exit code 2."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -13,6 +14,15 @@ class UserError(Exception):
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+@contextmanager
+def collected(problems: list[str], before: str = "") -> Iterator[None]:
+    """Adds the problems of a UserError in the block to `problems`, each with `before` in front of it."""
+    try:
+        yield
+    except UserError as error:
+        problems += [before + problem for problem in error.problems]
 
 
 def short(value: Any, most: int = 200) -> str:

@@ -200,24 +200,13 @@ def test_a_folder_that_is_no_classifier_is_not_replaced(
     assert (tmp_path / "letters/one.txt").exists()
 
 
-def test_nothing_that_lies_in_a_classifier_s_folder_is_replaced_with_it(
-    place: Path, script: Callable[..., str], tmp_path: Path
-) -> None:
+def test_other_files_in_a_classifier_s_folder_stay(script: Callable[..., str], tmp_path: Path) -> None:
     out = tmp_path / "c2t"
     C2tClassifier(C2tConfig()).save(out)
     write_trees(out / "trees", [made_trees(30, 40)])
-    write_trees(tmp_path / "rows", [made_trees(30, 40)])
-    before = content_of(out / "trees")
-    settings = f"classifier.out={out}", "classifier.epochs=1"
-    for place_of in ("classifier.rows", "labels.out", "eval.out", "output_dir"):
-        with pytest.raises(UserError, match=rf"{place_of} \(.*trees\) lies in .*c2t, which is replaced"):
-            script(c2t, *settings, f"classifier.rows={tmp_path / 'rows'}", f"{place_of}={out / 'trees'}")
-    with pytest.raises(UserError, match=r"holds more than a classifier \(trees\)"):
-        script(c2t, *settings, f"classifier.rows={tmp_path / 'rows'}")
-    assert content_of(out / "trees") == before
-    shutil.rmtree(out / "trees")
-    script(c2t, *settings, f"classifier.rows={tmp_path / 'rows'}")
-    script(c2t, *settings, f"classifier.rows={tmp_path / 'rows'}")  # its own files are no strangers
+    before, weights = content_of(out / "trees"), (out / "model.safetensors").read_bytes()
+    script(c2t, f"classifier.out={out}", "classifier.epochs=1", f"classifier.rows={out / 'trees'}")
+    assert content_of(out / "trees") == before and (out / "model.safetensors").read_bytes() != weights
 
 
 def test_a_classifier_that_lets_nothing_pass_says_so(script: Callable[..., str], tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import plain_rounds
 from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.sampling import GREEDY, Draws, Sampling
-from draftsmith.models.target import Target, TargetSession
+from draftsmith.models.target import Target
+from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection
 from tests import reference

@@ -20,7 +20,8 @@ from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
-from draftsmith.models.target import Target, TargetSession
+from draftsmith.models.target import Target
+from draftsmith.models.target_session import TargetSession
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TreeSection
 from tests import reference

@@ -22,7 +22,8 @@ from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
-from draftsmith.models.target import Target, TargetSession
+from draftsmith.models.target import Target
+from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection

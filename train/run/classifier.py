@@ -11,10 +11,10 @@ import torch
 from torch.nn import functional
 
 from draftsmith.data_gen.trees.labelled_trees import MANIFEST, Manifest, Trees, check_rows, read_manifest, read_trees
-from draftsmith.models.c2t import CLASSIFIER_FILES, KIND, C2tClassifier, C2tConfig
+from draftsmith.models.c2t import KIND, C2tClassifier, C2tConfig
 from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.command.cli import Command
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.loader import dump_recipe, output_problem
 from draftsmith.recipes.schema import ClassifierSection, Recipe
@@ -71,66 +71,31 @@ def checked(recipe: Recipe) -> tuple[C2tClassifier | None, Manifest]:
     classifier, manifest = None, None
     problems: list[str] = []
     if section.init_from is not None:
-        try:
+        with collected(problems):
             classifier = C2tClassifier.load(section.init_from)
-        except UserError as error:
-            problems += error.problems
     if classifier is not None and section.hidden != classifier.config.hidden:
         problems.append(
             f"classifier.hidden: {section.hidden}, but the classifier in {section.init_from} has "
             f"{classifier.config.hidden}; set classifier.hidden={classifier.config.hidden}"
         )
-    try:
+    with collected(problems):
         manifest = check_rows(rows, read_manifest(rows), None if classifier is None else classifier.config.entropy_over)
-    except UserError as error:
-        problems += error.problems
-    try:
-        check_out(recipe)
-    except UserError as error:
-        problems += error.problems
+    if problem := problem_of_out(recipe.classifier_dir):
+        problems.append(f"classifier.out: {problem}")
     if problems or manifest is None:
         raise UserError(problems)
     return classifier, manifest
 
 
-def check_out(recipe: Recipe) -> None:
-    """Checks classifier.out. The folder is replaced as a whole, so it may hold a classifier and nothing else.
-
-    Raises:
-        UserError: it cannot be created, holds something else, or contains another folder of the recipe.
-    """
-    out = recipe.classifier_dir
-    problem = output_problem(out, folder=True)
-    if problem is not None:
-        raise UserError(f"classifier.out: {problem}")
-    inside = {
-        "classifier.rows": recipe.classifier_rows_dir,
-        "labels.out": recipe.labelled_trees_dir,
-        "eval.out": recipe.eval_out,
-        "output_dir": Path(recipe.output_dir),
-    }
-    problems = [
-        f"classifier.out: {key} ({place}) lies in {out}, which is replaced as a whole; name another folder"
-        for key, place in inside.items()
-        if place.resolve().is_relative_to(out.resolve())
-    ]
-    if out.exists() and any(out.iterdir()):
-        try:
-            kind = parse_json((out / "config.json").read_bytes())["kind"]
-        except (OSError, ValueError, KeyError, TypeError):
-            kind = None
-        others = sorted(path.name for path in out.iterdir() if path.name not in CLASSIFIER_FILES)
-        if kind != KIND:
-            problems.append(
-                f"classifier.out: {out} holds something that is no classifier, and would be replaced; name another"
-            )
-        elif others and not problems:
-            problems.append(
-                f"classifier.out: {out} holds more than a classifier ({', '.join(others[:5])}"
-                f"{', ...' * (len(others) > 5)}), and would be replaced; move it away, or name another"
-            )
-    if problems:
-        raise UserError(problems)
+def problem_of_out(out: Path) -> str | None:
+    """Why no classifier can be written to `out`: it cannot be made, or holds something else; None: it can."""
+    if (problem := output_problem(out, folder=True)) is not None or not (out.exists() and any(out.iterdir())):
+        return problem
+    try:
+        kind = parse_json((out / "config.json").read_bytes())["kind"]
+    except (OSError, ValueError, KeyError, TypeError):
+        kind = None
+    return None if kind == KIND else f"{out} holds something that is no classifier; name another folder"
 
 
 def share_of(section: ClassifierSection) -> float:

@@ -24,7 +24,7 @@ from draftsmith.models.chat import load_config
 from draftsmith.models.costs import gigabytes, named_dtype, torch_dtype
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target, decoder_layers, read_causal_lm
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.schema import Recipe, TargetSection
 from draftsmith.train.run.accelerator import check_deepspeed, deepspeed_on_cpus
 
@@ -61,10 +61,8 @@ def check_sharding(recipe: Recipe) -> None:
             f"train.shard_target: {config.model_type} keeps weights in float32 beside those in lower precision "
             f"({kept[0]}), which ZeRO-3 would round; set target.dtype=float32, or train.shard_target=false"
         )
-    try:
+    with collected(problems):
         check_deepspeed("train.shard_target: the target is sharded by DeepSpeed")
-    except UserError as error:
-        problems += error.problems
     if problems:
         raise UserError(problems)
 

@@ -28,7 +28,7 @@ from draftsmith.models.chat import load_config
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab, always_inside, check_counts, cut, load_token_counts
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.state_sources import StateSource, StoredStates
 
@@ -50,10 +50,8 @@ def check_replay(recipe: Recipe) -> None:
         )
     else:
         positions = load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings
-        try:
+        with collected(problems, "train.eval_replay: "):
             check_size(tree, positions)
-        except UserError as error:
-            problems += [f"train.eval_replay: {problem}" for problem in error.problems]
     if tree.draw == "sampled" and recipe.eval.temperature > 0:
         problems.append(
             "train.eval_replay: eval.tree.draw: sampled cannot be replayed: which tokens the drafter drew beside an "

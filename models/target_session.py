@@ -1,0 +1,192 @@
+"""The target in decoding: B conversations side by side over one key/value cache.
+
+Shapes: B rows, T tokens, N tree nodes, P cached tokens, H hidden size, F captured states, V vocabulary; n, S, L as in
+`models.key_values`.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.key_values import KeyValues, Kind
+from draftsmith.models.prompt import PlacedInsert, Prompt
+
+if TYPE_CHECKING:
+    from draftsmith.models.target import Target
+
+
+def groups_of(lengths: Sequence[int], at_once: int) -> list[list[int]]:
+    """Groups of prompt indices by similar length, at most `at_once` padded tokens each; 0: every prompt alone."""
+    if not at_once:
+        return [[i] for i in range(len(lengths))]
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups and (len(groups[-1]) + 1) * lengths[i] <= at_once:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+class _BufferedLayer(DynamicLayer):
+    """A transformers cache layer that writes into `KeyValues`."""
+
+    def __init__(self, buffers: KeyValues, index: int):
+        super().__init__()
+        self.buffers, self.index = buffers, index
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values = self.buffers.write(self.index, key_states, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.buffers.end - self.buffers.count  # without the tokens of this forward
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.buffers.end, 0
+
+
+class TargetSession:
+    """B conversations side by side, with a key/value cache that holds exactly their committed tokens.
+
+    A round is `verify` (writes the trees' nodes behind the cache) then `commit` (keeps one path each, drops the rest).
+
+    Args:
+        capture: `prefill` and `verify` return the states of these layers.
+    """
+
+    def __init__(self, target: "Target", capture: Sequence[int] = ()):
+        self.target = target
+        self.capture = tuple(capture)
+        self.buffers = KeyValues([], [], 0)
+        self.cache = DynamicCache()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of committed tokens of each row."""
+        return self.buffers.lengths
+
+    @torch.no_grad()
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], room: int = 256, at_once: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Adds the prompts as new rows.
+
+        Args:
+            room: columns to reserve behind the longest prompt; the buffers grow when needed.
+            at_once: most padded prompt tokens in one pass. 0: one prompt a pass, which keeps even the rounding of an
+                answer independent of its neighbours.
+
+        Returns:
+            logits [B, V] after each last token; captured states [B, T, F] of all tokens, right-padded, or None.
+        """
+        lengths, before = [len(prompt) for prompt in prompts], len(self.lengths)
+        logits: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
+        captured: list[torch.Tensor | None] = [None] * len(prompts)
+        for number, group in enumerate(groups_of(lengths, at_once)):
+            self.cache = DynamicCache()
+            last, states = self._forward(**self._asked_in_a_group([Prompt.of(prompts[i]) for i in group]))
+            layers: list[Any] = self.cache.layers
+            if number == 0 and self.buffers.kinds:
+                self.buffers.admit(lengths)
+                self.buffers.reserve(max(lengths) + room)
+            elif number == 0:
+                kinds = [None if at.keys is None else (Kind.of(at.keys), Kind.of(at.values)) for at in layers]
+                self.buffers = KeyValues(kinds, lengths, max(lengths) + room)
+            for place, i in enumerate(group):
+                logits[i] = self.target.logits(last[place : place + 1, lengths[i] - 1])
+                captured[i] = None if states is None else states[place, : lengths[i]]
+                for index, layer in enumerate(layers):
+                    if layer.keys is not None:
+                        keys, values = (each[place : place + 1, :, : lengths[i]] for each in (layer.keys, layer.values))
+                        self.buffers.fill(before + i, index, keys, values)
+        buffered: list[Any] = [
+            DynamicLayer() if kinds is None else _BufferedLayer(self.buffers, index)
+            for index, kinds in enumerate(self.buffers.kinds)
+        ]
+        self.cache = DynamicCache()
+        self.cache.layers = buffered
+        longest = max(lengths)
+        padded = [functional.pad(s, (0, 0, 0, longest - len(s))) for s in captured if s is not None]
+        return torch.cat(logits), torch.stack(padded) if padded else None
+
+    def _asked_in_a_group(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+        """The decoder's arguments for right-padded prompts; causal attention hides the padding."""
+        longest = max(map(len, prompts))
+        ids = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
+        inserts = [PlacedInsert(row, each) for row, prompt in enumerate(prompts) for each in prompt.inserts]
+        return self.target.decoder_arguments(torch.tensor(ids, device=self.target.device), inserts)
+
+    @torch.no_grad()
+    def verify(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One forward over all nodes: (logits [B, N, V], captured states [B, N, F] or None); arbitrary at padding.
+
+        Node i has position P + depth(i) and sees the P committed tokens, its ancestors and itself:
+
+            cache (P)         nodes (N)       root r, children a b, c child of a
+            1 1 1 1 1 1   r   1 0 0 0
+            1 1 1 1 1 1   a   1 1 0 0
+            1 1 1 1 1 1   b   1 0 1 0
+            1 1 1 1 1 1   c   1 1 0 1
+
+        Layers with a sliding window see only those closer than the window. The cache still holds every token, which
+        lets windows roll back.
+        """
+        last, captured = self.append(tree.tokens, tree.depths, None if tree.nodes == 1 else tree.ancestors)
+        return self.target.logits(last), captured
+
+    @torch.no_grad()
+    def append(
+        self, tokens_Bn: torch.Tensor, depths_BS: torch.Tensor, visible_BnS: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One forward over n new slots behind the committed tokens: (final states [B, n, H], captured ones or None).
+
+        Args:
+            depths_BS: distance of each slot of this round from the first uncommitted position, new slots last.
+            visible_BnS: the slots of this round that each new one sees, itself included. None: one new slot, which sees
+                all.
+        """
+        buffers, count, device = self.buffers, tokens_Bn.shape[1], tokens_Bn.device
+        buffers.place(depths_BS.shape[1] - count, count)
+        if len(buffers.lengths) == 1:
+            position_BS = depths_BS + buffers.lengths[0]
+        else:
+            position_BS = depths_BS + buffers.positions(1, depths_BS.device)
+        position_Bn = position_BS[:, -count:]
+        distance = mask = None
+        if self.target.kinds.window is not None:
+            distance = (position_Bn[:, :, None] - buffers.key_positions(position_BS)[:, None])[:, None]
+            if visible_BnS is None:
+                visible_BnS = torch.ones((len(buffers.lengths), 1, depths_BS.shape[1]), dtype=torch.bool, device=device)
+        seen_BnL = buffers.seen(visible_BnS)
+        if seen_BnL is not None:
+            mask = self.target.kinds.masks(seen_BnL[:, None], distance, self.target.dtype)
+        return self._forward(input_ids=tokens_Bn, attention_mask=mask, position_ids=position_Bn)
+
+    def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
+        """Keeps the first counts[b] nodes of path_BA[b] (ascending, the root first) and drops the others.
+
+        Args:
+            path_BA: None: each path is nodes 0, 1, 2, ..., as in a chain.
+        """
+        self.buffers.commit(counts, path_BA)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keeps these rows only, in this order."""
+        self.buffers.keep(rows)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """Keeps the first lengths[b] committed tokens of each row."""
+        self.buffers.rollback(lengths)
+
+    def _forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(final states [B, n, H], captured states [B, n, F] or None) behind the cache."""
+        return self.target.run_decoder(self.capture, **inputs, past_key_values=self.cache, use_cache=True)
