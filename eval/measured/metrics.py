@@ -53,7 +53,8 @@ Statistic = Callable[[np.ndarray], np.ndarray]  # sums [samples, columns] -> val
 
 def tau(generations: Sequence[Generation]) -> float | None:
     """Tokens per verification; None if there was no round."""
-    return _ratio(sum(len(g.token_ids) - 1 for g in generations), sum(g.rounds for g in generations))
+    rounds = sum(g.rounds for g in generations)
+    return sum(len(g.token_ids) - 1 for g in generations) / rounds if rounds else None
 
 
 class Turns:
@@ -185,64 +186,64 @@ def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, 
     per_prompt[:, COLUMN["has_speedup"]] = np.isfinite(ratio)
     per_prompt[:, COLUMN["prompt_speedup"]] = np.where(np.isfinite(ratio), ratio, 0)
 
-    total = {name: float(per_prompt[:, i].sum()) for name, i in COLUMN.items()}
+    total = np.array([[column.sum() for column in per_prompt.T]])  # [1, columns]
     histogram = turns.histogram[rows].sum(0)
     shares = _shares(turns.reached[rows].sum(0), turns.accepted[rows].sum(0))
     first = len(SUMMED)
     interval = bootstrap(per_prompt, bootstrap_samples, seed)
-    rounds, seconds = total["rounds"], total["seconds"]
-    rate, plain_rate = _ratio(total["tokens"], seconds), _ratio(total["plain_tokens"], total["plain_seconds"])
-    main_tau = _ratio(total["main_tokens"], total["main_rounds"])
-    main_rate = _ratio(total["main_tokens"], total["main_seconds"])
+
+    def value(statistic: Statistic, digits: int = 4) -> float | None:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = float(statistic(total).item())
+        return round(found, digits) if np.isfinite(found) else None
+
+    def both(name: str, statistic: Statistic, digits: int = 4) -> dict[str, Any]:
+        return {name: value(statistic, digits), f"{name}_interval": interval(statistic)}
+
+    timed = bool(total[0, COLUMN["seconds"]])
     return {
         "prompts": len(per_prompt),
         "answers": len(rows),
-        "rounds": int(rounds),
-        "new_tokens": int(total["tokens"]) + len(rows),
-        "tau": _rounded(_ratio(total["tokens"], rounds)),
-        "tau_interval": interval(_of("tokens", "rounds")),
-        "accepted_per_round": _rounded(_ratio(total["accepted"], rounds)),
-        "accepted_per_round_interval": interval(_of("accepted", "rounds")),
+        "rounds": int(total[0, COLUMN["rounds"]]),
+        "new_tokens": int(total[0, COLUMN["tokens"]]) + len(rows),
+        **both("tau", TAU),
+        **both("accepted_per_round", _per("accepted", "rounds")),
         "accepted_histogram": [int(count) for count in np.trim_zeros(histogram, "b")],
         "acceptance_by_position": shares,
         "acceptance_by_position_interval": [
             interval(lambda s, i=i: s[:, first + depth + i] / s[:, first + i]) for i in range(len(shares))
         ],
-        "tree_nodes_per_round": _rounded(_ratio(total["nodes"], rounds)),
-        "tree_nodes_per_round_interval": interval(_of("nodes", "rounds")),
-        "wasted_nodes_per_round": _rounded(_ratio(total["nodes"] - rounds - total["accepted"], rounds)),
-        "wasted_nodes_per_round_interval": interval(_wasted),
-        "draft_calls_per_round": _rounded(_ratio(total["calls"], rounds)),
-        "draft_calls_per_round_interval": interval(_of("calls", "rounds")),
-        "draft_milliseconds_per_call": _milliseconds(total, "draft", "calls"),
-        "verify_milliseconds_per_round": _milliseconds(total, "verify", "rounds"),
-        "tokens_per_second": _rounded(rate, 2),
-        "tokens_per_second_interval": interval(_of("tokens", "seconds")),
-        "baseline_tokens_per_second": _rounded(plain_rate, 2),
-        "speedup": _rounded(_over(rate, plain_rate)),
-        "speedup_interval": interval(_speedup),
-        "mean_prompt_speedup": _rounded(_ratio(total["prompt_speedup"], total["has_speedup"])),
-        "mean_prompt_speedup_interval": interval(_of("prompt_speedup", "has_speedup")),
-        "tau_ratio": _rounded(_over(_ratio(total["tokens"], rounds), main_tau)),
-        "tau_ratio_interval": interval(lambda s: _of("tokens", "rounds")(s) / _of("main_tokens", "main_rounds")(s)),
-        "speed_ratio": _rounded(_over(rate, main_rate)),
-        "speed_ratio_interval": interval(lambda s: _of("tokens", "seconds")(s) / _of("main_tokens", "main_seconds")(s)),
+        **both("tree_nodes_per_round", _per("nodes", "rounds")),
+        **both("wasted_nodes_per_round", _wasted),
+        **both("draft_calls_per_round", _per("calls", "rounds")),
+        "draft_milliseconds_per_call": value(_per("draft", "calls", 1000)) if timed else None,
+        "verify_milliseconds_per_round": value(_per("verify", "rounds", 1000)) if timed else None,
+        **both("tokens_per_second", RATE, 2),
+        "baseline_tokens_per_second": value(PLAIN_RATE, 2),
+        **both("speedup", _speedup),
+        **both("mean_prompt_speedup", _per("prompt_speedup", "has_speedup")),
+        **both("tau_ratio", lambda s: TAU(s) / _per("main_tokens", "main_rounds")(s)),
+        **both("speed_ratio", lambda s: RATE(s) / _per("main_tokens", "main_seconds")(s)),
         "time_share": {
-            "draft": _rounded(_ratio(total["draft"], seconds)),
-            "verify": _rounded(_ratio(total["verify"], seconds)),
-            "other": _rounded(_ratio(_other(total), seconds)),
+            "draft": value(_per("draft", "seconds")),
+            "verify": value(_per("verify", "seconds")),
+            "other": value(_overhead),
         },
-        "overhead_share": _rounded(_ratio(_other(total), seconds)),
-        "overhead_share_interval": interval(
-            lambda s: np.maximum(0, 1 - _of("draft", "seconds")(s) - _of("verify", "seconds")(s))
-        ),
-        "predicted_speedup": _rounded(_predicted(total)),
+        **both("overhead_share", _overhead),
+        "predicted_speedup": value(_predicted),
         "matches_target": None if sampled else bool(turns.equal[rows].all()),
     }
 
 
-def _of(numerator: str, denominator: str) -> Statistic:
-    return lambda s: s[:, COLUMN[numerator]] / s[:, COLUMN[denominator]]
+def _per(numerator: str, denominator: str, times: float = 1) -> Statistic:
+    return lambda s: times * s[:, COLUMN[numerator]] / s[:, COLUMN[denominator]]
+
+
+TAU, RATE, PLAIN_RATE = _per("tokens", "rounds"), _per("tokens", "seconds"), _per("plain_tokens", "plain_seconds")
+
+
+def _speedup(s: np.ndarray) -> np.ndarray:
+    return RATE(s) / PLAIN_RATE(s)
 
 
 def _wasted(s: np.ndarray) -> np.ndarray:
@@ -250,18 +251,20 @@ def _wasted(s: np.ndarray) -> np.ndarray:
     return (s[:, COLUMN["nodes"]] - s[:, COLUMN["accepted"]]) / s[:, COLUMN["rounds"]] - 1
 
 
-def _other(total: dict[str, float]) -> float:
-    """Seconds outside drafting and verifying; rounding never makes it negative."""
-    return max(0.0, total["seconds"] - total["draft"] - total["verify"])
+def _overhead(s: np.ndarray) -> np.ndarray:
+    """The share of time outside drafting and verifying; rounding never makes it negative."""
+    spent, draft, verify = (s[:, COLUMN[name]] for name in ("seconds", "draft", "verify"))
+    return np.maximum(0, spent - draft - verify) / spent
 
 
-def _milliseconds(total: dict[str, float], spent: str, count: str) -> float | None:
-    """None if nothing was timed (replay)."""
-    return _rounded(_ratio(1000 * total[spent], total[count])) if total["seconds"] else None
+def _predicted(s: np.ndarray) -> np.ndarray:
+    """Speed-up from the cost model tau * T_t / (T_draft + T_v(n)), in which only the forwards cost time.
 
-
-def _speedup(s: np.ndarray) -> np.ndarray:
-    return _of("tokens", "seconds")(s) / _of("plain_tokens", "plain_seconds")(s)
+    T_t is one round of plain decoding; T_draft and T_v are means over this run's rounds. tau and these means are all
+    per round, which cancels.
+    """
+    forwards = s[:, COLUMN["draft"]] + s[:, COLUMN["verify"]]
+    return s[:, COLUMN["tokens"]] / forwards * s[:, COLUMN["plain_seconds"]] / s[:, COLUMN["plain_rounds"]]
 
 
 def _shares(reached: np.ndarray, accepted: np.ndarray) -> list[float]:
@@ -299,27 +302,3 @@ def _draws(prompts: int, samples: int, seed: int) -> np.ndarray:
     chances = np.full(prompts, 1 / prompts)
     sizes = [min(CHUNK, samples - i) for i in range(0, samples, CHUNK)]
     return np.concatenate([random.multinomial(prompts, chances, size).astype(np.uint16) for size in sizes])
-
-
-def _predicted(total: dict[str, float]) -> float | None:
-    """Speed-up from the cost model tau * T_t / (T_draft + T_v(n)), in which only the forwards cost time.
-
-    T_t is one round of plain decoding; T_draft and T_v are means over this run's rounds.
-    """
-    forwards = total["draft"] + total["verify"]
-    if not total["rounds"] or not total["plain_rounds"] or forwards <= 0:
-        return None
-    # tau and the means are both per round, which cancels
-    return total["tokens"] / forwards * total["plain_seconds"] / total["plain_rounds"]
-
-
-def _ratio(a: float, b: float) -> float | None:
-    return float(a / b) if b else None
-
-
-def _over(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else _ratio(a, b)
-
-
-def _rounded(value: float | None, digits: int = 4) -> float | None:
-    return None if value is None else round(float(value), digits)
