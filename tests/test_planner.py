@@ -327,9 +327,8 @@ def test_c2t_is_planned_like_any_other(recipe_path: Path, doubter: Path, tmp_pat
         recipe_path,
         [f"eval.planner.candidates=[{{policy: c2t, draft_calls: 6, c2t: {{classifier: {doubter}, beta: 0.3}}}}]"],
     )
-    recording, answers = planner_answers(recipe)
-    contenders = planner.contenders_from(recipe, main_contender(recipe), candidates_of(recipe))
-    plan = planner.make_plan(Lineup(recipe.target), recipe, contenders, recording, answers)
+    prepared = planner.prepared(recipe, main_contender(recipe), candidates_of(recipe))
+    plan = planner.make_plan(Lineup(recipe.target), recipe, *prepared)
     (row,) = plan.rows
     assert row.speedup > 0
     seen = max(nodes for generation in row.rounds for nodes in generation.tree_nodes)
@@ -358,11 +357,10 @@ def test_auto_chooses_for_small_models_too(recipe_path: Path, target_dir: Path) 
     recipe = load_recipe(recipe_path)
     small = TargetSection(model=str(target_dir), dtype="float32", device="cpu")
     base = Contender("", "causal_lm", tree_of(policy="auto"), "test", draft_model=small)
-    recording, answers = planner_answers(recipe)
-    contenders = planner.contenders_from(recipe, base, [tree_of(policy="chain", nodes=n) for n in (2, 4)])
-    plan = planner.make_plan(Lineup(recipe.target), recipe, contenders, recording, answers)
+    prepared = planner.prepared(recipe, base, [tree_of(policy="chain", nodes=n) for n in (2, 4)])
+    plan = planner.make_plan(Lineup(recipe.target), recipe, *prepared)
     for row in plan.rows:
-        rounds = sum(-(-(len(answer.tokens) - 1) // row.tree.most) for answer in answers)
+        rounds = sum(-(-(len(answer.tokens) - 1) // row.tree.most) for answer in plan.answers)
         assert sum(g.rounds for g in row.rounds) == rounds
 
 
@@ -387,13 +385,10 @@ def test_auto_is_the_first_of_the_plan(recipe_path: Path, capsys: pytest.Capture
 def test_a_loaded_plan_s_rounds_are_those_of_decoding(recipe_path: Path) -> None:
     """Predicted tau is exactly decoding's own where it decodes what was recorded."""
     recipe = load_recipe(recipe_path)
-    recording, answers = planner_answers(recipe)
     lineup = Lineup(recipe.target)
-    trees = candidates_of(recipe)
-    contenders = planner.contenders_from(recipe, main_contender(recipe), trees)
-    plan = planner.make_plan(lineup, recipe, contenders, recording, answers)
+    plan = planner.make_plan(lineup, recipe, *planner.prepared(recipe, main_contender(recipe), candidates_of(recipe)))
     for row in plan.rows:
-        for answer, replayed_answer in zip(answers, row.rounds, strict=True):
+        for answer, replayed_answer in zip(plan.answers, row.rounds, strict=True):
             proposer = lineup.proposer(row.contender)
             decoded = decode(lineup.target, proposer, answer.prompt, (), len(answer.tokens))
             assert decoded.token_ids == answer.tokens

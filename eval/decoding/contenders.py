@@ -6,6 +6,7 @@ be wrong with contenders before weights are loaded. `Lineup` then loads each mod
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from draftsmith.models.checkpoint import (
     check_identity,
     config_identity,
     load_drafter,
+    provenance,
     read_config,
     read_vocab,
     target_identity,
 )
+from draftsmith.models.costs import hardware
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.drafters import kind_in_words, kind_text
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
@@ -445,6 +448,15 @@ class Lineup:
     def identity(self) -> dict[str, Any]:
         """`checkpoint.target_identity`, which drafters and recorded answers must match."""
         return target_identity(self.target, self.section.model, self.section.revision, self.fingerprint)
+
+    def made(self, files: dict[str, Path] | None = None) -> dict[str, Any]:
+        """How numbers of this target were made: device, precision, versions, date, and the digests of `files`."""
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+        return {
+            "device": str(self.target.device),
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+            "made": provenance(files or {}) | {"date": now, "hardware": hardware(self.target.device)},
+        }
 
     def proposer(self, contender: Contender, sampling: Sampling = GREEDY) -> Proposer:
         """A fresh proposer for answers drawn by `sampling`. Policy `auto` must be resolved before.

@@ -17,7 +17,7 @@ A `Verifier` is the target (`TargetVerifier`) or a recorded answer (`eval.record
 
 import itertools
 import time
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -194,6 +194,7 @@ def decode(
     stop_ids: Collection[int],
     max_new_tokens: int | Sequence[int],
     draws: Sequence[Draws] | None = None,
+    watch: "Watch | None" = None,
 ) -> list[Generation]:
     """One answer to each prompt, all decoded side by side.
 
@@ -205,6 +206,7 @@ def decode(
         proposer: None: plain decoding.
         max_new_tokens: one number for all answers, or one for each.
         draws: the random numbers of each answer; needed if the acceptance samples.
+        watch: as in `decode_stream`.
 
     Raises:
         ValueError: as `decode_stream`, or no prompts.
@@ -218,7 +220,7 @@ def decode(
         Request(i, prompt, budget, None if draws is None else draws[i])
         for i, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
     ]
-    answers = dict(decode_stream(verifier, proposer, iter(requests), stop_ids, len(requests)))
+    answers = dict(decode_stream(verifier, proposer, iter(requests), stop_ids, len(requests), watch))
     return [answers[request.key] for request in requests]
 
 
@@ -262,6 +264,7 @@ def decode_stream(
     requests: Iterator[Request | None],
     stop_ids: Collection[int],
     rows: int,
+    watch: "Watch | None" = None,
 ) -> Iterator[tuple[Any, Generation]]:
     """Decodes `rows` answers side by side. When a quarter of them has ended, the next requests take their rows.
 
@@ -269,6 +272,7 @@ def decode_stream(
 
     Args:
         requests: None means "nothing now, ask again after an answer", for prompts that contain answers.
+        watch: called after each round with its nodes, its draft calls and its marks.
 
     Yields:
         (key, answer), each as it ends.
@@ -314,6 +318,8 @@ def decode_stream(
             row.take(tokens, nodes, count, stop_ids)
         ended = clock.mark()
         rounds.append((live, [*marks, ended]))
+        if watch is not None:
+            watch(tree.nodes, max(calls), rounds[-1][1])
         kept = _compacted([not row.ended(stop_ids) for row in live])
         if len(kept) < len(live):
             _charge(clock, rounds)
@@ -408,6 +414,9 @@ def cut(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int) -> in
 
 
 Mark = float | torch.Event
+# Nodes of the largest tree, most draft calls, and five marks: when the round before ended, when drafting, verifying and
+# accepting began, and when the round ended. (Plain decoding's drafting takes no time.)
+Watch = Callable[[int, int, Sequence[Mark]], object]
 
 
 class Clock:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,12 +24,12 @@ from draftsmith.eval.page.files import (
     write_report,
 )
 from draftsmith.eval.planner.command import choose_tree
-from draftsmith.eval.planner.search import candidates_of, contenders_from, planner_answers
+from draftsmith.eval.planner.search import candidates_of, prepared
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
 from draftsmith.models.chat import decode_answer, load_config
-from draftsmith.models.checkpoint import provenance, weight_bytes
-from draftsmith.models.costs import decoding_lines, hardware
+from draftsmith.models.checkpoint import weight_bytes
+from draftsmith.models.costs import decoding_lines
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path
@@ -160,8 +159,7 @@ def check_automatic(recipe: Recipe, contenders: Sequence[Contender]) -> None:
     """Checks the candidates and answers for policy `auto` before weights are loaded."""
     for contender in contenders:
         if contender.tree.policy == "auto":
-            check_contenders(recipe, contenders_from(recipe, contender, candidates_of(recipe, contender.tree)))
-            planner_answers(recipe)
+            prepared(recipe, contender, candidates_of(recipe, contender.tree))
 
 
 def chosen(lineup: Lineup, recipe: Recipe, contender: Contender) -> Contender:
@@ -185,19 +183,12 @@ def no_room(recipe: Recipe) -> str | None:
 
 def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) -> dict[str, Any]:
     """Provenance of the numbers, for acceptance.json and the report."""
-    target = lineup.target
-    directories = dict.fromkeys(c.drafter for c in contenders if c.drafter is not None)
-    files = {
-        "drafter" if directory == recipe.eval_drafter_dir else str(directory): directory / "model.safetensors"
-        for directory in directories
-    }
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return {
-        "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "target_identity": lineup.identity,
-        "made": provenance(files) | {"date": now, "hardware": hardware(target.device)},
-    }
+    return lineup.made(
+        {
+            "drafter" if directory == recipe.eval_drafter_dir else str(directory): directory / "model.safetensors"
+            for directory in dict.fromkeys(c.drafter for c in contenders if c.drafter is not None)
+        }
+    ) | {"target_identity": lineup.identity}
 
 
 def print_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, main_contender
+from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, load_questions
 from draftsmith.eval.page.files import interval_text
 from draftsmith.eval.planner.cost_model import REPEATS, probe_trees
 from draftsmith.eval.planner.search import (
     Plan,
     candidates_of,
-    contenders_from,
     make_plan,
     mean_context,
     measure,
-    planner_answers,
+    prepared,
     round_seconds,
     sampling_note,
     sweep_of,
 )
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, tokens_of
-from draftsmith.models.checkpoint import provenance
-from draftsmith.models.costs import hardware
-from draftsmith.models.target import Target
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -51,8 +46,7 @@ MEASURED = (*PREDICTED, "matches_target", "round_in_plain_rounds", "predicted_sp
 def main(command: Command) -> None:
     recipe = command.recipe
     trees = sweep_of(recipe, command.calibrate) if command.calibrate else candidates_of(recipe)
-    contenders = checked_contenders(recipe, main_contender(recipe), trees, command.plan)
-    recording, answers = planner_answers(recipe, trees)
+    contenders, recording, answers = prepared(recipe, main_contender(recipe), trees, command.plan)
     asked: list[Question] = []
     rejects = Rejects()
     if command.measure:
@@ -68,7 +62,7 @@ def main(command: Command) -> None:
     if command.measure:
         measure(lineup, recipe, plan, command.measure, asked, rejects)
     print_result(plan, recipe)
-    write_plan(recipe, plan, lineup.target, out)
+    write_plan(recipe, plan, lineup, out)
     print(f"written: {out}")
 
 
@@ -80,19 +74,9 @@ def choose_tree(lineup: Lineup, recipe: Recipe, contender: Contender) -> TreeSec
     Raises:
         UserError: no recorded answers, another target's, or impossible candidates.
     """
-    trees = candidates_of(recipe, contender.tree)
-    contenders = checked_contenders(recipe, contender, trees)
-    plan = make_plan(lineup, recipe, contenders, *planner_answers(recipe, trees))
+    plan = make_plan(lineup, recipe, *prepared(recipe, contender, candidates_of(recipe, contender.tree)))
     print_result(plan, recipe)
     return plan.rows[0].tree
-
-
-def checked_contenders(
-    recipe: Recipe, base: Contender, trees: Sequence[TreeSection], plan: bool = False
-) -> list[Contender]:
-    contenders = contenders_from(recipe, base, trees)
-    check_contenders(recipe, contenders, plan)
-    return contenders
 
 
 # What is printed.
@@ -146,15 +130,14 @@ def print_table(plan: Plan) -> None:
     table.add_column("", overflow="fold")
     for heading in ("nodes", "tau", "speed-up", "95 %", *(("measured", "95 %") if measured else ())):
         table.add_column(heading, justify="right", no_wrap=True)
-    lines = [(1.0, PLAIN, plan.best is None, ["1.0", "1.00", "1.00"])]
+    lines = [(1.0, Text(PLAIN, style="bold" if plan.best is None else ""), ["1.0", "1.00", "1.00"])]
     for row in shown:
-        n, m = row.numbers, row.measured
-        cells = [f"{n['tree_nodes_per_round']:.1f}", f"{n['tau']:.2f}"]
-        cells += [f"{row.speedup:.2f}", interval_text(n["speedup_interval"])]
-        cells += [f"{m['speedup']:.2f}", interval_text(m["speedup_interval"])] if m else []
-        lines.append((row.speedup, row.short_name, row is plan.best, cells))
-    for _, name, best, cells in sorted(lines, key=lambda line: -line[0]):
-        table.add_row(Text(name, style="bold" if best else ""), *cells)
+        cells = [f"{row.numbers['tree_nodes_per_round']:.1f}", f"{row.numbers['tau']:.2f}"]
+        for numbers in filter(None, (row.numbers, row.measured)):
+            cells += [f"{numbers['speedup']:.2f}", interval_text(numbers["speedup_interval"])]
+        lines.append((row.speedup, Text(row.short_name, style="bold" if row is plan.best else ""), cells))
+    for _, name, cells in sorted(lines, key=lambda line: -line[0]):
+        table.add_row(name, *cells)
     Console().print(table)
 
 
@@ -173,13 +156,11 @@ def print_choice(plan: Plan) -> None:
             f"{first.speedup:.2f} of its speed. Decode without a drafter, or train it further."
         )
     else:
-        total, draft, verify = (
-            sum(getattr(g, f"{part}_seconds") for g in first.rounds) for part in ("decode", "draft", "verify")
-        )
+        shares = first.numbers["time_share"]
         print(
             f"Fastest: {first.short_name}: {first.numbers['tau']:.2f} tokens a round, which takes "
-            f"{round_seconds(first.rounds) / plan.costs.plain:.2f} rounds of plain decoding ({draft / total:.0%} "
-            f"drafting, {verify / total:.0%} verifying): {first.speedup:.2f} times as fast."
+            f"{round_seconds(first.rounds) / plan.costs.plain:.2f} rounds of plain decoding ({shares['draft']:.0%} "
+            f"drafting, {shares['verify']:.0%} verifying): {first.speedup:.2f} times as fast."
         )
     print(f"In the recipe:\n\neval:\n  tree: {line_of(first.tree)}\n")
 
@@ -203,7 +184,7 @@ def lean(tree: TreeSection) -> dict[str, Any]:
 # What is written.
 
 
-def write_plan(recipe: Recipe, plan: Plan, target: Target, path: Path) -> None:
+def write_plan(recipe: Recipe, plan: Plan, lineup: Lineup, path: Path) -> None:
     """Writes plan.json atomically."""
     rows = [
         {"name": row.name, "tree": lean(row.tree)}
@@ -213,14 +194,11 @@ def write_plan(recipe: Recipe, plan: Plan, target: Target, path: Path) -> None:
         | ({"measured": {key: row.measured[key] for key in MEASURED}} if row.measured else {})
         for row in plan.rows
     ]
-    now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     content = {
         "chosen": None if plan.best is None else {"name": plan.best.name, "tree": lean(plan.best.tree)},
         "target": recipe.target.model,
         "drafter": str(plan.rows[0].contender.drafter),
-        "device": str(target.device),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "made": provenance({}) | {"date": now, "hardware": hardware(target.device)},
+        **lineup.made(),
         "answers": {
             "file": str(plan.recording.path),
             "answers": len(plan.answers),

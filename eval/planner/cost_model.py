@@ -10,18 +10,18 @@ the rest of a round counts on both sides, because it is a tenth of the time on s
 drafter's reading of an answer's prompt is added.
 
 All costs come from real rounds of the decoding loop (`eval.decoding.decode`) over recorded text, at one context length.
-In each repeat all probes take turns. A probe's time is scaled by the plain rounds before and after it, because other
-work slows the machine unevenly. Curves are straight lines between and beyond the measured numbers of nodes and calls.
+In each repeat all probes take turns. Other work slows the machine unevenly, so a probe's time is scaled by the plain
+rounds before and after it. Curves are straight lines between and beyond the measured numbers of nodes and calls.
 
 Answers side by side share a round, which costs as much as its largest tree and most calls. Each answer is replayed
 alone, so policies that stop early are predicted a little too fast.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, pairwise
 from statistics import median
 from typing import Any
 
@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from draftsmith.eval.decoding.accept import acceptance_of
-from draftsmith.eval.decoding.decode import Clock, Generation, Mark, Round, TargetVerifier, decode
-from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
-from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws
+from draftsmith.eval.decoding.decode import Clock, Generation, Mark, TargetVerifier, decode
+from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -212,30 +212,26 @@ def measure_costs(
     context = min(context, room_for(target.config.max_position_embeddings, trees))
     prompts = [list(islice(cycle(chain.from_iterable([*texts[i:], *texts[:i]])), context)) for i in range(len(texts))]
     names = list(probes)
-    turns = -(-len(names) // TURNS)  # plain rounds stand before each turn and after the last
-    raw: list[_Repeat] = []
-    total = (repeats + 1) * (len(names) + turns + 1)
+    raw: list[list[tuple[str, list[TimedRound]]]] = []  # of each repeat: probes and plain rounds as they took turns
+    total = (repeats + 1) * (len(names) + -(-len(names) // TURNS) + 1)
     with Bar(total=total, desc="costs", unit="probe", leave=False) as progress:
-
-        def timed(name: str, asked: Sequence[Sequence[int]]) -> list[TimedRound]:
-            progress.update()
-            return list(timed_rounds(target, probes[name][1] if name in probes else None, asked, sampling))
-
         for repeat in range(repeats + 1):
             first = repeat * len(names) // (repeats + 1)
             order = names[first:] + names[:first]
             asked = [prompts[(repeat * rows + row) % len(prompts)] for row in range(rows)]
-            plain, taken = [timed(PLAIN, asked)], list[tuple[str, int, list[TimedRound]]]()
-            for turn in range(turns):
-                taken += [(name, turn, timed(name, asked)) for name in order[turn * TURNS : (turn + 1) * TURNS]]
-                plain.append(timed(PLAIN, asked))
+            taken: list[tuple[str, list[TimedRound]]] = []
+            for name in [n for i in range(0, len(order), TURNS) for n in (PLAIN, *order[i : i + TURNS])] + [PLAIN]:
+                proposer = probes[name][1] if name in probes else None
+                taken.append((name, timed_rounds(target, proposer, asked, sampling)))
+                progress.update()
             if repeat:  # the first one is a warm-up
-                raw.append(_Repeat(plain, taken))
-    plainly = [r.seconds for one in raw for rounds in one.plain for r in _settled(rounds)]
-    measured = [one.evened(median(plainly)) for one in raw]
-    kept = {name: tree for name, (tree, _) in probes.items()}
+                raw.append(taken)
+    plain = [r.seconds for taken in raw for name, timed in taken if name == PLAIN for r in _settled(timed)]
+    low, high = np.percentile(plain, (25, 75))
+    measured = [_evened(taken, median(plain)) for taken in raw]
     whole = {name: [r for one in measured for r in one[name]] for name in (PLAIN, *names)}
-    each = tuple(_costs(kept, one, context, rows) for one in measured)
+    kept = {name: tree for name, (tree, _) in probes.items()}
+    costs, *each = (_costs(kept, one, (float(low), float(high)), len(prompts[0]), rows) for one in (whole, *measured))
     took = {
         name: tuple(
             median(r.seconds for r in _settled(one[name])) / costs.plain
@@ -243,9 +239,7 @@ def measure_costs(
         )
         for name in names
     }
-    low, high = np.percentile(plainly, (25, 75))
-    costs = _costs(kept, whole, context, rows)
-    return replace(costs, plain_spread=(float(low), float(high)), probes=took, repeats=each)
+    return replace(costs, probes=took, repeats=tuple(each))
 
 
 def room_for(positions: int, trees: Sequence[TreeSection]) -> int:
@@ -264,26 +258,24 @@ def _settled(timed: Sequence[TimedRound]) -> list[TimedRound]:
     return [r for r in timed if r.number >= SETTLING]
 
 
-@dataclass(frozen=True)
-class _Repeat:
-    """One measurement of all probes."""
-
-    plain: list[list[TimedRound]]  # before each turn, and after the last one
-    taken: list[tuple[str, int, list[TimedRound]]]  # (probe, its turn, its rounds)
-
-    def evened(self, usual: float) -> dict[str, list[TimedRound]]:
-        """The rounds by probe, scaled as if every plain round had taken `usual` seconds."""
-        pace = [median(r.seconds for r in _settled(timed)) for timed in self.plain]
-        result = {name: _scaled(timed, 2 * usual / (pace[i] + pace[i + 1])) for name, i, timed in self.taken}
-        plain = [_scaled(timed, usual / seconds) for timed, seconds in zip(self.plain, pace, strict=True)]
-        return result | {PLAIN: [*chain.from_iterable(plain)]}
+def _evened(taken: Sequence[tuple[str, list[TimedRound]]], usual: float) -> dict[str, list[TimedRound]]:
+    """The rounds by probe, scaled as if every plain round had taken `usual` seconds."""
+    plain = {i: median(r.seconds for r in _settled(timed)) for i, (name, timed) in enumerate(taken) if name == PLAIN}
+    paces = np.interp(range(len(taken)), list(plain), list(plain.values()))
+    result: dict[str, list[TimedRound]] = defaultdict(list)
+    for (name, timed), pace in zip(taken, paces, strict=True):
+        by = usual / float(pace)
+        result[name] += [replace(r, draft=r.draft * by, verify=r.verify * by, rest=r.rest * by) for r in timed]
+    return result
 
 
-def _scaled(timed: Sequence[TimedRound], by: float) -> list[TimedRound]:
-    return [replace(r, draft=r.draft * by, verify=r.verify * by, rest=r.rest * by) for r in timed]
-
-
-def _costs(probes: dict[str, TreeSection], rounds: dict[str, list[TimedRound]], context: int, rows: int) -> Costs:
+def _costs(
+    probes: dict[str, TreeSection],
+    rounds: dict[str, list[TimedRound]],
+    plain_spread: tuple[float, float],
+    context: int,
+    rows: int,
+) -> Costs:
     verify, rest, draft = (defaultdict[str, dict[int, list[float]]](lambda: defaultdict(list)) for _ in range(3))
     reading: list[float] = []
     settled = {name: _settled(timed) for name, timed in rounds.items()}
@@ -305,11 +297,9 @@ def _costs(probes: dict[str, TreeSection], rounds: dict[str, list[TimedRound]], 
                 draft[family(tree)][r.calls].append(r.draft)
         usual = median(r.draft for r in later)
         reading += [r.draft - usual for r in rounds[name] if r.number == 0]
-    plain = [r.seconds for r in settled[PLAIN]]
-    low, high = np.percentile(plain, (25, 75))
     return Costs(
-        plain=median(plain),
-        plain_spread=(float(low), float(high)),
+        plain=median(r.seconds for r in settled[PLAIN]),
+        plain_spread=plain_spread,
         verify={shape: Curve.of(samples) for shape, samples in verify.items()},
         rest={shape: Curve.of(samples) for shape, samples in rest.items()},
         draft={name: Curve.of(samples) for name, samples in draft.items()},
@@ -396,78 +386,26 @@ def _endless(tree: TreeSection, calls: int, nodes: int) -> TreeSection:
 
 def timed_rounds(
     target: Target, proposer: Proposer | None, prompts: Sequence[Sequence[int]], sampling: Sampling = GREEDY
-) -> Iterator[TimedRound]:
+) -> list[TimedRound]:
     """The first ROUNDS rounds after each prompt."""
     draws = None if sampling.greedy else [SeededDraws(0, row) for row in range(len(prompts))]
-    clock = Clock(target.device)
-    watched = None if proposer is None else _WatchedProposer(proposer, clock)
-    verifier = _WatchedTarget(clock, target, proposer, sampling)
+    verifier = TargetVerifier(target, proposer, acceptance_of(sampling))
+    budgets = [verifier.positions - len(prompt) for prompt in prompts]
+    seen: list[tuple[int, int, Sequence[Mark]]] = []
+
+    def watch(nodes: int, calls: int, marks: Sequence[Mark]) -> None:
+        seen.append((nodes, calls, marks))
+        if len(seen) == ROUNDS:
+            raise _Enough
+
     with suppress(_Enough), torch.inference_mode():  # as in an evaluation; with gradients rounds take a tenth longer
-        budgets = [verifier.positions - len(prompt) for prompt in prompts]
-        decode(verifier, watched, prompts, (), budgets, draws)
-    began = watched.began if watched else verifier.verify_began  # plain decoding drafts nothing
-    for i, (verify, accept) in enumerate(zip(verifier.verify_began, verifier.accept_began, strict=False)):
-        yield TimedRound(
-            number=i,
-            nodes=verifier.nodes[i],
-            calls=watched.calls[i] if watched else 0,
-            draft=clock.seconds(began[i], verify),
-            verify=clock.seconds(verify, accept),
-            rest=clock.seconds(accept, began[i + 1]),
-        )
+        decode(verifier, proposer, prompts, (), budgets, draws, watch)
+    timed = []
+    for number, (nodes, calls, marks) in enumerate(seen):
+        before, draft, verify, after = (Clock.seconds(a, b) for a, b in pairwise(marks))
+        timed.append(TimedRound(number, nodes, calls, draft, verify, before + after))
+    return timed
 
 
 class _Enough(Exception):
     """Ends decoding after ROUNDS rounds."""
-
-
-class _WatchedTarget(TargetVerifier):
-    """Marks the beginning of each part of a round."""
-
-    def __init__(self, clock: Clock, target: Target, proposer: Proposer | None, sampling: Sampling):
-        super().__init__(target, proposer, acceptance_of(sampling))
-        self.clock = clock
-        self.verify_began: list[Mark] = []
-        self.accept_began: list[Mark] = []
-        self.nodes: list[int] = []
-
-    def verify(self, tree: DraftTree) -> None:
-        self.verify_began.append(self.clock.mark())
-        if len(self.accept_began) == ROUNDS:
-            raise _Enough
-        self.nodes.append(tree.nodes)
-        super().verify(tree)
-
-    def accept(self, tree: DraftTree) -> Round:
-        self.accept_began.append(self.clock.mark())
-        return super().accept(tree)
-
-
-class _WatchedProposer:
-    """Marks the beginning of drafting."""
-
-    def __init__(self, proposer: Proposer, clock: Clock):
-        self.proposer, self.capture_layers, self.clock = proposer, proposer.capture_layers, clock
-        self.began: list[Mark] = []
-        self.calls: list[int] = []
-
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.proposer.reset(rows, draws)
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.proposer.admit(rows, draws)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.proposer.keep(rows)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        self.proposer.rollback(lengths)
-
-    def observe(self, committed: Committed) -> None:
-        self.began.append(self.clock.mark())
-        self.proposer.observe(committed)
-
-    def propose(self) -> tuple[DraftTree, list[int]]:
-        tree, calls = self.proposer.propose()
-        self.calls.append(max(calls))
-        return tree, calls

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, named
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, named
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
 from draftsmith.eval.measured.metrics import summarise, summarise_all
@@ -149,9 +149,18 @@ def sweep_of(recipe: Recipe, policy: Policy) -> list[TreeSection]:
     ]
 
 
-def contenders_from(recipe: Recipe, base: Contender, trees: Sequence[TreeSection]) -> list[Contender]:
-    """`base` with each of these trees, named."""
-    return named([_with_tree(recipe, base, tree, f"eval.planner.candidates.{i}") for i, tree in enumerate(trees)])
+def prepared(
+    recipe: Recipe, base: Contender, trees: Sequence[TreeSection], plan: bool = False
+) -> tuple[list[Contender], Recording, list[RecordedAnswer]]:
+    """`base` with each of these trees, named, and `planner_answers`; all checked before weights are loaded.
+
+    Raises:
+        UserError: as `check_contenders` (which takes `plan`) and `planner_answers`.
+    """
+    places = (f"eval.planner.candidates.{i}" for i in range(len(trees)))
+    contenders = named([_with_tree(recipe, base, tree, place) for tree, place in zip(trees, places, strict=True)])
+    check_contenders(recipe, contenders, plan)
+    return contenders, *planner_answers(recipe, trees)
 
 
 def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = "") -> Contender:
@@ -258,8 +267,7 @@ def make_plan(
     """Replays every contender, measures the cost of its rounds, and sorts by the predicted speed-up.
 
     Args:
-        contenders: of one drafter, with different trees.
-        recording, answers: from `planner_answers`.
+        contenders, recording, answers: from `prepared`.
 
     Raises:
         UserError: the answers are another target's, or the target has too few positions for such trees.
