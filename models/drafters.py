@@ -33,10 +33,10 @@ def known_kinds() -> str:
 
 def kind_text(config: DrafterConfig) -> str:
     """A kind's name in text: eagle3, eagle, poss-2 (two positions a specialist), poss-2 over eagle3."""
-    return kind_in_words(config.kind, config.base, getattr(config, "positions_per_specialist", None))
+    return kind_name(config.kind, config.base, getattr(config, "positions_per_specialist", None))
 
 
-def kind_in_words(kind: str, base: str | None, positions: int | None) -> str:
+def kind_name(kind: str, base: str | None, positions: int | None) -> str:
     """The same from a recipe's values. Specialists over EAGLE-1, the published form, are named without the base."""
     return kind + f"-{positions}" * (kind == "poss") + f" over {base}" * (kind == "poss" and base != "eagle")
 

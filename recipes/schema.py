@@ -598,7 +598,7 @@ EAGLE1_PATHS = [
 ]
 
 
-ProposerName = Literal["drafter", "prompt_lookup", "causal_lm"]  # built by `eval.decoding.contenders.PROPOSERS`
+ProposerName = Literal["drafter", "prompt_lookup", "causal_lm"]  # built by `eval.decoding.contenders.Lineup`
 
 
 class ContenderSection(Section):

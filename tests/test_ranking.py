@@ -14,7 +14,8 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.corpus.template_tokens import template_tokens
-from draftsmith.eval.decoding.contenders import _check_vocab, contender_of
+from draftsmith.eval.decoding.contenders import contender_of, vocab_of
+from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import (
     BLEND_SCALE,
@@ -114,11 +115,12 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     tree = TreeSection(vocab_size=4)
     contender = contender_of(recipe, ContenderSection(name="", tree=tree), "eval.tree")
     contender = type(contender)(**{**vars(contender), "drafter": None})
-    fingerprint = tokenizer_fingerprint(make_tokenizer())
-    _check_vocab(contender, VOCAB_SIZE, fingerprint, [4])
+    target = TargetFacts.read(recipe.target)
+    assert (target.config.vocab_size, target.stop_ids) == (VOCAB_SIZE, [4])
+    assert vocab_of(contender, target).size == 4
     less = type(contender)(**{**vars(contender), "tree": TreeSection(vocab_size=3)})
     with pytest.raises(UserError, match=r"3 has no room for the 4 stop tokens \[1, 2, 3, 4\] \(template tokens among"):
-        _check_vocab(less, VOCAB_SIZE, fingerprint, [4])
+        vocab_of(less, target)
     assert cut(DraftVocab.full(VOCAB_SIZE), counts, 12, always_inside(metadata)).same_as(vocab)
 
 

@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
-from draftsmith.models.chat import load_config
+from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -133,11 +133,11 @@ def check_generator_drafter(recipe: Recipe) -> None:
     contender = _contender(recipe)
     assert contender.drafter is not None
     try:
-        check_drafter(recipe.target, contender.drafter)
+        check_drafter(target := TargetFacts.read(recipe.target), contender.drafter)
     except UserError as error:
         raise UserError([f"data.generator.drafter: {problem}" for problem in error.problems]) from None
     try:
-        check_size(contender.tree, load_config(recipe.target).get_text_config(decoder=True).max_position_embeddings)
+        check_size(contender.tree, target.positions)
     except UserError:
         raise UserError("data.generator.draft_tokens: more than the target has positions") from None
 

@@ -31,6 +31,7 @@ from draftsmith.eval.decoding.contenders import (
 )
 from draftsmith.eval.decoding.decode import Round, decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
+from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
@@ -44,8 +45,8 @@ from draftsmith.eval.recorded.answers import (
 )
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states
 from draftsmith.models.c2t import DEPTH_CONVENTION, differing_keys, node_features
-from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity, differences
+from draftsmith.models.chat import load_config
+from draftsmith.models.checkpoint import differences
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree
 from draftsmith.models.prompt import Prompt
@@ -165,7 +166,7 @@ def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
             )
     recording = read_answers(path, only=only)
     recording.note = note
-    check_answers_before_loading(recording, recipe.target)
+    check_answers_before_loading(recording, TargetFacts.read(recipe.target))
     answers = [answer for answer in recording.of(PLAIN, PLAIN) if len(answer.tokens) > 1]
     if not answers:
         raise UserError(f"labels.answers: {path} holds no answer of two tokens or more; shorter ones take no round")
@@ -180,8 +181,7 @@ def made_of_labels(
     recipe: Recipe, contender: Contender, answers: Sequence[RecordedAnswer], drafter_exists: bool = True
 ) -> dict[str, Any]:
     """`Manifest.made_of`: everything that determines the rows."""
-    section, target = recipe.labels, recipe.target
-    config = load_config(target).get_text_config(decoder=True)
+    section, target = recipe.labels, TargetFacts.read(recipe.target)
     digest = hashlib.sha256()
     for answer in answers:
         prompt = Prompt.of(answer.prompt)
@@ -192,11 +192,8 @@ def made_of_labels(
         "top_k": section.top_k,
         "draft_calls": section.draft_calls,
         "batch_size": section.batch_size,  # changes the last bits of a distribution
-        "drafter": drafter_record(contender, vocab_of(contender, target), target) if drafter_exists else {},
-        "target": {
-            **config_identity(config, target.model, target.revision, tokenizer_fingerprint(load_tokenizer(target))),
-            "dtype": target.dtype,
-        },
+        "drafter": drafter_record(contender, vocab_of(contender, target), recipe.target) if drafter_exists else {},
+        "target": target.identity | {"dtype": recipe.target.dtype},
         "answers_sha256": digest.hexdigest(),
     }
 

@@ -4,30 +4,29 @@ A contender is one row of the table: a drafter, a tree and a vocabulary. `check_
 be wrong with contenders before weights are loaded. `Lineup` then loads each model once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.models.c2t import check_made_for, drafter_identity
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
     first_line,
     load_config,
-    load_generation_config,
     load_tokenizer,
     stop_ids,
     tokenizer_fingerprint,
 )
 from draftsmith.models.checkpoint import (
     check_identity,
-    config_identity,
     load_drafter,
     provenance,
     read_config,
@@ -36,7 +35,7 @@ from draftsmith.models.checkpoint import (
 )
 from draftsmith.models.costs import hardware
 from draftsmith.models.draft_tree import Drafting, Proposer
-from draftsmith.models.drafters import kind_in_words, kind_text
+from draftsmith.models.drafters import kind_name, kind_text
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
@@ -61,7 +60,7 @@ class Contender:
     @property
     def has_distributions(self) -> bool:
         """Whether the proposer gives probabilities that a policy can grow trees from."""
-        return PROPOSERS[self.proposer].drafting is not None
+        return self.drafter is not None or self.draft_model is not None
 
 
 def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:
@@ -85,7 +84,7 @@ def _kind_of(recipe: Recipe, directory: Path) -> str:
         return kind_text(read_config(directory)[0])
     except UserError:
         section = recipe.drafter
-        return kind_in_words(section.kind, section.base, section.positions)
+        return kind_name(section.kind, section.base, section.positions)
 
 
 def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
@@ -182,10 +181,10 @@ def _default_name(contender: Contender) -> str:
     if not contender.has_distributions:
         return f"prompt lookup of {contender.tree.most - 1}"
     who = Path(contender.draft_model.model).name if contender.draft_model else contender.kind
-    return f"{who}, {tree_in_words(contender.tree)}"
+    return f"{who}, {tree_name(contender.tree)}"
 
 
-def tree_in_words(tree: TreeSection) -> str:
+def tree_name(tree: TreeSection) -> str:
     """Chains are counted in drafted tokens, trees in verified nodes."""
     shape = {
         "chain": f"{'sampled ' * (tree.draw == 'sampled')}chain of {tree.most - 1}",
@@ -224,30 +223,26 @@ def _details(contender: Contender) -> dict[str, str]:
 # Checks before anything large is loaded.
 
 
-def check_drafter(target: TargetSection, directory: Path) -> PreTrainedTokenizerBase:
-    """Checks a drafter against this target before weights are loaded. Returns the target's tokenizer.
+def check_drafter(target: TargetFacts, directory: Path) -> None:
+    """Checks a drafter against this target.
 
     Raises:
         UserError: no drafter there, its weights are missing or cut short, or it was trained for another target.
     """
     shape, trained_for = read_config(directory)
-    tokenizer = load_tokenizer(target)
-    config = load_config(target).get_text_config()
-    here = config_identity(config, target.model, target.revision, tokenizer_fingerprint(tokenizer))
-    check_identity(directory, trained_for, here)
+    check_identity(directory, trained_for, target.identity)
     try:
-        checked_capture_layers(shape.capture_layers, config.num_hidden_layers, final=True)
+        checked_capture_layers(shape.capture_layers, target.config.num_hidden_layers, final=True)
     except UserError as error:
         raise UserError(f"{directory}: the drafter cannot read this target: {error}") from None
     read_vocab(directory, shape)
-    return tokenizer
 
 
-def check_classifier(contender: Contender, vocab: DraftVocab | None, target: TargetSection) -> None:
+def check_classifier(contender: Contender, vocab: DraftVocab, target: TargetSection) -> None:
     """Checks that C2T's classifier was trained on nodes of this contender's drafter.
 
     Args:
-        vocab: as `drafter_record` takes it.
+        vocab: from `vocab_of`.
 
     Raises:
         UserError: it was trained for another drafter.
@@ -260,25 +255,50 @@ def drafter_record(contender: Contender, vocab: DraftVocab | None, target: Targe
     """`drafter_identity` of a contender's drafter.
 
     Args:
-        vocab: the contender's cut vocabulary (`vocab_of`). Unused, and may be None, if there is no cut.
+        vocab: from `vocab_of`; may be None if the tree cuts none.
     """
     cut_to = None if contender.tree.vocab_size is None else vocab
-    assert cut_to is not None or contender.tree.vocab_size is None
     return drafter_identity(contender.drafter, contender.draft_model, cut_to, target)
 
 
-def vocab_of(contender: Contender, target: TargetSection) -> DraftVocab:
-    """The contender's draft vocabulary, known before weights are loaded.
+def vocab_of(contender: Contender, target: TargetFacts) -> DraftVocab:
+    """The contender's draft vocabulary.
 
     Raises:
-        UserError: no such drafter or counts, counts of another tokenizer, or no such cut.
+        UserError: no such drafter or counts, counts of another tokenizer, no such cut, or a vocabulary without the
+            ranks of a static tree.
     """
-    tokenizer, config = load_tokenizer(target), load_config(target).get_text_config(decoder=True)
-    stops = stop_ids(tokenizer, load_generation_config(target))
-    return _vocab_of(contender, config.vocab_size, tokenizer_fingerprint(tokenizer), stops)
+    vocab, tree = DraftVocab.full(target.config.vocab_size), contender.tree
+    if contender.drafter is not None:
+        vocab = read_vocab(contender.drafter, read_config(contender.drafter)[0])
+    vocab = cut_of(contender, vocab, target.fingerprint, target.stop_ids) or vocab
+    greatest = max(map(max, tree.static_paths)) if tree.policy == "static" else 0
+    if greatest >= vocab.size:
+        raise UserError(
+            f"eval.tree.paths: rank {greatest} exceeds a draft vocabulary of {vocab.size:,} tokens: ranks begin at "
+            f"0; name {vocab.size - 1:,} at most"
+        )
+    return vocab
 
 
-def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None:
+def cut_of(contender: Contender, vocab: DraftVocab, fingerprint: str, stops: Iterable[int]) -> DraftVocab | None:
+    """The part of `vocab` that the contender's tree drafts from; None: all of it.
+
+    Args:
+        fingerprint, stops: of the target's tokenizer.
+    """
+    if contender.tree.vocab_size is None:
+        return None
+    assert contender.token_counts is not None
+    counts, metadata = load_token_counts(contender.token_counts)
+    check_counts(contender.token_counts, metadata, fingerprint)
+    wanted = vocab, counts, contender.tree.vocab_size, always_inside(metadata).union(stops)
+    kept = cut(*wanted)
+    check_counted(*wanted)
+    return kept
+
+
+def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
     """Checks that the draft model shares the target's token ids. It needs no chat template.
 
     Raises:
@@ -296,23 +316,23 @@ def check_draft_model(target: TargetSection, draft_model: TargetSection) -> None
         raise UserError(
             f"draft_model.model: cannot load a tokenizer from {draft_model.model!r}: {first_line(error)}"
         ) from error
-    large = load_config(target).get_text_config(decoder=True)
+    large, name = target.config, target.section.model
     problems = []
     if small.vocab_size != large.vocab_size:
         problems.append(
             f"draft_model: {draft_model.model} has a vocabulary of {small.vocab_size} tokens, the target "
-            f"{target.model} one of {large.vocab_size}"
+            f"{name} one of {large.vocab_size}"
         )
     if small.max_position_embeddings < large.max_position_embeddings:
         problems.append(
             f"draft_model: {draft_model.model} has {small.max_position_embeddings:,} positions, the target "
-            f"{target.model} {large.max_position_embeddings:,}; behind its last one it cannot draft"
+            f"{name} {large.max_position_embeddings:,}; behind its last one it cannot draft"
         )
-    mine = load_tokenizer(target).get_vocab()
+    mine = target.tokenizer.get_vocab()
     if mine != its:
         token = min(mine.items() ^ its.items(), key=lambda item: (item[1], item[0]))[0]
         problems.append(
-            f"draft_model: {draft_model.model} has another tokenizer than the target {target.model}: {token!r} is "
+            f"draft_model: {draft_model.model} has another tokenizer than the target {name}: {token!r} is "
             f"token {its.get(token, 'none')} of the one and {mine.get(token, 'none')} of the other"
         )
     if problems:
@@ -329,10 +349,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         UserError: the target, a drafter, classifier, draft model or file of token counts is missing, unreadable or
             another target's; a cut exceeds a drafter's vocabulary; a tree exceeds the target's positions.
     """
-    section = recipe.target
-    tokenizer, config = load_tokenizer(section), load_config(section).get_text_config(decoder=True)
-    fingerprint, stops = tokenizer_fingerprint(tokenizer), stop_ids(tokenizer, load_generation_config(section))
-    sampling = Sampling.of(recipe.eval)
+    target, sampling = TargetFacts.read(recipe.target), Sampling.of(recipe.eval)
     places: dict[str, list[str]] = {}  # of each problem, in order
     may_be_untrained = plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
     untrained = recipe.drafter_dir if may_be_untrained else None
@@ -353,17 +370,16 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         tree, drafter = contender.tree, contender.drafter
         there = drafter is None or drafter != untrained
         if drafter is not None and there:
-            there = passes("eval.drafter", check_drafter, section, drafter)
+            there = passes("eval.drafter", check_drafter, target, drafter)
         if contender.draft_model is not None:
-            passes("draft_model", check_draft_model, section, contender.draft_model)
+            passes("draft_model", check_draft_model, target, contender.draft_model)
         known = True
         if tree.policy != "auto":
             known = passes("eval.tree.c2t.classifier", policy_of, tree, sampling)
-            passes("eval.tree", check_size, tree, config.max_position_embeddings)
-        if there and contender.has_distributions:
-            vocab_key = (contender, config.vocab_size, fingerprint, stops)
-            if passes("eval.token_counts", _check_vocab, *vocab_key) and known:
-                passes("eval.tree.c2t.classifier", check_classifier, contender, _vocab_of(*vocab_key), section)
+            passes("eval.tree", check_size, tree, target.positions)
+        if there and contender.has_distributions and passes("eval.token_counts", vocab_of, contender, target) and known:
+            vocab = vocab_of(contender, target)
+            passes("eval.tree.c2t.classifier", check_classifier, contender, vocab, recipe.target)
     if places:
         raise UserError([_placed(problem, where) for problem, where in places.items()])
 
@@ -390,36 +406,6 @@ def check_size(tree: TreeSection, positions: int) -> None:
         raise UserError(
             f"eval.tree: {f'{most:,} nodes, ' if most else ''}{calls:,} draft calls deep, in a target of "
             f"{positions:,} positions; set nodes and draft_calls to less"
-        )
-
-
-def _vocab_of(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> DraftVocab:
-    vocab = DraftVocab.full(vocab_size)
-    if contender.drafter is not None:
-        vocab = read_vocab(contender.drafter, read_config(contender.drafter)[0])
-    return _cut_of(contender, vocab, fingerprint, stops) or vocab
-
-
-def _cut_of(contender: Contender, vocab: DraftVocab, fingerprint: str, stops: Iterable[int]) -> DraftVocab | None:
-    if contender.tree.vocab_size is None:
-        return None
-    assert contender.token_counts is not None
-    counts, metadata = load_token_counts(contender.token_counts)
-    check_counts(contender.token_counts, metadata, fingerprint)
-    wanted = vocab, counts, contender.tree.vocab_size, always_inside(metadata).union(stops)
-    kept = cut(*wanted)
-    check_counted(*wanted)
-    return kept
-
-
-def _check_vocab(contender: Contender, vocab_size: int, fingerprint: str, stops: Sequence[int]) -> None:
-    """Checks that the drafter's vocabulary holds the requested cut and the ranks of a static tree."""
-    vocab, tree = _vocab_of(contender, vocab_size, fingerprint, stops), contender.tree
-    greatest = max(map(max, tree.static_paths)) if tree.policy == "static" else 0
-    if greatest >= vocab.size:
-        raise UserError(
-            f"eval.tree.paths: rank {greatest} exceeds a draft vocabulary of {vocab.size:,} tokens: ranks begin at "
-            f"0; name {vocab.size - 1:,} at most"
         )
 
 
@@ -464,17 +450,20 @@ class Lineup:
         Raises:
             UserError: one of its models or files is missing, or was made for another target.
         """
-        if (alone := PROPOSERS[contender.proposer].alone) is not None:
-            return alone(self, contender)
+        if contender.proposer == "prompt_lookup":
+            return PromptLookup(contender.tree.most - 1, self.target.device)
         drafting = self.drafting(contender)
         check_classifier(contender, drafting.vocab, self.section)
         return PolicyProposer(drafting, policy_of(contender.tree, sampling))
 
     def drafting(self, contender: Contender) -> Drafting:
         """The drafter of `proposer`, with its vocabulary cut as the tree says."""
-        make = PROPOSERS[contender.proposer].drafting
-        assert make is not None
-        return make(self, contender)
+        if contender.draft_model is not None:
+            small = self.draft_model(contender.draft_model)
+            return CausalLMDrafting(small, self.cut(contender, DraftVocab.full(small.vocab_size)))
+        assert contender.drafter is not None
+        drafter = self.drafter(contender.drafter)
+        return FeatureDrafting(drafter, self.cut(contender, drafter.vocab))
 
     def drafter(self, directory: Path) -> FeatureDrafter:
         if directory not in self.drafters:
@@ -491,41 +480,4 @@ class Lineup:
 
     def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:
         """The contender's cut of `vocab`; None: no cut."""
-        return _cut_of(contender, vocab, self.fingerprint, self.stop_ids)
-
-
-# Kinds of proposers. A new one needs its name in `schema.ProposerName` and a line here.
-
-
-@dataclass(frozen=True)
-class ProposerKind:
-    """Builds a contender's proposer: from distributions that any policy grows trees from, or `alone`.
-
-    Exactly one of the two is given.
-    """
-
-    drafting: Callable[[Lineup, Contender], Drafting] | None = None
-    alone: Callable[[Lineup, Contender], Proposer] | None = None
-
-
-def _by_drafter(lineup: Lineup, contender: Contender) -> Drafting:
-    assert contender.drafter is not None
-    drafter = lineup.drafter(contender.drafter)
-    return FeatureDrafting(drafter, lineup.cut(contender, drafter.vocab))
-
-
-def _by_causal_lm(lineup: Lineup, contender: Contender) -> Drafting:
-    assert contender.draft_model is not None
-    small = lineup.draft_model(contender.draft_model)
-    return CausalLMDrafting(small, lineup.cut(contender, DraftVocab.full(small.vocab_size)))
-
-
-def _by_lookup(lineup: Lineup, contender: Contender) -> Proposer:
-    return PromptLookup(contender.tree.most - 1, lineup.target.device)
-
-
-PROPOSERS: dict[ProposerName, ProposerKind] = {
-    "drafter": ProposerKind(drafting=_by_drafter),
-    "causal_lm": ProposerKind(drafting=_by_causal_lm),
-    "prompt_lookup": ProposerKind(alone=_by_lookup),
-}
+        return cut_of(contender, vocab, self.fingerprint, self.stop_ids)

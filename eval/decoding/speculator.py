@@ -27,6 +27,7 @@ import torch
 from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
+from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt
 from draftsmith.models.draft_tree import Proposer
@@ -69,7 +70,7 @@ class Speculator:
             UserError: one of them is missing, or the drafter was trained for another target.
         """
         section = TargetSection(model=target) if isinstance(target, str) else target
-        check_drafter(section, Path(drafter))
+        check_drafter(TargetFacts.read(section), Path(drafter))
         return cls(Lineup(section), Path(drafter))
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, tree_in_words
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, tree_name
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, load_questions
 from draftsmith.eval.measured.compared import load_all
@@ -167,7 +167,7 @@ def chosen(lineup: Lineup, recipe: Recipe, contender: Contender) -> Contender:
     if contender.tree.policy != "auto":
         return contender
     tree = choose_tree(lineup, recipe, contender)
-    return replace(contender, tree=tree, name=f"{contender.name}: {tree_in_words(tree)}")
+    return replace(contender, tree=tree, name=f"{contender.name}: {tree_name(tree)}")
 
 
 def no_room(recipe: Recipe) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, named
 from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, decode_all
 from draftsmith.eval.measured.metrics import summarise, summarise_all
 from draftsmith.eval.planner.cost_model import Costs, measure_costs, predicted, room_for
@@ -196,13 +197,14 @@ def planner_answers(
                     "data_gen/regenerate.py writes them, or name a generations.jsonl of eval/acceptance.py"
                 )
             recording = read_answers(path, only=kept_for_validation(path, most, of=1))
-        positions = check_answers_before_loading(recording, recipe.target)
-        room = room_for(positions, candidates_of(recipe) if trees is None else trees)
+        target = TargetFacts.read(recipe.target)
+        check_answers_before_loading(recording, target)
+        room = room_for(target.positions, candidates_of(recipe) if trees is None else trees)
         if section.context is not None and section.context > room:
             raise UserError(
-                f"eval.planner.context: {section.context:,} tokens, but the target has {positions:,} positions, and "
-                f"the rounds that are timed behind the context take {positions - room:,} of them; set it to {room:,} "
-                "or less"
+                f"eval.planner.context: {section.context:,} tokens, but the target has {target.positions:,} positions, "
+                f"and the rounds that are timed behind the context take {target.positions - room:,} of them; set it to "
+                f"{room:,} or less"
             )
         answers = [answer for answer in _answers_for_all(recording) if len(answer.tokens) > 1]
     if not answers:

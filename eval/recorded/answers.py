@@ -17,12 +17,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.page.file_shapes import Count, Shape, Text, check, load
-from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity
+from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
 from draftsmith.recipes.validation import validation_rank
 
 SHOWN_FAULTS = 3
@@ -311,13 +310,10 @@ def check_answers(recording: Recording, vocab_size: int, positions: int) -> None
             )
 
 
-def check_answers_before_loading(recording: Recording, target: TargetSection) -> int:
-    """`check_recorded_from` and `check_answers` from the target's config and tokenizer. Returns its positions."""
-    config = load_config(target).get_text_config(decoder=True)
-    fingerprint = tokenizer_fingerprint(load_tokenizer(target))
-    check_recorded_from(recording, config_identity(config, target.model, target.revision, fingerprint))
-    check_answers(recording, config.vocab_size, config.max_position_embeddings)
-    return config.max_position_embeddings
+def check_answers_before_loading(recording: Recording, target: TargetFacts) -> None:
+    """`check_recorded_from` and `check_answers` from the target's config and tokenizer."""
+    check_recorded_from(recording, target.identity)
+    check_answers(recording, target.config.vocab_size, target.positions)
 
 
 def check_recorded_from(recording: Recording, here: dict[str, Any]) -> None:

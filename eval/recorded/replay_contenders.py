@@ -10,6 +10,7 @@ from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup
 from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path
 from draftsmith.eval.recorded.answers import (
@@ -50,7 +51,7 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     only, note = _not_trained_on(recipe, path)
     recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first", only)
     recording.note = note
-    check_answers_before_loading(recording, recipe.target)
+    check_answers_before_loading(recording, TargetFacts.read(recipe.target))
     problems = []
     turns = [answer.key for answer in _baseline(recording, contenders)]
     for contender in contenders:
