@@ -160,7 +160,7 @@ def test_efficiency_is_what_the_batches_hold() -> None:
         assert told.tokens == sum(int((batch.document > 0).sum()) for batch in laid)
         assert told.columns == sum(int(columns_of(batch.span, 1).depth.sum()) for batch in laid)
     assert found[True].tokens == found[True].computed > 0.5 * found[False].computed
-    assert found[False].in_words() == (
+    assert str(found[False]) == (
         f"{found[False].tokens / found[False].computed:.1%} of the tokens that the target reads are no padding, "
         f"{found[False].columns / found[False].computed:.1%} count"
     )

@@ -154,11 +154,9 @@ class Efficiency:
     columns: int  # counted at step 0
     computed: int
 
-    def in_words(self) -> str:
-        return (
-            f"{self.tokens / self.computed:.1%} of the tokens that the target reads are no padding, "
-            f"{self.columns / self.computed:.1%} count"
-        )
+    def __str__(self) -> str:
+        tokens, columns = self.tokens / self.computed, self.columns / self.computed
+        return f"{tokens:.1%} of the tokens that the target reads are no padding, {columns:.1%} count"
 
 
 def efficiency(order: "BatchOrder", rows: Sequence[TrainingRow], packed: bool) -> Efficiency:

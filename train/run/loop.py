@@ -144,15 +144,14 @@ class Loop:
         first = self._resume()
         total, quiet = self.schedule.steps, not self.accelerator.is_main_process
         progress = Bar(total=total, initial=first, unit="step", desc="train", disable=quiet, smoothing=0.1)
+        tracing = nullcontext() if self.profile is None or first >= total else self.profile.tracer(first, total)
         try:
             # The bar is always closed: the next message needs its own line.
-            with self.stop_request, progress:
-                return self._run(first, progress)
+            with tracing as tracer, self.stop_request, progress:
+                return self._run(first, progress, tracer)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._interrupted_after(progress.n)) from None
         finally:
-            if self.profile is not None:
-                self.profile.finish()
             if self.trackers is not None:
                 self.trackers.finish()
 
@@ -170,16 +169,14 @@ class Loop:
             resumption = f"no checkpoint yet (the first one comes at step {first:,}): the same command starts anew"
         return f"interrupted after step {done:,}; {resumption}"
 
-    def _run(self, first: int, progress: Bar) -> bool:
+    def _run(self, first: int, progress: Bar, tracer: torch.profiler.profile | None) -> bool:
         self.meter.start(counted_by_all(self.window.of_ranks()))
-        if self.profile is not None and first < self.schedule.steps:
-            self.profile.start(first, self.schedule.steps)
         for step in range(first, self.schedule.steps):
             waiting: dict[str, Any] | None = None  # a line to be logged after the checkpoint, with replay's numbers
             grad_norm, lr, stop = self._step(step)
             done = step + 1
-            if self.profile is not None:
-                self.profile.step()
+            if tracer is not None:
+                tracer.step()
             self.meter.step()
             progress.update()
             last = done == self.schedule.steps

@@ -126,8 +126,8 @@ class ShardedTarget(Target):
         decoder.register_forward_pre_hook(self._announce_pass)
         super().__init__(model, capture_layers)
 
-    def in_words(self) -> str:
-        """What every process holds, in words."""
+    def sharding_text(self) -> str:
+        """The bytes that every process holds, as a sentence."""
         whole = sum(p.nbytes for p in self.model.parameters() if not hasattr(p, "ds_tensor"))
         return (
             f"the target's layers are sharded over {distributed.get_world_size()} processes: each holds "

@@ -169,13 +169,13 @@ def print_summary(training: Training) -> None:
         f"{trainable / 1e6:.2f} M trainable parameters, draft vocabulary {drafter.vocab.size} of {target.vocab_size}, "
         f"target states {list(target.capture_layers)}, {len(inputs.rows)} rows, {len(inputs.validation_rows)} kept for "
         f"validation, attention by {kernel.name}\n"
-        f"{efficiency(loop.order, inputs.rows, section.packing).in_words()} "
+        f"{efficiency(loop.order, inputs.rows, section.packing)} "
         f"({'packed' if section.packing else 'padded'} micro-batches, first epoch)"
     )
     if inputs.store is not None:
         say(inputs.store.in_words())
     if isinstance(target, ShardedTarget):
-        say(target.in_words())
+        say(target.sharding_text())
 
 
 def save(training: Training) -> None:
