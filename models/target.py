@@ -184,7 +184,7 @@ class Target:
         self.vocab_size: int = self.head.weight.shape[0]  # type: ignore[union-attr]
         self.capture_layers = checked_capture_layers(capture_layers, self.num_layers, final=True)
         # The decoder multiplies rows of `embedding_table` by this before its first layer; 1 where it does more.
-        self.embedding_scale, self._scale_behind_embedding = embedding_scales(self)  # type: ignore[arg-type]
+        self.embedding_scale, self.scale_behind_embedding = embedding_scales(self)  # type: ignore[arg-type]
         check_trees(self)  # type: ignore[arg-type]
         self._packing: Packing | None = None  # unknown until `try_documents`
 
@@ -232,7 +232,8 @@ class Target:
             dtype: of the embeddings, also while scaling; None: the target's.
         """
         embeddings = self.embed(ids, dtype)
-        self._place_inserts(embeddings, inserts, self._scale_behind_embedding)
+        for placed in inserts:
+            self._insert(placed, embeddings, self.scale_behind_embedding)
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
         return DecoderInputs(embeddings, positions)
@@ -253,19 +254,19 @@ class Target:
             raise UserError(f"target.model: {self.name} reads text, and embeddings {self.hidden_size} wide")
         return insert.rows.to(self.device)
 
-    def _place_inserts(self, embeddings_BTH: torch.Tensor, inserts: Sequence[PlacedInsert], scale: float) -> None:
-        for placed in inserts:
-            first, length = placed.insert.first, placed.insert.length
-            begin, end = max(0, first), min(first + length, embeddings_BTH.shape[1])
-            rows = self.read_insert(placed.insert)[begin - first : end - first]
-            embeddings_BTH[placed.row, begin:end] = rows.to(embeddings_BTH.dtype) * scale
+    def _insert(self, placed: PlacedInsert, embeddings_BTH: torch.Tensor, scale: float) -> None:
+        first, length = placed.insert.first, placed.insert.length
+        begin, end = max(0, first), min(first + length, embeddings_BTH.shape[1])
+        rows = self.read_insert(placed.insert)[begin - first : end - first]
+        embeddings_BTH[placed.row, begin:end] = rows.to(embeddings_BTH.dtype) * scale
 
     def decoder_arguments(self, ids: torch.Tensor, inserts: Sequence[PlacedInsert]) -> dict[str, torch.Tensor]:
         """The decoder's keyword arguments. Ids where there is no insert: some families use them elsewhere, too."""
         if not inserts:
             return {"input_ids": ids}
         embeddings = self.embedding(ids).clone()
-        self._place_inserts(embeddings, inserts, scale=1.0)
+        for placed in inserts:
+            self._insert(placed, embeddings, scale=1.0)
         return {"inputs_embeds": embeddings}
 
     @torch.no_grad()

@@ -27,14 +27,13 @@ from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.initial_drafter import new_drafter
+from draftsmith.train.run.schedule import BATCHES_AHEAD, Schedule
 from draftsmith.train.run.settings import trainee_of as trainee_of_section
 from draftsmith.train.run.state_sources import (
-    BATCHES_AHEAD,
     OnlineStates,
     ShardOrder,
     StateSource,
     StoredStates,
-    numbers_of_rank,
 )
 from draftsmith.train.run.validation_replay import ValidationReplay, answers_of, in_numbers
 from tests.conftest import make_target, make_tokenizer
@@ -383,14 +382,18 @@ def test_a_store_of_few_shards_is_read_in_the_order_of_training_with_the_target(
     assert [plain.rows(n) for n in range(60)] == [by_shards.rows(n) for n in range(60)]
 
 
-def test_ranks_take_turns_as_the_loop_has_it() -> None:
-    for ranks, each in ((1, 1), (1, 3), (2, 1), (3, 2)):
+def schedule_of(ranks: int, each: int, steps: int) -> Schedule:
+    return Schedule(30, 2, each, ranks, steps, 1, 1e-3, 0, "cosine")
+
+
+def test_the_next_micro_batches_of_a_rank_come_ahead_of_their_steps() -> None:
+    for ranks, each in ((1, 1), (1, 3), (2, 1), (3, 2), (1, 5)):
+        schedule = schedule_of(ranks, each, steps=12)
         for rank in range(ranks):
-            numbers = [(step * ranks + rank) * each + i for step in range(5) for i in range(each)]  # `Loop._step`
-            for at, number in enumerate(numbers):
-                first = at - at % each
-                coming = numbers_of_rank(number, ranks, each)
-                assert [next(coming) for _ in numbers[first:]] == numbers[first:]
+            numbers = [(step * ranks + rank) * each + i for step in range(12) for i in range(each)]
+            for step in range(12):
+                coming, left = schedule.ahead(step, rank), numbers[(step + 1) * each :]
+                assert coming == left[: len(coming)] and len(coming) >= min(BATCHES_AHEAD, len(left))
 
 
 def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store: Path) -> None:
@@ -398,14 +401,13 @@ def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store:
     cpu = torch.device("cpu")
     ahead, plain = StoredStates(opened, rows, cpu, torch.float32), StoredStates(Store(store), rows, cpu, torch.float32)
     trained = [len(row.input_ids) for row in rows[:30]]
-    order, in_order = ahead.ordered(BatchOrder(trained, 2, 0), 2, 2), BatchOrder(trained, 2, 0)
+    order, schedule = ahead.ordered(BatchOrder(trained, 2, 0)), schedule_of(ranks=2, each=2, steps=12)
     most, served = 0, 0
     for step in range(12):  # rank 1 of 2, two micro-batches a step: beyond the end of an epoch
-        numbers = [(step * 2 + 1) * 2 + i for i in range(2)]
+        numbers = [number for number, _ in schedule.numbers(step, 1)]
+        ahead.expect([row for number in (*numbers, *schedule.ahead(step, 1)) for row in order.rows(number)])
         for number in numbers:
-            order.rows(number)
-        for number in numbers:
-            chosen = in_order.rows(number)
+            chosen = order.rows(number)
             batch = collate([rows[i] for i in chosen], False, chosen)
             served += sum(row in ahead.begun for row in batch.rows)
             mine, its = ahead.of(batch), plain.of(batch)

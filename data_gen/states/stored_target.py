@@ -111,7 +111,7 @@ class StoredTarget(Target):
         self.head = head
         self.capture_layers = store.capture_layers
         self.embedding_scale = float(store.manifest.made_of["target"]["embedding_scale"])
-        self._scale_behind_embedding = 1.0  # inserts are refused
+        self.scale_behind_embedding = 1.0  # inserts are refused
 
     def read_insert(self, insert: Insert) -> NoReturn:
         raise UserError(f"{self.name} cannot read inserts: a store keeps states of text; leave data.states out")

@@ -71,10 +71,9 @@ def unroll_cost(
         frozen = FrozenHead(head.weight, None, partial(scaled_logits, target_config))
         trainee = trainee_of(build_drafter(shape, vocab, frozen))
         trainee.logits_at_once = elements_of(device)
-        target: Any = SimpleNamespace(head=head, config=target_config)
-        target.logits = partial(Target.logits, target)
-        target.embedding_table, target.embedding_scale = embedding, shape.embedding_scale
-        target.embed = partial(Target.embed, target)
+        target: Any = object.__new__(Target)  # its head and embeddings
+        target.head, target.config = head, target_config
+        target.embedding, target.embedding_scale = SimpleNamespace(weight=embedding), shape.embedding_scale
         trainee.kernel = trainee.kernel or FLASH_CPU  # a kernel cannot be tried on fake tensors
         ids = torch.zeros(rows, tokens, dtype=torch.long)
         first = max(0, tokens - columns - 2)  # one span, at the end of each row
@@ -97,7 +96,7 @@ def unroll_cost(
             if noisy:
                 captured = add_noise(captured, 1.0, [tokens] * rows, [""] * rows)
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                inputs = Target.inputs(target, ids, dtype=trainee.drafter.dtype)
+                inputs = target.inputs(ids, dtype=trainee.drafter.dtype)
                 return trainee(captured, inputs, counted, teacher).loss
 
         with Meter(kind) as meter:

@@ -123,7 +123,7 @@ class Loop:
         self.vocab, self.unroll_steps = engine.alone.drafter.vocab, engine.alone.steps
         self.drafter_dtype = engine.alone.drafter.dtype
         order = BatchOrder([len(row.input_ids) for row in rows], schedule.rows_per_micro_batch, settings.seed)
-        self.order = states.ordered(order, schedule.ranks, schedule.micro_batches_per_rank)
+        self.order = states.ordered(order)
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
         peak = peak_flops_per_second(self.accelerator.device) if flops is not None else None
         self.meter = ThroughputMeter(self.accelerator.device, peak and peak * schedule.ranks)
@@ -221,6 +221,10 @@ class Loop:
         accelerator, engine = self.accelerator, self.engine
         numbers, counts = zip(*self.schedule.numbers(step, accelerator.process_index), strict=True)
         chosen = [self.order.rows(number) for number in numbers]
+        epoch = numbers[-1] // self.order.batches_per_epoch  # the order keeps the batches of one epoch
+        ahead = self.schedule.ahead(step, accelerator.process_index)
+        later = [self.order.rows(number) for number in ahead if number // self.order.batches_per_epoch == epoch]
+        self.states.expect([row for rows in (*chosen, *later) for row in rows])
         with self.meter.waiting(), record_function("rows"):
             batches, columns = zip(*(self._batch(self.rows, rows) for rows in chosen), strict=True)
         counted = torch.zeros((), device=accelerator.device)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+BATCHES_AHEAD = 4  # micro-batches with states that are read from a store before they are asked for
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -60,6 +62,11 @@ class Schedule:
         numbers = range(first, first + self.micro_batches_per_rank)
         last = math.inf if self.micro_batches is None else self.micro_batches - 1
         return [(int(min(number, last)), number <= last) for number in numbers]
+
+    def ahead(self, step: int, rank: int) -> list[int]:
+        """Numbers of the BATCHES_AHEAD or more micro-batches that a rank reads after step `step` (0-based)."""
+        steps = range(step + 1, min(self.steps, step + 1 + -(-BATCHES_AHEAD // self.micro_batches_per_rank)))
+        return [number for later in steps for number, counts in self.numbers(later, rank) if counts]
 
     def read_by(self, step: int) -> int:
         """Micro-batches that counted in the first `step` steps."""

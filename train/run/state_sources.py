@@ -17,9 +17,8 @@ Shapes: B rows, T tokens, F captured states (S layers of H), H hidden size, P to
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +41,6 @@ from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.batches import BatchOrder, MicroBatch
 
 WINDOW_SHARDS = 8
-BATCHES_AHEAD = 4  # micro-batches that the thread reads before they are asked for
 
 
 class StateSource(Protocol):
@@ -52,13 +50,12 @@ class StateSource(Protocol):
         """(captured [B, T, F], last [B, T, H]). `last` may be zero for tokens that teach no column."""
         ...
 
-    def ordered(self, order: BatchOrder, ranks: int, micro_batches_per_rank: int) -> BatchOrder:
-        """`order`, or another order in which this source is faster to read.
-
-        Args:
-            micro_batches_per_rank: micro-batches that each rank reads in a row in every step.
-        """
+    def ordered(self, order: BatchOrder) -> BatchOrder:
+        """`order`, or another order in which this source is faster to read."""
         ...
+
+    def expect(self, rows: Sequence[int]) -> None:
+        """Announces the rows that will be asked for next, in order."""
 
 
 class OnlineStates:
@@ -71,8 +68,11 @@ class OnlineStates:
         states = self.target.states(batch.ids, documents=batch.documents, inserts=batch.inserts)
         return states.captured, states.last
 
-    def ordered(self, order: BatchOrder, ranks: int, micro_batches_per_rank: int) -> BatchOrder:
+    def ordered(self, order: BatchOrder) -> BatchOrder:
         return order
+
+    def expect(self, rows: Sequence[int]) -> None:
+        """Does nothing: the target reads nothing ahead."""
 
 
 class ShardOrder(BatchOrder):
@@ -114,35 +114,6 @@ class ShardOrder(BatchOrder):
         return batches
 
 
-def numbers_of_rank(number: int, ranks: int, micro_batches_per_rank: int) -> Iterator[int]:
-    """Numbers of the micro-batches that a rank reads, without end, from the first one of the step that `number` is in.
-
-    `number` is one of the rank's own. A step has `ranks * micro_batches_per_rank` micro-batches; each rank reads
-    `micro_batches_per_rank` of them in a row.
-    """
-    first = number - number % micro_batches_per_rank
-    while True:
-        yield from range(first, first + micro_batches_per_rank)
-        first += ranks * micro_batches_per_rank
-
-
-class AheadOrder(BatchOrder):
-    """Announces the next rows to a store's source whenever a micro-batch is asked for."""
-
-    def __init__(self, order: BatchOrder, source: "StoredStates", ranks: int, micro_batches_per_rank: int):
-        self.order, self.source = order, source
-        self.ranks, self.micro_batches_per_rank = ranks, micro_batches_per_rank
-        self.batches_per_epoch = order.batches_per_epoch
-
-    def rows(self, number: int) -> list[int]:
-        epoch, each = number // self.batches_per_epoch, self.micro_batches_per_rank
-        coming = islice(numbers_of_rank(number, self.ranks, each), each + max(each, BATCHES_AHEAD))
-        # Only of this epoch: an order keeps the batches of one epoch.
-        wanted = [self.order.rows(n) for n in coming if n // self.batches_per_epoch == epoch]
-        self.source.expect([row for batch in wanted for row in batch])
-        return self.order.rows(number)
-
-
 class StoredStates:
     """Reads the states of micro-batches from a store.
 
@@ -157,13 +128,12 @@ class StoredStates:
         self.begun: dict[int, Future[RowStates]] = {}
         self.wanted: list[int] = []
 
-    def ordered(self, order: BatchOrder, ranks: int, micro_batches_per_rank: int) -> BatchOrder:
+    def ordered(self, order: BatchOrder) -> BatchOrder:
         shard_of = [self.store.shard_of(row) for row in self.all_rows[: len(order.lengths)]]
-        by_shards = ShardOrder(order.lengths, order.batch_size, order.seed, shard_of)
-        return AheadOrder(by_shards, self, ranks, micro_batches_per_rank)
+        return ShardOrder(order.lengths, order.batch_size, order.seed, shard_of)
 
     def expect(self, rows: Sequence[int]) -> None:
-        """Announces the rows that will be asked for next, in order. The next call of `of` starts to read them."""
+        """As `StateSource.expect`. The next call of `of` starts to read the rows."""
         self.wanted = list(rows)
 
     def of(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
