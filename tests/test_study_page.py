@@ -117,12 +117,12 @@ def test_ratios_are_paired_by_prompt_and_seed(lines: dict[str, Any]) -> None:
     assert found.interval == pytest.approx(np.percentile(drawn, [2.5, 97.5]), abs=width / 10)
 
 
-def test_an_arm_beside_itself_gains_nothing_for_certain(lines: dict[str, Any]) -> None:
+def test_an_arm_compared_with_itself_gains_nothing_for_certain(lines: dict[str, Any]) -> None:
     found = Found(lines).ratio("hass", "hass")
     assert found is not None and found.value == 1 and found.interval == (1, 1)
 
 
-def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any]) -> None:
+def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict[str, Any]) -> None:
     found = Found(lines)
     tables = {name: make(found) for name, make in study_report.SECTIONS.items()}
 
@@ -131,26 +131,26 @@ def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any])
         assert len(hits) == 1, (name, begins)
         return [cell.strip() for cell in hits[0].strip("|").split("|")]
 
-    assert row("drafters", "PosS-1")[1:] == ["open"] * 4
+    assert row("drafters", "PosS-1")[1:] == ["not run"] * 4
     hass = row("drafters", "HASS")
     assert hass[1] == "0.87" and hass[3].split(", ")[1] == "-"  # the seed without a line
     assert row("compared", "HASS", "EAGLE-2")[2].endswith("]")
-    assert row("compared", "PosS-1", "HASS")[2:] == ["open"] * 3
+    assert row("compared", "PosS-1", "HASS")[2:] == ["not run"] * 3
     assert row("positions-chain", "EAGLE-2")[1:] == [f"{rate} ± 10" for rate in (80, 70, 60, 50, 50, 50)]
-    assert row("positions-tree", "EAGLE-2")[7:] == ["open", "open"]  # no round was so deep
-    assert row("positions-chain", "EAGLE-3")[1:] == ["open"] * 6
-    assert row("steps", "EAGLE-2")[1:] == ["50", *["-"] * 5] and row("steps", "EAGLE-3")[1:] == ["open"] * 6
+    assert row("positions-tree", "EAGLE-2")[7:] == ["-", "-"]  # no round was so deep
+    assert row("positions-chain", "EAGLE-3")[1:] == ["not run"] * 6
+    assert row("steps", "EAGLE-2")[1:] == ["50", *["-"] * 5] and row("steps", "EAGLE-3")[1:] == ["not run"] * 6
     first = Found(lines).tau("eagle2", seeds=(0,))
     assert row("data", "EAGLE-2, tree of 60")[4] == study_report.with_interval(first)  # of the seed that all sizes have
-    assert row("longer", "600")[1:] == [study_report.with_interval(first), *["open"] * 3]
-    assert row("longer", "2,400")[1:] == ["open"] * 4
-    assert row("endings", "EAGLE-2")[2] == "open"  # no answer was so long
+    assert row("longer", "600")[1:] == [study_report.with_interval(first), *["not run"] * 3]
+    assert row("longer", "2,400")[1:] == ["not run"] * 4
+    assert row("endings", "EAGLE-2")[2] == "not run"  # no answer was so long
     assert row("endings", "EAGLE-2")[1] == study_report.with_interval(Found(lines).tau("eagle2"))
-    assert row("endings", "EAGLE-3")[1:] == ["open"] * 2
-    assert row("data", "EAGLE-3, tree of 60")[1:] == ["open"] * 4
-    assert "open" not in row("fr-spec", "the target's answers", "128")
-    assert row("fr-spec", "the library's text", "128")[2:] == ["open"] * 2
-    assert row("c2t", "EAGLE-2")[1:] == ["open"] * 7
+    assert row("endings", "EAGLE-3")[1:] == ["not run"] * 2
+    assert row("data", "EAGLE-3, tree of 60")[1:] == ["not run"] * 4
+    assert "not run" not in row("fr-spec", "the target's answers", "128")
+    assert row("fr-spec", "the library's text", "128")[2:] == ["not run"] * 2
+    assert row("c2t", "EAGLE-2")[1:] == ["not run"] * 7
     at_100 = {"eagle2_nodes": 100, "tau": 3.5, "eagle2_candidates": 1000}
     at_8 = {"eagle2_nodes": 8, "tau": 2.5, "eagle2_candidates": 100}
     beyond = {"share": None, "share_interval": None}
@@ -172,34 +172,34 @@ def test_open_cells_are_shown_open_and_nothing_is_made_up(lines: dict[str, Any])
         return [row.split(" | ", 2)[2] for row in rows[-2:]]
 
     judged = {"at_equal_tau": equal, "points": points}
-    assert claimed(judged) == ["0.80 [0.70, 0.90] (N = 100) | shows, of the one seed |", "0.90 (N = 8) | not shown |"]
+    assert claimed(judged) == ["0.80 [0.70, 0.90] (N = 100) | holds (one seed) |", "0.90 (N = 8) | undecided |"]
     judged = {"at_equal_tau": equal[1:3], "points": points}
-    assert claimed(judged) == ["< 0.97 (N = 8) | shows, of the one seed |", "not reached | not shown |"]
-    assert study_report.claims(found)[-3].endswith("] | as much |")  # an interval that holds the paper's
+    assert claimed(judged) == ["< 0.97 (N = 8) | holds (one seed) |", "not reached | undecided |"]
+    assert study_report.claims(found)[-3].endswith("] | keeps as much |")  # an interval that holds the paper's
     twice = lines["fr-spec/answers"]["replay"]["512"] | {"rounds_by_answer": [2 * n for n in rounds_of(0, 3)]}
     lines["fr-spec/answers"]["replay"]["512"] = twice
-    assert study_report.claims(Found(lines))[-3].endswith("| keeps 50 % [50, 50] | less, of the one seed |")
-    assert row("losses", "hybrid")[1:] == ["open"] * 5
+    assert study_report.claims(Found(lines))[-3].endswith("| keeps 50 % [50, 50] | keeps less (one seed) |")
+    assert row("losses", "hybrid")[1:] == ["not run"] * 5
     soft = row("losses", "soft CE, steps by 0.8^k (EAGLE-3)")
-    assert soft[1:4] == ["open"] * 3 and soft[4:] == [
-        "2.75 (2.50 [1.00, 4.00], open, 3.00 [1.00, 4.00])",
-        "1.50 (1.00 [1.00, 4.00], open, 2.00 [1.00, 4.00])",
+    assert soft[1:4] == ["not run"] * 3 and soft[4:] == [
+        "2.75 (2.50 [1.00, 4.00], not run, 3.00 [1.00, 4.00])",
+        "1.50 (1.00 [1.00, 4.00], not run, 2.00 [1.00, 4.00])",
     ]
-    assert row("costs", "HASS")[1:] == ["60", "60", *["open"] * 4, "0.5"]
-    assert all("open" in cell for cell in row("rates", "EAGLE-2")[2].split("; "))
+    assert row("costs", "HASS")[1:] == ["60", "60", *["not run"] * 4, "0.5"]
+    assert all("not run" in cell for cell in row("rates", "EAGLE-2")[2].split("; "))
     assert tables["progress"][0].startswith(f"{len(lines)} of ")
 
 
-def test_a_claim_shows_only_where_prompts_and_seeds_say_so() -> None:
+def test_a_claim_holds_only_where_prompts_and_seeds_say_so() -> None:
     def verdict(low: float, high: float, *seeds: float) -> str:
         return study_report.verdict(study_report.Estimate(1.0, (low, high), dict(enumerate(seeds))))
 
-    assert study_report.verdict(None) == "open"
-    assert verdict(1.01, 1.05, 1.02, 1.03, 1.04) == "shows"
-    assert verdict(1.01, 1.05, 1.01, 1.02, 1.06) == "not clear"  # seeds that lie so far apart
-    assert verdict(0.99, 1.05, 1.02, 1.03, 1.04) == "not clear"
-    assert verdict(0.9, 0.95, 0.9, 0.91, 0.93) == "the other way round"
-    assert verdict(1.01, 1.05, 1.02, 1.03) == "open, 2 of 3 seeds"
+    assert study_report.verdict(None) == "not run"
+    assert verdict(1.01, 1.05, 1.02, 1.03, 1.04) == "holds"
+    assert verdict(1.01, 1.05, 1.01, 1.02, 1.06) == "undecided"  # seeds that lie so far apart
+    assert verdict(0.99, 1.05, 1.02, 1.03, 1.04) == "undecided"
+    assert verdict(0.9, 0.95, 0.9, 0.91, 0.93) == "opposite"
+    assert verdict(1.01, 1.05, 1.02, 1.03) == "unfinished: 2 of 3 seeds"
 
 
 def test_what_a_step_keeps_of_the_first_is_compared_seed_by_seed(lines: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ def test_what_a_step_keeps_of_the_first_is_compared_seed_by_seed(lines: dict[str
     assert list(found.by_seed.values()) == pytest.approx([0.9 / 0.4, 0.9 / 0.42, 0.9 / 0.44])
     assert "| EAGLE-2 | 50 | 40 | 40 | 30 | 21 | 20 |" in study_report.steps(Found(lines))
     claim = next(line for line in study_report.claims(Found(lines)) if "from step 1 to 5" in line)
-    assert claim.endswith("| EAGLE-3 40 to 36 %; EAGLE-2 50 to 21 % | shows |")
+    assert claim.endswith("| EAGLE-3 40 to 36 %; EAGLE-2 50 to 21 % | holds |")
 
 
 def test_the_interval_over_seeds_is_student_s() -> None:
@@ -251,7 +251,7 @@ def test_what_data_gains_is_the_ratio_of_two_sizes(lines: dict[str, Any]) -> Non
     assert found.value == pytest.approx(sum(rounds_of(11, 6)) / sum(rounds_of(0, 3)))
 
 
-def test_a_study_without_a_line_is_all_open() -> None:
+def test_a_study_without_a_line_makes_every_section() -> None:
     found = Found({})
     for name, make in study_report.SECTIONS.items():
         assert make(found), name
@@ -293,7 +293,7 @@ def test_damaged_markers_are_told(text: str, message: str) -> None:
 
 def test_plots_of_what_is_there(lines: dict[str, Any], tmp_path: Path) -> None:
     made = {plot.name: plot for plot in study_report.plots(Found(lines))}
-    assert set(made) == {"positions", "positions_poss", "data", "fr_spec"}  # C2T and PosS over EAGLE-3 are open
+    assert set(made) == {"positions", "positions_poss", "data", "fr_spec"}  # C2T and PosS over EAGLE-3 have not run
     for plot in made.values():
         study_report.write_png(plot, tmp_path / f"{plot.name}.png")
         assert (tmp_path / f"{plot.name}.png").read_bytes().startswith(b"\x89PNG")
@@ -317,7 +317,7 @@ def test_the_report_command(
     study_report.main()
     assert "| HASS | 0.87 |" in doc.read_text() and doc.read_text().startswith("# Ours\n")
     assert "](plots/data.png)\n<!-- end -->" in doc.read_text()
-    assert "<!-- study:plot-c2t_eagle2 -->\nopen\n" in doc.read_text()  # no picture of what was not measured
+    assert "<!-- study:plot-c2t_eagle2 -->\nnot run\n" in doc.read_text()  # no picture of what was not measured
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {
         *("positions.png", "positions_poss.png", "data.png", "fr_spec.png")
     }

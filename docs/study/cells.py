@@ -103,7 +103,7 @@ ARMS = {
         0.32,
     ),
     "poss2-eagle3-whole": Arm(
-        *("PosS-2 over EAGLE-3, not cut off", "poss-eagle3", "train/poss.py", _poss(2, "eagle3", _HEAD)),
+        *("PosS-2 over EAGLE-3, not detached", "poss-eagle3", "train/poss.py", _poss(2, "eagle3", _HEAD)),
         (_STEPS, "train.detach_features=false"),
         0.8,
     ),

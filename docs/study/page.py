@@ -4,7 +4,7 @@
     python -m docs.study.page --results runs/mine.jsonl --doc runs/mine.md --plots runs/plots
 
 Text between `<!-- study:NAME -->` and `<!-- end -->` is replaced; the rest of the file does not change. Tables show
-cells without a line as open; plots leave them out.
+cells without a line as not run; plots leave them out.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
 
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
-OPEN = "open"
+NOT_RUN = "not run"
 OF_SIZES = (0,)  # seeds of all data sizes and step counts
 LEVEL = 5  # compared with the first step
 FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
@@ -70,21 +70,21 @@ CLAIMS = (
     ("PosS-1 beats HASS", "+2.1 % of speed over all (Llama-3-8B), +0.3 % (Llama-2-13B)", "poss1", "hass"),
     ("PosS-2 beats HASS", "as above", "poss2", "hass"),
     ("PosS-3 beats HASS", "as above", "poss3", "hass"),
-    ("PosS-2 beats HASS without the top-10 loss, which PosS lacks", "not shown", "poss2", "hass-no-top10"),
-    ("PosS-2 beats one layer of as many parameters", "asked for, not shown", "poss2", "matched"),
-    ("PosS-3 over EAGLE-3 beats EAGLE-3, gradients cut off", "about +10 %, not cut off", "poss3-eagle3", "eagle3"),
-    ("PosS-2 over EAGLE-3 beats EAGLE-3, not cut off", "as above", "poss2-eagle3-whole", "eagle3"),
-    ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not shown", "poss2-eagle3", "matched-eagle3"),
+    ("PosS-2 beats HASS without the top-10 loss, which PosS lacks", "not reported", "poss2", "hass-no-top10"),
+    ("PosS-2 beats one layer of as many parameters", "asked for by reviewers", "poss2", "matched"),
+    ("PosS-3 over EAGLE-3 beats EAGLE-3, detached", "about +10 %, not detached", "poss3-eagle3", "eagle3"),
+    ("PosS-2 over EAGLE-3 beats EAGLE-3, not detached", "as above", "poss2-eagle3-whole", "eagle3"),
+    ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not reported", "poss2-eagle3", "matched-eagle3"),
 )
 # (file, title, arms): few arms each, because their intervals overlap.
 DRAWN_POSITIONS = (
     ("positions", "Acceptance by draft position, chain of 6", ("eagle2", "hass", "eagle3")),
-    ("positions_poss", "PosS beside HASS, chain of 6", ("hass", "poss1", "poss2", "poss3")),
+    ("positions_poss", "PosS vs. HASS, chain of 6", ("hass", "poss1", "poss2", "poss3")),
     ("positions_poss_eagle3", "PosS over EAGLE-3, chain of 6", ("eagle3", *(f"poss{n}-eagle3" for n in (1, 2, 3)))),
 )
 CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names in eval/plan.py's timings
 C2T_CURVES = ("c2t, beam 15", "c2t, beam all")  # names in c2t_sweep.json, in the order of table columns
-C2T_WORDS = ("15 a level", "all that pass")
+C2T_WORDS = ("15 a level", "no limit")
 # (the paper's share, EAGLE-2's N for our verdict)
 C2T_CLAIMED = {C2T_CURVES[0]: ("0.78 (N = 100, Llama-2-7B)", 100), C2T_CURVES[1]: ("0.77 (N = 290, the same)", 180)}
 C2T_LABELS = {  # (name in legends, colour)
@@ -113,7 +113,7 @@ def main() -> None:
     options.plots.mkdir(parents=True, exist_ok=True)
     drawn = plots(found)
     folder = os.path.relpath(options.plots, options.doc.parent)
-    sections = {name: "\n".join(make(found)) for name, make in SECTIONS.items()} | dict.fromkeys(PLOT_SECTIONS, OPEN)
+    sections = {name: "\n".join(make(found)) for name, make in SECTIONS.items()} | dict.fromkeys(PLOT_SECTIONS, NOT_RUN)
     sections |= {f"plot-{plot.name}": f"![{plot.title}]({folder}/{plot.name}.png)" for plot in drawn}
     filled, missing = fill(text, sections)
     options.doc.write_text(filled, encoding="utf-8")
@@ -162,15 +162,15 @@ def digits_of(half_width: float) -> int:
 
 def with_interval(found: Estimate | None) -> str:
     if found is None:
-        return OPEN
+        return NOT_RUN
     digits = digits_of(found.half_width)
     return f"{found.value:.{digits}f} [{found.interval[0]:.{digits}f}, {found.interval[1]:.{digits}f}]"
 
 
 def seeds_of(found: Estimate | None) -> str:
-    """Every seed's value; a dash for open cells."""
+    """Every seed's value; a dash for cells that have not run."""
     if found is None:
-        return OPEN
+        return NOT_RUN
     digits = digits_of(found.half_width)
     return ", ".join(f"{found.by_seed[seed]:.{digits}f}" if seed in found.by_seed else "-" for seed in SEEDS)
 
@@ -178,7 +178,7 @@ def seeds_of(found: Estimate | None) -> str:
 def in_percent(found: Estimate | None) -> str:
     """A ratio as a gain."""
     if found is None:
-        return OPEN
+        return NOT_RUN
     digits = 1 if found.half_width < 0.01 else 0
     value, low, high = (f"{100 * (x - 1):+.{digits}f}" for x in (found.value, *found.interval))
     return f"{value} % [{low}, {high}]"
@@ -189,7 +189,7 @@ def progress(found: Found) -> list[str]:
     left = [cell.name for cell in every if cell.name not in found.lines]
     commits = list(dict.fromkeys(line["commit"].rstrip("+") for line in found.lines.values()))
     hours = sum(line["seconds"] for line in found.lines.values()) / 3600
-    done = f"{len(every) - len(left)} of {len(every)} cells done in {hours:.1f} hours of a processor or more"
+    done = f"{len(every) - len(left)} of {len(every)} cells done in at least {hours:.1f} processor hours"
     return [f"{done}, at commit{'s' * (len(commits) > 1)} {', '.join(commits)}." if commits else f"{done}."]
 
 
@@ -198,7 +198,7 @@ def drafters(found: Found) -> list[str]:
     for arm, about in ARMS.items():
         lines = found.of(arm)
         first = next(iter(lines.values()), None)
-        size = f"{first['parameters'] / 1e6:.2f}" if first else OPEN
+        size = f"{first['parameters'] / 1e6:.2f}" if first else NOT_RUN
         tree = found.tau(arm)
         rows.append([about.name, size, with_interval(tree), seeds_of(tree), with_interval(found.tau(arm, CHAIN))])
     return table(["", "million parameters", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
@@ -210,17 +210,17 @@ def costs(found: Found) -> list[str]:
         if arm in OTHERWISE:
             continue  # they cost the same as another arm
         lines = [line for line in found.of(arm).values() if "train_seconds" in line and _timed_alike(line)]
-        minutes = f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else OPEN
+        minutes = f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else NOT_RUN
         shown = next(iter(found.of(arm).values()), None)
-        of_round = [OPEN, OPEN]
+        of_round = [NOT_RUN, NOT_RUN]
         if shown is not None:
             of_round = [f"{shown['replay'][tree]['tree_nodes_per_round']:.0f}" for tree in (TREE, CHAIN)]
         times = [found.milliseconds(arm, name) for name in (CHAIN_CALLS.format(6), TREE_CALLS.format(8))]
         cells_ = []
         for time, calls in zip(times, (6, 8), strict=True):
-            cells_ += [OPEN, OPEN] if time is None else [_spread(time, calls), _spread(time, 1)]
+            cells_ += [NOT_RUN, NOT_RUN] if time is None else [_spread(time, calls), _spread(time, 1)]
         rows.append([about.name, *of_round, *cells_, minutes])
-    head = ["", "nodes a round, tree", "chain", "ms a call, chain", "ms a round, chain", "ms a call, tree"]
+    head = ["", "nodes a round, tree", "nodes, chain", "ms a call, chain", "ms a round, chain", "ms a call, tree"]
     return table([*head, "ms a round, tree", "minutes of training"], rows)
 
 
@@ -240,11 +240,11 @@ def compared(found: Found) -> list[str]:
     rows = []
     for arm, base in COMPARED:
         tree, chain = found.ratio(arm, base), found.ratio(arm, base, CHAIN)
-        seeds = OPEN
+        seeds = NOT_RUN
         if tree is not None:
             seeds = ", ".join(f"{100 * (tree.by_seed[s] - 1):+.0f}" if s in tree.by_seed else "-" for s in SEEDS)
         rows.append([ARMS[arm].name, ARMS[base].name, in_percent(tree), seeds, in_percent(chain)])
-    return table(["", "beside", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
+    return table(["", "compared with", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
 
 
 def losses(found: Found) -> list[str]:
@@ -259,10 +259,10 @@ def losses(found: Found) -> list[str]:
             lines = [found.lines.get(sampled_name(arm, seed)) for seed in SEEDS]
             own = [line["decoded"][shape] if line else None for line in lines]
             taus = [numbers["tau"] for numbers in own if numbers is not None]
-            by_seed = ", ".join(OPEN if numbers is None else _decoded(numbers) for numbers in own)
-            sampled.append(f"{sum(taus) / len(taus):.2f} ({by_seed})" if taus else OPEN)
+            by_seed = ", ".join(NOT_RUN if numbers is None else _decoded(numbers) for numbers in own)
+            sampled.append(f"{sum(taus) / len(taus):.2f} ({by_seed})" if taus else NOT_RUN)
         rows.append([name, *greedy, *sampled])
-    head = ["taught by", "greedy: tau, tree of 60", "beside soft CE", "chain of 6, beside soft CE"]
+    head = ["loss", "greedy: tau, tree of 60", "vs. soft CE", "chain of 6, vs. soft CE"]
     return table([*head, "temperature 1: tau, tree of 60 (seeds)", "chain of 6 (seeds)"], rows)
 
 
@@ -274,15 +274,15 @@ def _decoded(numbers: Mapping[str, Any]) -> str:
 def verdict(found: Estimate | None) -> str:
     """Whether a gain is significant, by the intervals over prompts and over seeds."""
     if found is None:
-        return OPEN
+        return NOT_RUN
     of_seeds = over_seeds(found)
     if of_seeds is None:
-        return f"open, {len(found.by_seed)} of {len(SEEDS)} seeds"
+        return f"unfinished: {len(found.by_seed)} of {len(SEEDS)} seeds"
     if min(found.interval[0], of_seeds[0]) > 1:
-        return "shows"
+        return "holds"
     if max(found.interval[1], of_seeds[1]) < 1:
-        return "the other way round"
-    return "not clear"
+        return "opposite"
+    return "undecided"
 
 
 def claims(found: Found) -> list[str]:
@@ -295,33 +295,33 @@ def claims(found: Found) -> list[str]:
         f"{ARMS[arm].name} {in_percent(own)}" for arm, own in zip(("eagle3", "eagle2"), of_data, strict=True)
     )
     growth = found.growth("eagle3", "eagle2", (1, ALL))
-    seen = OPEN if growth is None else _side(growth.interval, "of the one seed")
-    rows.append(["EAGLE-3 gains more from eight times the data", "it rises, EAGLE-2 hardly (a graphic)", both, seen])
-    level, of_both = found.level("eagle3", "eagle2", LEVEL), OPEN
+    seen = NOT_RUN if growth is None else _side(growth.interval)
+    rows.append(["EAGLE-3 gains more from eight times the data", "it rises, EAGLE-2 hardly (in a figure)", both, seen])
+    level, of_both = found.level("eagle3", "eagle2", LEVEL), NOT_RUN
     if level is not None:
         of_both = "; ".join(
             f"{ARMS[arm].name} {own[0]:.0f} to {own[LEVEL - 1]:.0f} %"
             for arm, own in ((arm, _mean_by_step(found, arm)) for arm in ("eagle3", "eagle2"))
         )
     about = f"EAGLE-3's accuracy falls less from step 1 to {LEVEL}"
-    rows.append([about, "acceptance stays nearly level, EAGLE's falls (a graphic)", of_both, verdict(level)])
+    rows.append([about, "acceptance stays nearly level, EAGLE's falls (in a figure)", of_both, verdict(level)])
     kept = found.share_of("fr-spec/answers", "512", TREE)
-    here, seen = OPEN, OPEN
+    here, seen = NOT_RUN, NOT_RUN
     if kept is not None:
-        here, seen = f"keeps {_kept(kept)}", "as much"
+        here, seen = f"keeps {_kept(kept)}", "keeps as much"
         if kept.interval[1] < FR_SPEC_KEPT or kept.interval[0] > FR_SPEC_KEPT:
-            seen = f"{'less' if kept.value < FR_SPEC_KEPT else 'more'}, of the one seed"
+            seen = f"keeps {'less' if kept.value < FR_SPEC_KEPT else 'more'} (one seed)"
     rows.append(["FR-Spec: half the vocabulary", "keeps 98 % (64 k of 128 k, Llama-3-8B)", here, seen])
     line = found.lines.get("c2t/eagle2")
     for curve, words in zip(C2T_CURVES, C2T_WORDS, strict=True):
         paper, nodes = C2T_CLAIMED[curve]
-        here, seen = (OPEN, OPEN) if line is None else _c2t_judged(line, curve, nodes)
-        rows.append([f"C2T needs fewer candidates than EAGLE-2's tree, {words}", paper, here, seen])
+        here, seen = (NOT_RUN, NOT_RUN) if line is None else _c2t_judged(line, curve, nodes)
+        rows.append([f"C2T verifies fewer nodes than EAGLE-2 at equal tau, {words}", paper, here, seen])
     return table(["claim", "paper", "here", "verdict"], rows)
 
 
 def _c2t_judged(line: Mapping[str, Any], curve: str, nodes: int) -> tuple[str, str]:
-    """(share, verdict) beside EAGLE-2's tree of `nodes`, or the largest smaller tree with a tau that the curve
+    """(share, verdict) compared with EAGLE-2's tree of `nodes`, or the largest smaller tree with a tau that the curve
     reaches."""
     reached = [
         row
@@ -331,20 +331,20 @@ def _c2t_judged(line: Mapping[str, Any], curve: str, nodes: int) -> tuple[str, s
         and (row["share"] is not None or row.get("beyond") == "below")
     ]
     if not reached:
-        return "not reached", "not shown"
+        return "not reached", "undecided"
     row = max(reached, key=lambda row: row["eagle2_nodes"])
     here = f"{_share_of(row)} (N = {row['eagle2_nodes']})"
     ends = row["share_interval"]
     if ends is not None:
-        return here, _side([1 / end for end in reversed(ends)], "of the one seed")
-    # A curve that begins above this tau needs fewer candidates; other curves without an interval show nothing.
-    return here, "shows, of the one seed" if row.get("beyond") == "below" else "not shown"
+        return here, _side([1 / end for end in reversed(ends)])
+    # A curve that begins above this tau verifies fewer nodes; other curves without an interval decide nothing.
+    return here, "holds (one seed)" if row.get("beyond") == "below" else "undecided"
 
 
-def _side(interval: Sequence[float], words: str) -> str:
-    """The verdict on a gain by its interval over prompts alone."""
+def _side(interval: Sequence[float]) -> str:
+    """The verdict on one seed's gain, by its interval over prompts."""
     low, high = interval
-    return f"{'shows' if low > 1 else 'the other way round' if high < 1 else 'not clear'}, {words}"
+    return f"{'holds' if low > 1 else 'opposite' if high < 1 else 'undecided'} (one seed)"
 
 
 def _kept(found: Estimate) -> str:
@@ -359,7 +359,7 @@ def positions(tree: str, depth: int) -> Callable[[Found], list[str]]:
         for arm in ARMS:
             rates = found.positions(arm, tree)[:depth]
             shown = [f"{100 * rate.value:.0f} ± {max(1, round(100 * rate.half_width))}" for rate in rates]
-            rows.append([ARMS[arm].name, *shown, *[OPEN] * (depth - len(shown))])
+            rows.append([ARMS[arm].name, *shown, *["-" if shown else NOT_RUN] * (depth - len(shown))])
         return table(["%", *(str(i + 1) for i in range(depth))], rows)
 
     return made
@@ -369,7 +369,7 @@ def steps(found: Found) -> list[str]:
     """Agreement of each unroll step with the target on the validation answers; means over seeds."""
     rows = []
     for arm, about in ARMS.items():
-        shown = [f"{rate:.0f}" for rate in _mean_by_step(found, arm)] or [OPEN] * UNROLL
+        shown = [f"{rate:.0f}" for rate in _mean_by_step(found, arm)] or [NOT_RUN] * UNROLL
         rows.append([about.name, *shown, *["-"] * (UNROLL - len(shown))])
     return table(["%", *(str(i + 1) for i in range(UNROLL))], rows)
 
@@ -392,13 +392,13 @@ def data(found: Found) -> list[str]:
 
 
 def longer(found: Found) -> list[str]:
-    """tau after more steps, and EAGLE-3 beside EAGLE-2."""
+    """tau after more steps, and EAGLE-3 compared with EAGLE-2."""
     rows = []
     for steps in (STEPS, *LONGER):
         taus = [found.tau(arm, steps=steps, seeds=OF_SIZES) for arm in ("eagle2", "eagle3")]
         gains = [found.ratio("eagle3", "eagle2", tree, steps=steps, seeds=OF_SIZES) for tree in (TREE, CHAIN)]
         rows.append([f"{steps:,}", *map(with_interval, taus), *map(in_percent, gains)])
-    head = ["steps", "EAGLE-2: tau, tree of 60", "EAGLE-3", "EAGLE-3 beside EAGLE-2, tree", "chain of 6"]
+    head = ["steps", "EAGLE-2: tau, tree of 60", "EAGLE-3: the same", "EAGLE-3 vs. EAGLE-2, tree", "chain of 6"]
     return table(head, rows)
 
 
@@ -426,25 +426,25 @@ def fr_spec(found: Found) -> list[str]:
         for size in CUTS:
             own = found.tau_of(f"fr-spec/{corpus}", str(size))
             share = found.share_of(f"fr-spec/{corpus}", str(size), TREE)
-            rows.append([words, f"{size:,}", with_interval(own), OPEN if share is None else _kept(share)])
-        rows.append([words, "all 1,024", with_interval(whole), OPEN if whole is None else "100 %"])
-    return table(["ranked by", "tokens", "tau, tree of 60", "of the whole vocabulary's"], rows)
+            rows.append([words, f"{size:,}", with_interval(own), NOT_RUN if share is None else _kept(share)])
+        rows.append([words, "all 1,024", with_interval(whole), NOT_RUN if whole is None else "100 %"])
+    return table(["ranked by", "tokens", "tau, tree of 60", "share of the whole vocabulary's tau"], rows)
 
 
 def c2t(found: Found) -> list[str]:
-    head = ["drafter", "EAGLE-2's N", "tau", "its candidates", *(f"C2T, {words}" for words in C2T_WORDS)]
-    head += [f"calls a round, {words}" for words in C2T_WORDS]
+    head = ["drafter", "EAGLE-2's N", "tau", "nodes verified", *(f"C2T's share, {words}" for words in C2T_WORDS)]
+    head += [f"C2T's calls a round, {words}" for words in C2T_WORDS]
     rows = []
     for arm in ("eagle2", "eagle3"):
         line = found.lines.get(f"c2t/{arm}")
         if line is None:
-            rows.append([ARMS[arm].name, *[OPEN] * (len(head) - 1)])
+            rows.append([ARMS[arm].name, *[NOT_RUN] * (len(head) - 1)])
             continue
         by_size: dict[int, dict[str, Mapping[str, Any]]] = {}
         for row in line["at_equal_tau"]:
             by_size.setdefault(row["eagle2_nodes"], {})[row["curve"]] = row
         for size, curves in by_size.items():
-            shares = [_share_of(curves[name]) if name in curves else OPEN for name in C2T_CURVES]
+            shares = [_share_of(curves[name]) if name in curves else NOT_RUN for name in C2T_CURVES]
             of_both = next(iter(curves.values()))
             calls = [_calls_at(line["points"], name, of_both["tau"]) for name in C2T_CURVES]
             own = [f"{size}", f"{of_both['tau']:.2f}", f"{of_both['eagle2_candidates']:,}"]
@@ -462,7 +462,7 @@ def _calls_at(points: Sequence[Mapping[str, Any]], curve: str, tau: float) -> st
 
 
 def _share_of(row: Mapping[str, Any]) -> str:
-    """C2T's candidates at EAGLE-2's tau, as a share of EAGLE-2's."""
+    """The nodes that C2T verifies at EAGLE-2's tau, as a share of EAGLE-2's."""
     if row["share"] is None:
         return f"< {row['share_at_end']:.2f}" if row.get("beyond") == "below" else "not reached"
     if row["share_interval"] is None:
@@ -481,14 +481,14 @@ def rates(found: Found) -> list[str]:
         lines = {rate: found.lines.get(rate_name(family, rate)) for rate in tried}
         taus = {rate: line["validation"]["replay_tau"] for rate, line in lines.items() if line is not None}
         best = best_rate(family, found.lines) if len(taus) == len(tried) else None
-        shown = [
-            f"{'**' * (rate == best)}{rate:g}: {f'{taus[rate]:.2f}' if rate in taus else OPEN}{'**' * (rate == best)}"
-            for rate in tried
-        ]
+        shown = []
+        for rate in tried:
+            mark = "**" if rate == best else ""
+            shown.append(f"{mark}{rate:g}: {f'{taus[rate]:.2f}' if rate in taus else NOT_RUN}{mark}")
         others = [about.name for name, about in ARMS.items() if about.family == family and name != arm]
         others += ["EAGLE-3 by other losses"] * (family == "eagle3")
         rows.append([ARMS[arm].name, ", ".join(others) or "-", "; ".join(shown)])
-    return table(["searched with", "also used by", "rate: tau of the validation answers' replay"], rows)
+    return table(["searched with", "also used by", "rate: replay tau on the validation answers"], rows)
 
 
 SECTIONS: dict[str, Callable[[Found], list[str]]] = {
@@ -522,7 +522,7 @@ def plots(found: Found) -> list[Plot]:
         _plot("data", "tau against training conversations", _data_series(found), _draw_data),
         _plot("fr_spec", "FR-Spec: tau by draft vocabulary", _fr_spec_series(found), _draw_cuts),
         *(
-            _plot(f"c2t_{arm}", f"C2T beside EAGLE-2's trees, {ARMS[arm].name}'s drafter", series, _draw_c2t)
+            _plot(f"c2t_{arm}", f"C2T vs. EAGLE-2's trees, {ARMS[arm].name}'s drafter", series, _draw_c2t)
             for arm in ("eagle2", "eagle3")
             for series in [_c2t_series(found, arm)]
         ),
@@ -588,7 +588,7 @@ def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
     figure = banded_lines(colours, series, gap=0.16)
     figure.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     percent(figure.axes[0])
-    label(figure.axes[0], colours, "draft position", "accepted where all before were")
+    label(figure.axes[0], colours, "draft position", "acceptance, given that all before were accepted")
     return figure
 
 
@@ -602,13 +602,13 @@ def _draw_data(colours: Colours, series: list[Series]) -> Figure:
 
 def _draw_cuts(colours: Colours, series: list[Series]) -> Figure:
     figure = banded_lines(colours, series, gap=0.16, log=True)
-    label(figure.axes[0], colours, "tokens that are drafted from", "tau, tree of 60")
+    label(figure.axes[0], colours, "tokens to draft from", "tau, tree of 60")
     return figure
 
 
 def _draw_c2t(colours: Colours, series: list[Series]) -> Figure:
     figure = banded_lines(colours, series, gap=0.14, log=True)
-    label(figure.axes[0], colours, "candidates verified in all, roots included", "tau")
+    label(figure.axes[0], colours, "nodes verified in all, roots included", "tau")
     return figure
 
 
