@@ -746,7 +746,7 @@ def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | 
         for key, value in published.items()
         if (given := getattr(train, key)) != value
     ]
-    return f"otherwise than published for {name}: {', '.join(others)}" if others else None
+    return f"losses that differ from those published for {name}: {', '.join(others)}" if others else None
 
 
 def _plain(value: float | bool | str | list[float]) -> str:
