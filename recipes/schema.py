@@ -727,7 +727,7 @@ POSS_EAGLE3: dict[str, Any] = {"step_weight": 0.9, "detach_features": False}
 def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | None:
     """A sentence about losses that differ from the drafter's publication; None if all agree.
 
-    It warns who changes the drafter's kind in a recipe that names another kind's losses, as every resolved recipe does.
+    It warns users who change the drafter's kind in a recipe that names another kind's losses, as resolved recipes do.
     The number of unroll steps is a free choice, but an EAGLE-1 drafter with more than one is HASS.
     """
     defaults = TrainSection(**published_training(drafter.model_dump()))
@@ -746,7 +746,7 @@ def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | 
         for key, value in published.items()
         if (given := getattr(train, key)) != value
     ]
-    return f"losses that differ from those published for {name}: {', '.join(others)}" if others else None
+    return f"not as published for {name}: {', '.join(others)}" if others else None
 
 
 def _plain(value: float | bool | str | list[float]) -> str:

@@ -187,14 +187,14 @@ def test_defaults_are_not_otherwise_than_published(write, kind):
             # A written-back PosS recipe, the feature's loss switched off as the loader asks.
             {"kind": "poss", "base": "eagle3"},
             {**HASS, "feature_loss": 0.0, "ttt_steps": 8},
-            "losses that differ from those published for poss over eagle3: train.step_weight 1 (published 0.9), train.token_loss 0.1 "
+            "not as published for poss over eagle3: train.step_weight 1 (published 0.9), train.token_loss 0.1 "
             "(published 1), train.feature_noise 0.2 (published 0), train.detach_features true (published false)",
         ),
         ({"kind": "poss", "base": "eagle3"}, {**EAGLE3, "step_weight": 0.9}, None),
         (
             {"kind": "poss"},
             {**EAGLE3, "top_k_loss": 1.0, "ttt_steps": 20},
-            "losses that differ from those published for poss: train.step_weight 0.8 (published 1), train.token_loss 1 (published "
+            "not as published for poss: train.step_weight 0.8 (published 1), train.token_loss 1 (published "
             "0.1), train.feature_loss 0 (published 1), train.feature_noise 0 (published 0.2), train.detach_features "
             "false (published true), train.top_k_loss 1 (published 0)",
         ),
@@ -202,17 +202,17 @@ def test_defaults_are_not_otherwise_than_published(write, kind):
             # Of EAGLE-1's single step: no weight and no gradient between steps.
             {"kind": "eagle"},
             {**EAGLE3, "ttt_steps": 1},
-            "losses that differ from those published for eagle: train.token_loss 1 (published 0.1), train.feature_loss 0 (published "
+            "not as published for eagle: train.token_loss 1 (published 0.1), train.feature_loss 0 (published "
             "1), train.feature_noise 0 (published 0.2)",
         ),
         ({"kind": "eagle"}, {**HASS, "ttt_steps": 3, "top_k_loss": 1.0}, None),
         (
             {"kind": "eagle"},
             {**HASS, "ttt_steps": 5},
-            "losses that differ from those published for HASS (eagle with train.ttt_steps 5): train.top_k_loss 0 (published 1)",
+            "not as published for HASS (eagle with train.ttt_steps 5): train.top_k_loss 0 (published 1)",
         ),
         ({}, {**EAGLE3, "ttt_steps": 5}, None),
-        ({}, {"top_k_loss": 0.5}, "losses that differ from those published for eagle3: train.top_k_loss 0.5 (published 0)"),
+        ({}, {"top_k_loss": 0.5}, "not as published for eagle3: train.top_k_loss 0.5 (published 0)"),
         ({}, {"learning_rate": 1e-3, "clip": "value"}, None),
     ],
 )

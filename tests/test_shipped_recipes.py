@@ -250,16 +250,14 @@ def test_from_prompts_to_acceptance(
         run(train, f"{kind}.py", path, [*overrides, "train.token_loss=0.5", "--plan"], monkeypatch)
         said = capsys.readouterr().out
         assert "regenerate writes it" in said
-        assert re.match(
-            rf"note: losses that differ from those published for {kind}: train.token_loss 0.5 \(published [01.]+\)\n", said
-        )
+        assert re.match(rf"note: not as published for {kind}: train.token_loss 0.5 \(published [01.]+\)\n", said)
     run(regenerate, "regenerate.py", path, overrides, monkeypatch)
     run(rank_vocab, "rank_vocab.py", path, overrides, monkeypatch)
     if name in ("vicuna-13b-v1.3", "llama2-7b-chat-c2t"):
         run(train, f"{kind}.py", path, [*overrides, "--plan"], monkeypatch)
         assert "CANNOT WORK" not in capsys.readouterr().out
     run(train, f"{kind}.py", path, overrides, monkeypatch)
-    assert "those published for" not in capsys.readouterr().out
+    assert "as published for" not in capsys.readouterr().out
     if "labels" in recipe.model_fields_set:
         run(label_trees, "label_trees.py", path, overrides, monkeypatch)
         run(c2t, "c2t.py", path, overrides, monkeypatch)
