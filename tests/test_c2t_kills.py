@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees import labelling
@@ -26,7 +25,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import atomic
 from draftsmith.train import c2t
 from draftsmith.train.run import classifier as classifier_training
-from tests.c2t_cases import content_of, made_trees, recipe_of, write_trees
+from tests.c2t_cases import content_of, recipe_of
 from tests.c2t_cases import place as place
 from tests.crash import CAN_FORK, CrashLab, Fault
 
@@ -77,41 +76,6 @@ def test_labelling_goes_on_after_a_kill_at_any_moment(place: Path, lab: CrashLab
         run(directory, kill_after=share * whole.seconds)
     assert run(directory).status == 0
     assert content_of(directory) == expected
-
-
-def test_a_kill_leaves_the_old_classifier_or_the_new_one(place: Path, lab: CrashLab, tmp_path: Path) -> None:
-    write_trees(tmp_path / "rows", [made_trees(30, 40)])
-
-    def run(directory: Path, seed: int, **how: Any) -> Any:
-        settings = f"classifier.rows={tmp_path / 'rows'}", f"classifier.out={directory}", f"classifier.seed={seed}"
-        return lab.run(TRAIN, [str(place / "recipe.yaml"), *settings], **how)
-
-    def weights(directory: Path) -> torch.Tensor:
-        return C2tClassifier.load(directory).output.weight
-
-    for seed in (0, 1):
-        assert run(tmp_path / f"seed {seed}", seed).status == 0
-    old, new = (weights(tmp_path / f"seed {seed}") for seed in (0, 1))
-    assert not torch.equal(old, new)
-    whole = run(tmp_path / "seed 0", 0, count_events=True)  # a folder that is there, as below
-    shutil.copytree(tmp_path / "seed 0", tmp_path / "before")
-    events = {kind: count for kind, count in whole.events.items() if kind in ("rename", "fsync", "write", "mkdir")}
-    assert events["rename"] >= 1 and events["fsync"] >= 5
-    seen = set()
-    for kind, count in {**events, "rename": 2}.items():
-        for number in range(1, count + 1):
-            directory = tmp_path / "killed"
-            for leftover in tmp_path.glob("killed*"):
-                shutil.rmtree(leftover)
-            shutil.copytree(tmp_path / "before", directory)
-            assert run(directory, 1, fault=Fault(kind, number)).status == -signal.SIGKILL
-            found = weights(directory)
-            assert torch.equal(found, old) or torch.equal(found, new)
-            seen.add(torch.equal(found, new))
-            assert run(directory, 1).status == 0
-            assert torch.equal(weights(directory), new)
-            assert not list(tmp_path.glob("killed.*"))
-    assert seen == {True, False}
 
 
 class Killed(BaseException):

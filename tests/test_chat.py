@@ -360,21 +360,3 @@ def test_two_turns_are_two_rows_and_the_second_prompt_holds_no_thoughts(
     assert all(row.input_ids[row.spans[0][0] :] == output and len(row.spans) == 1 for row in rows)
     assert "the mat" in first and "the rain" not in first
     assert "the mat" in second and "a dog" in second and "a cat" in second and "the rain" not in second
-
-
-def test_runs_that_mix_modes_are_refused(tmp_path: Path) -> None:
-    """Conversations made with thinking on are not read with thinking off."""
-    make_dir(tmp_path, THINKING)
-    on = load_tokenizer(section(tmp_path, thinking=True))
-    turn = {"prompt_token_ids": [2, 3], "output_token_ids": [9, 4], "finish_reason": "stop"}
-    record = {
-        "id": "a",
-        "messages": [],
-        "turns": [turn],
-        "generator": {"tokenizer_fingerprint": tokenizer_fingerprint(on)},
-    }
-    log = tmp_path / "c.jsonl"
-    log.write_text(json.dumps(record) + "\n")
-    assert len(list(training_rows(log, on, 100, Rejects()))) == 1
-    with pytest.raises(UserError, match=r"c\.jsonl:1: .*covers the vocabulary, the chat template, target\.thinking"):
-        list(training_rows(log, load_tokenizer(section(tmp_path, thinking=False)), 100, Rejects()))

@@ -19,7 +19,7 @@ from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
-from draftsmith.train.run import inputs, processes
+from draftsmith.train.run import inputs
 from tests.conftest import make_tokenizer
 from tests.training_runs import train
 
@@ -239,17 +239,6 @@ def test_a_resumed_training_keeps_its_rows(tmp_path: Path, target_dir: Path, mon
     bench.write_text(grown)
     with pytest.raises(UserError, match=r"rows: the checkpoint has '\d rows, sha256 .*, this run has '\d rows, sha256"):
         train(path, "train.max_steps=3")
-
-
-def test_processes_with_other_rows_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    by_rank = [{"training rows": "12 rows, sha256 a"}, {"training rows": "11 rows, sha256 b"}]
-    monkeypatch.setattr(
-        processes, "gather_object", lambda given: [*given, by_rank[1] if isinstance(given[0], dict) else given[0]]
-    )
-    with pytest.raises(SystemExit, match="2"):
-        processes.check_ranks_agree(by_rank[0])
-    assert "training rows: rank 0 has '12 rows, sha256 a', rank 1 has '11 rows, sha256 b'" in capsys.readouterr().err
-    processes.check_ranks_agree(by_rank[1])
 
 
 def test_what_regenerate_wrote_is_not_listed_twice(tmp_path: Path, target_dir: Path) -> None:

@@ -97,27 +97,6 @@ def test_the_end_token_belongs_to_the_turn_where_the_tags_leave_it_out() -> None
     assert texts(tokenizer, row) == ["sat\non  the mat<|end|>", "ran after the rain<|end|>"]
 
 
-@pytest.mark.parametrize("tags", [True, False])
-def test_thought_stripping_template_gives_one_row_per_turn(tags: bool) -> None:
-    tokenizer = tokenizer_with(THOUGHTS, tags)
-    messages = talk("q1", "why</think>a1", "q2", "because</think>a2")
-    first, second = rows(tokenizer, messages)
-    assert texts(tokenizer, first) == ["why</think>a1<|end|>"]
-    assert texts(tokenizer, second) == ["because</think>a2<|end|>"]
-    assert "why" not in tokenizer.decode(second.input_ids) and "a1" in tokenizer.decode(second.input_ids)
-    assert (first.id, second.id) == ("c", "c")
-    # Without thoughts there is nothing to strip.
-    assert len(rows(tokenizer, TWO_TURNS)) == 1
-
-
-def test_assistant_turn_that_calls_tools_is_a_turn() -> None:
-    tokenizer = tokenizer_with()
-    messages = talk("q", "call", "x", "a")
-    messages[2]["role"] = "tool"
-    (row,) = rows(tokenizer, messages)
-    assert texts(tokenizer, row) == ["call<|end|>", "a<|end|>"]
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "reason"),
     [
@@ -173,11 +152,6 @@ def test_no_second_bos() -> None:
     )
     assert tokenizer("x")["input_ids"].count(1) == 1  # what plain tokenising adds
     assert render_prompt(tokenizer, talk("q")).count(1) == 1
-
-
-def test_spans_of() -> None:
-    assert spans_of([]) == [] and spans_of([False]) == []
-    assert spans_of([True, True, False, True]) == [(0, 2), (3, 4)]
 
 
 # Content parts.

@@ -19,9 +19,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from draftsmith.eval import acceptance
-from draftsmith.eval.decoding.contenders import Lineup, contenders_of, main_contender
-from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.speculator import Speculator
+from draftsmith.eval.decoding.contenders import contenders_of, main_contender
 from draftsmith.eval.recorded.answers import Recording
 from draftsmith.eval.recorded.replay_contenders import planned_bytes
 from draftsmith.models.chat import tokenizer_fingerprint
@@ -33,7 +31,7 @@ from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import DrafterSection, TargetSection, TreeSection
+from draftsmith.recipes.schema import TargetSection
 from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.run import trainer
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
@@ -131,14 +129,15 @@ def saved(directory: Path, kind: str, loaded: tuple[Target, dict[str, Any]], voc
 def test_resumed_equals_uninterrupted_bit_for_bit(name: str, recipe_of: Any, tmp_path: Path) -> None:
     """Noise included: it hangs on the rows, not on how often random numbers were drawn. And replay at checkpoints."""
     path = recipe_of(name)
-    replay = ("train.eval_replay=2", "eval.tree={nodes: 10, draft_calls: 3, top_k: 4}")
+    # 2 does not divide the checkpoint's step: half a window of logged sums is resumed.
+    replay = ("train.eval_replay=2", "eval.tree={nodes: 10, draft_calls: 3, top_k: 4}", "train.log_every_steps=2")
     whole = train(path, *replay)
     lines = metrics(whole)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines] == [2, 3, 4, 6]
     assert [line["step"] for line in lines if "replay_tau" in line] == [3, 6]
-    assert len({line["loss"] for line in lines}) == 6
+    assert len({line["loss"] for line in lines}) == 4
     steps = load_recipe(path).train.ttt_steps
-    assert len(lines[0]["accuracy"]) == len(lines[2]["validation_accuracy"]) == steps
+    assert len(lines[0]["accuracy"]) == len(lines[1]["validation_accuracy"]) == steps
 
     resumed = copy_of_inputs(whole, tmp_path / "resumed", "metrics.jsonl", "checkpoints")
     shutil.rmtree(resumed / "checkpoints/step-00000006")
@@ -163,6 +162,7 @@ def test_splitting_and_recomputing_follow_one_trajectory(name: str, recipe_of: A
         for mine, expected in zip(lines[run], lines["whole"], strict=True):
             assert mine["loss"] == pytest.approx(expected["loss"], rel=1e-5)
             assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+            assert mine["accuracy"] == expected["accuracy"]
 
 
 def test_training_learns_of_features_and_of_tokens(recipe_of: Any) -> None:
@@ -548,19 +548,6 @@ def test_a_plan_names_the_script_that_comes_first(
     assert [c.name for c in contenders_of(load_recipe(path))] == ["poss-3, tree of 8"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_speculator_answers_with_every_kind(
-    kind: str, target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
-) -> None:
-    directory = saved(tmp_path / "drafter", kind, loaded)
-    speculator = Speculator.load(TargetSection(model=str(target_dir), dtype="float32"), directory)
-    tree = TreeSection(nodes=8, draft_calls=4, top_k=3)
-    answer = speculator.answer("the cat", max_new_tokens=12, tree=tree)
-    assert answer.generation.rounds and answer.generation.draft_calls[0] == 4
-    plain = speculator.answer("the cat", max_new_tokens=12, tree=TreeSection(policy="chain", nodes=2))
-    assert answer.text == plain.text
-
-
 def test_replay_s_planned_memory_counts_every_specialist(
     target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
 ) -> None:
@@ -576,21 +563,3 @@ def test_replay_s_planned_memory_counts_every_specialist(
         contender = main_contender(load_recipe(evaluation(target_dir, tmp_path), [f"eval.drafter={directory}"]))
         bytes_of[kind] = planned_bytes(recipe, recording, [contender])
     assert bytes_of["poss"] - bytes_of["eagle"] == 60 * 2 * 4 * 2 * 8  # a layer's keys and values of 60 columns
-
-
-def test_a_lineup_loads_every_kind_for_one_target(
-    target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
-) -> None:
-    lineup = Lineup(TargetSection(model=str(target_dir), dtype="float32"))
-    for kind in ("eagle", "poss", "eagle3"):
-        drafter = lineup.drafter(saved(tmp_path / kind, kind, loaded))
-        assert torch.equal(distributions(drafter, lineup.target), distributions(untaught(kind, loaded[0]), loaded[0]))
-        PolicyProposer(FeatureDrafting(drafter), policy_of(TreeSection(nodes=4, draft_calls=2, top_k=2)))
-
-
-def test_the_matched_baseline_has_as_many_parameters() -> None:
-    target = Target(make_target())
-    several = drafter_config(DrafterSection(kind="poss", specialists=3), target.config, ())
-    matched = drafter_config(DrafterSection(kind="eagle", match_specialists=3), target.config, ())
-    half_a_row = 3 * target.hidden_size / 2
-    assert abs(trainable_parameters(several) - trainable_parameters(matched)) <= half_a_row

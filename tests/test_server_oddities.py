@@ -71,27 +71,6 @@ def test_odd_lists_of_models(place: Place) -> None:
         assert problem in problems[-1]
 
 
-def test_a_server_that_comes_back_as_garbage_hangs_nothing(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the look at it raises, it is looked at again, and the run gives up in time."""
-    place.ask(4)
-    with FakeServer(place.tokenizer, tear=1.0) as server:
-        place.use(server, give_up_seconds=0.5, max_retries=10**6)
-
-        async def broken(*_: Any) -> Any:
-            raise KeyError("a defect")
-
-        looks = server_generator.Servers._ask_one_token
-        trials: list[int] = []
-
-        async def once(self: Any, server: Any) -> None:
-            trials.append(1)
-            await (looks if len(trials) == 1 else broken)(self, server)
-
-        monkeypatch.setattr(server_generator.Servers, "_ask_one_token", once)
-        problems, _ = place.fails()
-    assert "no server has given an answer for" in problems[1] and len(trials) > 2
-
-
 @pytest.mark.parametrize(
     ("stream", "drip"), [(False, b" "), (True, b": ping\n\n"), (True, b'data: {"choices": []}\n\n')]
 )

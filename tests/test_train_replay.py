@@ -74,28 +74,6 @@ def test_replay_at_every_checkpoint_is_replay_of_what_is_saved(recipe_path: Path
     assert all(torch.equal(mine[name], expected[name]) for name in expected)
 
 
-def test_a_run_with_replay_resumes_bit_for_bit(recipe_path: Path, tmp_path: Path) -> None:
-    whole = train(recipe_path, *REPLAY)
-    resumed = tmp_path / "resumed"
-    resumed.mkdir()
-    for name in ("conversations.jsonl", "draft_vocab.safetensors", "metrics.jsonl"):
-        shutil.copy(whole / name, resumed / name)
-    shutil.copytree(whole / "checkpoints/step-00000003", resumed / "checkpoints/step-00000003")
-    train(recipe_path, *REPLAY, f"output_dir={resumed}")
-    assert metrics(resumed) == metrics(whole)
-    assert_same_tensors(resumed / "checkpoints/step-00000006", whole / "checkpoints/step-00000006")
-
-
-def assert_same_tensors(mine: Path, expected: Path) -> None:
-    """Of two checkpoints, which hold nothing pickled and no random state: all that is drawn is drawn by name."""
-    names = {path.name for path in expected.iterdir()}
-    assert names == {"manifest.json", "trainer_state.json", "model.safetensors", "optimizer.safetensors"}
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        found, wanted = load_file(mine / name), load_file(expected / name)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-
-
 class Killed(BaseException):
     """What nothing in the loop catches, as a kill."""
 
