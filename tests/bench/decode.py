@@ -15,30 +15,28 @@ forward.
 """
 
 import argparse
-import cProfile
 import json
-import pstats
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from greedy import greedy_answer
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from draftsmith.eval.decoding.decode import TargetVerifier
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.models import feature_drafter
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer, render_prompt
-from draftsmith.models.draft_tree import DraftTree, Proposer
+from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.key_values import KeyValues
@@ -48,7 +46,6 @@ from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.stdlib import stdlib_conversations
 from draftsmith.recipes.schema import TargetSection, TreeSection
-from tests.decoding import decode
 
 ROOT = Path(__file__).parents[2]
 GENERATE, PLAIN, ASSISTED = "transformers generate", "loop, no drafter", "transformers assisted"
@@ -72,7 +69,6 @@ class Call:
 class Contender:
     name: str
     answer: Callable[[list[int]], Call]
-    proposer: Proposer | None = None
     calls: list[list[Call]] = field(default_factory=list)  # [repeat][prompt]
 
     def seconds(self, repeat: int) -> float:
@@ -98,13 +94,10 @@ class ForwardClock:
     @contextmanager
     def over(self, functions: Sequence[tuple[Any, str]]) -> Iterator[None]:
         """Wraps (owner, name of its function) for a while."""
-        before = [vars(owner).get(name) for owner, name in functions]
-        for owner, name in functions:
-            setattr(owner, name, self._timed(getattr(owner, name)))
-        try:
+        with ExitStack() as patches:
+            for owner, name in functions:
+                patches.enter_context(patch.object(owner, name, self._timed(getattr(owner, name))))
             yield
-        finally:
-            put_back(functions, before)
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -123,15 +116,6 @@ class ForwardClock:
     def since(self, moment: float) -> float:
         """Seconds of the calls that ended after this moment."""
         return sum(end - began for began, end in self.intervals if end > moment)
-
-
-def put_back(functions: Sequence[tuple[Any, str]], before: Sequence[Any]) -> None:
-    """What stood in each owner's own namespace; where nothing did, its class's function comes back."""
-    for (owner, name), own in zip(functions, before, strict=True):
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 def network_of_lm(target: Target) -> list[tuple[Any, str]]:
@@ -160,7 +144,6 @@ class Bench:
         self.target, self.stops, self.new_tokens = target, stops, new_tokens
         self.contenders: list[Contender] = []
         self.forwards = 0
-        self.clock: ForwardClock | None = None  # of the answer that is under way
         target.decoder.register_forward_pre_hook(self._count)
 
     def _count(self, *_: Any) -> None:
@@ -191,15 +174,15 @@ class Bench:
 
         def answer(prompt: list[int]) -> Call:
             self.forwards = 0
-            clock = self.clock = ForwardClock()
+            clock = ForwardClock()
             with clock.over([*network_of_lm(self.target), *networks]):
                 began = time.perf_counter()
-                out = decode(self.target, proposer, prompt, self.stops, self.new_tokens)
+                out = greedy_answer(self.target, proposer, prompt, self.stops, self.new_tokens)
                 ended = time.perf_counter()
             in_forwards = clock.since(ended - out.decode_seconds)
             return Call(out.token_ids, ended - began, self.forwards, out.decode_seconds, in_forwards)
 
-        self.contenders.append(Contender(name, answer, proposer))
+        self.contenders.append(Contender(name, answer))
 
     def run(self, prompts: list[list[int]], repeats: int) -> None:
         """Each prompt goes to everyone before the next one, each time in another order; a first pass is not counted."""
@@ -228,28 +211,6 @@ class Bench:
         pairs = zip(self[name].calls[0], self.contenders[0].calls[0], strict=True)
         return sum(ours.token_ids != theirs.token_ids for ours, theirs in pairs)
 
-    def table(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
-        first = self.contenders[0].name
-        for contender in self.contenders:
-            repeats = range(len(contender.calls))
-            calls = [call for repeat in contender.calls for call in repeat]
-            tokens = sum(len(call.token_ids) for call in calls)
-            decode_seconds = sum(call.decode_seconds for call in calls)
-            rows.append(
-                {
-                    "contender": contender.name,
-                    "tokens_per_second": [contender.tokens(r) / contender.seconds(r) for r in repeats],
-                    "speed_against_first": self.ratios(contender.name, first),
-                    "tokens_per_target_forward": tokens / sum(call.target_forwards for call in calls),
-                    # The first token of an answer is the prefill's.
-                    "decode_tokens_per_second": (tokens - len(calls)) / decode_seconds if decode_seconds else None,
-                    "own_share": contender.own_shares,
-                    "answers_that_differ": self.differing(contender.name),
-                }
-            )
-        return rows
-
 
 def spread(values: Sequence[float], form: str) -> str:
     """Median [lowest, highest]."""
@@ -258,45 +219,44 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{statistics.median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
 
 
-def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+def print_table(title: str, bench: Bench) -> None:
     print(f"\n{title}")
-    heads = ("", "tokens/s, whole calls", "x first row", "tokens/forward", "decode tokens/s", "own share", "tokens")
-    lines: list[tuple[str, ...]] = [heads]
-    for row in rows:
-        decode_speed = row["decode_tokens_per_second"]
+    lines: list[tuple[str, ...]] = [
+        ("", "tokens/s, whole calls", "x first row", "tokens/forward", "decode tokens/s", "own share", "tokens")
+    ]
+    for contender in bench.contenders:
+        repeats = range(len(contender.calls))
+        calls = [call for repeat in contender.calls for call in repeat]
+        tokens = sum(len(call.token_ids) for call in calls)
+        decode_seconds = sum(call.decode_seconds for call in calls)
+        differing = bench.differing(contender.name)
         lines.append(
             (
-                row["contender"],
-                spread(row["tokens_per_second"], ".0f"),
-                spread(row["speed_against_first"], ".2f"),
-                f"{row['tokens_per_target_forward']:.2f}",
-                f"{decode_speed:.0f}" if decode_speed else "-",
-                spread(row["own_share"], ".1%"),
-                f"{row['answers_that_differ']} differ" if row["answers_that_differ"] else "same",
+                contender.name,
+                spread([contender.tokens(r) / contender.seconds(r) for r in repeats], ".0f"),
+                spread(bench.ratios(contender.name, bench.contenders[0].name), ".2f"),
+                f"{tokens / sum(call.target_forwards for call in calls):.2f}",
+                # The first token of an answer is the prefill's.
+                f"{(tokens - len(calls)) / decode_seconds:.0f}" if decode_seconds else "-",
+                spread(contender.own_shares, ".1%"),
+                f"{differing} differ" if differing else "same",
             )
         )
-    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def print_bar(text: str, values: Sequence[float], passed: bool, form: str) -> dict[str, Any]:
+def print_bar(text: str, values: Sequence[float], passed: bool, form: str) -> None:
     print(f"{'pass' if passed else 'FAIL'}  {text}: {spread(values, form)}")
-    return {"bar": text, "values": list(values), "pass": passed}
 
 
-def overhead_bars(title: str, bench: Bench) -> list[dict[str, Any]]:
+def print_overhead_bars(title: str, bench: Bench) -> None:
     most = OVERHEAD_BARS[title]
-    return [
-        print_bar(
-            f"own share, {title}, {contender.name}, at most {most:.0%}",
-            contender.own_shares,
-            statistics.median(contender.own_shares) <= most,
-            ".1%",
-        )
-        for contender in bench.contenders
-        if contender.own_shares
-    ]
+    for contender in bench.contenders:
+        if shares := contender.own_shares:
+            text = f"own share, {title}, {contender.name}, at most {most:.0%}"
+            print_bar(text, shares, statistics.median(shares) <= most, ".1%")
 
 
 def demo_bench(args: argparse.Namespace) -> tuple[Bench, list[list[int]]]:
@@ -418,66 +378,6 @@ def make_small(target_dir: Path, conversations: Path, out: Path, epochs: int, se
     print(f"{sum(p.numel() for p in small.parameters()) / 1e6:.1f} M parameters written to {out}")
 
 
-def profile(bench: Bench, name: str, prompts: list[list[int]]) -> None:
-    """What one decode costs: the loop's parts without the forwards in them, torch's operations, our functions."""
-    if name not in (GENERATE, ASSISTED):
-        print_parts(bench, name, prompts)
-    answer = bench[name].answer
-    answer(prompts[0])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as operations:
-        call = answer(prompts[0])
-    print(f"\n{name}: {len(call.token_ids)} tokens, {call.target_forwards} forwards of the target")
-    print(operations.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60))
-    functions = cProfile.Profile()
-    functions.runcall(answer, prompts[0])
-    ours = re.escape(str(ROOT)) + r"/(eval|models)/"
-    pstats.Stats(functions).sort_stats("cumtime").print_stats(ours, 40)
-
-
-def print_parts(bench: Bench, name: str, prompts: list[list[int]]) -> None:
-    """Microseconds of each part of a round: the median call, with and without the model forwards inside."""
-    contender = bench[name]
-    taken: dict[str, list[tuple[float, float]]] = {}
-
-    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            assert bench.clock is not None
-            began, forwards = time.perf_counter(), len(bench.clock.intervals)
-            result = function(*args, **kwargs)
-            seconds = time.perf_counter() - began
-            inside = sum(end - begin for begin, end in bench.clock.intervals[forwards:])
-            taken.setdefault(part, []).append((seconds, seconds - inside))
-            return result
-
-        return call
-
-    owners: list[tuple[Any, str]] = [
-        (TargetVerifier, "verify"),
-        (TargetVerifier, "accept"),
-        (DraftTree, "pruned"),
-        (DraftTree, "root_only"),
-        *([(contender.proposer, "observe"), (contender.proposer, "propose")] if contender.proposer else []),
-    ]
-    before = [vars(owner).get(part) for owner, part in owners]
-    for owner, part in owners:
-        whole = timed(part, getattr(owner, part))
-        setattr(owner, part, staticmethod(whole) if part == "root_only" else whole)
-    try:
-        calls = [contender.answer(prompt) for prompt in prompts]
-    finally:
-        put_back(owners, before)
-    rounds = sum(call.target_forwards - 1 for call in calls)
-    decode_seconds = sum(call.decode_seconds for call in calls)
-    forward_seconds = sum(call.forward_seconds for call in calls)
-    print(f"\n{name}: {rounds} rounds")
-    print(f"{'microseconds of a round':<28}{'with forwards':>16}{'without':>16}")
-    for part, seconds in taken.items():
-        with_forwards, without = (statistics.median(each[i] for each in seconds) * 1e6 for i in (0, 1))
-        print(f"{part:<28}{with_forwards:>16.0f}{without:>16.0f}")
-    whole, own = decode_seconds / rounds * 1e6, (decode_seconds - forward_seconds) / rounds * 1e6
-    print(f"{'all, mean':<28}{whole:>16.0f}{own:>16.0f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=ROOT / "recipes/demo_target")
@@ -489,8 +389,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--large-new-tokens", type=int, default=32, help="of the 100 M target; 0 leaves it out")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there, too")
-    parser.add_argument("--profile", metavar="CONTENDER", help="print what one decode of it costs, and nothing else")
     parser.add_argument("--make-small", type=Path, metavar="DIR", help="train the small LM into DIR, and nothing else")
     parser.add_argument(
         "--conversations", type=Path, default=ROOT / "runs/demo/conversations.jsonl", help="what --make-small learns"
@@ -503,36 +401,25 @@ def main() -> None:
         return
 
     bench, prompts = demo_bench(args)
-    if args.profile:
-        names = [contender.name for contender in bench.contenders]
-        if args.profile not in names:
-            raise UserError(f"--profile: {args.profile!r} is none of {', '.join(names)}")
-        profile(bench, args.profile, prompts)
-        return
     bench.run(prompts, args.repeats)
-    tables = {"demo pair": bench.table()}
     print_table(
         f"demo pair: {len(prompts)} prompts, at most {args.new_tokens} new tokens, chains of {args.draft_tokens}, "
         f"{args.repeats} repeats, {args.threads} threads; median [lowest, highest]",
-        tables["demo pair"],
+        bench,
     )
     large = None
     if args.large_new_tokens:
         large, large_prompts = large_bench(args)
         large.run(large_prompts, min(args.repeats, 3))
-        tables["100 M target"] = large.table()
-        print_table("100 M target", tables["100 M target"])
+        print_table("100 M target", large)
 
     print()
     plain, small = bench.ratios(PLAIN, GENERATE), bench.ratios(SMALL, ASSISTED)
-    bars = [
-        print_bar("without a drafter at least as fast as generate", plain, statistics.median(plain) >= 1, ".2f"),
-        print_bar("with the small LM faster than assisted generation", small, statistics.median(small) > 1, ".2f"),
-        *overhead_bars("demo pair", bench),
-        *(overhead_bars("100 M target", large) if large else []),
-    ]
-    if args.json:
-        args.json.write_text(json.dumps({"tables": tables, "bars": bars}, indent=1) + "\n", encoding="utf-8")
+    print_bar("without a drafter at least as fast as generate", plain, statistics.median(plain) >= 1, ".2f")
+    print_bar("with the small LM faster than assisted generation", small, statistics.median(small) > 1, ".2f")
+    print_overhead_bars("demo pair", bench)
+    if large:
+        print_overhead_bars("100 M target", large)
 
 
 if __name__ == "__main__":

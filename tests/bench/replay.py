@@ -10,14 +10,13 @@ where a machine is shared, the latter moves less.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from greedy import greedy_answer
 
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.speculator import Speculator
@@ -29,7 +28,6 @@ from draftsmith.models.sampling import GREEDY
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection, TreeSection
-from tests.decoding import decode
 
 ROOT = Path(__file__).parent.parent.parent
 TREES = {
@@ -60,7 +58,6 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="*", default=[32], help="of replay")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="OUT", help="write the numbers there, too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
@@ -70,13 +67,12 @@ def main() -> None:
     questions = load_questions(args.prompts, Rejects(), args.answers, first_turns_only=True)
     prompts = [render_prompt(speculator.tokenizer, list(question.turns[0])) for question in questions]
     answers = [
-        RecordedAnswer(prompt, decode(target, None, prompt, stops, args.new_tokens).token_ids, GREEDY)
+        RecordedAnswer(prompt, greedy_answer(target, None, prompt, stops, args.new_tokens).token_ids, GREEDY)
         for prompt in prompts
     ]
     tokens = sum(len(answer.tokens) for answer in answers)
     prompt_tokens = sum(map(len, prompts))
     print(f"{len(answers)} answers, {tokens:,} tokens, {prompt_tokens:,} of prompts; {args.threads} threads\n")
-    table: list[dict[str, Any]] = []
     for name in args.trees:
         proposer = speculator.proposer(TREES[name])
         decoding: list[tuple[float, float]] = []
@@ -85,7 +81,7 @@ def main() -> None:
         replayed: dict[int, list[Generation]] = {}
         for _ in range(args.repeats):
             seconds, decoded = timed(
-                lambda proposer=proposer: [decode(target, proposer, p, stops, args.new_tokens) for p in prompts]
+                lambda proposer=proposer: [greedy_answer(target, proposer, p, stops, args.new_tokens) for p in prompts]
             )
             decoding.append(seconds)
             for size in args.batch_sizes:
@@ -107,28 +103,13 @@ def main() -> None:
             ]
             rounds = sum(g.rounds for g in replayed[size])
             passed = [statistics.median(wall for wall, _ in times) for times in (decoding, replaying[size])]
-            row = {
-                "tree": name,
-                "batch_size": size,
-                "tau": (tokens - len(answers)) / rounds,
-                "decode_seconds": decoding,
-                "replay_seconds": replaying[size],
-                "ratio": statistics.median(ratios),
-                "ratios": ratios,
-                "processor_ratios": busy,
-                "identical": len(answers) - len(differ),
-                "different": differ,
-            }
-            table.append(row)
             print(
-                f"{name:12} batch {size:4}  tau {row['tau']:.3f}  decode {passed[0]:6.2f} s  "
-                f"replay {passed[1]:5.2f} s  ratio {row['ratio']:4.1f} "
+                f"{name:12} batch {size:4}  tau {(tokens - len(answers)) / rounds:.3f}  decode {passed[0]:6.2f} s  "
+                f"replay {passed[1]:5.2f} s  ratio {statistics.median(ratios):4.1f} "
                 f"[{min(ratios):.1f}, {max(ratios):.1f}]  of the processor {statistics.median(busy):4.1f}  "
-                f"identical {row['identical']} of {len(answers)}" + (f", not: {differ}" if differ else ""),
+                f"identical {len(answers) - len(differ)} of {len(answers)}" + (f", not: {differ}" if differ else ""),
                 flush=True,
             )
-    if args.json:
-        args.json.write_text(json.dumps({"answers": len(answers), "tokens": tokens, "rows": table}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
