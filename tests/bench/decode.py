@@ -126,7 +126,7 @@ def network_of_eagle3(drafter: Any) -> list[tuple[Any, str]]:
     """Attention and its cache are counted, as they are inside the decoder of an LM."""
     layer = drafter.midlayer
     return [
-        *[(drafter, name) for name in ("fuse", "embed", "entry")],
+        *[(drafter, name) for name in ("fuse", "entry")],
         (drafter.lm_head, "forward"),
         (drafter.norm, "forward"),
         *[(layer, name) for name in ("enter", "finish")],
