@@ -51,11 +51,11 @@ demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptan
 demo-target: install  ## train the demo's target model again: 80 minutes
 	$(BIN)/python -m docs.study.make_demo_target --out runs/demo_target
 
-study: install  ## all drafters on the demo pair, after make demo: 121 cells, 14 hours of a core; docs/results.md
+study: install  ## all drafters on the demo pair, after make demo: 121 cells, more than 15 hours of a core; docs/results.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.study.run
 	$(BIN)/python -m docs.study.page
 
-bench: install $(PEER)/.installed  ## a training step beside speculators' (in .venv-peer), on a machine that does nothing else
+bench: install $(PEER)/.installed  ## a training step compared with speculators' (in .venv-peer), on a machine that does nothing else
 	$(BIN)/python tests/bench/train_step.py --shapes --peer $(PEER)/bin/python
 
 $(PEER)/.installed:

@@ -201,7 +201,7 @@ def drafters(found: Found) -> list[str]:
         size = f"{first['parameters'] / 1e6:.2f}" if first else NOT_RUN
         tree = found.tau(arm)
         rows.append([about.name, size, with_interval(tree), seeds_of(tree), with_interval(found.tau(arm, CHAIN))])
-    return table(["", "million parameters", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
+    return table(["arm", "million parameters", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
 
 
 def costs(found: Found) -> list[str]:
@@ -220,7 +220,7 @@ def costs(found: Found) -> list[str]:
         for time, calls in zip(times, (6, 8), strict=True):
             cells_ += [NOT_RUN, NOT_RUN] if time is None else [_spread(time, calls), _spread(time, 1)]
         rows.append([about.name, *of_round, *cells_, minutes])
-    head = ["", "nodes a round, tree", "nodes, chain", "ms a call, chain", "ms a round, chain", "ms a call, tree"]
+    head = ["arm", "nodes a round, tree", "nodes, chain", "ms a call, chain", "ms a round, chain", "ms a call, tree"]
     return table([*head, "ms a round, tree", "minutes of training"], rows)
 
 
@@ -244,7 +244,7 @@ def compared(found: Found) -> list[str]:
         if tree is not None:
             seeds = ", ".join(f"{100 * (tree.by_seed[s] - 1):+.0f}" if s in tree.by_seed else "-" for s in SEEDS)
         rows.append([ARMS[arm].name, ARMS[base].name, in_percent(tree), seeds, in_percent(chain)])
-    return table(["", "compared with", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
+    return table(["arm", "compared with", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
 
 
 def losses(found: Found) -> list[str]:
@@ -388,7 +388,7 @@ def data(found: Found) -> list[str]:
             taus = [found.tau(arm, tree, size, seeds=OF_SIZES) for size in SIZES]
             rows.append([f"{ARMS[arm].name}, {tree}", *map(with_interval, taus)])
     head = [f"{name}{f': {counts[name]:,} conversations' if name in counts else ''}" for name in SIZES.values()]
-    return table(["", *head], rows)
+    return table(["arm and tree", *head], rows)
 
 
 def longer(found: Found) -> list[str]:
