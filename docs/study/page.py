@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from docs.study.cells import (
     ALL,
@@ -608,7 +608,10 @@ def _draw_cuts(colours: Colours, series: list[Series]) -> Figure:
 
 def _draw_c2t(colours: Colours, series: list[Series]) -> Figure:
     figure = banded_lines(colours, series, gap=0.14, log=True)
-    label(figure.axes[0], colours, "nodes verified in all, roots included", "tau")
+    ax = figure.axes[0]
+    short = FuncFormatter(lambda value, _: f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.0f} k")
+    ax.xaxis.set_major_formatter(short)
+    label(ax, colours, "nodes verified in all, roots included", "tau")
     return figure
 
 
