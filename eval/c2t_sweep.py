@@ -1,4 +1,4 @@
-"""What a C2T classifier saves: tau against candidates over beta, beside EAGLE-2's own curve over its tree sizes.
+"""What a C2T classifier saves: tau against candidates over beta, compared with EAGLE-2's over its tree sizes.
 
     python eval/c2t_sweep.py recipes/demo.yaml
     python eval/c2t_sweep.py recipes/demo.yaml --betas 0.3 0.5 0.7 --nodes 16 60          # a quick look
