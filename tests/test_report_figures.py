@@ -1,10 +1,11 @@
-"""The report's figures with many contenders: numbers, families, nothing hidden."""
+"""The report's figures with many contenders: numbers, colours, nothing hidden."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN
@@ -12,7 +13,7 @@ from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page import drawing as figures
 from draftsmith.eval.page import figures as plots
 from draftsmith.eval.page import html as html_report
-from draftsmith.eval.page.comparison import LABEL, comparison_plot
+from draftsmith.eval.page.comparison import DOT, comparison_plot
 from draftsmith.eval.page.legend import FEW, Legend
 from tests.compare_cases import place as place
 
@@ -45,8 +46,8 @@ def numbers_of(count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", [2, 6, 7, 24])
-def test_numbers_in_the_comparison_hide_nothing(count: int) -> None:
-    """Of all contenders: a number in each panel and in the legend, no two over each other, dots near their nodes."""
+def test_dots_in_the_comparison_hide_nothing(count: int) -> None:
+    """A dot of each contender in each panel, near its nodes, and none over another."""
     content = numbers_of(count)
     legend = Legend.of(content)
     plot = comparison_plot(legend)
@@ -54,59 +55,32 @@ def test_numbers_in_the_comparison_hide_nothing(count: int) -> None:
     figure: Figure = plot.draw(figures.LIGHT.__getitem__)
     *panels, below = figure.axes
     assert len(panels) == 2
-    assert [text.get_text() for text in below.texts][1::2] == list(legend.drafting)
+    assert [text.get_text() for text in below.texts] == legend.coloured
     for ax, key in zip(panels, ("tau", "speedup"), strict=True):
-        texts = {text.get_text(): text for text in ax.texts}
-        assert set(texts) == {str(i + 1) for i in range(count)}
-        places = [ax.transData.transform(text.get_position()) for text in texts.values()]
+        dots = [line.get_xydata() for line in ax.lines if str(line.get_marker()) in figures.MARKERS + "."]
+        places = [ax.transData.transform(dot[0]) for dot in dots]  # type: ignore[index]
+        assert len(places) == count
         for i, (x, y) in enumerate(places):
             for a, b in places[:i]:
-                assert abs(x - a) >= LABEL[0] - 0.1 or abs(y - b) >= LABEL[1] - 0.1
-        dots = [line.get_xydata() for line in ax.lines if str(line.get_marker()) in figures.MARKERS]
-        assert len(dots) == count
-        drawn = sorted(ax.transData.transform(dot[0])[0] for dot in dots)  # type: ignore[index]
+                assert abs(x - a) > DOT or abs(y - b) > DOT - 2
         true = sorted(
             ax.transData.transform((row["tree_nodes_per_round"], row[key]))[0] for row in legend.drafting.values()
         )
-        assert max(abs(a - b) for a, b in zip(drawn, true, strict=True)) < 32
+        assert max(abs(x - b) for (x, _), b in zip(sorted(map(tuple, places)), true, strict=True)) < 32
     assert comparison_plot(Legend.of(numbers_of(1))) is None
 
 
-def test_no_interval_runs_through_a_number_of_near_neighbours() -> None:
-    """A chain of five nodes, and prompt lookup of about as many, which vary from prompt to prompt."""
-    content = numbers_of(2)
-    lookup, chain = list(content["contenders"].values())[1:]
-    nodes = "tree_nodes_per_round"
-    lookup |= {nodes: 4.6, f"{nodes}_interval": [3.9, 5.3], "tau": 1.58, "tau_interval": [1.39, 1.8]}
-    chain |= {nodes: 5.0, f"{nodes}_interval": [5.0, 5.0], "tau": 1.44, "tau_interval": [1.34, 1.57]}
-    plot = comparison_plot(Legend.of(content))
-    assert plot is not None
-    ax = plot.draw(figures.LIGHT.__getitem__).axes[0]
-    intervals = [ax.transData.transform(line.get_xydata()) for line in ax.lines if line.get_linewidth() == 1.4]  # type: ignore[arg-type]
-    assert len(intervals) == 4
-    for text in ax.texts:
-        x, y = ax.transData.transform(text.get_position())
-        for (left, low), (right, high) in intervals:
-            beside = x + LABEL[0] / 2 < left or x - LABEL[0] / 2 > right
-            assert beside or y + LABEL[1] / 2 < low or y - LABEL[1] / 2 > high, text.get_text()
-
-
-def test_many_contenders_are_told_apart_by_number_and_family() -> None:
+def test_the_best_of_many_have_colours() -> None:
     few, many = Legend.of(numbers_of(FEW)), Legend.of(numbers_of(24))
     assert len({few.roles[name] for name in few.drafting}) == FEW and not few.many
-    by_policy: dict[str, set[str]] = {}
-    for name, role in many.roles.items():
-        by_policy.setdefault(name.split()[0], set()).add(role)
-    assert all(len(roles) == 1 for roles in by_policy.values())  # a family has one colour
-    assert len(set().union(*by_policy.values())) == len(by_policy)  # and no other has it
-    ten = numbers_of(24)
-    for i, row in enumerate(list(ten["contenders"].values())[1:13]):
-        row["tree"] = {"policy": f"policy {i}", "nodes": 9, "vocab_size": None}
-    looks = Legend.of(ten)
-    assert len({looks.families[name] for name in looks.drafting}) > figures.SERIES
-    seen = {looks.families[name]: (looks.roles[name], looks.markers[name]) for name in looks.drafting}
-    assert len(set(seen.values())) == len(seen)
-    assert len({role for role, _ in list(seen.values())[:10]}) == 10
+    best = {name for name in many.drafting if many.roles[name] != "plain"}
+    assert len({many.roles[name] for name in best}) == len({many.markers[name] for name in best}) == len(best) == FEW
+    fastest = sorted(many.drafting, key=lambda name: many.drafting[name]["speedup"])[-FEW:]
+    assert many.main in best and set(fastest) - best <= {fastest[0]}
+    by_policy: dict[str, set[int]] = {}
+    for name, family in many.families.items():
+        by_policy.setdefault(name.split()[0], set()).add(family)
+    assert all(len(families) == 1 for families in by_policy.values())
     cut = numbers_of(7)
     for row, size in zip(list(cut["contenders"].values())[1:], (64, 128), strict=False):
         row["tree"]["vocab_size"] = size
@@ -114,15 +88,18 @@ def test_many_contenders_are_told_apart_by_number_and_family() -> None:
     assert many.roles[PLAIN] == "plain" and many.numbers["eagle2 0"] == 1
 
 
-def test_lines_of_many_stand_family_by_family() -> None:
-    content = numbers_of(24)
-    legend = Legend.of(content)
-    (plot,) = [p for p in plots.acceptance_plots(content | PARTLESS) if p.name == "acceptance_by_position"]
-    shown = [ax for ax in plot.draw(figures.LIGHT.__getitem__).axes if ax.get_visible()]
-    assert [ax.get_title(loc="left") for ax in shown] == list(legend.family_names.values())
-    numbers = [{text.get_text() for text in ax.texts} for ax in shown]
-    for name, family in legend.families.items():
-        assert [str(legend.numbers[name]) in panel for panel in numbers] == [i == family for i in range(len(shown))]
+@pytest.mark.parametrize("count", [6, 24])
+def test_the_figures_hold_the_best_and_the_main_contender(count: int) -> None:
+    content = numbers_of(count)
+    shown = Legend.of(content).coloured
+    for plot in plots.acceptance_plots(content | PARTLESS):
+        axes = plot.draw(figures.LIGHT.__getitem__).axes
+        texts = [text.get_text() for ax in axes for text in ax.get_children() if isinstance(text, Text)]
+        for name in shown:
+            assert any(text.startswith(name) for text in texts), plot.name
+            assert f"{name}: " in plot.description
+        others = set(content["contenders"]) - {PLAIN, *shown}
+        assert all((f"{name}: " in plot.description) == (plot.name == "comparison") for name in others)
 
 
 def test_a_replay_shows_no_speeds(place: Path, tmp_path: Path) -> None:

@@ -585,7 +585,7 @@ def _c2t_series(found: Found, arm: str) -> list[Series]:
 
 
 def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
-    figure = banded_lines(colours, series, gap=0.16)
+    figure = banded_lines(colours, series)
     figure.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     percent(figure.axes[0])
     label(figure.axes[0], colours, "draft position", "acceptance, given that all before were accepted")
@@ -601,13 +601,13 @@ def _draw_data(colours: Colours, series: list[Series]) -> Figure:
 
 
 def _draw_cuts(colours: Colours, series: list[Series]) -> Figure:
-    figure = banded_lines(colours, series, gap=0.16, log=True)
+    figure = banded_lines(colours, series, log=True)
     label(figure.axes[0], colours, "tokens to draft from", "tau, tree of 60")
     return figure
 
 
 def _draw_c2t(colours: Colours, series: list[Series]) -> Figure:
-    figure = banded_lines(colours, series, gap=0.14, log=True)
+    figure = banded_lines(colours, series, log=True)
     ax = figure.axes[0]
     short = FuncFormatter(lambda value, _: f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.0f} k")
     ax.xaxis.set_major_formatter(short)

@@ -282,6 +282,6 @@ def _draw(colours: Colours, rows: Sequence[dict[str, Any]]) -> Figure:
         bounds = [row["tau_interval"] or (row["tau"], row["tau"]) for row in curve]
         role = "plain" if name == EAGLE2 else f"s{i + 1}"
         series.append((name, role, [row["candidates"] for row in curve], taus, bounds))
-    figure = banded_lines(colours, series, gap=0.12, log=True)
+    figure = banded_lines(colours, series, log=True)
     label(figure.axes[0], colours, "candidates verified in all, roots included", "tau: tokens per verification")
     return figure

@@ -1,7 +1,6 @@
 """tau and speed-up of all contenders against the verified nodes per round, with intervals.
 
-Numbers mark contenders; the legend below and the report's table name them. Dots and intervals that would hide each
-other move sideways by a few pixels.
+The legend below names the coloured dots. Dots and intervals that would hide each other move sideways by a few pixels.
 """
 
 import itertools
@@ -21,7 +20,6 @@ from draftsmith.eval.page.legend import ROW, Legend
 PANEL = 190
 DOT = 6
 LINES_APART = 4  # of two overlapping intervals; three times that if there are few contenders
-LABEL = (13, 11)  # width and height of a number
 
 
 def comparison_plot(legend: Legend) -> Plot | None:
@@ -34,7 +32,7 @@ def comparison_plot(legend: Legend) -> Plot | None:
         measured["speedup"] = "speed-up over plain decoding"
     titles = {"tau": "tau", "speedup": "speed-up"}
     words = "; ".join(
-        f"{legend.numbers[name]} {name}: {row['tree_nodes_per_round']:.3g} nodes, "
+        f"{name}: {row['tree_nodes_per_round']:.3g} nodes, "
         + ", ".join(f"{titles[key]} {row[key]:.2f}" for key in measured)
         for name, row in shown.items()
     )
@@ -47,7 +45,8 @@ def comparison_plot(legend: Legend) -> Plot | None:
 
 
 def _draw(colours: Colours, legend: Legend, shown: dict[str, Any], measured: dict[str, str]) -> Figure:
-    heights = [*[PANEL] * len(measured), ROW * len(shown)]
+    named = [name for name in legend.coloured if name in shown]
+    heights = [*[PANEL] * len(measured), ROW * len(named)]
     figure, (*axes, below) = new_figure(colours, heights, more=40)
     nodes = [bound for row in shown.values() for bound in _bounds(row, "tree_nodes_per_round")]
     for ax, (key, title) in zip(axes, measured.items(), strict=True):
@@ -55,7 +54,7 @@ def _draw(colours: Colours, legend: Legend, shown: dict[str, Any], measured: dic
         ax.set_xlim(min(nodes) / 1.4, max(nodes) * 1.4)
         bounds = [_bounds(row, key) for row in shown.values()]
         low, high = min(1.0, *(b[0] for b in bounds)), max(1.0, *(b[1] for b in bounds))
-        margin = 0.12 * (high - low) or 0.1  # numbers stand above and below the intervals
+        margin = 0.06 * (high - low) or 0.1
         ax.set_ylim(low - margin, high + margin)
         ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         ax.axhline(1, color=colours("plain"), linewidth=1, linestyle=(0, (4, 3)))  # plain decoding
@@ -63,7 +62,7 @@ def _draw(colours: Colours, legend: Legend, shown: dict[str, Any], measured: dic
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
     label(axes[-1], colours, "nodes verified a round, the root included")
-    legend.draw(below, colours, list(shown))
+    legend.draw(below, colours, named)
 
     figure.draw_without_rendering()  # places the axes, which defines pixel positions
     marks = {key: _Mark.all_of(ax, key, shown) for ax, key in zip(axes, measured, strict=True)}
@@ -73,7 +72,6 @@ def _draw(colours: Colours, legend: Legend, shown: dict[str, Any], measured: dic
         _join_families(ax, colours, legend, shown, marks[key])
         for name, mark in marks[key].items():
             mark.draw(ax, colours(legend.roles[name]), name == legend.main, legend.markers[name])
-        _number(ax, colours, legend, marks[key])
     return figure
 
 
@@ -149,47 +147,6 @@ def _outwards() -> Iterator[int]:
     for step in itertools.count():
         yield step
         yield -step
-
-
-def _number(ax: Axes, colours: Colours, legend: Legend, marks: dict[str, _Mark]) -> None:
-    """Writes each number above or below its interval or beside its dot. Else it goes to the nearest free place, with a
-    thin line."""
-    width, height = LABEL
-    taken = [(mark.x, mark.y, DOT + 2.0, DOT + 2.0) for mark in marks.values()]  # centre, width, height
-
-    def is_free(x: float, y: float) -> bool:
-        return not any(abs(x - a) < (width + w) / 2 and abs(y - b) < (height + h) / 2 for a, b, w, h in taken)
-
-    def is_clear(x: float, y: float) -> bool:
-        """Whether no interval runs through a number there."""
-        return not any(
-            (abs(x - m.x) < width / 2 + 1 and m.low - height / 2 < y < m.high + height / 2)
-            or (abs(y - m.y) < height / 2 + 1 and m.left - width / 2 < x < m.right + width / 2)
-            for m in marks.values()
-        )
-
-    for name, mark in sorted(marks.items(), key=lambda item: item[1].x):
-        above, below, aside = mark.high + height / 2 + 1, mark.low - height / 2 - 1, (width + DOT) / 2 + 2
-        near = [(mark.x, above), (mark.x, below)]
-        beside = [(x, mark.y) for x in (mark.x + aside, mark.x - aside)]
-        clear = (place for place in near + beside if is_clear(*place))
-        far = ((mark.x, y) for step in itertools.count(3, 3) for y in (above + step, below - step))
-        x, y = next(place for place in itertools.chain(clear, near, far) if is_free(*place))
-        taken.append((x, y, width, height))
-        colour = colours(legend.roles[name])
-        if y > above + height or y < below - height:
-            end = mark.high if y > mark.high else mark.low
-            plot_pixels(ax, [(x, end), (x, y)], color=colour, linewidth=0.5, alpha=0.5, zorder=1)
-        x_data, y_data = ax.transData.inverted().transform((x, y))
-        ax.text(
-            *(x_data, y_data, str(legend.numbers[name])),
-            ha="center",
-            va="center_baseline",
-            fontsize=10,
-            fontweight="bold" if name == legend.main else "normal",
-            color=colour,
-            zorder=4,
-        )
 
 
 def _join_families(ax: Axes, colours: Colours, legend: Legend, shown: dict[str, Any], marks: dict[str, _Mark]) -> None:

@@ -6,7 +6,6 @@ CSS variables and follows the reader's dark mode. Text remains text, in the page
 
 import io
 import re
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,12 +15,13 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-SERIES = 10  # colours of contenders or families; further ones repeat them with other markers
-MARKERS = "oDs^vPXp*hd"  # one more than colours: no two of the first 110 families look alike
+SERIES = 10  # colours of lines and contenders
+MARKERS = "oDs^vPXp*h"  # one for each
 LIGHT = {
     **{"page": "#fcfcfb", "card": "#ffffff", "ink": "#1b1f24", "muted": "#5c6470", "grid": "#dfe3e8"},
     **{"plain": "#69717d", "s1": "#1d5fc2", "s2": "#b4501a", "s3": "#1c7c54", "s4": "#7a3fb0", "s5": "#8a6500"},
@@ -85,13 +85,6 @@ def to_svg(plot: Plot) -> str:
     return f'<svg viewBox="{head[1]}" role="img" aria-label="{label}">' + text[head.end() :]
 
 
-def height(svg: str) -> float:
-    """Height of a `to_svg` figure in pixels at a width of WIDTH."""
-    head = re.match(r'<svg viewBox="\S+ \S+ (\S+) ([^ "]+)"', svg)
-    assert head is not None
-    return float(head[2]) * WIDTH / float(head[1])
-
-
 def write_png(plot: Plot, path: Path) -> None:
     """The figure as a PNG file in the light theme, its title on top, twice the page's resolution."""
     with _style({"figure.facecolor": LIGHT["card"]}):
@@ -150,23 +143,20 @@ def octaves(ax: Axes, ticks: int, form: str) -> None:
     ax.minorticks_off()
 
 
-def banded_lines(colours: Colours, series: Sequence[Series], gap: float = 0.1, log: bool = False) -> Figure:
+def banded_lines(colours: Colours, series: Sequence[Series], log: bool = False) -> Figure:
     """Lines with their intervals and names.
 
     Args:
-        gap: as of `name_lines`.
         log: whether the x axis goes by `octaves`.
     """
     figure, (ax,) = new_figure(colours, [280])
-    ends = []
     for name, role, x, y, intervals in series:
         ax.fill_between(x, *zip(*intervals, strict=True), color=colours(role), alpha=0.1, linewidth=0)  # type: ignore[arg-type]
-        ax.plot(x, y, color=colours(role), linewidth=1.6, marker="o", markersize=3.5)
-        ends.append((x[-1], y[-1], name, role))
+        ax.plot(x, y, color=colours(role), linewidth=1.6, marker="o", markersize=3.5, label=name)
     if log:
         octaves(ax, 7, ",.0f")
     ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    name_lines(ax, colours, ends, gap)
+    line_legend(ax, colours, ax.lines)
     return figure
 
 
@@ -174,58 +164,6 @@ def percent(ax: Axes) -> None:
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
 
 
-def name_lines(
-    ax: Axes,
-    colours: Colours,
-    ends: Sequence[tuple[float, float, str, str]],
-    gap: float,
-    width: int = 15,
-    right: float | None = None,
-) -> None:
-    """Writes the names of lines at the height of their ends, without overlap.
-
-    Args:
-        ends: (x, y, name, colour role) of each line's last point; the axes' limits must be set.
-        gap: least distance of two names, as a share of the axes' height.
-        width: characters per row of a name; a name has at most two rows.
-        right: names stand to the right of this x. None: the right margin.
-    """
-    low, high = ax.get_ylim()
-    heights = _apart([(y - low) / (high - low) for _, y, _, _ in ends], min(gap, 1 / max(1, len(ends))))
-    right = ax.get_xlim()[1] if right is None else right
-    for (x, y, name, role), height in zip(ends, heights, strict=True):
-        at = low + height * (high - low)
-        if right - x > 0.05 * (right - ax.get_xlim()[0]):
-            ax.plot([x, right], [y, at], color=colours(role), linewidth=0.7, alpha=0.45, linestyle=(0, (1, 2)))
-        ax.annotate(
-            _rows(name, width),
-            (right, at),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=11,
-            color=colours(role),
-            annotation_clip=False,
-            linespacing=1.05,
-        )
-
-
-def _rows(name: str, width: int) -> str:
-    """`name` on at most two rows."""
-    return "\n".join(textwrap.wrap(name, width, max_lines=2, placeholder="…", break_on_hyphens=False)) or "?"
-
-
-def _apart(heights: list[float], gap: float) -> list[float]:
-    """Heights moved within 0..1 until they are `gap` apart, by a sweep from below and one from above."""
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    placed = [min(max(heights[i], gap / 2), 1 - gap / 2) for i in order]
-    for i in range(1, len(placed)):
-        placed[i] = max(placed[i], placed[i - 1] + gap)
-    top = 1 - gap / 2
-    for i in reversed(range(len(placed))):
-        placed[i] = min(placed[i], top)
-        top = placed[i] - gap
-    result = [0.0] * len(heights)
-    for i, height in zip(order, placed, strict=True):
-        result[i] = height
-    return result
+def line_legend(ax: Axes, colours: Colours, handles: Sequence[Artist], **place: Any) -> None:
+    """Names the labelled lines or bars, where `place` (of `Axes.legend`) says or where there is room."""
+    ax.legend(handles=handles, frameon=False, fontsize=11, borderpad=0.2, labelcolor=colours("muted"), **place)

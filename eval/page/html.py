@@ -7,7 +7,6 @@ numbers as downloads.
 import base64
 import csv
 import io
-import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -26,7 +25,6 @@ DASH = "\u2013"
 TINTS = 4  # background colours of successive rounds
 SHOWN_TOKENS = 20_000  # of all answers together; bounds the page's size
 LONGEST_ANSWER = 600
-TITLE = 60  # pixels of a figure's title and the gap below
 TIES = 3  # most contenders that the verdict names as possibly equally fast
 # Columns of the CSV file. A key's interval, if any, follows it as <key>_low and <key>_high.
 CSV_KEYS = (
@@ -81,8 +79,8 @@ def build_html(
         rounds_coarsely=rounds_coarsely(acceptance),
         different=[name for name, row in contenders.items() if row["matches_target"] is False],
         parts=list(figures.parts_of(acceptance)),
-        acceptance_figures=_columns(figures.acceptance_plots(acceptance)),
-        training_figures=_columns(figures.training_plots(metrics)),
+        acceptance_figures=_figures(figures.acceptance_plots(acceptance)),
+        training_figures=_figures(figures.training_plots(metrics)),
         answers=[_answer(record, longest) for record in answers],
         faults=faults,
         light=drawing.LIGHT,
@@ -187,18 +185,8 @@ def contenders_csv(contenders: dict[str, dict[str, Any]]) -> str:
     return file.getvalue()
 
 
-def _columns(plots: Sequence[drawing.Plot]) -> list[list[dict[str, Any]]]:
-    """The figures in two columns of nearly equal height. A narrow screen shows one column after the other."""
-    shown = [{"title": plot.title, "svg": drawing.to_svg(plot)} for plot in plots]
-    heights = [drawing.height(item["svg"]) + TITLE for item in shown]
-
-    def difference(sides: Sequence[int]) -> float:
-        return abs(sum(height if side else -height for side, height in zip(sides, heights, strict=True)))
-
-    first = itertools.product((0, 1), repeat=len(shown) - 1) if shown else []
-    sides = min(((0, *rest) for rest in first), key=difference, default=())
-    columns = [[item for item, side in zip(shown, sides, strict=True) if side == i] for i in (0, 1)]
-    return [column for column in columns if column]
+def _figures(plots: Sequence[drawing.Plot]) -> list[dict[str, str]]:
+    return [{"title": plot.title, "svg": drawing.to_svg(plot)} for plot in plots]
 
 
 def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[str, Any]], list[str]]:

@@ -8,12 +8,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from draftsmith.eval.page.drawing import MARKERS, SERIES, WIDTH, Colours
+from draftsmith.eval.page.drawing import MARKERS, WIDTH, Colours
 
-FEW = 6  # most contenders with names and separate colours in figures
+FEW = 6  # most contenders with colours and markers
 ROW = 17  # pixels of a contender's row
-NAME = 46  # characters of a name
-POLICIES = {"eagle2": "EAGLE-2", "ddd": "DDD", "svip": "SVIP", "svip_tree": "SVIP tree", "c2t": "C2T"}
+NAME = 49  # characters of a name
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,16 @@ class Legend:
 
     @property
     def many(self) -> bool:
-        """Whether figures use numbers as names and colours for families."""
+        """Whether there are too many contenders to give each a colour."""
         return len(self.drafting) > FEW
+
+    @cached_property
+    def coloured(self) -> list[str]:
+        """At most FEW contenders in the table's order: the main one and the fastest (in a replay: of greatest tau)."""
+        others = [name for name in self.drafting if name != self.main]
+        others.sort(key=lambda name: (self.drafting[name]["speedup"] or 0, self.drafting[name]["tau"] or 0))
+        best = {self.main, *others[-(FEW - 1) :]}
+        return [name for name in self.drafting if name in best]
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -54,21 +61,6 @@ class Legend:
             found[name] = keys.setdefault(key, len(keys))
         return found
 
-    @cached_property
-    def family_names(self) -> dict[int, str]:
-        """Policy, kind of drafter and whether the vocabulary is cut; for equal names also the drafter's directory."""
-        words: dict[int, str] = {}
-        longer: dict[int, str] = {}
-        for contender, family in self.families.items():
-            row = self.drafting[contender]
-            tree = row["tree"] or {}
-            name = POLICIES.get(key := str(tree.get("policy")), key)
-            name = {"prompt_lookup": "prompt lookup", "causal_lm": f"small LM, {name}"}.get(row["proposer"], name)
-            words[family] = name + ", cut" * (tree.get("vocab_size") is not None)
-            longer[family] = f"{words[family]}: {row['drafter']}"
-        names = list(words.values())
-        return {family: longer[family] if names.count(name) > 1 else name for family, name in words.items()}
-
     def label(self, name: str) -> str:
         """The name in a figure's legend, with the size of a cut vocabulary."""
         tree = self.drafting[name]["tree"] or {}
@@ -77,19 +69,15 @@ class Legend:
         return name if told else f"{name}, {size:,} tokens"
 
     @cached_property
-    def _places(self) -> dict[str, int]:
-        """Index of colour and marker, from 0: the contender's, or its family's if there are many."""
-        return self.families if self.many else {name: i - 1 for name, i in self.numbers.items()}
-
-    @cached_property
     def markers(self) -> dict[str, str]:
         """Each contender's marker, without plain decoding."""
-        return {name: MARKERS[place % len(MARKERS)] for name, place in self._places.items()}
+        return dict.fromkeys(self.drafting, ".") | dict(zip(self.coloured, MARKERS, strict=False))
 
     @cached_property
     def roles(self) -> dict[str, str]:
         """Each contender's colour role."""
-        return {name: f"s{1 + place % SERIES}" for name, place in self._places.items()} | {self.plain: "plain"}
+        mine = {name: f"s{i}" for i, name in enumerate(self.coloured, start=1)}
+        return {name: mine.get(name, "plain") for name in self.contenders}
 
     def grouped(self, names: Iterable[str]) -> dict[int, list[str]]:
         """Names by family, both in the order of `names`."""
@@ -99,7 +87,7 @@ class Legend:
         return groups
 
     def draw(self, ax: Axes, colours: Colours, names: list[str]) -> None:
-        """Draws a row per contender: marker, number, name. `ax` is ROW pixels high per row."""
+        """Draws a row per contender: marker and name. `ax` is ROW pixels high per row."""
         ax.set_axis_off()
         ax.set_xlim(0, WIDTH)
         ax.set_ylim(ROW * len(names), 0)
@@ -107,8 +95,7 @@ class Legend:
             y = ROW * (row + 0.5)
             style: Any = {"va": "center_baseline", "fontsize": 11, "color": colours(self.roles[name])}
             ax.plot(4, y, self.markers[name], markersize=5, color=style["color"], markeredgewidth=0)
-            ax.text(27, y, str(self.numbers[name]), ha="right", **style)
-            ax.text(34, y, shortened(self.label(name), NAME), ha="left", **style)
+            ax.text(14, y, shortened(self.label(name), NAME), ha="left", **style)
 
 
 def shortened(text: str, most: int) -> str:
