@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.eval.decoding import decode as decode_module
-from draftsmith.eval.decoding.accept import accept_greedy
+from draftsmith.eval.decoding.accept import GreedyAcceptance
 from draftsmith.eval.decoding.decode import Clock, Request, cut
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
@@ -397,7 +397,7 @@ def test_tree_ancestors_depths_and_acceptance_against_slow_twins() -> None:
         logits = torch.randn(
             len(trees), tree.nodes, 6, generator=torch.Generator().manual_seed(chance.randrange(10**6))
         )
-        accepted = accept_greedy(tree, logits)
+        accepted = GreedyAcceptance().accept(tree, logits)
         assert accepted.path is not None
         for row, (tokens, parents) in enumerate(trees):
             nodes = len(tokens)
@@ -468,8 +468,8 @@ def test_chains_are_accepted_as_the_trees_they_are() -> None:
         tokens = torch.randint(2, (3, nodes), generator=chance)
         parents = torch.arange(-1, nodes - 1).expand(3, -1)
         logits = torch.randn(3, nodes, 2, generator=chance)
-        short = accept_greedy(DraftTree(tokens, parents, nodes - 1, sizes, is_chain=True), logits)
-        whole = accept_greedy(DraftTree(tokens, parents, nodes - 1, sizes), logits)
+        short = GreedyAcceptance().accept(DraftTree(tokens, parents, nodes - 1, sizes, is_chain=True), logits)
+        whole = GreedyAcceptance().accept(DraftTree(tokens, parents, nodes - 1, sizes), logits)
         assert short.path is None
         assert short.length.tolist() == whole.length.tolist()
         assert short.bonus.tolist() == whole.bonus.tolist()

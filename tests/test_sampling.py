@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.data_gen.answers.generators import resolve_sampling
-from draftsmith.eval.decoding.accept import Accepted, accept_sampled
+from draftsmith.eval.decoding.accept import Accepted, SampledAcceptance
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
@@ -196,7 +196,7 @@ def one_tree(tokens: list[int], parents: list[int], drawn_from: torch.Tensor | N
 
 def accept_one(tree: DraftTree, logits: torch.Tensor, sampling: Sampling, draws: Draws) -> tuple[list[int], int]:
     """Path and bonus of a single tree."""
-    accepted = accept_sampled(tree, logits[None], sampling, [draws])
+    accepted = SampledAcceptance(sampling).accept(tree, logits[None], [draws])
     return path_of(accepted, 0), int(accepted.bonus)
 
 
@@ -309,7 +309,7 @@ def test_a_tree_among_others_is_accepted_as_it_is_alone(drawn: bool) -> None:
         q[row, size - 1 :] = 0  # type: ignore[index]
     together = DraftTree(tokens, torch.tensor(parents), widest - 1, sizes=torch.tensor(sizes), drawn_from=q)
     for seed in range(20):
-        accepted = accept_sampled(together, logits, Sampling(1.0), [SeededDraws(seed, row) for row in range(3)])
+        accepted = SampledAcceptance(Sampling(1.0)).accept(together, logits, [SeededDraws(seed, i) for i in range(3)])
         for row, size in enumerate(sizes):
             alone = one_tree(tokens[row, :size].tolist(), parents[row][:size], None if q is None else q[row, :size])
             path, bonus = accept_one(alone, logits[row, :size], Sampling(1.0), SeededDraws(seed, row))

@@ -71,19 +71,21 @@ class Acceptance(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class GreedyAcceptance:
     """The target's likeliest tokens."""
 
-    @property
-    def lossless(self) -> bool:
-        return True
+    lossless = True
 
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
         return logits_BV.argmax(-1)
 
-    def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
-        return accept_greedy(tree, logits_BNV)
+    def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws] = ()) -> Accepted:
+        """The longest path of the target's likeliest tokens in each tree."""
+        best = logits_BNV.max(-1).indices  # [B, N]; argmax, but several times faster on a CPU
+        if tree.is_chain:
+            return _accepted_chain(tree, tree.tokens[:, 1:] == best[:, :-1], best)
+        last = deepest(tree, tree.tokens == best.gather(1, tree.parents.clamp(min=0)))
+        return _accepted(tree, last, best.gather(1, last[:, None])[:, 0])
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,7 @@ class SampledAcceptance:
     """Tokens of the target's law."""
 
     sampling: Sampling
-
-    @property
-    def lossless(self) -> bool:
-        return True
+    lossless = True
 
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
         if draws is None:
@@ -102,51 +101,34 @@ class SampledAcceptance:
         return tokens_of(self.sampling.probabilities(logits_BV), draws)
 
     def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
-        return accept_sampled(tree, logits_BNV, self.sampling, draws)
+        """A path and a bonus token drawn by the target's law. All nodes are tried at once."""
+        p_BNV = self.sampling.probabilities(logits_BNV)
+        if tree.nodes == 1:  # plain decoding: one random number a token
+            return _accepted(tree, torch.zeros_like(tree.tokens[:, 0]), tokens_of(p_BNV[:, 0], draws))
+        each = torch.arange(tree.rows, device=p_BNV.device)
+        parents = tree.parents.clamp(min=0)  # the root's own entry means nothing
+        of_node = p_BNV[each[:, None], parents, tree.tokens]  # [B, N] p(x) after the node's parent
+        if tree.drawn_from is None:
+            chances, earlier = _chances_by_rank(tree, of_node)
+            accepted = _events(tree, chances, draws)
+            last = deepest(tree, accepted & ~(earlier & accepted[:, None]).any(2))  # the first accepted sibling wins
+            p_BV = p_BNV[each, last]
+            child = tree.parents == last[:, None] if tree.real is None else (tree.parents == last[:, None]) & tree.real
+            rest_BV = p_BV.scatter_reduce(1, tree.tokens, (~child).to(p_BV.dtype), "prod")  # zero for children's tokens
+        else:
+            q_BNV = tree.drawn_from
+            chances = (of_node / q_BNV[each[:, None], parents, tree.tokens]).clamp(max=1)
+            last = deepest(tree, _events(tree, chances, draws))
+            p_BV = p_BNV[each, last]
+            rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
+        # If only rounding allowed a rejection, no mass is left.
+        rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
+        return _accepted(tree, last, tokens_of(rest_BV, draws))
 
 
 def acceptance_of(sampling: Sampling) -> Acceptance:
     """The lossless rule for this sampling."""
     return GreedyAcceptance() if sampling.greedy else SampledAcceptance(sampling)
-
-
-def accept_greedy(tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
-    """The longest path of the target's likeliest tokens in each tree."""
-    best = logits_BNV.max(-1).indices  # [B, N]; argmax, but several times faster on a CPU
-    if tree.is_chain:
-        return _accepted_chain(tree, tree.tokens[:, 1:] == best[:, :-1], best)
-    last = deepest(tree, tree.tokens == best.gather(1, tree.parents.clamp(min=0)))
-    return _accepted(tree, last, best.gather(1, last[:, None])[:, 0])
-
-
-def accept_sampled(tree: DraftTree, logits_BNV: torch.Tensor, sampling: Sampling, draws: Sequence[Draws]) -> Accepted:
-    """A path and a bonus token drawn by the target's law. All nodes are tried at once.
-
-    Args:
-        draws: the random numbers of each row.
-    """
-    p_BNV = sampling.probabilities(logits_BNV)
-    if tree.nodes == 1:  # plain decoding: one random number a token
-        return _accepted(tree, torch.zeros_like(tree.tokens[:, 0]), tokens_of(p_BNV[:, 0], draws))
-    each = torch.arange(tree.rows, device=p_BNV.device)
-    parents = tree.parents.clamp(min=0)  # the root's own entry means nothing
-    of_node = p_BNV[each[:, None], parents, tree.tokens]  # [B, N] p(x) after the node's parent
-    if tree.drawn_from is None:
-        chances, earlier = _chances_by_rank(tree, of_node)
-        accepted = _events(tree, chances, draws)
-        last = deepest(tree, accepted & ~(earlier & accepted[:, None]).any(2))  # the first accepted sibling wins
-        p_BV = p_BNV[each, last]
-        child = tree.parents == last[:, None] if tree.real is None else (tree.parents == last[:, None]) & tree.real
-        rest_BV = p_BV.scatter_reduce(1, tree.tokens, (~child).to(p_BV.dtype), "prod")  # zero for children's tokens
-    else:
-        q_BNV = tree.drawn_from
-        chances = (of_node / q_BNV[each[:, None], parents, tree.tokens]).clamp(max=1)
-        last = deepest(tree, _events(tree, chances, draws))
-        p_BV = p_BNV[each, last]
-        rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
-    # If only rounding allowed a rejection, no mass is left.
-    rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
-    return _accepted(tree, last, tokens_of(rest_BV, draws))
 
 
 def _events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:

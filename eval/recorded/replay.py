@@ -27,6 +27,7 @@ Shapes: B rows, N nodes, n positions, F captured states, V vocabulary; P positio
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -254,8 +255,6 @@ def read_states(
     Args:
         agreement: counts the target's own tokens. Without it the head is not computed.
     """
-    if not capture and (agreement is None or agreement.enough):
-        return None
     read = [Prompt.of(answer.prompt).then(answer.tokens[:-1]) for answer in answers]
     found: list[torch.Tensor | None] = [None] * len(answers)
     for rows in _passes([len(tokens) for tokens in read], target.device):
@@ -263,9 +262,7 @@ def read_states(
         padded = [[*read[row], *[0] * (longest - len(read[row]))] for row in rows]
         ids_BT = torch.tensor(padded, device=target.device)
         inserts = [PlacedInsert(i, insert) for i, row in enumerate(rows) for insert in read[row].inserts]
-        if capture and (agreement is None or agreement.enough):
-            captured = target.captured_states(ids_BT, capture, inserts)
-        elif agreement is not None:
+        if agreement is not None and not agreement.enough:
             states = target.states(ids_BT, capture, inserts=inserts)
             captured = states.captured
             for i, row in enumerate(rows):
@@ -274,6 +271,8 @@ def read_states(
                 rows_at_once = head_rows(target.vocab_size)
                 for part, tokens in zip(last.split(rows_at_once), said.split(rows_at_once), strict=True):
                     agreement.add(answers[row], target.logits(part), tokens)
+        elif capture:
+            captured = target.captured_states(ids_BT, capture, inserts)
         else:
             break
         for i, row in enumerate(rows):
@@ -324,13 +323,9 @@ def replay(
     agreement: Agreement | None = None,
     states_of: StatesOf | None = None,
 ) -> list[Generation]:
-    """`replay_all` for one proposer. Its models may be trained further: their cached tensors stay fit for autograd.
-
-    Args:
-        states_of: returns the states of the layers that the proposer reads; None: the target reads the answers.
-    """
-    with torch.no_grad():
-        return _replay(target, {"": proposer}, answers, batch_size, agreement, lambda count: None, states_of)[""]
+    """`replay_all` for one proposer. Its models may be trained further: their cached tensors stay fit for autograd."""
+    one = {"": proposer}
+    return replay_all(target, one, answers, batch_size, agreement, states_of=states_of, trainable=True)[""]
 
 
 def replay_all(
@@ -340,6 +335,8 @@ def replay_all(
     batch_size: int,
     agreement: Agreement | None = None,
     told: Callable[[int], object] = lambda count: None,
+    states_of: StatesOf | None = None,
+    trainable: bool = False,
 ) -> dict[str, list[Generation]]:
     """The rounds that decoding would take with each proposer: one `Generation` per answer, in order, with times 0.
 
@@ -349,37 +346,27 @@ def replay_all(
         batch_size: answers side by side.
         agreement: refuses answers that are not the target's own; None: no check.
         told: called with each batch's number of tokens when a proposer is done with it.
+        states_of: returns the states of the layers that the proposers read; None: the target reads the answers.
+        trainable: as in `replay`.
 
     Raises:
         UserError: the answers are another target's.
     """
-    with torch.inference_mode():  # small models on a CPU gain over no_grad
-        return _replay(target, proposers, answers, batch_size, agreement, told)
-
-
-def _replay(
-    target: Target,
-    proposers: dict[str, Proposer],
-    answers: Sequence[RecordedAnswer],
-    batch_size: int,
-    agreement: Agreement | None,
-    told: Callable[[int], object],
-    states_of: StatesOf | None = None,
-) -> dict[str, list[Generation]]:
     captures = {name: tuple(proposer.capture_layers) for name, proposer in proposers.items()}
     layers = sorted(set().union(*captures.values()))
     results: dict[str, list[Generation | None]] = {name: [None] * len(answers) for name in proposers}
-    for rows in batches(answers, batch_size):
-        batch = [answers[row] for row in rows]
-        states = read_states(target, batch, layers, agreement) if states_of is None else states_of(rows)
-        if agreement is not None:
-            agreement.check()
-        for name, proposer in proposers.items():
-            mine = None if states is None else _of_layers(states, layers, captures[name])
-            for row, generation in zip(rows, _replay_batch(target, proposer, batch, mine), strict=True):
-                results[name][row] = generation
-            proposer.reset(0)  # frees its cache while the others draft
-            told(sum(len(answer.tokens) for answer in batch))
+    with torch.no_grad() if trainable else torch.inference_mode():  # small models on a CPU gain from the latter
+        for rows in batches(answers, batch_size):
+            batch = [answers[row] for row in rows]
+            states = read_states(target, batch, layers, agreement) if states_of is None else states_of(rows)
+            if agreement is not None:
+                agreement.check()
+            for name, proposer in proposers.items():
+                mine = None if states is None else _of_layers(states, layers, captures[name])
+                for row, generation in zip(rows, _replay_batch(target, proposer, batch, mine), strict=True):
+                    results[name][row] = generation
+                proposer.reset(0)  # frees its cache while the others draft
+                told(sum(len(answer.tokens) for answer in batch))
     return {name: [g for g in generations if g is not None] for name, generations in results.items()}
 
 
@@ -405,11 +392,6 @@ def replay_bytes(positions: int, rows: int, longest: int, states: int, drafter: 
     return positions * states + rows * longest * (states + drafter)
 
 
-def positions_of(answers: Sequence[RecordedAnswer], rows: Sequence[int]) -> int:
-    """P: number of positions with states while these answers are replayed."""
-    return sum(len(answers[row].prompt) + len(answers[row].tokens) - 1 for row in rows)
-
-
 def _of_layers(states_PF: torch.Tensor, layers: Sequence[int], wanted: Sequence[int]) -> torch.Tensor | None:
     if not wanted or list(wanted) == list(layers):
         return states_PF if wanted else None
@@ -425,25 +407,21 @@ def _replay_batch(
     generations = decode(verifier, proposer, prompts, (), budgets)
     for answer, generation in zip(batch, generations, strict=True):
         assert generation.token_ids == answer.tokens
-        generation.prefill_seconds = generation.draft_seconds = 0.0
-        generation.verify_seconds = generation.decode_seconds = 0.0
-        generation.benchmark, generation.category = answer.benchmark, answer.category
-        generation.conversation_id, generation.turn = answer.conversation_id, answer.turn
+        vars(generation).update(NOT_TIMED | _turn(answer))
     return generations
+
+
+NOT_TIMED = dict.fromkeys(("prefill_seconds", "draft_seconds", "verify_seconds", "decode_seconds"), 0.0)
+
+
+def _turn(answer: RecordedAnswer) -> dict[str, Any]:
+    """The fields of a `Generation` that name its turn."""
+    return {key: getattr(answer, key) for key in ("benchmark", "category", "conversation_id", "turn")}
 
 
 def plain_rounds(answer: RecordedAnswer) -> Generation:
     """Plain decoding of the same answer: a round for every token after the first, which the prefill gives."""
     rounds = len(answer.tokens) - 1
     return Generation(
-        list(answer.prompt),
-        answer.tokens,
-        [0] * rounds,
-        last_round_cut=False,
-        tree_nodes=[1] * rounds,
-        draft_calls=[0] * rounds,
-        benchmark=answer.benchmark,
-        category=answer.category,
-        conversation_id=answer.conversation_id,
-        turn=answer.turn,
+        list(answer.prompt), answer.tokens, [0] * rounds, False, [1] * rounds, [0] * rounds, **_turn(answer)
     )

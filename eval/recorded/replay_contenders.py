@@ -27,7 +27,6 @@ from draftsmith.eval.recorded.replay import (
     batches,
     checking_bytes,
     plain_rounds,
-    positions_of,
     replay_all,
     replay_bytes,
 )
@@ -37,7 +36,7 @@ from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_siz
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, TargetSection
 
 
 def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
@@ -127,34 +126,28 @@ def replay_contenders(
     return {PLAIN: plain} | {contender.name: found[contender.name] for contender in contenders}
 
 
-def _draft_model_bytes(contenders: Sequence[Contender]) -> list[int]:
-    """Bytes of a token's keys and values, for every causal LM that drafts."""
-    found = []
-    for section in {c.draft_model.model: c.draft_model for c in contenders if c.draft_model is not None}.values():
-        config = load_config(section)
-        size = target_size(config, section.dtype, section.trust_remote_code)
-        found.append(cache_bytes_per_token(config.get_text_config(decoder=True), size))
-    return found
-
-
 def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> int:
     """Peak memory of replay beside the models. Untrained drafters are not counted."""
     answers = _baseline(recording, contenders)
-    there = [c.drafter for c in contenders if c.drafter is not None and c.drafter.exists()]
-    shapes = [read_config(directory)[0] for directory in there]
+    shapes = [read_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
+    text, size = _sizes(recipe.target)
     layers = {layer for shape in shapes for layer in shape.capture_layers}
-    config = load_config(recipe.target)
-    text = config.get_text_config(decoder=True)
-    unit = target_size(config, recipe.target.dtype, recipe.target.trust_remote_code).activation_bytes
-    states = len(layers) * text.hidden_size * unit
-    # One drafter works at a time, so the widest counts.
-    drafters = (2 * 4 * s.num_key_value_heads * s.head_dim * s.cached_layers for s in shapes)
-    columns = max([0, *drafters, *_draft_model_bytes(contenders)])
+    states = len(layers) * text.hidden_size * size.activation_bytes
+    # Bytes of a drafted column's keys and values. One drafter works at a time, so the widest counts.
+    drafters = [2 * 4 * s.num_key_value_heads * s.head_dim * s.cached_layers for s in shapes]
+    drafters += [cache_bytes_per_token(*_sizes(c.draft_model)) for c in contenders if c.draft_model is not None]
     most = 0
     for rows in batches(answers, recipe.eval.replay_batch_size):
-        longest = max(len(answers[row].prompt) + len(answers[row].tokens) for row in rows)
-        most = max(most, replay_bytes(positions_of(answers, rows), len(rows), longest, states, columns))
+        lengths = [len(answers[row].prompt) + len(answers[row].tokens) for row in rows]
+        positions = sum(lengths) - len(rows)  # no round reads an answer's last token
+        most = max(most, replay_bytes(positions, len(rows), max(lengths), states, max(drafters, default=0)))
     return most + checking_bytes(text.vocab_size)
+
+
+def _sizes(section: TargetSection) -> tuple[Any, Any]:
+    """A model's text config and `target_size`."""
+    config = load_config(section)
+    return config.get_text_config(decoder=True), target_size(config, section.dtype, section.trust_remote_code)
 
 
 def print_replay_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
