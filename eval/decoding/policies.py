@@ -22,6 +22,7 @@ N nodes of the final trees, Vd draft vocabulary, V target vocabulary.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -149,16 +150,13 @@ class StaticTree:
     """
 
     paths: tuple[tuple[int, ...], ...]
-    _plans: dict[tuple[int, torch.device], tuple[list[_Level], torch.Tensor]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def grow(
         self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
     ) -> tuple[DraftTree, list[int]]:
         rows = len(roots_B)
         log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
-        levels, parents = self._plan(log_probs.shape[-1], log_probs.device)
+        levels, parents = _static_levels(self.paths, log_probs.shape[-1], log_probs.device)
         tokens = [roots_B[:, None]]
         for call, level in enumerate(levels, start=1):
             drafted = likeliest(log_probs, level.width)[1].flatten(1)
@@ -169,38 +167,37 @@ class StaticTree:
         tree = DraftTree(torch.cat(tokens, dim=1), parents.expand(rows, -1), len(levels))
         return tree, [len(levels)] * rows
 
-    def _plan(self, vocab_size: int, device: torch.device) -> tuple[list[_Level], torch.Tensor]:
-        """(levels, [N] parents), cached by device."""
-        if (vocab_size, device) not in self._plans:
-            self._plans[vocab_size, device] = self._indices(vocab_size, device)
-        return self._plans[vocab_size, device]
 
-    def _indices(self, vocab_size: int, device: torch.device) -> tuple[list[_Level], torch.Tensor]:
-        paths = sorted((path for path in self.paths if max(path) < vocab_size), key=lambda path: (len(path), path))
-        known = {(), *paths}
-        if len(known) != len(paths) + 1 or any(path[:-1] not in known for path in paths):
-            raise ValueError("paths: every node once, and its parent with it")
-        node = {path: i for i, path in enumerate([(), *paths])}
-        inner = {path[:-1] for path in paths}
-        slot: dict[tuple[int, ...], int] = {(): 0}  # of every node that is expanded
-        levels: list[_Level] = []
-        expanded: list[tuple[int, ...]] = [()]
-        for depth in range(1, max(map(len, paths), default=0) + 1):
-            here = [path for path in paths if len(path) == depth]
-            width = 1 + max(path[-1] for path in here)
-            chosen = [expanded.index(path[:-1]) * width + path[-1] for path in here]
-            expanded = [path for path in here if path in inner]
-            for path in expanded:
-                slot[path] = len(slot)
-            levels.append(
-                _Level(
-                    width,
-                    torch.tensor(chosen, device=device),
-                    torch.tensor([here.index(path) for path in expanded], dtype=torch.long, device=device),
-                    torch.tensor([[slot[path[:-1]] for path in expanded]], dtype=torch.long, device=device),
-                )
+@lru_cache(maxsize=64)
+def _static_levels(
+    paths: Sequence[tuple[int, ...]], vocab_size: int, device: torch.device
+) -> tuple[list[_Level], torch.Tensor]:
+    """(levels, [N] parents) of a static tree."""
+    paths = sorted((path for path in paths if max(path) < vocab_size), key=lambda path: (len(path), path))
+    known = {(), *paths}
+    if len(known) != len(paths) + 1 or any(path[:-1] not in known for path in paths):
+        raise ValueError("paths: every node once, and its parent with it")
+    node = {path: i for i, path in enumerate([(), *paths])}
+    inner = {path[:-1] for path in paths}
+    slot: dict[tuple[int, ...], int] = {(): 0}  # of every node that is expanded
+    levels: list[_Level] = []
+    expanded: list[tuple[int, ...]] = [()]
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        here = [path for path in paths if len(path) == depth]
+        width = 1 + max(path[-1] for path in here)
+        chosen = [expanded.index(path[:-1]) * width + path[-1] for path in here]
+        expanded = [path for path in here if path in inner]
+        for path in expanded:
+            slot[path] = len(slot)
+        levels.append(
+            _Level(
+                width,
+                torch.tensor(chosen, device=device),
+                torch.tensor([here.index(path) for path in expanded], dtype=torch.long, device=device),
+                torch.tensor([[slot[path[:-1]] for path in expanded]], dtype=torch.long, device=device),
             )
-        return levels, torch.tensor([-1, *(node[path[:-1]] for path in paths)], device=device)
+        )
+    return levels, torch.tensor([-1, *(node[path[:-1]] for path in paths)], device=device)
 
 
 BLOCK = 128  # tokens
@@ -399,8 +396,11 @@ class C2T:
             chosen = order[:, : max(kept)]
             children, ids = children.flatten(1), ids.flatten(1)
             values_Bb = children.gather(1, chosen)
-            if self.nodes is not None and max(kept) > self.nodes - 1:
-                chosen, values_Bb, count_B = self._most_probable(chosen, values_Bb, count_B)
+            if self.nodes is not None and max(kept) > self.nodes - 1:  # more than the whole tree may hold
+                ranked = _padding_last(values_Bb, count_B)
+                best = ranked.argsort(dim=1, descending=True, stable=True)[:, : self.nodes - 1]
+                chosen, values_Bb = chosen.gather(1, best), values_Bb.gather(1, best)
+                count_B = count_B.clamp(max=self.nodes - 1)
                 kept = [min(count, self.nodes - 1) for count in kept]
             real_Bb = None
             if min(kept) < chosen.shape[1]:
@@ -410,10 +410,7 @@ class C2T:
             parents.append(chosen // width + first_slot)
             first_slot = sum(level.shape[1] for level in values) + 1
             drafted.append(ids.gather(1, chosen))
-            # Nodes of probability zero still rank before the padding.
-            lowest = torch.finfo(values_Bb.dtype).min
-            ranked = values_Bb.clamp(min=lowest)
-            values.append(ranked if real_Bb is None else ranked.masked_fill(~real_Bb, -math.inf))
+            values.append(_padding_last(values_Bb, count_B))
             if call < self.draft_calls:
                 log_probs = drafting.expand(parents[-1], drafting.vocab.to_target(drafted[-1]), call)
         if not values:
@@ -431,16 +428,11 @@ class C2T:
         )
         return tree, calls
 
-    def _most_probable(
-        self, chosen: torch.Tensor, values_Bb: torch.Tensor, count_B: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Cuts a level to the most probable nodes that the whole tree could hold. Ties go to the earlier node."""
-        assert self.nodes is not None
-        padding = torch.arange(chosen.shape[1], device=chosen.device) >= count_B[:, None]
-        lowest = torch.finfo(values_Bb.dtype).min
-        order = values_Bb.clamp(min=lowest).masked_fill(padding, -math.inf)
-        order = order.argsort(dim=1, descending=True, stable=True)[:, : self.nodes - 1]
-        return chosen.gather(1, order), values_Bb.gather(1, order), count_B.clamp(max=self.nodes - 1)
+
+def _padding_last(values_Bb: torch.Tensor, count_B: torch.Tensor) -> torch.Tensor:
+    """Values to rank by: those after the first count_B[b] of a row come last, even after nodes of probability zero."""
+    padding = torch.arange(values_Bb.shape[1], device=values_Bb.device) >= count_B[:, None]
+    return values_Bb.clamp(min=torch.finfo(values_Bb.dtype).min).masked_fill(padding, -math.inf)
 
 
 def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
@@ -455,13 +447,10 @@ def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
         return Chain(tree.calls, Svip(tree.svip.c, tree.svip.h) if tree.policy == "svip" else None, drawn)
     if tree.policy == "static":
         return StaticTree(tuple(map(tuple, tree.static_paths)))
-    if tree.policy == "eagle2":
-        return Eagle2(tree.most, tree.calls, tree.width)
-    if tree.policy == "ddd":
+    if tree.policy in ("eagle2", "ddd", "svip_tree"):
         at = tuple(tree.ddd.at) if isinstance(tree.ddd.at, list) else tree.ddd.at
-        return Eagle2(tree.most, tree.calls, tree.width, Ddd(tree.ddd.threshold, at))
-    if tree.policy == "svip_tree":
-        return Eagle2(tree.most, tree.calls, tree.width, SvipTree(tree.svip.c, tree.svip.h))
+        stops: dict[str, Stop] = {"ddd": Ddd(tree.ddd.threshold, at), "svip_tree": SvipTree(tree.svip.c, tree.svip.h)}
+        return Eagle2(tree.most, tree.calls, tree.width, stops.get(tree.policy))
     if tree.policy == "c2t":
         section = tree.c2t
         assert section.classifier is not None  # the schema sees to it

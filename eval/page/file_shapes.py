@@ -4,7 +4,7 @@ Only keys that the report shows are checked, strictly: a number given as text is
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, model_validator
 
@@ -38,10 +38,10 @@ def load(text: bytes, tidy: bool = False) -> dict[str, Any]:
     return clean(content) if tidy else content
 
 
-def check(content: dict[str, Any], shape: type["Shape"]) -> None:
-    """Raises ValueError with the first wrong key if `content` does not have this shape."""
+def check(content: dict[str, Any], shape: type["SomeShape"]) -> "SomeShape":
+    """`content` as this shape. Raises ValueError with the first wrong key."""
     try:
-        shape.model_validate(content)
+        return shape.model_validate(content)
     except ValidationError as error:
         first, *others = error.errors(include_url=False, include_input=False)
         where = ".".join(map(str, first["loc"]))
@@ -51,6 +51,9 @@ def check(content: dict[str, Any], shape: type["Shape"]) -> None:
 
 class Shape(BaseModel):
     model_config = ConfigDict(strict=True)
+
+
+SomeShape = TypeVar("SomeShape", bound=Shape)
 
 
 # acceptance.json
@@ -168,14 +171,19 @@ class Acceptance(Shape):
 # generations.jsonl
 
 
-class Record(Shape):
-    """A line; see `generation_log`."""
+class Answer(Shape):
+    """Whose answer a line holds, and to which turn; see `generation_log`."""
 
     contender: Text
     benchmark: Text
     category: Text | None
     conversation_id: Text
     turn: Count
+
+
+class Record(Answer):
+    """A line with its rounds."""
+
     accepted_per_round: list[Count]
     tree_nodes: list[Count]
     last_round_cut: bool

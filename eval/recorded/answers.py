@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from draftsmith.eval.decoding.target_facts import TargetFacts
-from draftsmith.eval.page.file_shapes import Count, Shape, Text, check, load
+from draftsmith.eval.page.file_shapes import Answer, Shape, Text, check, load
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
@@ -90,12 +90,7 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 
 
-class _GenerationLine(Shape):
-    contender: Text
-    benchmark: Text
-    category: Text | None
-    conversation_id: Text
-    turn: Count
+class _GenerationLine(Answer):
     prompt_token_ids: Tokens
     token_ids: Tokens
 
@@ -226,34 +221,27 @@ def _answers_of(
 ) -> tuple[str, list[RecordedAnswer], dict[str, Any]]:
     """(contender, answers, target identity) of a line. Raises ValueError if it is of neither kind."""
     if "contender" in record:
-        check(record, _GenerationLine)
-        turn = (record["benchmark"], record["category"], record["conversation_id"], record["turn"])
-        answer = RecordedAnswer(record["prompt_token_ids"], record["token_ids"], sampling, *turn, place)
-        return record["contender"], [answer], {}
+        one = check(record, _GenerationLine)
+        turn = (one.benchmark, one.category, one.conversation_id, one.turn)
+        return one.contender, [RecordedAnswer(one.prompt_token_ids, one.token_ids, sampling, *turn, place)], {}
     if not isinstance(record.get("turns"), list):
         raise ValueError(
             "neither a line of generations.jsonl nor a regenerated conversation with the token ids of its turns"
         )
-    check(record, _ConversationLine)
-    generator, meta = record.get("generator") or {}, record.get("meta") or {}
+    line = check(record, _ConversationLine)
+    generator, meta = line.generator, line.meta or {}
     sampling = None
-    if (temperature := generator.get("temperature")) is not None:
-        sampling = Sampling(temperature, generator.get("top_p", 1.0), generator.get("top_k", 0))
+    if generator.temperature is not None:
+        sampling = Sampling(generator.temperature, generator.top_p, generator.top_k)
     benchmark, category = meta.get("benchmark", ""), meta.get("category")
+    benchmark = benchmark if isinstance(benchmark, str) else ""
+    category = category if isinstance(category, str) else None
     answers = [
-        RecordedAnswer(
-            turn["prompt_token_ids"],
-            turn["output_token_ids"],
-            sampling,
-            benchmark if isinstance(benchmark, str) else "",
-            category if isinstance(category, str) else None,
-            record["id"],
-            turn_number,
-            place,
-        )
-        for turn_number, turn in enumerate(record["turns"], start=1)
+        RecordedAnswer(t.prompt_token_ids, t.output_token_ids, sampling, benchmark, category, line.id, number, place)
+        for number, t in enumerate(line.turns, start=1)
     ]
-    return EVERYONE, answers, {key: generator[key] for key in IDENTITY if generator.get(key)}
+    identity = {key: getattr(generator, key) for key in IDENTITY if getattr(generator, key)}
+    return EVERYONE, answers, identity
 
 
 def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | None:
