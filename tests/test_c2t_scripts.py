@@ -116,10 +116,10 @@ def test_answers_come_from_validation_conversations_by_default(place: Path, tmp_
     (tmp_path / "conversations.jsonl").write_text("".join(line + "\n" for line in answers))
     here = recipe_of(place, "labels.answers=null", f"output_dir={tmp_path}")
     recording, chosen = labelling.answers_to_label(here)
-    assert len(chosen) == 1 and not recording.note  # a fifth of the eight at most
+    assert len(chosen) == 1 and "answers are taken from the 1 conv" in recording.note  # a fifth of the eight at most
     none = recipe_of(place, "labels.answers=null", f"output_dir={tmp_path}", "train.validation_conversations=0")
     recording, chosen = labelling.answers_to_label(none)
-    assert len(chosen) == 8 and "is more certain of these answers" in recording.note
+    assert len(chosen) == 8 and "has learnt these answers" in recording.note
     with pytest.raises(UserError, match=r"labels\.answers: not given, and there are no conversations"):
         labelling.answers_to_label(recipe_of(place, "labels.answers=null", "output_dir=/nowhere"))
 

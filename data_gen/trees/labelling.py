@@ -5,7 +5,6 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,15 @@ from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
     Recording,
+    answers_or_conversations,
     check_answers_before_loading,
     check_recorded_from,
-    kept_for_validation,
+    errors_naming,
+    not_trained_on,
     other_sampling,
     read_answers,
     tokens_of,
+    with_rounds,
 )
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states
 from draftsmith.models.c2t import DEPTH_CONVENTION, differing_keys, node_features
@@ -66,7 +68,7 @@ def main(command: Command) -> None:
     check_place(recipe)
     contender = labelled_contender(recipe, command.contender)
     yet_to_train = command.plan and contender.drafter == recipe.drafter_dir and not recipe.drafter_dir.exists()
-    with _naming_labels_answers():
+    with errors_naming("labels.answers"):
         check_contenders(recipe, [contender], command.plan)
         recording, answers = answers_to_label(recipe)
     made_of = made_of_labels(recipe, contender, answers, drafter_exists=not yet_to_train)
@@ -93,19 +95,10 @@ def main(command: Command) -> None:
     if manifest.shards:
         print(f"{directory}: {manifest.total('answers'):,} of {len(answers):,} answers are done, going on")
     lineup = Lineup(recipe.target)
-    with _naming_labels_answers():
+    with errors_naming("labels.answers"):
         check_recorded_from(recording, lineup.identity)
         label_all(lineup, contender, recipe.labels, batches, manifest, directory)
     print(f"{directory}: {summary(manifest)}")
-
-
-@contextmanager
-def _naming_labels_answers() -> Iterator[None]:
-    """Replaces eval.answers, which replay's messages name, by labels.answers."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError([problem.replace("eval.answers", "labels.answers") for problem in error.problems]) from None
 
 
 # Input.
@@ -149,28 +142,12 @@ def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
 
     Raises UserError for missing or damaged answers, or answers recorded from another target.
     """
-    own = recipe.conversations_path
-    path = Path(recipe.labels.answers) if recipe.labels.answers else own
-    if recipe.labels.answers is None and not path.exists():
-        raise UserError(
-            f"labels.answers: not given, and there are no conversations in {path}; data_gen/regenerate.py writes them, "
-            "or name a generations.jsonl of eval/acceptance.py"
-        )
-    only, note = None, ""
-    if path.exists() and path.resolve() == own.resolve():
-        only = kept_for_validation(path, recipe.train.validation_conversations) or None
-        if only is None:
-            note = (
-                f"the recipe trains on {path}, and train.validation_conversations keeps none of it out of training: "
-                "the drafter is more certain of these answers than of new ones"
-            )
+    path = answers_or_conversations(recipe.labels.answers, recipe, "labels.answers")
+    only, note = not_trained_on(recipe, path)
     recording = read_answers(path, only=only)
     recording.note = note
     check_answers_before_loading(recording, TargetFacts.read(recipe.target))
-    answers = [answer for answer in recording.of(PLAIN, PLAIN) if len(answer.tokens) > 1]
-    if not answers:
-        raise UserError(f"labels.answers: {path} holds no answer of two tokens or more; shorter ones take no round")
-    return recording, sorted(answers, key=_rank)
+    return recording, sorted(with_rounds(recording.of(PLAIN, PLAIN), path, "labels.answers"), key=_rank)
 
 
 def _rank(answer: RecordedAnswer) -> bytes:

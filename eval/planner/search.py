@@ -6,10 +6,8 @@ decoding, with a bootstrap interval over conversations, widened by the spread of
 """
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, named
@@ -22,12 +20,15 @@ from draftsmith.eval.recorded.answers import (
     EVERYONE,
     RecordedAnswer,
     Recording,
+    answers_or_conversations,
     check_answers_before_loading,
     check_recorded_from,
+    errors_naming,
     kept_for_validation,
     other_sampling,
     read_answers,
     tokens_of,
+    with_rounds,
 )
 from draftsmith.eval.recorded.replay import Agreement, plain_rounds, replay_all
 from draftsmith.models.draft_tree import Proposer
@@ -186,17 +187,9 @@ def planner_answers(
         UserError: no answers, or another target's; eval.planner.context exceeds the target's positions.
     """
     section, most = recipe.eval.planner, recipe.eval.planner.max_answers
-    with _naming_its_key():
-        if section.answers is not None:
-            recording = read_answers(Path(section.answers))
-        else:
-            path = recipe.conversations_path
-            if not path.exists():
-                raise UserError(
-                    f"eval.planner.answers: not given, and there are no conversations in {path}; "
-                    "data_gen/regenerate.py writes them, or name a generations.jsonl of eval/acceptance.py"
-                )
-            recording = read_answers(path, only=kept_for_validation(path, most, of=1))
+    path = answers_or_conversations(section.answers, recipe, "eval.planner.answers")
+    with errors_naming("eval.planner.answers"):
+        recording = read_answers(path, only=None if section.answers else kept_for_validation(path, most, of=1))
         target = TargetFacts.read(recipe.target)
         check_answers_before_loading(recording, target)
         room = room_for(target.positions, candidates_of(recipe) if trees is None else trees)
@@ -206,11 +199,7 @@ def planner_answers(
                 f"and the rounds that are timed behind the context take {target.positions - room:,} of them; set it to "
                 f"{room:,} or less"
             )
-        answers = [answer for answer in _answers_for_all(recording) if len(answer.tokens) > 1]
-    if not answers:
-        raise UserError(
-            f"eval.planner.answers: {recording.path} holds no answer of two tokens or more; shorter ones take no round"
-        )
+        answers = with_rounds(_answers_for_all(recording), path, "eval.planner.answers")
     if len(answers) > most:
         answers = [answers[i * len(answers) // most] for i in range(most)]
     return recording, answers
@@ -229,15 +218,6 @@ def _answers_for_all(recording: Recording) -> list[RecordedAnswer]:
             )
         return max(greedy, key=len)
     return recording.of(PLAIN, PLAIN)
-
-
-@contextmanager
-def _naming_its_key() -> Iterator[None]:
-    """Replaces eval.answers by eval.planner.answers in errors."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError([p.replace("eval.answers", "eval.planner.answers") for p in error.problems]) from error
 
 
 def sampling_note(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | None:
@@ -278,7 +258,7 @@ def make_plan(
     proposers = {contender.name: lineup.proposer(contender, sampling) for contender in contenders}
     agreement = Agreement.of(target)
     total = tokens_of(answers) * len(contenders)
-    with _naming_its_key(), Bar(total=total, desc="replay", unit="token", leave=False) as progress:
+    with errors_naming("eval.planner.answers"), Bar(total=total, desc="replay", unit="token", leave=False) as progress:
         check_recorded_from(recording, lineup.identity)
         rounds = replay_all(target, proposers, answers, section.replay_batch_size, agreement, progress.update)
 

@@ -11,6 +11,7 @@ answers by accident.
 
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from draftsmith.eval.page.file_shapes import Answer, Shape, Text, check, load
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.validation import validation_rank
 
 SHOWN_FAULTS = 3
@@ -214,6 +216,50 @@ def kept_for_validation(path: Path, most: int, of: int = 5) -> set[str]:
             if any(len(turn["output_token_ids"]) > 1 for turn in record["turns"]):  # a single token trains nothing
                 ids.add(record["id"])
     return set(heapq.nsmallest(min(most, len(ids) // of), ids, key=validation_rank))
+
+
+def not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
+    """(ids of the conversations in `path` to read, None: all; a note). Leaves out answers that the recipe trains on."""
+    if not path.exists() or path.resolve() != recipe.conversations_path.resolve():
+        return None, ""
+    kept = kept_for_validation(path, recipe.train.validation_conversations)
+    if not kept:
+        return None, (
+            f"{path} is what the recipe trains on, and train.validation_conversations keeps none of it out: the "
+            "drafter has learnt these answers, so tau is higher than on others"
+        )
+    return kept, (
+        f"{path} is what the recipe trains on: answers are taken from the {len(kept)} conversations that training "
+        "keeps for validation"
+    )
+
+
+def answers_or_conversations(named: str | None, recipe: Recipe, key: str) -> Path:
+    """The file that `key` names, or else the recipe's conversations. Raises UserError if there are none."""
+    path = Path(named) if named is not None else recipe.conversations_path
+    if named is None and not path.exists():
+        raise UserError(
+            f"{key}: not given, and there are no conversations in {path}; data_gen/regenerate.py writes them, or name "
+            "a generations.jsonl of eval/acceptance.py"
+        )
+    return path
+
+
+def with_rounds(answers: Iterable[RecordedAnswer], path: Path, key: str) -> list[RecordedAnswer]:
+    """Those of two tokens or more. Raises UserError if there are none."""
+    found = [answer for answer in answers if len(answer.tokens) > 1]
+    if not found:
+        raise UserError(f"{key}: {path} holds no answer of two tokens or more; shorter ones take no round")
+    return found
+
+
+@contextmanager
+def errors_naming(key: str) -> Iterator[None]:
+    """Replaces eval.answers by `key` in errors."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError([problem.replace("eval.answers", key) for problem in error.problems]) from error
 
 
 def _answers_of(

@@ -18,7 +18,7 @@ from draftsmith.eval.recorded.answers import (
     Recording,
     check_answers_before_loading,
     check_recorded_from,
-    kept_for_validation,
+    not_trained_on,
     read_answers,
     tokens_of,
 )
@@ -47,7 +47,7 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     """
     path = Path(recipe.eval.answers) if recipe.eval.answers else generations_path(recipe)
     sampling = Sampling.of(recipe.eval)
-    only, note = _not_trained_on(recipe, path)
+    only, note = not_trained_on(recipe, path)
     recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first", only)
     recording.note = note
     check_answers_before_loading(recording, TargetFacts.read(recipe.target))
@@ -70,22 +70,6 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     if problems:
         raise UserError(problems)
     return recording
-
-
-def _not_trained_on(recipe: Recipe, path: Path) -> tuple[set[str] | None, str]:
-    """(ids of the conversations to replay, None: all; a note). Excludes answers that the drafter was trained on."""
-    if not path.exists() or path.resolve() != recipe.conversations_path.resolve():
-        return None, ""
-    kept = kept_for_validation(path, recipe.train.validation_conversations)
-    if not kept:
-        return None, (
-            f"{path} is what the recipe trains on, and train.validation_conversations keeps none of it out: the "
-            "drafter has learnt these answers, so tau is higher than on others"
-        )
-    return kept, (
-        f"{path} is what the recipe trains on: answers are taken from the {len(kept)} conversations that training "
-        "keeps for validation"
-    )
 
 
 def _baseline(recording: Recording, contenders: Sequence[Contender]) -> list[RecordedAnswer]:
