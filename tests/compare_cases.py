@@ -1,7 +1,6 @@
 """A folder with drafters and recipes that tests of contenders share."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.eval import acceptance
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
@@ -60,11 +58,6 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = content | {"output_dir": str(folder / "other"), "eval": {"tree": {"policy": "chain", "nodes": 4}}}
     (folder / "other.yaml").write_text(yaml.safe_dump(other))
     return folder
-
-
-def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["acceptance.py", *arguments])
-    acceptance.main()
 
 
 def also(**section: Any) -> str:

@@ -38,11 +38,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 TAUGHT_STEPS = 60
 
 
-def greedy(target: Target, prompt: Sequence[int], length: int) -> list[int]:
-    """transformers' own greedy decoding, that never stops."""
+def greedy(target: Target, prompt: Sequence[int], length: int, stop: int | None = None) -> list[int]:
+    """transformers' own greedy decoding, which ends at `stop` or never."""
     ids = torch.tensor([prompt])
     out = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, eos_token_id=None
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False, eos_token_id=stop
     )
     return out[0, len(prompt) :].tolist()
 

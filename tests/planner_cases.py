@@ -4,15 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
 from draftsmith.recipes.schema import TreeSection
+from tests.scripted_drafting import linear_classifier
 
 CHAIN = TreeSection(policy="chain", nodes=5)
 
@@ -43,11 +42,6 @@ def proposer_of(target: Target, drafter: Eagle3Drafter, tree: TreeSection) -> Po
 @pytest.fixture(scope="module")
 def doubter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A C2T classifier that trusts no node of the fourth level, unless it is likely, and nothing wholly."""
-    classifier = C2tClassifier(C2tConfig(hidden=3))
-    with torch.no_grad():
-        classifier.hidden.weight.copy_(torch.eye(3))
-        classifier.hidden.bias.zero_()
-        classifier.output.weight.copy_(torch.tensor([[3.0, 0.0, -1.0]]))
-        classifier.output.bias.fill_(2.0)
-    classifier.save(directory := tmp_path_factory.mktemp("classifier"))
+    directory = tmp_path_factory.mktemp("classifier")
+    linear_classifier(3.0, 0.0, -1.0, 2.0).save(directory)
     return directory

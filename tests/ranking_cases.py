@@ -45,17 +45,19 @@ def token_counts(place: Path) -> Path:
     return place / "out" / "token_counts.safetensors"
 
 
-def ranking_recipe(folder: Path, target_dir: Path) -> Path:
-    """Writes a recipe of the tests' target into a folder; it has no conversations."""
-    recipe = {"output_dir": str(folder / "out"), "target": {"model": str(target_dir)}}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder
+@pytest.fixture
+def place(tmp_path: Path, target_dir: Path) -> Path:
+    """A folder with a recipe of the tests' target; it has no conversations."""
+    recipe = {"output_dir": str(tmp_path / "out"), "target": {"model": str(target_dir)}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
 
 
 Script = Callable[..., str]
 
 
-def rank_by_script(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Script:
+@pytest.fixture
+def rank_by(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Script:
     """Calls rank_vocab with the sources that it is given, in this process; returns what it prints."""
     monkeypatch.setattr(corpus_reader, "CHUNK_CHARACTERS", 600)
     monkeypatch.setattr(corpus_reader, "PIECE_BYTES", 200)

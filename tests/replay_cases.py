@@ -6,14 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.policies import C2T, PolicyProposer, TreePolicy, policy_of
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
 )
-from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
@@ -21,6 +18,7 @@ from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target
 from draftsmith.recipes.schema import TreeSection
 from tests.pairs import blurred_copy, greedy, pair_of
+from tests.scripted_drafting import linear_classifier
 
 # The first four are taught; of the others a drafter knows nothing.
 PROMPTS = (
@@ -56,20 +54,9 @@ POLICIES: dict[str, TreeSection] = {
 SAME = ("prompt_token_ids", "token_ids", "accepted_per_round", "last_round_cut", "tree_nodes", "draft_calls")
 
 
-@cache
-def likes_the_likely() -> C2tClassifier:
-    """C = sigmoid(20 P - H / 2 + d / 4 + 1)."""
-    classifier = C2tClassifier(C2tConfig(hidden=3)).requires_grad_(False)
-    classifier.hidden.weight.copy_(torch.eye(3))
-    classifier.hidden.bias.zero_()
-    classifier.output.weight.copy_(torch.tensor([[20.0, -0.5, 0.25]]))
-    classifier.output.bias.fill_(1.0)
-    return classifier
-
-
 def policy(name: str) -> TreePolicy:
     if name == "c2t":
-        return C2T(likes_the_likely(), beta=0.5, beam=4, top_k=4, draft_calls=5)
+        return C2T(linear_classifier(20.0, -0.5, 0.25, 1.0), beta=0.5, beam=4, top_k=4, draft_calls=5)
     return policy_of(POLICIES[name])
 
 

@@ -95,3 +95,8 @@ class Place:
                 assert right[1] == "stop" or number == len(record["turns"]) - 1
             assert len(record["turns"]) + record.get("unasked_turns", 0) == turns[record["id"]]
         return records
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Place:
+    return Place(tmp_path, monkeypatch, capsys)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from draftsmith.eval import acceptance
 from draftsmith.eval.decoding import contenders
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, named
 from draftsmith.eval.measured import evaluation
@@ -20,9 +21,10 @@ from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import ContenderSection, TreeSection
-from tests.compare_cases import also, run_script, save_untrained
+from tests.compare_cases import also, save_untrained
 from tests.compare_cases import place as place
 from tests.conftest import make_target, make_tokenizer
+from tests.training_runs import run_main
 
 
 def problems_of(recipe: Path, *compared: str, overrides: tuple[str, ...] = ()) -> list[str]:
@@ -271,7 +273,7 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
         with pytest.raises(UserError, match=said):
             check(place, *overrides)
         with pytest.raises(UserError, match=said):
-            run_script(monkeypatch, str(place / "recipe.yaml"), *overrides)
+            run_main(acceptance, place / "recipe.yaml", *overrides)
     # All of them at once, each once.
     with pytest.raises(UserError) as raised:
         check(
@@ -285,7 +287,7 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     assert drafters[0].endswith("(and so for 1 other contender)")
     assert drafters[1].startswith("--compare 'eval.drafter=elsewhere': eval.drafter: elsewhere: ")
     with pytest.raises(UserError, match=r"eval\.max_new_tokens 512 leaves no room"):
-        run_script(monkeypatch, str(place / "recipe.yaml"), "eval.max_new_tokens=512")
+        run_main(acceptance, place / "recipe.yaml", "eval.max_new_tokens=512")
     check(place)  # and nothing is wrong with the recipe itself
 
 
@@ -341,14 +343,14 @@ def test_a_folder_that_cannot_be_made_is_told_before_weights_are_loaded(
     monkeypatch.setattr(Path, "mkdir", refuses)
     for mode in ("decode", "replay"):
         with pytest.raises(UserError, match=r"^eval\.out: .*/x/y cannot be made: No such file or directory"):
-            run_script(monkeypatch, str(place / "recipe.yaml"), f"eval.out={tmp_path / 'x/y'}", f"eval.mode={mode}")
+            run_main(acceptance, place / "recipe.yaml", f"eval.out={tmp_path / 'x/y'}", f"eval.mode={mode}")
 
 
 def test_an_interrupted_run_leaves_the_older_one_whole(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [str(place / "recipe.yaml"), f"eval.out={tmp_path / 'out'}", "eval.max_prompts=1"]
-    run_script(monkeypatch, *arguments)
+    run_main(acceptance, *arguments)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert set(before) == {"acceptance.json", "generations.jsonl", "report.html"}
 
@@ -359,7 +361,7 @@ def test_an_interrupted_run_leaves_the_older_one_whole(
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, interrupted)
-            run_script(monkeypatch, *arguments, "eval.tree.nodes=4")
+            run_main(acceptance, *arguments, "eval.tree.nodes=4")
         left = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
         assert bool(left.pop("generations.jsonl.partial", None)) == kept
         assert left == before, name

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from draftsmith.eval import acceptance
 from draftsmith.eval.decoding import contenders
 from draftsmith.eval.decoding.contenders import Lineup, check_contenders, contenders_of
 from draftsmith.eval.measured import benchmarks
@@ -17,8 +18,9 @@ from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
-from tests.compare_cases import also, run_script
+from tests.compare_cases import also
 from tests.compare_cases import place as place
+from tests.training_runs import run_main
 
 # One lineup.
 
@@ -64,9 +66,7 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     assert lineup.drafting(next(c for c in found if c.name == "cut")).vocab.target_ids.tolist() == list(range(3, 19))
 
 
-def test_compare_measures_everyone_on_the_same_prompts(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compare_measures_everyone_on_the_same_prompts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         str(place / "recipe.yaml"),
         f"eval.out={place / 'out'}",
@@ -80,7 +80,7 @@ def test_compare_measures_everyone_on_the_same_prompts(
         "eval.tree.nodes=4",
         "eval.tree.nodes=6",
     ]
-    run_script(monkeypatch, *arguments, "--plan")
+    run_main(acceptance, *arguments, "--plan")
     planned = capsys.readouterr().out
     assert "note: " in planned and "note" not in planned.partition("\n")[2]
     assert not (place / "out").exists()
@@ -90,7 +90,7 @@ def test_compare_measures_everyone_on_the_same_prompts(
     ):
         assert said in planned
     assert "from 16 tokens" in planned and "draft model  " in planned and "answers      63," in planned
-    run_script(monkeypatch, *arguments)
+    run_main(acceptance, *arguments)
     content = report_files.read_acceptance(place / "out/acceptance.json")
     rows = content["contenders"]
     assert len(rows) == 9 and list(rows)[:2] == [PLAIN, content["contender"]]
@@ -119,7 +119,7 @@ def test_compare_measures_everyone_on_the_same_prompts(
     assert "a colour and its mark are a family" in page  # of eight contenders, more than can be named
 
 
-def test_auto_is_chosen_before_anything_is_decoded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_chosen_before_anything_is_decoded(place: Path) -> None:
     """The planner's choice is what is measured, and what acceptance.json says."""
     recorded = place / "auto/generations.jsonl"
     candidates = [{"policy": "chain", "nodes": 3}, {"nodes": 6, "draft_calls": 3, "top_k": 4}]
@@ -131,9 +131,9 @@ def test_auto_is_chosen_before_anything_is_decoded(place: Path, monkeypatch: pyt
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contenders, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
         with pytest.raises(UserError, match=r"eval\.planner\.answers: .*generations\.jsonl cannot be read"):
-            run_script(monkeypatch, str(place / "recipe.yaml"), out, *automatic)
-    run_script(monkeypatch, str(place / "recipe.yaml"), out)
-    run_script(monkeypatch, str(place / "recipe.yaml"), f"eval.out={place / 'chosen'}", *automatic)
+            run_main(acceptance, place / "recipe.yaml", out, *automatic)
+    run_main(acceptance, place / "recipe.yaml", out)
+    run_main(acceptance, place / "recipe.yaml", f"eval.out={place / 'chosen'}", *automatic)
     content = report_files.read_acceptance(place / "chosen/acceptance.json")
     main = content["contenders"][content["contender"]]
     assert content["contender"] in ("eagle3, auto: chain of 2", "eagle3, auto: tree of 6")

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import DataSection, EvalSection, Recipe, TargetSection
 from draftsmith.train.run import inputs
 from tests.conftest import make_tokenizer
-from tests.training_runs import train
+from tests.training_runs import run_main, train
 
 chance = random.Random(0)
 WORDS = ["".join(chance.choices("abcdefghijklmnop", k=6)) for _ in range(400)]
@@ -199,13 +198,12 @@ def test_nothing_left_to_ask_is_an_error(tmp_path: Path, target_dir: Path) -> No
 
 @pytest.mark.parametrize("action", ["list", "remove", "off"])
 def test_rank_vocab_and_training_leave_out_the_same(
-    tmp_path: Path, target_dir: Path, action: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, target_dir: Path, action: str, capsys: pytest.CaptureFixture
 ) -> None:
     path = write_training(tmp_path / "own.jsonl")
     recipe = recipe_of(tmp_path, target_dir, action, conversations=path)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    monkeypatch.setattr(sys, "argv", ["rank_vocab.py", str(tmp_path / "recipe.yaml")])
-    rank_vocab.main()
+    run_main(rank_vocab, tmp_path / "recipe.yaml")
     printed = capsys.readouterr().out
     tokenizer = make_tokenizer()
     digits = {n: tokenizer(str(n), add_special_tokens=False)["input_ids"][-1] for n in range(6)}
@@ -225,15 +223,14 @@ def test_rank_vocab_and_training_leave_out_the_same(
     assert isinstance(DraftVocab.load(recipe.draft_vocab_path).target_ids, torch.Tensor)
 
 
-def test_a_resumed_training_keeps_its_rows(tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_training_keeps_its_rows(tmp_path: Path, target_dir: Path) -> None:
     """The evaluation's prompts grew between the runs: other rows are left out, and the run says so."""
     recipe = recipe_of(tmp_path, target_dir, "remove", conversations=write_training(tmp_path / "own.jsonl"))
     bench, path = tmp_path / "bench.jsonl", tmp_path / "recipe.yaml"
     grown = bench.read_text()
     bench.write_text(json.dumps({"prompt": EVALUATION[3]}) + "\n")
     path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    monkeypatch.setattr(sys, "argv", ["rank_vocab.py", str(path)])
-    rank_vocab.main()
+    run_main(rank_vocab, path)
     train(path, "train.max_steps=1")
     train(path, "train.max_steps=2")
     bench.write_text(grown)
@@ -299,23 +296,18 @@ def test_large_sources_are_compared_in_part_and_that_is_said(
 # The script.
 
 
-def test_script(
-    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_script(tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture) -> None:
     prompts, own = write_training(tmp_path / "p.jsonl"), write_training(tmp_path / "own.jsonl")
     recipe = recipe_of(tmp_path, target_dir, "off", prompts=prompts, conversations=own)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    argv = ["contamination.py", str(tmp_path / "recipe.yaml")]
-    monkeypatch.setattr(sys, "argv", [*argv, "--plan"])
-    contamination.main()
+    run_main(contamination, tmp_path / "recipe.yaml", "--plan")
     assert prompts in capsys.readouterr().out and not recipe.contamination_path.exists()
     for overrides, expected in [
         ([], [(prompts, "t1"), (prompts, "t4"), (own, "t1"), (own, "t4")]),
         # Asked about one source again, the other's lines stay.
         (["data.conversations=null", "data.max_prompts=2"], [(own, "t1"), (own, "t4"), (prompts, "t1")]),
     ]:
-        monkeypatch.setattr(sys, "argv", [*argv, *overrides])
-        contamination.main()
+        run_main(contamination, tmp_path / "recipe.yaml", *overrides)
         assert [(entry["source"], entry["id"]) for entry in listed(recipe)] == expected
     printed = capsys.readouterr().out
     assert f"6 conversations of {prompts}, 6 conversations of {own}" in printed

@@ -1,7 +1,6 @@
 """Conversations to token ids and loss masks: against templates of every habit, and against text marked by hand."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
+from tests.training_runs import run_main
 
 END = 4
 TAGS = ("{% generation %}", "{% endgeneration %}")
@@ -380,9 +380,7 @@ def test_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
 # The script.
 
 
-def test_show_marks_what_is_supervised(
-    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_show_marks_what_is_supervised(tmp_path: Path, target_dir: Path, capsys: pytest.CaptureFixture) -> None:
     write(
         tmp_path / "conversations.jsonl",
         {"id": "a", "messages": TWO_TURNS},
@@ -391,8 +389,7 @@ def test_show_marks_what_is_supervised(
     )
     recipe = {"output_dir": str(tmp_path), "target": {"model": str(target_dir)}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    monkeypatch.setattr(sys, "argv", ["conversations.py", str(tmp_path / "recipe.yaml"), "--show", "1"])
-    conversations.main()
+    run_main(conversations, tmp_path / "recipe.yaml", "--show", "1")
     printed = capsys.readouterr().out
     assert "<|assistant|>[[sat\non  the mat<|end|>]]<|user|>" in printed
     assert printed.count("[[") == 2  # one row shown

@@ -28,6 +28,7 @@ from tests import reference
 from tests.clock import Clock as WallClock
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch, decode_queue
+from tests.pairs import greedy
 from tests.scripted_drafting import unasked_target
 
 STOP = 4
@@ -44,19 +45,6 @@ def make_pair(family: str, draft_tokens: int | None = None, **overrides) -> tupl
         Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size),
         vocab,
     )
-
-
-def generate(target: Target, prompt: list[int], max_new_tokens: int, stop: int = STOP) -> list[int]:
-    """transformers' own greedy decoding."""
-    ids = torch.tensor([prompt])
-    out = target.model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        eos_token_id=stop,
-    )
-    return out[0, len(prompt) :].tolist()
 
 
 Nodes = tuple[list[int], list[int]]  # tokens and parents
@@ -158,7 +146,7 @@ SPOILS = [
 def test_prompt_lookup_and_plain_decoding_equal_generate() -> None:
     target = Target(make_target())
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    expected = generate(target, prompt, 40)
+    expected = greedy(target, prompt, 40, STOP)
     assert decode(target, None, prompt, {STOP}, 40).token_ids == expected
     assert decode(target, PromptLookup(10, target.device), prompt, {STOP}, 40).token_ids == expected
 
@@ -170,7 +158,7 @@ ASKED = ((11, 12, 13), (21, 22, 23, 24, 25, 26), (7,), tuple(range(30, 60)), (5,
 def target_and_futures(family: str, **overrides: Any) -> tuple[Target, list[list[int]]]:
     """A target and what it says to each of `ASKED`, without an end."""
     target = Target(make_target(family, **overrides))
-    return target, [generate(target, list(prompt), 80, stop=-1) for prompt in ASKED]
+    return target, [greedy(target, list(prompt), 80) for prompt in ASKED]
 
 
 SHORT = list(itertools.product((spoiled_chain, duplicated_siblings, longer_than_the_budget), (1, 2), (1,)))
@@ -180,7 +168,7 @@ SHORT = list(itertools.product((spoiled_chain, duplicated_siblings, longer_than_
 def test_adversarial_drafts_change_nothing(spoil: Spoil, max_new_tokens: int, rows: int) -> None:
     target, futures = target_and_futures("llama")
     prompts = [list(prompt) for prompt in ASKED[:rows]]
-    expected = [generate(target, prompt, max_new_tokens) for prompt in prompts]
+    expected = [greedy(target, prompt, max_new_tokens, STOP) for prompt in prompts]
     oracle = Oracle(futures[:rows], prompts, 6, spoil)
     answers = decode_batch(target, oracle, prompts, {STOP}, max_new_tokens)
     assert [answer.token_ids for answer in answers] == expected
@@ -209,7 +197,7 @@ def test_drafts_end_where_the_target_s_positions_end(family: str, rows: int) -> 
     target = Target(make_target(family, max_position_embeddings=32, n_positions=32))
     prompts = [[11, 12, 13], [21, 22, 23, 24, 25]][:rows]
     budget = 32 - len(prompts[-1])
-    futures = [generate(target, prompt, budget, stop=-1) for prompt in prompts]
+    futures = [greedy(target, prompt, budget) for prompt in prompts]
     oracle = Oracle([[*future, *range(60)] for future in futures], prompts, 40, longer_than_the_budget)
     answers = decode_batch(target, oracle, prompts, {-1}, budget)
     assert [answer.token_ids for answer in answers] == futures
@@ -220,7 +208,7 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_answer_there() -> None:
     """The target's third token is declared the stop token: nothing behind it stands in the answer or in the counts."""
     target = Target(make_target())
     prompt = [11, 12, 13]
-    future = generate(target, prompt, 30, stop=-1)
+    future = greedy(target, prompt, 30)
     stop = future[3]
     end = future.index(stop) + 1
     oracle = Oracle([future], [prompt], 12, lambda root, rest: chain([root, *rest]))
@@ -235,7 +223,7 @@ def test_the_proposer_sees_the_target_s_own_states_of_what_was_committed(rows: i
     """Whatever stood beside the accepted path in the tree: never a drafted or a rejected node's state."""
     target = Target(make_target())
     prompts = [[11, 12, 13], [21, 22, 23, 24, 25, 26], [7]][:rows]
-    futures = [generate(target, prompt, 40, stop=-1) for prompt in prompts]
+    futures = [greedy(target, prompt, 40) for prompt in prompts]
 
     def right_path_behind_wrong_ones(root: int, rest: list[int]) -> Nodes:
         tokens = [root, (rest[0] + 1) % 320, (rest[0] + 2) % 320, rest[0], 9, rest[1] if len(rest) > 1 else 8]

@@ -25,7 +25,7 @@ from draftsmith.models.vocab import DraftVocab, cut
 from draftsmith.recipes.schema import SvipSection, TreeSection
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch
-from tests.test_decode import generate
+from tests.pairs import greedy
 from tests.test_sampling import EnumeratedDraws, answers_of, assert_same_law, enumerate_law, small_pair
 from tests.thinning import pairwise
 
@@ -123,7 +123,7 @@ def test_greedy_answers_are_the_target_s_whatever_is_cut(case: str, tree: str, f
     draftable = set((drafter.vocab if part is None else part).target_ids.tolist())
     accepted = []
     for generation, prompt in zip(decode_batch(target, proposer, prompts, {STOP}, 30), prompts, strict=True):
-        assert generation.token_ids == generate(target, prompt, 30)
+        assert generation.token_ids == greedy(target, prompt, 30, STOP)
         accepted += accepted_tokens(generation)
     assert accepted and set(accepted) <= draftable
 
@@ -150,8 +150,8 @@ def test_an_answer_that_ends_with_its_first_token_leaves_the_others_alone() -> N
     small = Target(make_target(vocab_size=24, seed=1))
     chance = random.Random(5)
     prompts = [[chance.randrange(5, 24) for _ in range(length)] for length in (5, 2, 7)]
-    stop = generate(target, prompts[1], 1)[0]
-    expected = [generate(target, prompt, 12, stop) for prompt in prompts]
+    stop = greedy(target, prompts[1], 1)[0]
+    expected = [greedy(target, prompt, 12, stop) for prompt in prompts]
     assert [len(answer) == 1 for answer in expected] == [False, True, False]
     for drafting in (FeatureDrafting(drafter, part), CausalLMDrafting(small, part)):
         generations = decode_batch(target, PolicyProposer(drafting, Chain(3)), prompts, {stop}, 12)

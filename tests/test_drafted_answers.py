@@ -39,9 +39,7 @@ def by_id(place: Workspace) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 3])
-def test_greedy_files_are_the_same_with_a_drafter_and_without(
-    place: Workspace, draft_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_files_are_the_same_with_a_drafter_and_without(place: Workspace, draft_tokens: int) -> None:
     """Rows of several turns, stop tokens within accepted chains, answers cut by both limits."""
     drafted = f"data.generator.drafter={add_drafter(place)}", f"data.generator.draft_tokens={draft_tokens}"
     place.ask(12)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 from torch.nn import functional
 
@@ -32,14 +31,12 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.run import trainer
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import KINDS, untaught
-from tests.training_runs import ROOT, metrics, write_conversations
+from tests.training_runs import ROOT, metrics, run_main, train, write_conversations
 
-SCRIPTS: dict[str, Callable[[], None]] = {"eagle3": eagle3.main, "eagle": eagle.main, "poss": poss.main}
 # What a recipe says of drafter and training; what it leaves out is as published, noise and detached steps included.
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "eagle": ({"kind": "eagle"}, {}),
@@ -82,19 +79,6 @@ def recipe_of(tmp_path: Path, target_dir: Path) -> Callable[[str], Path]:
         return path
 
     return recipe_of
-
-
-def train(path: Path, *overrides: str, script: str | None = None) -> Path:
-    """Runs the kind's script in this process; returns its output_dir."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    recipe = load_recipe(path, [each for each in overrides if not each.startswith("--")])
-    argv, sys.argv = sys.argv, ["train.py", str(path), *overrides]
-    try:
-        SCRIPTS[script or recipe.drafter.kind]()
-    finally:
-        sys.argv = argv
-    return Path(recipe.output_dir)
 
 
 def copy_of_inputs(output: Path, place: Path, *others: str) -> Path:
@@ -506,14 +490,13 @@ def evaluation(target_dir: Path, tmp_path: Path, **drafter: Any) -> Path:
     return path
 
 
-def measure(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
-    monkeypatch.setattr(sys, "argv", ["acceptance.py", str(path), *arguments])
-    acceptance.main()
+def measure(path: Path, *arguments: str) -> dict[str, Any]:
+    run_main(acceptance, path, *arguments)
     return json.loads((load_recipe(path).eval_out / "acceptance.json").read_text())
 
 
 def test_several_kinds_in_one_comparison(
-    target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    target_dir: Path, tmp_path: Path, loaded: tuple[Target, dict[str, Any]]
 ) -> None:
     """Each is called what it is, whatever the recipe trains; decoded and replayed, the answers are the target's."""
     for kind in KINDS:
@@ -521,7 +504,7 @@ def test_several_kinds_in_one_comparison(
     path = evaluation(target_dir, tmp_path, kind="eagle")
     others = ["poss", "poss over eagle3", "eagle3", "eagle3.1"]
     rivals = [f"eval.drafter={str(tmp_path / kind)!r}" for kind in others]
-    numbers = measure(path, monkeypatch, f"eval.drafter={tmp_path / 'eagle'}", "--compare", *rivals)
+    numbers = measure(path, f"eval.drafter={tmp_path / 'eagle'}", "--compare", *rivals)
     rows = numbers["contenders"]
     names = [name for name in rows if name != "plain"]
     drafted = [name for name in names if "tree of 8" in name]
@@ -531,16 +514,15 @@ def test_several_kinds_in_one_comparison(
     assert all(rows[name]["matches_target"] for name in drafted)
     decoded = {name: rows[name]["accepted_per_round"] for name in drafted}
 
-    again = measure(path, monkeypatch, f"eval.drafter={tmp_path / 'eagle'}", "eval.mode=replay", "--compare", *rivals)
+    again = measure(path, f"eval.drafter={tmp_path / 'eagle'}", "eval.mode=replay", "--compare", *rivals)
     assert {name: again["contenders"][name]["accepted_per_round"] for name in drafted} == decoded
 
 
 def test_a_plan_names_the_script_that_comes_first(
-    target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    target_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = evaluation(target_dir, tmp_path, kind="poss", positions_per_specialist=3)
-    monkeypatch.setattr(sys, "argv", ["acceptance.py", str(path), "--plan"])
-    acceptance.main()
+    run_main(acceptance, path, "--plan")
     said = capsys.readouterr().out
     assert "not there; train/poss.py comes first" in said
     assert "poss-3, tree of 8" in said

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin
 
 from draftsmith.recipes.errors import UserError
@@ -19,6 +18,7 @@ from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.run.accelerator import accelerator_of, launcher_plugin, with_recipe_settings
 from draftsmith.train.run.settings import zero_settings
 from tests.test_processes import Place, check_same
+from tests.training_runs import fresh_accelerator
 
 # What accelerate's questions lead to; what answers they take is `deepspeed_config`.
 CONFIG = {
@@ -187,8 +187,7 @@ def test_a_launcher_that_starts_fewer_than_asked_is_noticed(
 
 def test_processes_that_would_each_train_by_themselves_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks on a device for which accelerate makes no process group: a Mac's GPU."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    fresh_accelerator()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"^2 processes were started \(WORLD_SIZE\), and this run would have 1: "):

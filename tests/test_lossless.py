@@ -8,6 +8,7 @@ families of targets in tests/test_targets.py.
 
 import itertools
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,6 @@ import torch
 from draftsmith.eval.decoding.decode import Generation, Request
 from draftsmith.eval.decoding.policies import Chain, PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
@@ -29,6 +29,7 @@ from draftsmith.models.vocab import DraftVocab, cut
 from draftsmith.recipes.schema import TreeSection
 from tests.decoding import decode, decode_batch, decode_queue
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
+from tests.scripted_drafting import linear_classifier
 from tests.thinning import meeting
 
 NEW_TOKENS = 24
@@ -110,17 +111,9 @@ def blurred(family: str) -> Target:
 
 @cache
 def classifier_dir() -> Path:
-    """C = sigmoid(20 P - H / 2 + d / 4 + 1): it likes what is likely, certain, and deep. Written once per process."""
-    import tempfile
-
-    classifier = C2tClassifier(C2tConfig(hidden=3))
-    with torch.no_grad():
-        classifier.hidden.weight.copy_(torch.eye(3))
-        classifier.hidden.bias.zero_()
-        classifier.output.weight.copy_(torch.tensor([[20.0, -0.5, 0.25]]))
-        classifier.output.bias.fill_(1.0)
+    """A classifier that likes what is likely, certain, and deep. Written once per process."""
     directory = Path(tempfile.mkdtemp()) / "classifier"
-    classifier.save(directory)
+    linear_classifier(20.0, -0.5, 0.25, 1.0).save(directory)
     return directory
 
 

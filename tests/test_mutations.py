@@ -255,7 +255,7 @@ def check_every_line(path: Path, used: list[int | None], rejected: list[int]) ->
     assert accounted == Counter(range(1, count + 1)), f"{path}: {accounted}"
 
 
-def test_the_damage_is_of_all_kinds(files: list[Path], tmp_path: Path) -> None:
+def test_the_damage_is_of_all_kinds(files: list[Path]) -> None:
     """A harness that damages nothing, or everything beyond recognition, would prove nothing."""
     kinds, usable = Counter[str](), 0
     for path in files:

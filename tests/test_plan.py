@@ -53,7 +53,7 @@ from draftsmith.train.measure.planned_run import DataSize, PlannedRun, counted_d
 from draftsmith.train.run.initial_drafter import drafter_shape
 from draftsmith.train.run.settings import schedule_of, trainee_of
 from tests.conftest import make_target, make_tokenizer
-from tests.training_runs import train, write_conversations
+from tests.training_runs import run_main, train, write_conversations
 
 GPU = Device("NVIDIA H100 80GB HBM3", 85_000_000_000, is_cpu=False)
 
@@ -79,9 +79,7 @@ def recipe_file(folder: Path, **changes: Any) -> Path:
 def plan(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, str]:
     """What --plan prints: text by label; problems under CANNOT WORK."""
     capsys.readouterr()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["eagle3.py", str(path), *overrides, "--plan"])
-        eagle3.main()
+    run_main(eagle3, path, *overrides, "--plan")
     printed: dict[str, str] = {}
     for text in capsys.readouterr().out.splitlines():
         label = "CANNOT WORK" if text.startswith("CANNOT WORK") else text[:14].strip()
@@ -451,8 +449,7 @@ def test_plan_of_regeneration(
         "unknown": ["data.max_prompts=null"],
         "long": [f"data.prompts={prompts}", "data.max_length=16", "data.contamination=off"],
     }.items():
-        monkeypatch.setattr(sys, "argv", ["regenerate.py", str(path), *overrides, "--plan"])
-        regenerate.main()
+        run_main(regenerate, path, *overrides, "--plan")
         printed[name] = capsys.readouterr().out
     assert len(read) <= 2 * (prompt_sizes.HUB_SAMPLE + 1)
     assert "1,000 conversations, 2,000 answers" in printed["hub"] and "tokens         about" in printed["hub"]
@@ -461,16 +458,13 @@ def test_plan_of_regeneration(
     assert "CANNOT WORK: no room for an answer" in printed["long"]
 
 
-def test_plan_of_the_evaluation_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_the_evaluation_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "the cat"}) + "\n")
     path = recipe_file(tmp_path, eval={"prompts": str(prompts), "max_new_tokens": 511})
 
     def printed(*overrides: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["acceptance.py", str(path), *overrides])
-        acceptance.main()
+        run_main(acceptance, path, *overrides)
         return capsys.readouterr().out
 
     text = printed("--plan")

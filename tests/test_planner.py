@@ -174,7 +174,7 @@ def test_rows_are_sorted_and_their_numbers_are_the_rounds_own(replayed: Any) -> 
 # Candidates and recipes.
 
 
-def test_a_line_of_a_recipe_means_the_tree(tmp_path: Path) -> None:
+def test_a_line_of_a_recipe_means_the_tree() -> None:
     said = [
         *DEFAULT_CANDIDATES,
         *KINDS,
@@ -322,7 +322,7 @@ def test_a_plan_from_recorded_answers_to_measured_ones(recipe_path: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_c2t_is_planned_like_any_other(recipe_path: Path, doubter: Path, tmp_path: Path) -> None:
+def test_c2t_is_planned_like_any_other(recipe_path: Path, doubter: Path) -> None:
     recipe = load_recipe(
         recipe_path,
         [f"eval.planner.candidates=[{{policy: c2t, draft_calls: 6, c2t: {{classifier: {doubter}, beta: 0.3}}}}]"],

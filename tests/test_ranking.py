@@ -38,23 +38,12 @@ from tests.ranking_cases import (
     Script,
     as_counter,
     counted,
-    rank_by_script,
-    ranking_recipe,
     some_texts,
     token_counts,
     write_lines,
 )
-
-
-@pytest.fixture
-def place(tmp_path: Path, target_dir: Path) -> Path:
-    return ranking_recipe(tmp_path, target_dir)
-
-
-@pytest.fixture
-def rank_by(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Script:
-    return rank_by_script(place, monkeypatch, capsys)
-
+from tests.ranking_cases import place as place
+from tests.ranking_cases import rank_by as rank_by
 
 # The blend.
 

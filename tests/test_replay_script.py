@@ -2,8 +2,8 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import greedy, pair_of, taught
 from tests.replay_cases import PROMPTS, SAME, conversation, generation_line, policy, write_lines
+from tests.training_runs import run_main
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +71,8 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def measure(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def run(*overrides: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["acceptance.py", str(place / "recipe.yaml"), *overrides])
-        acceptance.main()
-
-    return run
+def measure(place: Path) -> Callable[..., None]:
+    return partial(run_main, acceptance, place / "recipe.yaml")
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

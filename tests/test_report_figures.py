@@ -102,7 +102,7 @@ def test_the_figures_hold_the_best_and_the_main_contender(count: int) -> None:
         assert all((f"{name}: " in plot.description) == (plot.name == "comparison") for name in others)
 
 
-def test_a_replay_shows_no_speeds(place: Path, tmp_path: Path) -> None:
+def test_a_replay_shows_no_speeds(place: Path) -> None:
     content = numbers_of(3)
     for row in content["contenders"].values():
         for key in ("speedup", "tokens_per_second", "speed_ratio", "mean_prompt_speedup", "overhead_share"):

@@ -5,7 +5,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,7 @@ from draftsmith.recipes.schema import GeneratorSection
 from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, Reply, expected
 from tests.server_place import LIMIT, Place
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Place:
-    return Place(tmp_path, monkeypatch, capsys)
-
+from tests.server_place import place as place
 
 # Answers.
 

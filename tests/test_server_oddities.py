@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,13 +13,9 @@ from draftsmith.data_gen.server.client import Client, normalised_urls
 from draftsmith.recipes.errors import UserError
 from tests.fake_server import FakeServer, Reply, response
 from tests.server_place import Place
+from tests.server_place import place as place
 
 DEEP = b"[" * 200_000
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Place:
-    return Place(tmp_path, monkeypatch, capsys)
 
 
 def completion(**choice: Any) -> bytes:

@@ -7,7 +7,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +18,8 @@ from draftsmith.recipes.errors import UserError
 from tests.crash import CAN_FORK, CrashLab, Ending
 from tests.fake_server import STOP, FakeServer, response
 from tests.server_place import Place
+from tests.server_place import place as place
 from tests.test_crashes import kill_until_it_ends, told
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Place:
-    return Place(tmp_path, monkeypatch, capsys)
-
 
 # What stops a run.
 

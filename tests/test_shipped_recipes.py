@@ -10,13 +10,9 @@ decoded must then equal plain decoding.
 
 import json
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -31,8 +27,9 @@ from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.schema import Recipe, TargetSection, TrainSection, other_than_published
-from draftsmith.train import c2t, eagle, eagle3, poss
+from draftsmith.train import c2t
 from tests.conftest import make_target
+from tests.training_runs import TRAINED_BY, run_main
 
 ROOT = Path(__file__).parents[1]
 DEMOS = {"demo", "demo-eagle", "demo-poss"}  # run as they are, by the commands in their heads
@@ -91,7 +88,7 @@ LLAMA3_ROPE = {
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "attention_bias": True}
 
-TRAINED_BY = {"eagle3": eagle3, "eagle": eagle, "poss": poss}  # a drafter's kind -> its script
+
 LLAMA3_SPECIAL = ["<|pad|>", "<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
 LLAMA3_8B = ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, LLAMA3, LLAMA3_SPECIAL)
 LLAMA2_CHAT = ("llama", {"num_key_value_heads": 4}, LLAMA2, ["<unk>", "<s>", "</s>"])
@@ -156,15 +153,6 @@ def save_target(name: str, directory: Path) -> Path:
     model.save_pretrained(directory)
     tiny_tokenizer(template, special).save_pretrained(directory)
     return directory
-
-
-def run(module: ModuleType, script: str, recipe: str, overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script's main in this process."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-    monkeypatch.setattr(sys, "argv", [script, recipe, *overrides])
-    main: Callable[[], None] = module.main
-    main()
 
 
 def write_prompts(path: Path, words: str) -> Path:
@@ -247,25 +235,25 @@ def test_from_prompts_to_acceptance(
     kind = recipe.drafter.kind
     train = TRAINED_BY[kind]
     if name in ("gpt-oss-20b", "llama3-8b-instruct-poss"):  # a plan takes seconds: some without conversations
-        run(train, f"{kind}.py", path, [*overrides, "train.token_loss=0.5", "--plan"], monkeypatch)
+        run_main(train, path, *overrides, "train.token_loss=0.5", "--plan")
         said = capsys.readouterr().out
         assert "regenerate writes it" in said
         assert re.match(rf"note: not as published for {kind}: train.token_loss 0.5 \(published [01.]+\)\n", said)
-    run(regenerate, "regenerate.py", path, overrides, monkeypatch)
-    run(rank_vocab, "rank_vocab.py", path, overrides, monkeypatch)
+    run_main(regenerate, path, *overrides)
+    run_main(rank_vocab, path, *overrides)
     if name in ("vicuna-13b-v1.3", "llama2-7b-chat-c2t"):
-        run(train, f"{kind}.py", path, [*overrides, "--plan"], monkeypatch)
+        run_main(train, path, *overrides, "--plan")
         assert "CANNOT WORK" not in capsys.readouterr().out
-    run(train, f"{kind}.py", path, overrides, monkeypatch)
+    run_main(train, path, *overrides)
     assert "as published for" not in capsys.readouterr().out
     if "labels" in recipe.model_fields_set:
-        run(label_trees, "label_trees.py", path, overrides, monkeypatch)
-        run(c2t, "c2t.py", path, overrides, monkeypatch)
+        run_main(label_trees, path, *overrides)
+        run_main(c2t, path, *overrides)
         assert sum(p.numel() for p in C2tClassifier.load(tmp_path / "run/c2t").parameters()) == 241
-    run(acceptance, "acceptance.py", path, overrides, monkeypatch)
+    run_main(acceptance, path, *overrides)
     if "labels" in recipe.model_fields_set:
         sweep = "--betas", "0.3", "0.6", "--nodes", "4", "12"
-        run(c2t_sweep, "c2t_sweep.py", path, [*overrides, *sweep], monkeypatch)
+        run_main(c2t_sweep, path, *overrides, *sweep)
         assert "At equal tau" in capsys.readouterr().out
 
     conversations = [json.loads(line) for line in (tmp_path / "run/conversations.jsonl").read_text().splitlines()]

@@ -300,9 +300,7 @@ def test_plots_of_what_is_there(lines: dict[str, Any], tmp_path: Path) -> None:
     assert "HASS" in made["positions"].description and "PosS" not in made["positions"].description
 
 
-def test_the_report_command(
-    lines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_report_command(lines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results, doc = tmp_path / "results.jsonl", tmp_path / "results.md"
     results.write_text("".join(json.dumps({"cell": name, **line}) + "\n" for name, line in lines.items()))
     parts = "".join(f"<!-- study:{name} -->\n<!-- end -->\n" for name in ("drafters", "plot-data", "plot-c2t_eagle2"))

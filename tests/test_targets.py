@@ -39,6 +39,7 @@ from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_target, make_tokenizer
 from tests.decoding import decode, write_answers
+from tests.pairs import greedy
 from tests.slow_drafters import SlowDrafter
 
 DEMO = Path(__file__).parents[1] / "recipes/demo_target"
@@ -212,15 +213,6 @@ def test_trees_equal_their_paths_read_alone_also_beyond_the_window(name: str) ->
     assert_close(logits, fresh)
 
 
-def generate(target: Target, prompt: list[int], count: int) -> list[int]:
-    """transformers' own greedy decoding, with the cache that it chooses."""
-    ids = torch.tensor([prompt])
-    out = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=STOP
-    )
-    return out[0, len(prompt) :].tolist()
-
-
 # Families that differ in their caches, masks and positions. That trees equal their paths is tested everywhere.
 CACHES = [
     *("llama", "mistral, all layers slide", "qwen2, some layers slide", "gemma2", "gemma3", "gemma4", "gpt_oss"),
@@ -233,7 +225,7 @@ def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
     target = target_of(name)
     drafting = PolicyProposer(FeatureDrafting(drafter_of(name)), Eagle2(nodes=12, draft_calls=3, top_k=4))
     prompts = [some_tokens(5, 4), (some_tokens(9, 5) * 4)[:33]]  # within the window at first, and beyond it
-    expected = [generate(target, prompt, 16) for prompt in prompts]
+    expected = [greedy(target, prompt, 16, STOP) for prompt in prompts]
     for prompt, answer, lookup in zip(prompts, expected, (None, PromptLookup(6, target.device)), strict=True):
         assert decode(target, drafting, prompt, {STOP}, 16).token_ids == answer
         assert decode(target, lookup, prompt, {STOP}, 16).token_ids == answer
@@ -261,7 +253,7 @@ def test_a_window_that_the_decoder_ignores_is_ignored(family: str, stray: dict[s
     assert (target.kinds.window, target.kinds.mixed) == (None, False)
     assert getattr(target.config, "sliding_window", None) in (WINDOW, None)  # what is tried leaves no trace
     prompts = [some_tokens(9, seed) * 3 for seed in range(3)]
-    expected = [generate(Target(plain), prompt, 16) for prompt in prompts]
+    expected = [greedy(Target(plain), prompt, 16, STOP) for prompt in prompts]
     for prompt, answer in zip(prompts, expected, strict=True):
         assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 16).token_ids == answer
     settings = GenerationSettings(16, 100, (STOP,), temperature=0)
@@ -388,7 +380,7 @@ def test_a_vision_language_model_is_a_text_target() -> None:
     model = AutoModelForCausalLM.from_config(config).float().eval()
     assert type(model).__name__ == "Gemma3ForConditionalGeneration"
     target, prompt = Target(model), some_tokens(20, 4)
-    answer = generate(target, prompt, 8)
+    answer = greedy(target, prompt, 8, STOP)
     assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 8).token_ids == answer
     settings = GenerationSettings(8, 100, (STOP,), temperature=0)
     assert next(write_answers(model, iter([("a", prompt)]), settings))[1] == answer

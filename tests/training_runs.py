@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.train import eagle3
+from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
 
 ROOT = Path(__file__).parent.parent
@@ -70,21 +70,28 @@ def recipe_path(tmp_path: Path, target_dir: Path) -> Path:
     return path
 
 
-def run_main(module: Any, recipe_path: Path, *arguments: str) -> None:
-    """Runs a script in this process."""
+def fresh_accelerator() -> None:
+    """Forgets the accelerator of an earlier run in this process."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    argv, sys.argv = sys.argv, ["script.py", str(recipe_path), *arguments]
-    try:
+
+
+def run_main(module: Any, *arguments: str | Path) -> None:
+    """Runs a script in this process."""
+    fresh_accelerator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script.py", *map(str, arguments)])
         module.main()
-    finally:
-        sys.argv = argv
 
 
-def train(recipe_path: Path, *overrides: str) -> Path:
-    """Runs eagle3.py in this process; returns its output_dir."""
-    run_main(eagle3, recipe_path, *overrides)
-    return Path(load_recipe(recipe_path, [each for each in overrides if not each.startswith("--")]).output_dir)
+TRAINED_BY = {"eagle3": eagle3, "eagle": eagle, "poss": poss}
+
+
+def train(recipe_path: Path, *overrides: str, script: str | None = None) -> Path:
+    """Runs the drafter's or another training script in this process; returns its output_dir."""
+    recipe = load_recipe(recipe_path, [each for each in overrides if not each.startswith("--")])
+    run_main(TRAINED_BY[script or recipe.drafter.kind], recipe_path, *overrides)
+    return Path(recipe.output_dir)
 
 
 def metrics(output: Path) -> list[dict]:
