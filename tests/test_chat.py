@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data_gen import regenerate
-from draftsmith.data_gen.answers.generators import Writer
+from draftsmith.data_gen.answers.regeneration import OpenConversations
 from draftsmith.data_gen.corpus.ranking import count_supervised
 from draftsmith.data_gen.rows.training_rows import training_rows
+from draftsmith.data_gen.server.generator import Answered
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
@@ -27,6 +26,7 @@ from draftsmith.models.vocab import rank
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import CHAT_TEMPLATE, make_target, make_tokenizer
 
@@ -317,46 +317,17 @@ def test_thoughts_in_text_stay_in_the_content() -> None:
     assert answer_message(tokenizer, ids)["content"] == "the cat</think> a dog"
 
 
-@pytest.mark.parametrize(
-    ("template", "special", "answer"),
-    [
-        (THINKING, [], "<think>the rain</think>a dog<|end|>"),
-        (R1, [], "the rain</think>a dog<|end|>"),
-        (R1, ["<think>", "</think>"], "the rain</think>a dog<|end|>"),
-        (
-            HARMONY,
-            HARMONY_TOKENS,
-            "<|channel|>analysis<|message|>the rain<|end|><|start|>assistant<|channel|>final<|message|>a dog<|return|>",
-        ),
-    ],
-    ids=["qwen3", "r1", "r1 with special tags", "harmony"],
-)
-def test_two_turns_are_two_rows_and_the_second_prompt_holds_no_thoughts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, special: list[str], answer: str
-) -> None:
-    tokenizer = with_tokens(template, special)
-    conversation = {"id": "c", "messages": [{"role": "user", "content": text} for text in ("the mat", "a cat")]}
-    tokenizer.save_pretrained(tmp_path / "target")
-    make_target(num_layers=1, vocab_size=340).save_pretrained(tmp_path / "target")
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(conversation) + "\n")
-    recipe = {
-        "output_dir": str(tmp_path / "out"),
-        "target": {"model": str(tmp_path / "target")},
-        "data": {"prompts": str(tmp_path / "prompts.jsonl")},
-    }
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    output = ids_of(tokenizer, answer)
-
-    def answers(writer: Writer, prompts: Any) -> Any:
-        for key, _ in prompts:
-            yield key, output, "stop"
-
-    monkeypatch.setattr(Writer, "__call__", answers)
-    monkeypatch.setattr("sys.argv", ["regenerate.py", str(tmp_path / "r.yaml")])
-    regenerate.main()
-    rows = list(training_rows(tmp_path / "out/conversations.jsonl", tokenizer, 1000, Rejects()))
-    assert [row.id for row in rows] == ["c", "c"]
-    first, second = (tokenizer.decode(row.input_ids[: row.spans[0][0]]) for row in rows)
-    assert all(row.input_ids[row.spans[0][0] :] == output and len(row.spans) == 1 for row in rows)
-    assert "the mat" in first and "the rain" not in first
-    assert "the mat" in second and "a dog" in second and "a cat" in second and "the rain" not in second
+def test_the_second_prompt_of_a_harmony_conversation_holds_no_thoughts() -> None:
+    """As for thoughts that stand in the text: tests/test_tools_and_thoughts.py."""
+    tokenizer: Any = with_tokens(HARMONY, HARMONY_TOKENS)
+    conversation = Conversation("c", [{"role": "user", "content": text} for text in ("the mat", "a cat")])
+    asked = OpenConversations([conversation], tokenizer, 1000, Rejects())
+    thought, answer = "<|channel|>analysis<|message|>the rain<|end|>", "<|channel|>final<|message|>a dog<|return|>"
+    output, prompts = ids_of(tokenizer, f"{thought}<|start|>assistant{answer}"), []
+    for prompt in asked.prompts():
+        assert prompt is not None
+        prompts.append(str(tokenizer.decode(list(prompt[1]))))
+        asked.take(Answered(prompt[0], output, "stop"))
+    first, second = prompts
+    assert "the mat" in first and "the rain" not in second
+    assert all(text in second for text in ("the mat", "a dog", "a cat"))

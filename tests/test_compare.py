@@ -128,21 +128,6 @@ def test_every_problem_of_every_recipe_at_once(place: Path, tmp_path: Path) -> N
     assert len(both) == 4 and sum("`eval.evil`" in problem for problem in both) == 1
 
 
-def test_unknown_keys_and_equal_names_are_told_with_the_rest(place: Path) -> None:
-    problems = problems_of(
-        place / "recipe.yaml",
-        *("foo=1", "x: eval.tree.nodes=1", "x: eval.tree.nodes=9", "x: eval.max_new_tokens=3"),
-        overrides=("eval.also=[{name: x, proposer: prompt_lookup, tree: {policy: chain}}]",),
-    )
-    assert problems[0].startswith("--compare 'foo=1': override 'foo=1': unknown key `foo`: known here are output_dir")
-    assert "expected at least 2" in problems[1] and "eval.max_new_tokens is the same for all" in problems[2]
-    assert problems[3] == (
-        "eval.also.0, --compare 'x: eval.tree.nodes=1', --compare 'x: eval.tree.nodes=9', "
-        "--compare 'x: eval.max_new_tokens=3': names must differ; 'x' is given twice"
-    )
-    assert len(problems) == 4
-
-
 def test_rows_of_a_compared_recipe_are_left_out_with_a_note(place: Path, tmp_path: Path) -> None:
     content = yaml.safe_load((place / "recipe.yaml").read_text())
     content["eval"]["also"] = [{"name": "wide", "tree": {"nodes": 30}}]

@@ -73,24 +73,6 @@ def test_every_form_of_file_counts_the_same(place: Path, rank_by: Script, tokeni
     ]
 
 
-def test_a_text_file_is_cut_into_pieces_that_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus_reader, "PIECE_BYTES", 50)
-    whole = ("é☂𝄞" * 40 + " " + "word " * 30 + "\n" + "line of text\n" * 20 + "\ufeffend").encode()
-    path = tmp_path / "text.txt"
-    path.write_bytes(whole)
-    corpus = corpus_of(RankingSource(source=str(path)))
-    pieces, places = [], []
-    for item in corpus.items({}):
-        pieces.append(item)
-        places.append(corpus.position())
-    assert b"".join(piece.content for piece in pieces) == whole
-    assert [piece.opens for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-    assert all(len(piece.content) <= 50 and piece.content.decode() for piece in pieces)
-    assert all(piece.line == 1 + whole[: whole.index(piece.content)].count(b"\n") for piece in pieces[:5])
-    for i, position in enumerate(places):  # wherever a run goes on, it reads the same pieces
-        assert list(corpus_of(corpus.section).items(position)) == pieces[i + 1 :]
-
-
 def test_any_bytes_in_pieces_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, path = random.Random(20), tmp_path / "text.txt"
     parts = [b"a", b" ", b"\n", b"\r", "é".encode(), "☂".encode(), "𝄞".encode(), b"\x80", b"\xff", b"\xe2", b"\xf0\x9d"]

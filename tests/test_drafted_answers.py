@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 
 from draftsmith.data_gen.answers import generators
-from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
-from tests.decoding import write_answers
 from tests.pairs import taught, untaught
-from tests.test_regenerate import STOPS, Workspace
+from tests.test_regenerate import Workspace
 from tests.test_regenerate import place as place  # the fixture
 
 LAYERS = (0, 1, 2)  # that the drafter reads
@@ -63,39 +60,6 @@ def test_greedy_files_are_the_same_with_a_drafter_and_without(place: Workspace, 
     found = by_id(place)
     assert [record["generator"].pop("drafted_by", None) for record in found.values()].count(drafted_by) == 7
     assert found == expected
-
-
-def test_draws_do_not_depend_on_neighbours_or_order(place: Workspace) -> None:
-    """And the same run writes the same file."""
-    drafter = add_drafter(place, steps=1)
-    place.ask(1)
-    recipe = load_recipe(str(place.recipe), [f"data.generator.drafter={drafter}"])
-
-    def answers(batch_size: int, order: int) -> dict[Any, Any]:
-        settings = GenerationSettings(12, 200, STOPS, temperature=1.0, top_p=0.9, batch_size=batch_size)
-        prompts = [(("q", i), [5 + i, 7, 11][: 1 + i % 3]) for i in range(9)][::order]
-        return {key: (ids, reason) for key, ids, reason in Writer.of(recipe, settings)(iter(prompts))}
-
-    together = answers(4, 1)
-    assert together == answers(1, -1)
-    assert len({tuple(ids) for ids, _ in together.values()}) == 9
-
-
-def test_first_tokens_follow_the_target_s_law(place: Workspace) -> None:
-    """The law of whole answers is enumerated in tests/test_sampling.py; here, that settings reach it."""
-    place.ask(1)
-    recipe = load_recipe(str(place.recipe), [f"data.generator.drafter={add_drafter(place, steps=1)}"])
-    settings = GenerationSettings(3, 200, (), temperature=0.3, top_k=3, batch_size=64)
-    prompts = [((i,), [5, 6, 7]) for i in range(300)]
-    model = load_causal_lm(recipe.target)
-    for position in range(3):
-        drafted, plain = (
-            Counter(ids[position] for _, ids, _ in ways)
-            for ways in (Writer.of(recipe, settings)(iter(prompts)), write_answers(model, iter(prompts), settings))
-        )
-        for token in drafted | plain:
-            spread = (max(drafted[token], plain[token], 4) * 2) ** 0.5  # of the difference of two counts
-            assert abs(drafted[token] - plain[token]) < 5 * spread
 
 
 def test_the_plan_names_the_drafter_and_loads_nothing(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

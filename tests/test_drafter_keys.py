@@ -29,20 +29,6 @@ def test_a_setting_that_would_do_nothing_is_refused(write, tree: str, said: str)
     assert re.search(said, problem), problem
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        *("{policy: chain}", "{policy: svip}", "{policy: static}", "{policy: ddd}", "{policy: auto}"),
-        *("{policy: ddd, ddd: {at: [2, 20]}}", "{policy: svip_tree, top_k: 4}"),
-        "{policy: c2t, top_k: 4, c2t: {classifier: x}}",
-    ],
-)
-def test_a_dumped_tree_reads_back(write, tmp_path: Path, tree: str):
-    recipe = load_recipe(write(SMALLEST), [f"eval.tree={tree}"])
-    (tmp_path / "dumped.yaml").write_text(dump_recipe(recipe))
-    assert load_recipe(tmp_path / "dumped.yaml") == recipe
-
-
 # Drafters and how they were published.
 
 HASS = {"token_loss": 0.1, "feature_loss": 1.0, "feature_noise": 0.2, "detach_features": True, "step_weight": 1.0}
@@ -172,12 +158,6 @@ def test_all_that_cannot_be_trained_is_told_at_its_own_place(write):
     feature, steps = problems_of(write(SMALLEST + text))
     assert ":6: `train.feature_loss`: 1, but the output" in feature
     assert ":7: `train.ttt_steps`: 3 steps train no further" in steps
-
-
-@pytest.mark.parametrize("kind", ["eagle", "poss", "poss, base: eagle3", "eagle3"])
-def test_defaults_are_not_otherwise_than_published(write, kind):
-    recipe = load_recipe(write(SMALLEST), [f"drafter={{kind: {kind}}}"])
-    assert other_than_published(recipe.drafter, recipe.train) is None
 
 
 @pytest.mark.parametrize(

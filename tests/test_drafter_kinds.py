@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.run import trainer
+from draftsmith.train.run import loop, trainer
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import KINDS, untaught
@@ -164,6 +165,30 @@ def test_noise_is_for_training_alone_and_changes_it(recipe_of: Any, tmp_path: Pa
     quiet = metrics(train(path, *tiny, "train.feature_noise=0", f"output_dir={silent}"))
     assert noisy[-1]["loss"] != pytest.approx(quiet[-1]["loss"], rel=1e-4)
     assert noisy[-1]["validation_loss"] == pytest.approx(quiet[-1]["validation_loss"], rel=1e-6)
+
+
+def test_noise_depends_on_seed_epoch_and_row_alone(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its draws have the same names however rows are batched; tests/test_losses.py has what a name draws."""
+    path, drawn = recipe_of("eagle"), Counter[tuple[str, int]]()
+    add = loop.add_noise
+
+    def adding(states: torch.Tensor, width: float, lengths: list[int], names: list[str], documents: Any) -> Any:
+        drawn.update(zip(names, lengths, strict=True))
+        return add(states, width, lengths, names, documents)
+
+    monkeypatch.setattr(loop, "add_noise", adding)
+
+    def names_of(label: str, *overrides: str) -> Counter[tuple[str, int]]:
+        drawn.clear()
+        output = copy_of_inputs(path.with_suffix(""), path.with_name(label))
+        epochs = ["train.max_steps=null", "train.epochs=2", "train.validation_conversations=0"]
+        train(path, *epochs, *overrides, f"output_dir={output}")
+        return drawn.copy()
+
+    one = names_of("one", "train.batch_size=1", "train.gradient_accumulation_steps=4")
+    assert len(one) == one.total() == 2 * 24
+    assert names_of("four", "train.batch_size=4") == one
+    assert not names_of("other seed", "train.seed=1").keys() & one.keys()
 
 
 def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -357,12 +357,16 @@ def test_prompts_that_are_not_files(write):
     assert problem.endswith("`eval.prompts`: stdlib:test: write stdlib:train or stdlib:heldout")
 
 
-def test_dumped_recipe_reads_back(write):
-    overrides = [
-        "train.learning_rate=1e-7",
-        "train.mixed_precision=no",
-        "output_dir='runs/é: #1'",
-        "target.revision='1e5'",
-    ]
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.learning_rate=1e-7", "train.mixed_precision=no", "output_dir='runs/é: #1'", "target.revision='1e5'"],
+        *([f"eval.tree={{policy: {policy}}}"] for policy in ("chain", "svip", "static", "ddd", "auto")),
+        ["eval.tree={policy: ddd, ddd: {at: [2, 20]}}", "eval.also=[{name: b, tree: {policy: svip_tree, top_k: 4}}]"],
+        ["eval.tree={policy: c2t, top_k: 4, c2t: {classifier: x}}"],
+    ],
+    ids=str,
+)
+def test_dumped_recipe_reads_back(write, overrides):
     recipe = load_recipe(write(SMALLEST), overrides)
     assert load_recipe(write(dump_recipe(recipe))) == recipe

@@ -177,6 +177,7 @@ def test_what_the_documentation_says_of_a_70b_target() -> None:
     shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
     config = AutoConfig.for_model("llama", num_attention_heads=64, num_key_value_heads=8, **shape)
     size = target_size(config, "bfloat16")
+    assert size.parameters == 70_553_706_496  # as the model's card counts
     assert gigabytes(size.weight_bytes) == "141 GB"
     of_eight = shared_out(size, 8)
     assert gigabytes(of_eight.weight_bytes) == "23.0 GB"

@@ -299,12 +299,6 @@ def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.Monke
     for stage in stages_of(recipe):
         assert f"draftsmith {stage} recipes/{name}.yaml" in head
     assert "Measured" in head
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_losses_are_as_published(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    recipe = load_recipe(f"recipes/{name}.yaml")
     assert other_than_published(recipe.drafter, recipe.train) is None
 
 
@@ -328,12 +322,6 @@ def test_poss_recipes_turn_to_eagle3_as_their_heads_say(name: str, monkeypatch: 
 
 def test_every_recipe_is_tried() -> None:
     assert set(RECIPES) == {*SHRUNKEN, *DEMOS}
-
-
-def test_targets_are_those_that_the_recipes_name() -> None:
-    """The layers that the recipes' heads name, by the number of layers of their targets."""
-    layers = {32: (2, 16, 29), 80: (2, 40, 77), 40: (2, 20, 37), 36: (2, 18, 33), 24: (2, 12, 21)}
-    assert {count: default_capture_layers(count) for count in layers} == layers
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Replay while training: tau at every checkpoint, what a kill leaves of it, and what cannot be replayed."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,42 +84,26 @@ class Killed(BaseException):
 def test_a_kill_between_checkpoint_and_replay_loses_neither(
     recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """The checkpoint comes first; each line stands once, with its replay, wherever the run was killed."""
-    replayed, log = Loop.replayed, Loop._log
+    """The checkpoint comes first, and the step's line is logged once, with its replay."""
+    replayed, killed = Loop.replayed, tmp_path / "killed"
     whole = train(recipe_path, *REPLAY)
-    for moment in ("replay", "log"):
-        killed = tmp_path / moment
-        killed.mkdir()
-        for name in ("conversations.jsonl", "draft_vocab.safetensors"):
-            shutil.copy(whole / name, killed / name)
-        with monkeypatch.context() as patched:
+    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"))
 
-            def kill(killed: Path = killed) -> None:
-                if (killed / f"checkpoints/step-0000000{at}").exists():
-                    raise Killed
+    def replayed_or_killed(self: Loop) -> dict:
+        if (killed / f"checkpoints/step-0000000{at}").exists():
+            raise Killed
+        return replayed(self)
 
-            def replayed_or_killed(self: Loop) -> dict:
-                kill()
-                return replayed(self)
-
-            def half_logged(self: Loop, line: dict, killed: Path = killed) -> None:
-                if line["step"] == at:
-                    with (killed / "metrics.jsonl").open("a") as file:
-                        file.write(json.dumps(line)[:20])
-                    kill()
-                log(self, line)
-
-            patched.setattr(Loop, *(("replayed", replayed_or_killed) if moment == "replay" else ("_log", half_logged)))
-            with pytest.raises(Killed):
-                train(recipe_path, *REPLAY, f"output_dir={killed}")
-        assert (killed / f"checkpoints/step-0000000{at}").exists()
-        assert (killed / "metrics.jsonl").read_text().count("\n") == at - 1
-        assert not (killed / "drafter").exists()
-        for _ in range(2):  # a run that is complete writes no line again
-            train(recipe_path, *REPLAY, f"output_dir={killed}")
-            assert metrics(killed) == metrics(whole)
-        mine, expected = (load_file(d / "drafter/model.safetensors") for d in (killed, whole))
-        assert all(torch.equal(mine[name], expected[name]) for name in expected)
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Loop, "replayed", replayed_or_killed)
+        train(recipe_path, *REPLAY, f"output_dir={killed}")
+    assert (killed / "metrics.jsonl").read_text().count("\n") == at - 1
+    assert not (killed / "drafter").exists()
+    for _ in range(2):  # a run that is complete writes no line again
+        train(recipe_path, *REPLAY, f"output_dir={killed}")
+        assert metrics(killed) == metrics(whole)
+    mine, expected = (load_file(d / "drafter/model.safetensors") for d in (killed, whole))
+    assert all(torch.equal(mine[name], expected[name]) for name in expected)
 
 
 def test_a_line_that_waits_for_a_replay_is_logged_without_one_if_it_is_switched_off(
@@ -142,15 +128,15 @@ def test_sigterm_does_not_wait_for_a_replay(recipe_path: Path, monkeypatch: pyte
         output,
         ignore=shutil.ignore_patterns("checkpoints", "drafter", "metrics.jsonl"),
     )
-    step = Loop._step
+    steps, step = itertools.count(1), torch.optim.AdamW.step
+
+    def step_and_stop(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        if next(steps) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *arguments)
+
     with monkeypatch.context() as patched:
-
-        def step_and_stop(self: Loop, number: int) -> tuple[float, float, bool]:
-            if number == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return step(self, number)
-
-        patched.setattr(Loop, "_step", step_and_stop)
+        patched.setattr(torch.optim.AdamW, "step", step_and_stop)
         patched.setattr(Loop, "replayed", lambda _: pytest.fail("it waited"))
         train(recipe_path, *REPLAY, f"output_dir={output}")
     assert [line["step"] for line in metrics(output)] == [1, 2]
