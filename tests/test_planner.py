@@ -387,6 +387,7 @@ def test_a_loaded_plan_s_rounds_are_those_of_decoding(recipe_path: Path) -> None
     recipe = load_recipe(recipe_path)
     lineup = Lineup(recipe.target)
     plan = planner.make_plan(lineup, recipe, *planner.prepared(recipe, main_contender(recipe), candidates_of(recipe)))
+    assert re.match("0 of [1-9]", plan.agreement)  # another target's answers are refused while they are read
     for row in plan.rows:
         for answer, replayed_answer in zip(plan.answers, row.rounds, strict=True):
             proposer = lineup.proposer(row.contender)
