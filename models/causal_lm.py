@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.families import scaled_logits
-from draftsmith.models.key_values import SlotTree
+from draftsmith.models.key_values import SlotTree, check_rollback
+from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -101,9 +102,9 @@ class CausalLMDrafting:
         self.slots.keep(index)
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        held = self.session.lengths
-        self.session.rollback([min(length, known) for length, known in zip(lengths, held, strict=False)])
-        self._begin_round(self.log_probs_of_root)
+        check_rollback(self.session.lengths, lengths)
+        self.session.rollback(lengths)
+        self._begin_round(self.log_probs_of_root[:, :0])  # unknown until the next `observe`
 
     @torch.no_grad()
     def observe(self, committed: Committed) -> None:
@@ -111,7 +112,11 @@ class CausalLMDrafting:
         known, tokens = len(self.session.lengths), committed.tokens
         log_probs = [self._catch_up(tokens[:known])] if known else []
         if known < len(tokens):
-            logits_BV, _ = self.session.prefill(tokens[known:])
+            texts = tokens[known:]
+            if committed.prompts:
+                prompts = committed.prompts[known:]
+                texts = [Prompt(text, prompt.inserts) for text, prompt in zip(texts, prompts, strict=True)]
+            logits_BV, _ = self.session.prefill(texts)
             if self.head_rows is not None:
                 logits_BV = logits_BV[:, self.vocab.target_ids]
             log_probs.append(functional.log_softmax(logits_BV, dim=-1))

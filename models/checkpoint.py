@@ -69,8 +69,8 @@ def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
         dtype: the target's while the drafter was trained.
 
     Returns:
-        `architectures`, `model_type`, `dtype`; `embeddings` and `head`, the names of these tensors in the target's
-        checkpoint; `tied`, whether they are one.
+        `architectures`, `model_type`, `dtype`; `embeddings` and `head`, the names of these parameters in the loaded
+        model, which files of some families abbreviate; `tied`, whether they are one.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

@@ -201,7 +201,11 @@ class Proposer(Protocol):
     def rollback(self, lengths: Sequence[int]) -> None:
         """Keeps the first lengths[b] positions of each row and the token behind them.
 
-        The next `observe` continues from there, possibly with other tokens.
+        All rows have been observed since they were admitted. The next `observe` continues from there, possibly with
+        other tokens; `propose` needs it first.
+
+        Raises:
+            ValueError: a row has fewer positions, or there are more or fewer rows.
         """
 
     def propose(self) -> tuple[DraftTree, list[int]]:

@@ -272,7 +272,7 @@ class FeatureDrafting:
         kind = Kind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
         self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * rows, capacity=512)
         self.newest_B1 = torch.empty((0, 1), dtype=torch.long)  # position of the newest committed column
-        self._new_round(torch.empty(0))
+        self._new_round(torch.empty(rows, 0, config.hidden_size))
 
     def admit(self, rows: int) -> None:
         self.columns.admit([0] * rows)

@@ -19,6 +19,12 @@ import torch
 from torch.nn import functional
 
 
+def check_rollback(held: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raises ValueError unless each row can be cut from held[b] columns to wanted[b]."""
+    if len(held) != len(wanted) or not all(0 <= new <= old for new, old in zip(wanted, held, strict=True)):
+        raise ValueError(f"rows of {list(held)} columns cannot be rolled back to {list(wanted)}")
+
+
 @dataclass(frozen=True)
 class Kind:
     """Shape, dtype and device of a layer's keys (or values). Equal layers share a buffer."""
@@ -160,9 +166,8 @@ class KeyValues:
         self._moved()
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Keeps the first lengths[b] committed columns of each row. Raises ValueError where a row has fewer."""
-        if any(new > length for new, length in zip(lengths, self.lengths, strict=True)):
-            raise ValueError(f"rows of {self.lengths} columns cannot be rolled back to {list(lengths)}")
+        """Keeps the first lengths[b] committed columns of each row (`check_rollback`)."""
+        check_rollback(self.lengths, lengths)
         self.lengths = list(lengths)
         self._moved()
 

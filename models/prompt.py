@@ -20,7 +20,7 @@ Shapes: B rows, T tokens, n tokens of an insert, H hidden size.
 import hashlib
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
@@ -28,9 +28,12 @@ import torch
 from typing_extensions import Self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Insert:
-    """Non-text input in place of consecutive placeholder tokens: the base class."""
+    """Non-text input in place of consecutive placeholder tokens: the base class.
+
+    Inserts are equal if kind, place and content are.
+    """
 
     first: int  # column of its first token in the prompt
 
@@ -44,16 +47,24 @@ class Insert:
         """Equal for equal content in every process, wherever it stands."""
         raise NotImplementedError
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Insert):
+            return NotImplemented
+        return (type(self), self.first, self.digest) == (type(other), other.first, other.digest)
+
+    def __hash__(self) -> int:
+        return hash((self.first, self.digest))
+
     def at(self, first: int) -> Self:
         """The same content with its first token at another column."""
         return replace(self, first=first)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EmbeddingInsert(Insert):
     """Given embeddings, such as a soft prompt or an encoded picture."""
 
-    rows: torch.Tensor = field(compare=False)  # [n, H] in the scale of `get_input_embeddings()(ids)`
+    rows: torch.Tensor  # [n, H] in the scale of `get_input_embeddings()(ids)`
 
     @property
     def length(self) -> int:
@@ -111,7 +122,8 @@ class Prompt(Sequence[int]):
         return list(self) == list(other) and self.inserts_digest == Prompt.of(other).inserts_digest
 
     def __hash__(self) -> int:
-        return hash((tuple(self.token_ids), self.inserts_digest))
+        tokens = tuple(self.token_ids)
+        return hash((tokens, self.inserts_digest) if self.inserts else tokens)  # a tuple may be equal
 
     def then(self, tokens: Sequence[int]) -> "Prompt":
         """The prompt with text tokens appended."""

@@ -49,8 +49,19 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
 
 
 def device_name(wanted: str) -> str:
-    """`wanted`, or for `auto` the accelerator if there is one, else the CPU."""
+    """`wanted`, or for `auto` the accelerator if there is one, else the CPU.
+
+    Raises:
+        UserError: this machine, or this build of PyTorch, has no such device.
+    """
     if wanted != "auto":
+        try:
+            torch.empty(1, device=wanted).cpu()
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # by kind of device, and by build
+            raise UserError(
+                f"target.device: {wanted!r} cannot be used here ({first_line(error)}); write auto, cpu, or an "
+                "accelerator of this machine such as cuda:0"
+            ) from None
         return wanted
     return str(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else "cpu"
 
@@ -257,6 +268,8 @@ class Target:
     def _insert(self, placed: PlacedInsert, embeddings_BTH: torch.Tensor, scale: float) -> None:
         first, length = placed.insert.first, placed.insert.length
         begin, end = max(0, first), min(first + length, embeddings_BTH.shape[1])
+        if begin >= end:
+            return
         rows = self.read_insert(placed.insert)[begin - first : end - first]
         embeddings_BTH[placed.row, begin:end] = rows.to(embeddings_BTH.dtype) * scale
 

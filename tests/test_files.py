@@ -29,6 +29,12 @@ def test_an_error_while_writing_leaves_the_older_file_and_nothing_else(tmp_path:
     assert (tmp_path / "file").read_bytes() == "older \u00e9\n".encode()
 
 
+def test_a_place_that_cannot_be_locked_for_another_reason_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError), alone_in(tmp_path / "file"):
+        pass
+
+
 def test_another_process_is_refused_until_it_is_killed(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=-1, stdout=-1, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"

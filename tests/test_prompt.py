@@ -55,6 +55,9 @@ def test_a_prompt_is_its_tokens_and_what_stands_in_their_place() -> None:
     assert Prompt([5, 6]) == [5, 6] and Prompt([5, 6]).inserts_digest == b""
     prompts = [Prompt([5, 3, 3, 7]), *(Prompt([5, 3, 3, 7], (each,)) for each in (one, other, one.at(2)))]
     assert len({prompt.digest for prompt in prompts}) == 4 and len(set(prompts)) == 4
+    assert len({one, other, EmbeddingInsert(1, one.rows.clone()), one.at(2)}) == 3
+    assert len({PlacedInsert(0, one), PlacedInsert(0, other)}) == 2
+    assert {(5, 6): "there"}[Prompt([5, 6])] == "there"  # type: ignore[index]
     longer = prompts[1].then([8, 9])
     assert list(longer) == [5, 3, 3, 7, 8, 9] and longer.inserts == (one,)
     assert [longer.begins_with(prompt) for prompt in prompts] == [False, True, False, False]
@@ -91,6 +94,19 @@ def test_an_insert_of_the_target_s_own_embeddings_changes_nothing(family: str) -
     ):
         torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
     assert (target.states(ids).last - target.states(text).last).abs().max() > 1e-2  # the placeholders alone
+    for outside in (-3, len(TEXT)):  # a part of the text has no column of the insert
+        [away] = [PlacedInsert(0, each.at(outside)) for each in asked.inserts]
+        assert torch.equal(target.inputs(text, inserts=[away]).embeddings, target.inputs(text).embeddings)
+
+
+def test_a_drafter_that_is_a_causal_lm_reads_inserts() -> None:
+    target, _ = pair_of("llama")
+    proposer = PolicyProposer(CausalLMDrafting(target), policy_of(TREE))
+    text = [21, 22, 23, 24, 25, 26, 27, 28, 29]
+    found, wanted = (
+        decode(target, proposer, prompt, {-1}, 20) for prompt in (with_insert(target, text, 0, 7), Prompt(text))
+    )
+    assert found.accepted_per_round == wanted.accepted_per_round and sum(found.accepted_per_round) > 10
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "hass"])
@@ -262,8 +278,13 @@ def test_a_proposer_that_was_rolled_back_goes_on_as_if_nothing_had_been_there(ki
     rolled, new = fresh(), fresh()
     for proposer in (rolled, new):
         proposer.reset(3)
+    with pytest.raises(ValueError, match="cannot be rolled back"):
+        rolled.rollback([1, 0, 0])  # nothing was observed yet
     tell(rolled, texts, [0, 0, 0])
     rolled.propose()
+    for wrong in ([20, 5, 3], [8, 5], [8, -1, 3]):
+        with pytest.raises(ValueError, match="cannot be rolled back"):
+            rolled.rollback(wrong)
     rolled.rollback(kept)
     tell(rolled, others, kept)
     tell(new, [text[: k + 1] for text, k in zip(texts, kept, strict=True)], [0, 0, 0])

@@ -122,7 +122,14 @@ def test_changed_settings_under_a_checkpoint_are_refused(recipe_path: Path) -> N
         train(recipe_path, "train.learning_rate=0.1")
     with pytest.raises(UserError, match=r"beyond the 2 steps of this recipe"):
         train(recipe_path, "train.max_steps=2")
+    with pytest.raises(UserError, match=r"target\.dtype: the checkpoint has 'float32', this run has 'bfloat16'"):
+        train(recipe_path, "target.dtype=bfloat16")
     assert len(metrics(train(recipe_path, "train.max_steps=8"))) == 8  # a longer run goes on
+
+
+def test_a_device_that_is_not_there_is_refused(recipe_path: Path) -> None:
+    with pytest.raises(UserError, match=r"target\.device: 'banana' cannot be used here .*; write auto, cpu"):
+        load_causal_lm(load_recipe(recipe_path, ["target.device=banana"]).target)
 
 
 def test_a_checkpoint_without_a_key_is_gone_on_with_unless_the_key_says_something(

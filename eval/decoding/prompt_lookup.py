@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.models.draft_tree import Committed, DraftTree
+from draftsmith.models.key_values import check_rollback
 from draftsmith.models.sampling import Draws
 
 
@@ -37,6 +38,7 @@ class PromptLookup:
         self.texts = [self.texts[row] for row in rows]
 
     def rollback(self, lengths: Sequence[int]) -> None:
+        check_rollback([max(0, len(text.tokens) - 1) for text in self.texts], lengths)
         for row, length in enumerate(lengths):
             kept = self.texts[row].tokens[: length + 1]
             self.texts[row] = _Text(self.max_ngram)

@@ -136,7 +136,7 @@ class Speculator:
                 f"{len(prompt)} prompt tokens and {max_new_tokens} new ones exceed the target's {positions} positions"
             )
         proposer = self.proposer(tree or TreeSection(), sampling)
-        draws = SeededDraws(seed, tuple(prompt))
+        draws = SeededDraws(seed, prompt.digest if prompt.inserts else tuple(prompt))
         verifier = TargetVerifier(self.target, proposer, acceptance_of(sampling))
         with torch.inference_mode():
             [generation] = decode(verifier, proposer, [prompt], self.stop_ids, max_new_tokens, [draws])

@@ -153,7 +153,7 @@ def _run(main: Callable[[], None], many_processes: bool) -> None:
 
 @contextmanager
 def _no_finalization() -> Iterator[None]:
-    """Ends one of several processes without the interpreter's finalization.
+    """Ends one of several processes without the interpreter's finalization, after its exit handlers.
 
     A worker thread of a process group may still hold the last collective's tensors and needs the interpreter's lock to
     release them. Once finalization has begun, asking for that lock aborts the process, after all its work is done.
@@ -167,7 +167,7 @@ def _no_finalization() -> Iterator[None]:
                 stream.flush()
         os._exit(status)
 
-    atexit.register(leave)  # runs last, because the other handlers register later
+    atexit.register(leave)  # runs behind all handlers that register from now on
     try:
         yield
         status = 0

@@ -1,5 +1,6 @@
 """Keeps two processes from writing to one place."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from draftsmith.recipes.errors import UserError
+
+UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network file systems cannot lock
 
 
 @contextmanager
@@ -31,8 +34,9 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         raise UserError(refusal) from None
-    except OSError:
-        pass  # some network file systems cannot lock
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
     try:
         yield
     finally:

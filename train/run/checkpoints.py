@@ -181,7 +181,8 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     different = [
         f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
         for key, theirs, mine in differences(state["identity"], here)
-        if key in state["identity"] or not is_default(key, mine)  # an older version had no such key
+        # An older version had no such key.
+        if key in state["identity"] or not (is_default(key, mine) or (key == "target.dtype" and theirs is None))
     ]
     if different:
         raise UserError(

@@ -79,7 +79,7 @@ class Training:
     recipe: Recipe
     inputs: Inputs
     target: Target
-    identity: dict[str, Any]  # the target's
+    target_facts: dict[str, Any]  # the target's identity and layout, for the drafter's config.json
     loop: Loop
 
 
@@ -111,7 +111,8 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     shape = replace(inputs.shape, embedding_scale=target.embedding_scale)
     identity = target_identity(target, section.model, section.revision, inputs.fingerprint)
     drafter = new_drafter(recipe.drafter, shape, inputs.vocab, target, identity).to(accelerator.device)
-    check_ranks_agree({"target": identity | {"dtype": str(target.dtype)}, "data.states": store_identity(store)})
+    computed = identity | {"dtype": str(target.dtype).removeprefix("torch.")}
+    check_ranks_agree({"target": computed, "data.states": store_identity(store)})
 
     trainee = settings.trainee_of(recipe.train, drafter)
     flops = profile = None
@@ -131,13 +132,14 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         settings.loop_settings(recipe.train),
         recipe.checkpoints_dir,
         recipe.metrics_path,
-        identity=run_identity(recipe, drafter, identity, accelerator.num_processes, digests, store_identity(store)),
+        identity=run_identity(recipe, drafter, computed, accelerator.num_processes, digests, store_identity(store)),
         replay=replay,
         trackers=Trackers(recipe.train.trackers, Path(recipe.output_dir), dump_recipe(recipe), recipe.model_dump()),
         flops=flops,
         profile=profile,
     )
-    return Training(recipe, inputs, target, identity, loop)
+    layout = target_layout(load_config(section), target.dtype, section.trust_remote_code)
+    return Training(recipe, inputs, target, identity | {"layout": layout}, loop)
 
 
 def target_and_states(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) -> tuple[Target, StateSource]:
@@ -194,7 +196,5 @@ def save(training: Training) -> None:
             made_by["checkpoint"] = {"step": step_of(checkpoint), str(recipe.train.keep_best): tau}
             chosen = f", of step {step_of(checkpoint):,}, which has the best {recipe.train.keep_best}: {tau:.2f}"
         with full_disk_is_told(recipe.drafter_dir):
-            layout = target_layout(load_config(recipe.target), loop.target.dtype, recipe.target.trust_remote_code)
-            words = training.identity | {"layout": layout}
-            save_drafter(recipe.drafter_dir, trained.drafter, words, dump_recipe(recipe), made_by)
+            save_drafter(recipe.drafter_dir, trained.drafter, training.target_facts, dump_recipe(recipe), made_by)
         print(f"drafter: {recipe.drafter_dir}{chosen}")
