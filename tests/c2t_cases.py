@@ -11,14 +11,8 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.data_gen.trees.labelled_trees import (
-    Manifest,
-    Trees,
-    write_shard,
-)
-from draftsmith.models.c2t import (
-    DEPTH_CONVENTION,
-)
+from draftsmith.data_gen.trees.labelled_trees import Manifest, Trees, write_shard
+from draftsmith.models.c2t import DEPTH_CONVENTION
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.target import Target, load_causal_lm

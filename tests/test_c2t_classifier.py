@@ -12,10 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.eval.decoding.policies import (
-    C2T,
-    policy_of,
-)
+from draftsmith.eval.decoding.policies import C2T, policy_of
 from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_config
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection

@@ -12,19 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data_gen import label_trees
-from draftsmith.data_gen.trees.labelled_trees import (
-    read_manifest,
-)
+from draftsmith.data_gen.trees.labelled_trees import read_manifest
 from draftsmith.eval import c2t_sweep
 from draftsmith.eval.decoding.contenders import Lineup, check_contenders, drafter_record, main_contender
 from draftsmith.models import c2t as models_c2t
-from draftsmith.models.c2t import (
-    C2tClassifier,
-    C2tConfig,
-    differing_keys,
-    drafter_identity,
-    weights_digest,
-)
+from draftsmith.models.c2t import C2tClassifier, C2tConfig, differing_keys, drafter_identity, weights_digest
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
 from draftsmith.models.vocab import load_token_counts, save_token_counts
 from draftsmith.recipes.errors import UserError

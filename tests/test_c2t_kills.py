@@ -12,14 +12,9 @@ import pytest
 
 from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees import labelling
-from draftsmith.data_gen.trees.labelled_trees import (
-    read_manifest,
-)
+from draftsmith.data_gen.trees.labelled_trees import read_manifest
 from draftsmith.eval.decoding.contenders import Lineup
-from draftsmith.models.c2t import (
-    C2tClassifier,
-    C2tConfig,
-)
+from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.checkpoint import save_drafter
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import atomic

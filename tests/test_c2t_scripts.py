@@ -12,21 +12,14 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees import labelling
-from draftsmith.data_gen.trees.labelled_trees import (
-    read_manifest,
-    read_trees,
-)
+from draftsmith.data_gen.trees.labelled_trees import read_manifest, read_trees
 from draftsmith.data_gen.trees.labelling import batches_of
 from draftsmith.eval import c2t_sweep
 from draftsmith.eval.decoding.contenders import Lineup, drafter_record, main_contender
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
-from draftsmith.models.c2t import (
-    C2tClassifier,
-    C2tConfig,
-    read_config,
-)
+from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_config
 from draftsmith.recipes.errors import UserError
 from draftsmith.train import c2t
 from tests.c2t_cases import content_of, made_trees, recipe_of, write_trees

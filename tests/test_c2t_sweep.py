@@ -10,10 +10,7 @@ import pytest
 from draftsmith.eval import c2t_sweep
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.c2t_curves import Point, points_of, sweep_numbers
-from draftsmith.models.c2t import (
-    C2tClassifier,
-    C2tConfig,
-)
+from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.recipes.errors import UserError
 from tests import reference
 from tests.c2t_cases import place as place

@@ -6,14 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.data_gen.trees.labelled_trees import (
-    Manifest,
-    Trees,
-)
-from draftsmith.models.c2t import (
-    C2tClassifier,
-    C2tConfig,
-)
+from draftsmith.data_gen.trees.labelled_trees import Manifest, Trees
+from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ClassifierSection
 from draftsmith.train.run import classifier as classifier_training

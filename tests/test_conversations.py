@@ -14,13 +14,7 @@ from draftsmith.data_gen.rows import shown as shown_rows
 from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured import benchmarks
-from draftsmith.models.chat import (
-    RenderError,
-    decode_answer,
-    load_tokenizer,
-    render_prompt,
-    tokenizer_fingerprint,
-)
+from draftsmith.models.chat import RenderError, decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from draftsmith.eval.decoding.policies import (
-    Chain,
-)
+from draftsmith.eval.decoding.policies import Chain
 from draftsmith.eval.decoding.stopping import Svip
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.vocab import DraftVocab

@@ -4,14 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.eval.decoding.policies import (
-    C2T,
-    Chain,
-    Eagle2,
-    StaticTree,
-    TreePolicy,
-    policy_of,
-)
+from draftsmith.eval.decoding.policies import C2T, Chain, Eagle2, StaticTree, TreePolicy, policy_of
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.recipes.errors import UserError

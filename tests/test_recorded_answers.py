@@ -16,13 +16,7 @@ from draftsmith.eval.recorded.answers import (
     kept_for_validation,
     read_answers,
 )
-from draftsmith.eval.recorded.replay import (
-    Agreement,
-    checking_bytes,
-    head_rows,
-    read_states,
-    replay,
-)
+from draftsmith.eval.recorded.replay import Agreement, checking_bytes, head_rows, read_states, replay
 from draftsmith.models.costs import Meter
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -95,11 +89,7 @@ def test_a_target_s_own_answers_never_are(sampling: Sampling, seed: int) -> None
         (Sampling(0.2), Sampling(1.0), "drawn with other settings than recorded .* less surprising"),
         (Sampling(1.0), Sampling(0.2), "or drawn with other settings than recorded .* more surprising"),
         (Sampling(1.0, top_k=5), Sampling(1.0), "drawn with other settings than recorded .* less surprising"),
-        (
-            Sampling(1.0),
-            Sampling(1.0, top_k=5),
-            "or drawn with other settings than recorded: .* are cut off by top_k or top_p",
-        ),
+        (Sampling(1.0), Sampling(1.0, top_k=5), "or drawn with other settings than recorded: .* are cut off by top_k"),
         (Sampling(1.0, top_p=0.8), Sampling(1.0, top_p=0.3), "are cut off by top_k or top_p"),
     ],
     ids=str,
@@ -159,18 +149,12 @@ def test_checking_keeps_no_more_alive_than_is_planned(sampling: Sampling, monkey
 def test_a_few_differing_tokens_are_another_precision_s() -> None:
     """Of 1,000 to 50 tokens bfloat16 may turn one; a reader is told that first, and no other target is suspected."""
     for agreement, refused in (
-        (
-            Agreement(False, greedy_tokens=1000, other=8),
-            "^eval.answers: probably this target's own, written in another",
-        ),
+        (Agreement(False, greedy_tokens=1000, other=8), "^eval.answers: probably this target's own, written in"),
         (Agreement(False, greedy_tokens=1000, other=51), "^eval.answers: recorded from another target: 51 of 1,000 gr"),
         (Agreement(True, greedy_tokens=1000, other=8), None),
         (Agreement(True, greedy_tokens=1000, other=51), "^eval.answers: recorded from another target"),
         (Agreement(False, drawn_tokens=1000, impossible=8), "^eval.answers: probably this target's own, written in a"),
-        (
-            Agreement(False, drawn_tokens=1000, impossible=51),
-            "^eval.answers: recorded from another target or drawn with",
-        ),
+        (Agreement(False, drawn_tokens=1000, impossible=51), "^eval.answers: recorded from another target or drawn"),
         (Agreement(True, drawn_tokens=1000, impossible=8), None),
         (Agreement(False, drawn_tokens=1000, impossible=1), None),
     ):

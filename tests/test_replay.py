@@ -13,17 +13,8 @@ import torch
 
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.eval.recorded.answers import (
-    RecordedAnswer,
-)
-from draftsmith.eval.recorded.replay import (
-    Agreement,
-    RecordedVerifier,
-    batches,
-    plain_rounds,
-    replay,
-    replay_all,
-)
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, batches, plain_rounds, replay, replay_all
 from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting

@@ -14,14 +14,8 @@ from draftsmith.eval import acceptance
 from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.eval.decoding.policies import PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.eval.recorded.answers import (
-    RecordedAnswer,
-    kept_for_validation,
-)
-from draftsmith.eval.recorded.replay import (
-    checking_bytes,
-    replay_all,
-)
+from draftsmith.eval.recorded.answers import RecordedAnswer, kept_for_validation
+from draftsmith.eval.recorded.replay import checking_bytes, replay_all
 from draftsmith.eval.recorded.replay_contenders import planned_bytes, recording_of
 from draftsmith.models.chat import render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
@@ -213,11 +207,7 @@ def test_what_cannot_be_replayed_is_told_before_weights_are_loaded(
     for path, override, message in (
         (drawn_ones, "eval.tree={policy: chain, draw: sampled}", "eval.tree: draw: sampled cannot be replayed"),
         (drawn_ones, "eval.tree={policy: auto}", "eval.tree: policy auto needs speeds, and replay measures none"),
-        (
-            foreign,
-            "eval.seed=0",
-            r"foreign\.jsonl:1: recorded from another target: tokenizer_fingerprint another there",
-        ),
+        (foreign, "eval.seed=0", r"foreign\.jsonl:1: recorded from another target: tokenizer_fingerprint another"),
         (far, "eval.seed=0", r"far\.jsonl:1: token 320 is outside the target's vocabulary of 320 tokens"),
         (holes, "eval.seed=0", "the answers of 'chain' are not to the same turns as those of plain decoding"),
         (place / "nowhere.jsonl", "eval.seed=0", r"nowhere\.jsonl cannot be read"),

@@ -374,10 +374,7 @@ def test_other_finish_reasons_reject_the_conversation(place: Place) -> None:
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
-        (
-            "This model's maximum context length is 64 tokens, you requested 80",
-            "longer than the server",
-        ),
+        ("This model's maximum context length is 64 tokens, you requested 80", "longer than the server"),
         ("the prompt is not to my taste", "refused"),
     ],
 )

@@ -88,24 +88,12 @@ NO_IDS = b'{"error": {"message": "cannot unmarshal array into field prompt of ty
 @pytest.mark.parametrize(
     ("raw", "problem"),
     [
-        (
-            response(PAGE, 404),
-            "{url} has no /v1/completions (404: an HTML page): regeneration sends prompts as token",
-        ),
-        (
-            response(b"<html><body>Sorry!</body></html>", 405),
-            "{url} has no /v1/completions (405: an HTML page): regeneration sends",
-        ),
-        (
-            response(b'{"message": "The model `fake` does not exist."}', 404),
-            "does it still serve data.generator.served",
-        ),
+        (response(PAGE, 404), "{url} has no /v1/completions (404: an HTML page): regeneration sends prompts as token"),
+        (response(b"<html><body>Sorry!</body></html>", 405), "{url} has no /v1/completions (405: an HTML page)"),
+        (response(b'{"message": "The model `fake` does not exist."}', 404), "does it still serve data.generator"),
         (response(NO_IDS, 400), "{url}/completions refuses a prompt of one token id (refused: 400: cannot unmarshal"),
         (response(b'{"error": "Unexpected endpoint"}'), "{url}: error in the reply: Unexpected endpoint"),
-        (
-            response(PAGE),
-            "{url}: the reply is no JSON (malformed JSON: Expecting value",
-        ),
+        (response(PAGE), "{url}: the reply is no JSON (malformed JSON: Expecting value"),
         (response(PAGE, 502), "{url}: 502: an HTML page"),
     ],
 )
