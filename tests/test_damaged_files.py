@@ -75,9 +75,7 @@ def test_a_damaged_answer_costs_no_other(
     assert "left out: 1, the first:" in printed and "generations.jsonl:8: " in printed and said in printed
     assert "1 unreadable line of generations.jsonl left out" in page.text
     path.write_bytes(damage(lines[7]))
-    with pytest.raises(
-        UserError, match=r"generations\.jsonl:1: .*; it holds no answer of .* run eval/acceptance\.py again"
-    ):
+    with pytest.raises(UserError, match=r"generations\.jsonl:1: .*; it holds no answer of .* again"):
         report_files.write_report(recipe)
 
 
@@ -124,9 +122,7 @@ def test_damaged_numbers_are_named(tmp_path: Path, damage: Any, said: str) -> No
     evaluate(recipe, [("a", "c", "0", 1)])
     path = recipe.eval_out / "acceptance.json"
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
-    with pytest.raises(
-        UserError, match=r"acceptance\.json: .*not written by this version of eval/acceptance\.py"
-    ) as raised:
+    with pytest.raises(UserError, match=r"acceptance\.json: .*not written by this version") as raised:
         report_files.read_acceptance(path)
     assert said in str(raised.value)
     path.write_text('{"a": ' * 100_000)

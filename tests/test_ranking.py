@@ -289,10 +289,7 @@ def test_a_source_of_bad_records_alone_is_told(place: Path, rank_by: Script) -> 
 def test_a_corpus_smaller_than_the_vocabulary_is_refused_by_its_name(place: Path, rank_by: Script) -> None:
     a = write_lines(place / "a.jsonl", [{"text": "the cat sat"}])
     seen = len(counted(["the cat sat"], make_tokenizer()))
-    with pytest.raises(
-        UserError,
-        match=rf"100 draft tokens asked for, but .* only {seen + 4} distinct tokens in .*a\.jsonl .*count more text",
-    ):
+    with pytest.raises(UserError, match=rf"100 draft .* only {seen + 4} distinct tokens in .*a\.jsonl .*more text"):
         rank_by([{"source": str(a)}], "drafter.vocab_size=100")
     with pytest.raises(UserError, match=r"3 has no room for the 4 stop and template tokens \[1, 2, 3, 4\]"):
         rank_by([{"source": str(a)}], "drafter.vocab_size=3")

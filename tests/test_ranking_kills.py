@@ -229,9 +229,7 @@ def test_a_dataset_that_breaks_off_goes_on(place: Path, rank_by: Script, monkeyp
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Rows())
     monkeypatch.setattr(corpus_reader, "CHUNK_CHARACTERS", 100)
-    with pytest.raises(
-        UserError, match=r"hf:org/texts:train: datasets cannot read on behind row 41: ConnectionError: the"
-    ):
+    with pytest.raises(UserError, match=r"hf:org/texts:train: .* behind row 41: ConnectionError: the"):
         rank_by([{"source": "hf:org/texts:train"}])
     broken[0] = False
     assert "resumes behind" in rank_by([{"source": "hf:org/texts:train"}])

@@ -251,9 +251,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     path.write_text(whole.rstrip())  # no more than the last line's end is missing
     assert len(list(read_answers(path))) == 4
     path.write_text(whole[:-20])
-    with pytest.raises(
-        UserError, match=r"^eval\.answers: .*c\.jsonl:2: the file is cut off: its last line is not whole"
-    ):
+    with pytest.raises(UserError, match=r"^eval\.answers: .*c\.jsonl:2: the file is cut off"):
         read_answers(path)
     path.write_text("{\n" + whole)
     with pytest.raises(UserError, match=r"^eval\.answers: .*c\.jsonl:1: malformed JSON"):

@@ -288,9 +288,7 @@ def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
 )
 def test_nothing_to_ask_is_an_error(place: Workspace, lines: list[Any]) -> None:
     place.ask(0, *lines)
-    with pytest.raises(
-        UserError, match=r"is empty|no usable conversation|none of 1 conversations could be asked; 1 .*longer"
-    ):
+    with pytest.raises(UserError, match=r"is empty|no usable|none of 1 conversations could be asked; 1 .*longer"):
         place.run()
     assert not place.path.exists()
 
@@ -350,9 +348,7 @@ def test_files_of_other_origin_are_refused(place: Workspace) -> None:
     place.ask(4)
     place.run()
     whole = place.path.read_bytes()
-    with pytest.raises(
-        UserError, match=r"jsonl:1: written with temperature 0\.0, this run has 0\.7(.|\n)*top_k 0, this run has 5"
-    ):
+    with pytest.raises(UserError, match=r"jsonl:1: written with temperature 0\.0, .* 0\.7(.|\n)*top_k 0, .* 5"):
         place.run("data.generator.temperature=0.7", "data.generator.top_k=5")
     with pytest.raises(UserError, match=r"written with seed 0, this run has 1"):
         place.run("data.generator.seed=1", "--plan")
@@ -382,9 +378,7 @@ def test_other_prompts_of_the_same_ids_are_refused(place: Workspace, monkeypatch
     for other in (reworded, {**record, "tools": [{"name": "look_down"}]}, {"id": "a", "messages": record["messages"]}):
         place.ask(2, other)
         for arguments in ([], ["--plan"]):
-            with pytest.raises(
-                UserError, match=rf"{place.path}:\d: .*'a'.* {place.prompts}:3 (.|\n)*another output_dir"
-            ):
+            with pytest.raises(UserError, match=rf"{place.path}:\d: .*'a'.* {place.prompts}:3 "):
                 place.run(*arguments)
     # The same question: other answers in the source, other metadata, keys in another order, another line.
     answered = talk("user", "assistant", "user", "assistant")

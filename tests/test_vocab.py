@@ -306,9 +306,7 @@ def test_files_that_are_no_token_counts_are_refused(tmp_path: Path) -> None:
 
 def test_counts_of_another_tokenizer_are_refused_with_both_sides() -> None:
     check_counts("counts", GOOD, "ab" * 32)
-    with pytest.raises(
-        UserError, match=r"eval\.token_counts: counts was .* abababababababab, .* has cdcdcdcdcdcdcdcd \("
-    ):
+    with pytest.raises(UserError, match=r"eval\.token_counts: counts was .* abababababab.* has cdcdcdcdcdcd"):
         check_counts("counts", GOOD, "cd" * 32)
 
 
@@ -418,9 +416,7 @@ def test_script_never_changes_a_mapping_under_a_drafter(run_script) -> None:
     before = path.read_bytes()
     checkpoint = run_script.out / "checkpoints" / "step_4"
     checkpoint.mkdir(parents=True)
-    with pytest.raises(
-        UserError, match=r"holds 14 draft tokens of 320, the counts now give 12 of 320, 12 of them .*checkpoints"
-    ):
+    with pytest.raises(UserError, match=r"holds 14 draft tokens .* give 12 of 320, 12 of them .*checkpoints"):
         run_script("drafter.vocab_size=12")
     assert path.read_bytes() == before
     assert "unchanged" in run_script("drafter.vocab_size=14")
