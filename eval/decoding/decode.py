@@ -288,7 +288,7 @@ def decode_stream(
     rounds: list[tuple[list[_Row], list[Mark]]] = []  # not charged yet: rows, and when the parts began and ended
     exhausted, ended = False, clock.mark()
     while True:
-        if not exhausted and _worth_a_prefill(len(live), rows):
+        if not exhausted and len(live) <= rows - max(1, rows // 4):  # prompts are read in groups
             new, exhausted = _taken(requests, rows - len(live))
             if new:
                 unfinished, finished = _admit(verifier, proposer, new, len(live), stop_ids, clock)
@@ -329,11 +329,6 @@ def decode_stream(
             verifier.keep(kept)
             if proposer is not None and kept:  # if none is left, the next prompts reset it
                 proposer.keep(kept)
-
-
-def _worth_a_prefill(active: int, rows: int) -> bool:
-    """Whether a quarter of the rows is free: prompts are read in groups."""
-    return active <= rows - max(1, rows // 4)
 
 
 def _taken(waiting: Iterator[Request | None], most: int) -> tuple[list[Request], bool]:

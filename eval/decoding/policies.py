@@ -81,7 +81,8 @@ class Chain:
                 drafted_B = log_probs.max(-1).indices  # argmax, but several times faster on a CPU
             else:
                 assert draws is not None
-                q = self._probabilities(log_probs)
+                q = self.sampling.probabilities(log_probs)  # [B, Vd]
+                q = torch.where(q.sum(-1, keepdim=True) > 0.5, q, 1 / q.shape[-1])
                 drawn_from.append(q)
                 drafted_B = self._drawn(q, draws, calls.going)
             tokens.append(vocab.to_target(drafted_B)[:, None])
@@ -105,11 +106,6 @@ class Chain:
             is_chain=True,
         )
         return tree, calls.of_row
-
-    def _probabilities(self, log_probs: torch.Tensor) -> torch.Tensor:
-        """[B, Vd] the drafter's distribution, or the uniform one if it is unusable."""
-        q = self.sampling.probabilities(log_probs)
-        return torch.where(q.sum(-1, keepdim=True) > 0.5, q, 1 / q.shape[-1])
 
     @staticmethod
     def _drawn(q: torch.Tensor, draws: Sequence[Draws], going: Sequence[bool]) -> torch.Tensor:

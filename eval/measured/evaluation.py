@@ -198,7 +198,7 @@ def print_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Conte
         print(f"prompts      {name}: {prompts[name]} ({turns[name]} turns)")
     print(f"decoded by   {PLAIN}")
     for contender in contenders:
-        print(f"             {contender.name}: {in_words(contender)}")
+        print(f"             {contender.name}: {limits_text(contender)}")
     names = [PLAIN, *(contender.name for contender in contenders)]
     answers = turns.total() * len(names)
     side_by_side = f", {recipe.eval.batch_size} side by side" if recipe.eval.batch_size > 1 else ""
@@ -219,8 +219,8 @@ def print_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Conte
     print(f"writes       acceptance.json, generations.jsonl and report.html in {recipe.eval_out}")
 
 
-def in_words(contender: Contender) -> str:
-    """The plan's description of a contender."""
+def limits_text(contender: Contender) -> str:
+    """A contender's policy and the most that its trees may hold, for the plan."""
     tree = describe(contender)["tree"]
     if tree["policy"] == "auto":
         return "the fastest tree on this machine, measured first"

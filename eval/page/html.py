@@ -7,8 +7,10 @@ numbers as downloads.
 import base64
 import csv
 import io
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -209,11 +211,9 @@ def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[st
             "damaged, or of another run or version; run eval/acceptance.py again, or move the file away for a report "
             "without answers"
         )
-    shares = dict.fromkeys(groups, 0)
-    while sum(shares.values()) < min(count, sum(map(len, groups.values()))):
-        for group, members in groups.items():
-            if sum(shares.values()) < count and shares[group] < len(members):
-                shares[group] += 1
+    largest = max(map(len, groups.values()))
+    in_turn = (group for i in range(largest) for group, members in groups.items() if i < len(members))
+    shares = Counter(itertools.islice(in_turn, count))
     chosen = {
         members[i * len(members) // shares[group]] for group, members in groups.items() for i in range(shares[group])
     }
