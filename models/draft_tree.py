@@ -24,10 +24,11 @@ from draftsmith.models.sampling import Draws
 from draftsmith.models.vocab import DraftVocab
 
 
+@dataclass(eq=False)
 class DraftTree:
     """Nodes with their parents. All else is derived once, without waiting for the device.
 
-    Args:
+    Attributes:
         tokens: [B, N] target token ids, the root first; on padding any token.
         parents: [B, N] index of each node's parent, an earlier node; -1 for the root; on padding any earlier node.
         depth: an upper bound of the nodes' depth.
@@ -37,17 +38,12 @@ class DraftTree:
         is_chain: in all trees, each node is the child of the one before it.
     """
 
-    def __init__(
-        self,
-        tokens: torch.Tensor,
-        parents: torch.Tensor,
-        depth: int,
-        sizes: torch.Tensor | None = None,
-        drawn_from: torch.Tensor | None = None,
-        is_chain: bool = False,
-    ):
-        self.tokens, self.parents, self.depth = tokens, parents, depth
-        self.sizes, self.drawn_from, self.is_chain = sizes, drawn_from, is_chain
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depth: int
+    sizes: torch.Tensor | None = None
+    drawn_from: torch.Tensor | None = None
+    is_chain: bool = False
 
     @property
     def rows(self) -> int:

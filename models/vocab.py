@@ -386,24 +386,11 @@ def always_inside(metadata: Mapping[str, str]) -> set[int]:
     return {*json.loads(metadata["stop_ids"]), *json.loads(metadata.get("template_ids", "[]"))}
 
 
-def load_corpora(path: str | Path) -> list[CorpusCounts]:
-    """The corpora that a file's counts were blended from; empty for counts of the target's own answers alone."""
-    _, metadata = load_token_counts(path)
-    with _open(path, "token counts") as file:
-        return [
-            CorpusCounts(
-                *(facts["source"], file.get_tensor(f"counts_of_{i}")),
-                *(facts["weight"], facts["documents"], facts["rejected"]),
-            )
-            for i, facts in enumerate(json.loads(metadata.get("corpora", "[]")))
-        ]
-
-
 def load_token_counts(path: str | Path) -> tuple[torch.Tensor, dict[str, str]]:
     """Counts [V] int64 and their metadata: tokenizer_fingerprint, counted_tokens, stop_ids (a JSON list).
 
-    The metadata may also hold template_ids (a JSON list) and corpora (see `load_corpora`). counted_tokens of a blend is
-    about `BLEND_SCALE`.
+    The metadata may also hold template_ids (a JSON list) and corpora (`CorpusCounts.facts`). A blend has about
+    `BLEND_SCALE` counted_tokens.
 
     Raises:
         UserError: no such file, or not a file of `save_token_counts`.
@@ -446,8 +433,16 @@ def _problem_in_counts(counts: torch.Tensor, metadata: Mapping[str, str]) -> str
     return None
 
 
-def check_counts(path: str | Path, metadata: Mapping[str, str], fingerprint: str) -> None:
-    """Raises UserError for token counts of another tokenizer than the target's, which has this `fingerprint`."""
+def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stops: Iterable[int]) -> DraftVocab:
+    """The cut of a drafter's vocabulary by the token counts in `path`, with stop and template tokens.
+
+    Args:
+        fingerprint, stops: of the target's tokenizer.
+
+    Raises:
+        UserError: as `load_token_counts`, `cut` and `check_counted`; or another tokenizer's tokens were counted.
+    """
+    counts, metadata = load_token_counts(path)
     counted_with = metadata["tokenizer_fingerprint"]
     if counted_with != fingerprint:
         raise UserError(
@@ -455,3 +450,7 @@ def check_counts(path: str | Path, metadata: Mapping[str, str], fingerprint: str
             f"has {fingerprint[:16]} (a fingerprint covers {FINGERPRINT_COVERS}); run data_gen/rank_vocab.py for this "
             "target"
         )
+    wanted = vocab, counts, size, always_inside(metadata).union(stops)
+    kept = cut(*wanted)
+    check_counted(*wanted)
+    return kept

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen import rank_vocab
 from draftsmith.data_gen.corpus import reader as corpus_reader
+from draftsmith.models.vocab import CorpusCounts, read_tensors
 
 WORDS = ["the", "cat", "sat", "on", "mat;", "dogs", "ran,", "rain", "fell\nafter", "", "noon", "für", "3.5", "Ü", "☂"]
 TEMPLATE = [1, 2, 3, 4]  # system, user, assistant, end: what the tests' chat template writes
@@ -32,6 +33,17 @@ def counted(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Counter[int
 
 def as_counter(counts: torch.Tensor) -> Counter[int]:
     return Counter({token: count for token, count in enumerate(counts.tolist()) if count})
+
+
+def load_corpora(path: Path) -> list[CorpusCounts]:
+    """The corpora that a file's counts were blended from; empty for counts of the target's own answers alone."""
+    tensors, metadata = read_tensors(path, "token counts")
+    return [
+        CorpusCounts(
+            *(facts["source"], tensors[f"counts_of_{i}"], facts["weight"], facts["documents"], facts["rejected"])
+        )
+        for i, facts in enumerate(json.loads(metadata.get("corpora", "[]")))
+    ]
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:

@@ -22,11 +22,20 @@ from draftsmith.data_gen.corpus.counts import TextCounter
 from draftsmith.data_gen.corpus.reader import corpus_of
 from draftsmith.data_gen.rows.training_rows import turns_of_messages
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.vocab import load_corpora, load_token_counts
+from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import RankingSource
 from tests.conftest import VOCAB_SIZE, make_tokenizer
-from tests.ranking_cases import WORDS, Script, as_counter, counted, some_texts, token_counts, write_lines
+from tests.ranking_cases import (
+    WORDS,
+    Script,
+    as_counter,
+    counted,
+    load_corpora,
+    some_texts,
+    token_counts,
+    write_lines,
+)
 from tests.ranking_cases import place as place
 from tests.ranking_cases import rank_by as rank_by
 

@@ -24,7 +24,7 @@ from draftsmith.models.vocab import (
     always_inside,
     blend,
     cut,
-    load_corpora,
+    cut_by_file,
     load_token_counts,
     save_token_counts,
 )
@@ -33,7 +33,16 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import ContenderSection, TreeSection
 from tests import reference
 from tests.conftest import VOCAB_SIZE, make_tokenizer
-from tests.ranking_cases import TEMPLATE, Script, as_counter, counted, some_texts, token_counts, write_lines
+from tests.ranking_cases import (
+    TEMPLATE,
+    Script,
+    as_counter,
+    counted,
+    load_corpora,
+    some_texts,
+    token_counts,
+    write_lines,
+)
 from tests.ranking_cases import place as place
 from tests.ranking_cases import rank_by as rank_by
 
@@ -105,13 +114,11 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     assert cut(DraftVocab.full(VOCAB_SIZE), counts, 12, always_inside(metadata)).same_as(vocab)
 
 
-def test_validation_replay_cuts_by_the_file_too(place: Path, rank_by: Script) -> None:
-    from draftsmith.train.run.validation_replay import cut_of
-
+def test_a_cut_by_the_file_holds_its_template_tokens(place: Path, rank_by: Script) -> None:
     rank_by([{"source": str(write_lines(place / "a.jsonl", [{"text": "the cat sat"}]))}])
-    recipe = load_recipe(place / "recipe.yaml", ["eval.tree.vocab_size=5"])
-    found = cut_of(recipe, DraftVocab.full(VOCAB_SIZE), tokenizer_fingerprint(make_tokenizer()), [4])
-    assert found is not None and found.t2d[TEMPLATE].all() and found.size == 5
+    fingerprint = tokenizer_fingerprint(make_tokenizer())
+    found = cut_by_file(token_counts(place), fingerprint, DraftVocab.full(VOCAB_SIZE), 5, [4])
+    assert found.t2d[TEMPLATE].all() and found.size == 5
 
 
 THINKING = (

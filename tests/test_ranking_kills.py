@@ -22,12 +22,20 @@ from draftsmith.data_gen.corpus import reader as corpus_reader
 from draftsmith.data_gen.corpus.counts import Processes, TextCounter
 from draftsmith.data_gen.corpus.reader import corpus_of
 from draftsmith.models.chat import load_tokenizer
-from draftsmith.models.vocab import load_corpora, load_token_counts
+from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import RankingSource, TargetSection
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.crash import CAN_FORK, ROOT, CrashLab, Fault
-from tests.ranking_cases import Script, as_counter, counted, some_texts, token_counts, write_lines
+from tests.ranking_cases import (
+    Script,
+    as_counter,
+    counted,
+    load_corpora,
+    some_texts,
+    token_counts,
+    write_lines,
+)
 from tests.ranking_cases import place as place
 from tests.ranking_cases import rank_by as rank_by
 

@@ -29,8 +29,13 @@ from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.initial_drafter import new_drafter
 from draftsmith.train.run.schedule import BATCHES_AHEAD, Schedule
 from draftsmith.train.run.settings import trainee_of as trainee_of_section
-from draftsmith.train.run.state_sources import OnlineStates, ShardOrder, StateSource, StoredStates
-from draftsmith.train.run.validation_replay import ValidationReplay, answers_of, in_numbers
+from draftsmith.train.run.state_sources import (
+    OnlineStates,
+    ShardOrder,
+    StateSource,
+    StoredStates,
+)
+from draftsmith.train.run.validation_replay import ValidationReplay, answers_of, replay_metrics
 from tests.conftest import make_target, make_tokenizer
 from tests.drafter_cases import assert_same_gradients, gradients
 from tests.ranks import run_ranks
@@ -238,7 +243,7 @@ def test_replay_along_stored_states_is_replay_with_the_target(
     assert len(rounds) == len(online) == len(offline) == 18  # every second conversation has two turns
     assert sum(map(sum, rounds.values())) > 15
     assert {(tuple(g.prompt_token_ids), *g.token_ids): g.accepted_per_round for g in offline} == rounds
-    assert in_numbers(offline)["replay_tau"] == in_numbers(online)["replay_tau"]
+    assert replay_metrics(offline)["replay_tau"] == replay_metrics(online)["replay_tau"]
 
 
 def test_a_stored_target_is_the_target_as_far_as_training_asks(recipe_path: Path, store: Path) -> None:

@@ -17,9 +17,9 @@ from draftsmith.models.chat import stop_ids, tokenizer_fingerprint
 from draftsmith.models.vocab import (
     DraftVocab,
     check_counted,
-    check_counts,
     covered_share,
     cut,
+    cut_by_file,
     load_metadata,
     load_token_counts,
     rank,
@@ -304,10 +304,11 @@ def test_files_that_are_no_token_counts_are_refused(tmp_path: Path) -> None:
         load_token_counts(path)
 
 
-def test_counts_of_another_tokenizer_are_refused_with_both_sides() -> None:
-    check_counts("counts", GOOD, "ab" * 32)
-    with pytest.raises(UserError, match=r"eval\.token_counts: counts was .* abababababab.* has cdcdcdcdcdcd"):
-        check_counts("counts", GOOD, "cd" * 32)
+def test_counts_of_another_tokenizer_are_refused_with_both_sides(tmp_path: Path) -> None:
+    save_token_counts(tmp_path / "counts", torch.arange(6), "ab" * 32, [])
+    assert cut_by_file(tmp_path / "counts", "ab" * 32, DraftVocab.full(6), 2, []).target_ids.tolist() == [4, 5]
+    with pytest.raises(UserError, match=r"eval\.token_counts: .*counts was .* abababababab.* has cdcdcdcdcdcd"):
+        cut_by_file(tmp_path / "counts", "cd" * 32, DraftVocab.full(6), 2, [])
 
 
 def test_stop_ids_of_config_and_tokenizer() -> None:
@@ -391,7 +392,6 @@ def test_script_writes_what_decoding_cuts_by(run_script) -> None:
     fingerprint = tokenizer_fingerprint(make_tokenizer())
     total = expected.total()
     assert metadata == {"tokenizer_fingerprint": fingerprint, "counted_tokens": str(total), "stop_ids": "[4]"}
-    check_counts(path, metadata, fingerprint)
     # The table: the share that the most frequent tokens cover, the stop token always among them (it was never seen).
     shown = dict(line.split() for line in printed.splitlines() if line.endswith("%"))
     by_count = sorted(expected.values(), reverse=True)
@@ -399,7 +399,7 @@ def test_script_writes_what_decoding_cuts_by(run_script) -> None:
     assert shown == {str(size): f"{share:.2%}" for size, share in wanted.items()}
     # A drafter of the run, cut for decoding: what was chosen for training is the cut of the whole at that size.
     trained = DraftVocab.load(run_script.out / "draft_vocab.safetensors")
-    assert cut(DraftVocab.full(VOCAB_SIZE), counts, 12, [4]).same_as(trained)
+    assert cut_by_file(path, fingerprint, DraftVocab.full(VOCAB_SIZE), 12, [4]).same_as(trained)
     before = counts
     run_script.lines.append(run_script.lines[1])
     (run_script.out / "conversations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in run_script.lines))

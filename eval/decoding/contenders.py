@@ -39,7 +39,7 @@ from draftsmith.models.drafters import kind_name, kind_text
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
-from draftsmith.models.vocab import DraftVocab, always_inside, check_counted, check_counts, cut, load_token_counts
+from draftsmith.models.vocab import DraftVocab, cut_by_file
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ContenderSection, ProposerName, Recipe, TargetSection, TreeSection
 
@@ -290,12 +290,7 @@ def cut_of(contender: Contender, vocab: DraftVocab, fingerprint: str, stops: Ite
     if contender.tree.vocab_size is None:
         return None
     assert contender.token_counts is not None
-    counts, metadata = load_token_counts(contender.token_counts)
-    check_counts(contender.token_counts, metadata, fingerprint)
-    wanted = vocab, counts, contender.tree.vocab_size, always_inside(metadata).union(stops)
-    kept = cut(*wanted)
-    check_counted(*wanted)
-    return kept
+    return cut_by_file(contender.token_counts, fingerprint, vocab, contender.tree.vocab_size, stops)
 
 
 def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:

@@ -53,7 +53,7 @@ from draftsmith.train.run.processes import StopRequest, failing_together
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.state_sources import OnlineStates, StateSource
 from draftsmith.train.run.trackers import Trackers, new_run
-from draftsmith.train.run.validation_replay import ValidationReplay, in_numbers
+from draftsmith.train.run.validation_replay import ValidationReplay, replay_metrics
 
 LOSS_IS_NOT_FINITE = "its loss is not finite"
 # train.keep_best: the key of the lines of metrics that it compares.
@@ -85,10 +85,11 @@ def bar_text(line: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+@dataclass
 class Loop:
     """One run of training. It writes to `checkpoints` and `metrics_path` only.
 
-    Args:
+    Attributes:
         states: source of the target's states; it numbers rows as `_batch` does.
         identity: properties that a resumed run must share (data, order, drafter, target). Differences are printed
             when a checkpoint is refused.
@@ -96,39 +97,35 @@ class Loop:
         trackers: are given every line that is logged.
         flops: counts operations, for the model FLOPs utilisation (MFU); None: no MFU.
         profile: traces the first steps.
+        skipped: steps with a gradient that was not finite.
+        name: of the run, by which trackers find it again.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        target: Target,
-        states: StateSource,
-        rows: Sequence[TrainingRow],
-        validation_rows: Sequence[TrainingRow],
-        schedule: Schedule,
-        settings: LoopSettings,
-        checkpoints: Path,
-        metrics_path: Path,
-        identity: dict[str, Any],
-        replay: ValidationReplay | None = None,
-        trackers: Trackers | None = None,
-        flops: StepFlops | None = None,
-        profile: StepProfile | None = None,
-    ):
-        self.engine, self.accelerator, self.target, self.states = engine, engine.accelerator, target, states
-        self.rows, self.validation_rows = rows, validation_rows
-        self.schedule, self.settings, self.identity = schedule, settings, identity
-        self.checkpoints, self.metrics = checkpoints, MetricsLog(metrics_path)
-        self.replay, self.trackers, self.flops, self.profile = replay, trackers, flops, profile
-        self.vocab, self.unroll_steps = engine.alone.drafter.vocab, engine.alone.steps
-        self.drafter_dtype = engine.alone.drafter.dtype
-        order = BatchOrder([len(row.input_ids) for row in rows], schedule.rows_per_micro_batch, settings.seed)
-        self.order = states.ordered(order)
+    engine: Engine
+    target: Target
+    states: StateSource
+    rows: Sequence[TrainingRow]
+    validation_rows: Sequence[TrainingRow]
+    schedule: Schedule
+    settings: LoopSettings
+    checkpoints: Path
+    metrics_path: Path
+    identity: dict[str, Any]
+    replay: ValidationReplay | None = None
+    trackers: Trackers | None = None
+    flops: StepFlops | None = None
+    profile: StepProfile | None = None
+
+    def __post_init__(self) -> None:
+        self.accelerator, self.metrics = self.engine.accelerator, MetricsLog(self.metrics_path)
+        drafter, schedule = self.engine.alone.drafter, self.schedule
+        self.vocab, self.drafter_dtype, self.unroll_steps = drafter.vocab, drafter.dtype, self.engine.alone.steps
+        lengths = [len(row.input_ids) for row in self.rows]
+        self.order = self.states.ordered(BatchOrder(lengths, schedule.rows_per_micro_batch, self.settings.seed))
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
-        peak = peak_flops_per_second(self.accelerator.device) if flops is not None else None
+        peak = peak_flops_per_second(self.accelerator.device) if self.flops is not None else None
         self.meter = ThroughputMeter(self.accelerator.device, peak and peak * schedule.ranks)
-        self.skipped = 0  # steps of this run with a gradient that was not finite
-        self.name = new_run()  # by which trackers find it again
+        self.skipped, self.name = 0, new_run()
         self.stop_request = StopRequest()
 
     def run(self) -> bool:
@@ -360,7 +357,7 @@ class Loop:
         rank, ranks = self.accelerator.process_index, self.schedule.ranks
         with self.engine.whole() as trainee, self.target.uneven_passes():
             rounds = self.replay.share(self.target, trainee.drafter, rank, ranks, self.states)
-        return in_numbers(gather_object(rounds))
+        return replay_metrics(gather_object(rounds))
 
     def _batch(self, rows: Sequence[TrainingRow], indices: Sequence[int]) -> tuple[MicroBatch, Columns]:
         """A micro-batch, and the columns of its `one_row`. Runs of columns are found before the columns go to the

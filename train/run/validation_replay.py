@@ -12,7 +12,7 @@ No random numbers are drawn, so a run trains the same with replay and without.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from draftsmith.eval.recorded.replay import StatesOf, replay
 from draftsmith.models.chat import load_config
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target
-from draftsmith.models.vocab import DraftVocab, always_inside, check_counts, cut, load_token_counts
+from draftsmith.models.vocab import DraftVocab, cut_by_file
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.run.state_sources import StateSource, StoredStates
@@ -66,20 +66,6 @@ def check_replay(recipe: Recipe) -> None:
         raise UserError(problems)
 
 
-def cut_of(recipe: Recipe, vocab: DraftVocab, fingerprint: str, stops: Sequence[int]) -> DraftVocab | None:
-    """The part of the draft vocabulary that eval.tree drafts from; None: all of it.
-
-    Raises:
-        UserError: the token counts are another tokenizer's, or eval.tree asks for more tokens than the drafter has.
-    """
-    if recipe.eval.tree.vocab_size is None:
-        return None
-    path: Path = recipe.token_counts_path
-    counts, metadata = load_token_counts(path)
-    check_counts(path, metadata, fingerprint)
-    return cut(vocab, counts, recipe.eval.tree.vocab_size, always_inside(metadata).union(stops))
-
-
 def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[tuple[RecordedAnswer, TrainingRow]]:
     """(answer, its row) for every turn of the first `conversations`. An answer's prompt is all that precedes it."""
     ids = list(dict.fromkeys(row.id for row in rows))[:conversations]
@@ -92,40 +78,32 @@ def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[tuple[Re
     ]
 
 
+@dataclass(frozen=True)
 class ValidationReplay:
     """Replays answers with a tree policy.
 
-    Args:
+    Attributes:
         answers: each with its row.
         batch_size: answers side by side.
         cut: the vocabulary to draft from; None: the drafter's own.
     """
 
-    def __init__(
-        self,
-        answers: Sequence[tuple[RecordedAnswer, TrainingRow]],
-        policy: TreePolicy,
-        batch_size: int,
-        cut: DraftVocab | None = None,
-    ):
-        # Sorted by length and dealt out in turn: ranks get shares of similar size.
-        self.answers = sorted(answers, key=lambda answer: len(answer[0].tokens), reverse=True)
-        self.policy, self.batch_size, self.cut = policy, batch_size, cut
+    answers: Sequence[tuple[RecordedAnswer, TrainingRow]]
+    policy: TreePolicy
+    batch_size: int
+    cut: DraftVocab | None = None
 
     @classmethod
     def of(
         cls, recipe: Recipe, rows: Sequence[TrainingRow], vocab: DraftVocab, fingerprint: str, stops: Sequence[int]
     ) -> "ValidationReplay | None":
         """The replay that the recipe asks for; None: it asks for none. Raises UserError if eval.tree is unavailable."""
-        answers = answers_of(rows, recipe.train.eval_replay)
+        answers, size, cut = answers_of(rows, recipe.train.eval_replay), recipe.eval.tree.vocab_size, None
         if not answers:
             return None
-        return cls(
-            answers,
-            policy_of(recipe.eval.tree),
-            recipe.eval.replay_batch_size,
-            cut_of(recipe, vocab, fingerprint, stops),
-        )
+        if size is not None:
+            cut = cut_by_file(recipe.token_counts_path, fingerprint, vocab, size, stops)
+        return cls(answers, policy_of(recipe.eval.tree), recipe.eval.replay_batch_size, cut)
 
     def share(
         self, target: Target, drafter: FeatureDrafter, rank: int, ranks: int, states: StateSource | None = None
@@ -135,10 +113,14 @@ class ValidationReplay:
         Args:
             states: source of the states. If it is no store, the target reads the answers.
         """
-        mine = self.answers[rank::ranks]
+        # Sorted by length and dealt out in turn: ranks get shares of similar size.
+        mine = sorted(self.answers, key=lambda answer: len(answer[0].tokens), reverse=True)[rank::ranks]
         if not mine:
             return []
-        states_of = stored_states_of(states, mine) if isinstance(states, StoredStates) else None
+        states_of: StatesOf | None = None
+        if isinstance(states, StoredStates):  # of all tokens of each answer but the last one
+            read = [(row, len(answer.prompt) + len(answer.tokens) - 1) for answer, row in mine]
+            states_of = lambda numbers: states.captured([read[number] for number in numbers])  # noqa: E731
         proposer = PolicyProposer(FeatureDrafting(drafter, self.cut), self.policy)
         with torch.autocast(target.device.type, enabled=False):  # as decoding runs
             return replay(target, proposer, [answer for answer, _ in mine], self.batch_size, states_of=states_of)
@@ -153,13 +135,7 @@ def check_best(keep_best: str | None, rows: Sequence[TrainingRow], replay: Valid
         )
 
 
-def stored_states_of(states: StoredStates, answers: Sequence[tuple[RecordedAnswer, TrainingRow]]) -> StatesOf:
-    """Reads the target's states of these answers from a store: of all tokens of each but the last one."""
-    read = [(row, len(answer.prompt) + len(answer.tokens) - 1) for answer, row in answers]
-    return lambda numbers: states.captured([read[number] for number in numbers])
-
-
-def in_numbers(generations: Sequence[Generation]) -> dict[str, Any]:
+def replay_metrics(generations: Sequence[Generation]) -> dict[str, Any]:
     """The keys that replay adds to a line of metrics.jsonl; `eval.measured.metrics` defines both numbers."""
     numbers = summarise(generations, generations, bootstrap_samples=1, seed=0, sampled=True)
     return {"replay_tau": numbers["tau"], "replay_accepted_by_position": numbers["acceptance_by_position"]}
