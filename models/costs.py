@@ -1,4 +1,4 @@
-"""Parameters, bytes and floating-point operations of a run, computed from configs alone.
+"""Parameters and bytes of a run, computed from configs alone, and the device here.
 
 No weight is loaded: models are built on torch's meta device, and `Meter` also counts bytes of fake tensors. Names carry
 units; GB are 10**9 bytes. Docstrings tell exact values from assumptions.
@@ -19,7 +19,6 @@ import psutil
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from transformers import AutoModelForCausalLM
 
 from draftsmith.models.families import layer_configs
@@ -56,11 +55,6 @@ class TargetSize:
     dtype: torch.dtype  # of activations
     eager_attention: bool  # materialises scores [heads, T, T]
     layer_parameters: tuple[int, ...] = ()  # of each decoder layer
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes of one activation."""
-        return self.dtype.itemsize
 
 
 def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = False) -> TargetSize:
@@ -156,7 +150,7 @@ def target_forward_bytes(config: Any, size: TargetSize, rows: int, tokens: int, 
 
     Assumes that the peak is one layer's attention or MLP, with all its intermediates alive at once.
     """
-    places, unit = rows * tokens, size.activation_bytes
+    places, unit = rows * tokens, size.dtype.itemsize
     hidden = config.hidden_size
     shapes = attention_shapes(config)
     heads = max(heads for heads, _, _ in shapes)
@@ -182,18 +176,9 @@ def attention_shapes(config: Any) -> list[tuple[int, int, int]]:
     return shapes
 
 
-def target_forward_flops(config: Any, size: TargetSize, rows: int, tokens: int, head_columns: int) -> float:
-    """Floating-point operations of one pass over [rows, tokens] and of the head over `head_columns` positions.
-
-    Two per parameter and token; attention over half the square (causal); no norms or activations.
-    """
-    attention = sum(2 * heads * head_dim for heads, _, head_dim in attention_shapes(config)) * tokens**2 * rows
-    return 2.0 * size.active_parameters * rows * tokens + attention + 2.0 * size.head_parameters * head_columns
-
-
 def cache_bytes_per_token(config: Any, size: TargetSize) -> int:
     """Keys and values of one token in all layers, sliding ones too: the pool allocates them in full."""
-    return sum(2 * groups * head_dim for _, groups, head_dim in attention_shapes(config)) * size.activation_bytes
+    return sum(2 * groups * head_dim for _, groups, head_dim in attention_shapes(config)) * size.dtype.itemsize
 
 
 # Share of a device's bandwidth that decoding reaches, and the Python overhead of one step.
@@ -286,10 +271,7 @@ def checkpoint_bytes(parameters: int, draft_vocab_size: int, vocab_size: int) ->
 
 class Meter(TorchDispatchMode):
     """Counts bytes of all tensors created inside, real or fake, until their storage is freed: now, at the peak, and by
-    kind. Also counts the operations of matrix products and attention.
-
-    Older tensors and a kernel's own workspace are not counted. (torch's FlopCounterMode keeps tensors alive that
-    checkpointing would free, so this class counts operations itself.)
+    kind. Older tensors and a kernel's own workspace are not counted.
 
     Args:
         kind: names a new tensor by its shape and dtype, for `peak_by_kind`.
@@ -301,7 +283,6 @@ class Meter(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.peak_by_kind: Counter[str] = Counter()
-        self.flops = 0
         self._live: Counter[str] = Counter()
         self._known: set[int] = set()
 
@@ -314,8 +295,6 @@ class Meter(TorchDispatchMode):
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._meet(tensor, tensor.untyped_storage().nbytes())
-        if (operations := flop_registry.get(func._overloadpacket)) is not None:
-            self.flops += operations(*args, **(kwargs or {}), out_val=out)
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_by_kind = self.live_bytes, self._live.copy()
         return out

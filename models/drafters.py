@@ -52,15 +52,16 @@ def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | N
 
 def trainable_parameters(config: DrafterConfig) -> int:
     """The exact number of trained parameters, from the module on the meta device."""
-    return sum(p.numel() for p in _on_meta(config).parameters())
+    return sum(p.numel() for p in on_meta(config).parameters())
 
 
 def tensor_shapes(config: DrafterConfig, vocab: DraftVocab) -> dict[str, list[int]]:
     """Names and shapes of a checkpoint's tensors, without allocating them."""
-    return {name: list(tensor.shape) for name, tensor in _on_meta(config, vocab).state_dict().items()}
+    return {name: list(tensor.shape) for name, tensor in on_meta(config, vocab).state_dict().items()}
 
 
-def _on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> FeatureDrafter:
+def on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> FeatureDrafter:
+    """A drafter of this shape without weights."""
     vocab = vocab or DraftVocab(torch.arange(config.draft_vocab_size), config.vocab_size)
     with torch.device("meta"):
         table = torch.empty(config.vocab_size, config.hidden_size)
@@ -114,7 +115,7 @@ def widened(config: DrafterConfig, specialists: int) -> DrafterConfig:
     Raises:
         UserError: its layers have too many parameters even without MLPs.
     """
-    first, *above = (sum(p.numel() for p in layer.parameters()) for layer in _on_meta(config).stacks[0])
+    first, *above = (sum(p.numel() for p in layer.parameters()) for layer in on_meta(config).stacks[0])
     spare = (specialists - 1) * first - sum(above)
     width = config.intermediate_size + round(spare / (3 * config.hidden_size * config.num_layers))  # gate, up, down
     if width < 1:

@@ -25,7 +25,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.measure.dry_run import UnrollCost
 from draftsmith.train.measure.memory import HOW_TO_LOWER, memory_of
 from draftsmith.train.measure.memory import REPLAY as REPLAYED
 from draftsmith.train.run import trainer
@@ -182,7 +181,7 @@ def test_the_plan_tells_of_replay_and_its_memory(recipe_path: Path, capsys: pyte
 
 def test_memory_of_replay_counts_where_it_is_the_widest_moment() -> None:
     size = TargetSize(1000, 0, 1000, 100, 4000.0, "exact", torch.float32, eager_attention=False)
-    unroll = UnrollCost(100, {"layer": 100}, 1)
+    unroll = {"layer": 100}
     states = TrainingStates.of(10)
     small, large = (memory_of(size, unroll, 50, False, states, True, replay_bytes=count) for count in (99.0, 9000.0))
     assert REPLAYED not in small.parts and large.parts[REPLAYED] == 9000

@@ -116,7 +116,7 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
     shapes = [read_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
     text, size = _sizes(recipe.target)
     layers = {layer for shape in shapes for layer in shape.capture_layers}
-    states = len(layers) * text.hidden_size * size.activation_bytes
+    states = len(layers) * text.hidden_size * size.dtype.itemsize
     # Bytes of a drafted column's keys and values. One drafter works at a time, so the widest counts.
     drafters = [2 * 4 * s.num_key_value_heads * s.head_dim * s.cached_layers for s in shapes]
     drafters += [cache_bytes_per_token(*_sizes(c.draft_model)) for c in contenders if c.draft_model is not None]

@@ -150,12 +150,14 @@ def measured(wanted: argparse.Namespace, step: Any) -> dict[str, Any]:
 
 
 def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Formulas of the GPU's kernels for FlopCounterMode's `custom_mapping`. PyTorch counts a causal call as a full one
-    and does not count flash-attn's calls."""
+    """Formulas of kernels for FlopCounterMode's `custom_mapping`. PyTorch counts a causal call as a full one. It
+    counts neither flash-attn's calls nor those of the CPU's kernel."""
     aten, package = torch.ops.aten, torch.ops.flash_attn
     found = {
         aten._scaled_dot_product_flash_attention: forward_flops,
         aten._scaled_dot_product_flash_attention_backward: backward_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu: forward_flops,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: cpu_backward_flops,
     }
     if hasattr(package, "_flash_attn_forward"):  # once it is imported
         found |= {
@@ -179,6 +181,11 @@ def forward_flops(
 def backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
     """`rest`: values, output, log-sum-exp, two offsets, two lengths, dropout, causal, ..."""
     return products_flops(5, query, keys[2], rest[8])
+
+
+def cpu_backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, **__: Any) -> int:
+    """`rest`: values, output, log-sum-exp, dropout, causal, ..."""
+    return products_flops(5, query, keys[2], rest[4])
 
 
 def package_forward_flops(query: torch.Size, keys: torch.Size, _: Any, *options: Any, **__: Any) -> int:

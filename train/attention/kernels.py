@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor]]
 Backward = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -121,27 +119,6 @@ def _cpu_backward(grad, query, keys, values, out, lse, causal):
 
 
 FLASH_CPU = Kernel("the CPU's flash kernel", _cpu_forward, _cpu_backward)
-
-
-def _flops(products: int, query: torch.Size, keys: int, causal: bool) -> int:
-    """Operations of products of queries with keys; causal ones see half of the keys."""
-    return 2 * products * query.numel() * keys // (2 if causal else 1)
-
-
-def _forward_flops(
-    query: torch.Size, keys: torch.Size, _: Any, dropout_p: float = 0.0, is_causal: bool = False, *__: Any, **___: Any
-) -> int:
-    return _flops(2, query, keys[2], is_causal)
-
-
-def _backward_flops(_: Any, query: torch.Size, keys: torch.Size, *rest: Any, is_causal: bool = False, **__: Any) -> int:
-    """The backward pass computes the scores again. `rest`: values, output, log-sum-exp, dropout, causal."""
-    return _flops(5, query, keys[2], is_causal or True in rest[4:5])
-
-
-if hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
-    register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)(_forward_flops)
-    register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)(_backward_flops)
 
 
 def _cuda_forward(query, keys, values, causal):

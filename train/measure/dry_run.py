@@ -1,13 +1,13 @@
-"""What one micro-batch of training costs, found by running it on fake tensors: no memory, no arithmetic, seconds.
+"""The memory of one micro-batch of training, found by running it on fake tensors: no memory, no arithmetic, seconds.
 
 Formulas for the unroll could grow stale. Instead the real unroll, with the real teacher and loss, runs forward and
-backward at the requested size, while a meter counts the bytes that are alive and the operations.
+backward at the requested size, while a meter counts the bytes that are alive.
 
 Shapes: B rows, T tokens, C counted columns, V target vocabulary, Vd draft vocabulary.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -32,16 +32,7 @@ WEIGHT_SHAPED = "gradients and casts of the drafter's weights"
 LAYER = "states, and the drafter's layer in the unroll steps"
 
 
-@dataclass(frozen=True)
-class UnrollCost:
-    """One micro-batch with teacher and backward pass. The weights of drafter and target are not counted."""
-
-    peak_bytes: int
-    peak_by_kind: dict[str, int]
-    flops: int  # of matrix products
-
-
-def unroll_cost(
+def unroll_peak(
     shape: DrafterConfig,
     target_config: Any,
     target_dtype: torch.dtype,
@@ -52,8 +43,9 @@ def unroll_cost(
     tokens: int,
     columns: int,
     device: str = "cpu",
-) -> UnrollCost:
-    """Runs teacher, unroll, loss and backward on fake tensors of these sizes: seconds, more for more chunks of logits.
+) -> dict[str, int]:
+    """The peak bytes of a micro-batch of these sizes by kind, with teacher and backward pass, without the weights of
+    drafter and target. Takes seconds, more for more chunks of logits.
 
     Args:
         trainee_of: adds the run's unroll and loss to a drafter.
@@ -101,4 +93,4 @@ def unroll_cost(
 
         with Meter(kind) as meter:
             micro_batch().backward()
-    return UnrollCost(meter.peak_bytes, dict(meter.peak_by_kind), meter.flops)
+    return dict(meter.peak_by_kind)

@@ -14,7 +14,7 @@ from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
 from draftsmith.models.costs import TargetSize, TrainingStates, target_forward_bytes
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.schema import CHAINS
-from draftsmith.train.measure.dry_run import LAYER, LOGITS, WEIGHT_SHAPED, UnrollCost, unroll_cost
+from draftsmith.train.measure.dry_run import LAYER, LOGITS, WEIGHT_SHAPED, unroll_peak
 from draftsmith.train.measure.planned_run import PlannedRun
 from draftsmith.train.run.settings import trainee_of
 
@@ -70,11 +70,11 @@ def how_to_lower(part: str, shape: DrafterConfig) -> str:
     return ", ".join(keys)
 
 
-def planned_memory(run: PlannedRun) -> tuple[Memory, UnrollCost]:
-    """The peak memory of a process, and the cost of its largest micro-batch."""
+def planned_memory(run: PlannedRun) -> Memory:
+    """The peak memory of a process."""
     section, data, shape = run.recipe.train, run.data, run.shape
     rows = min(section.batch_size, data.rows or section.batch_size)
-    unroll = unroll_cost(
+    unroll = unroll_peak(
         shape,
         run.target_config,
         run.size.dtype,
@@ -91,7 +91,7 @@ def planned_memory(run: PlannedRun) -> tuple[Memory, UnrollCost]:
     states = TrainingStates.of(
         run.parameters, run.processes, section.zero_stage, section.offload_optimizer and not run.device.is_cpu
     )
-    memory = memory_of(
+    return memory_of(
         run.size,
         unroll,
         0.0 if run.reads_states else target_pass,
@@ -100,12 +100,11 @@ def planned_memory(run: PlannedRun) -> tuple[Memory, UnrollCost]:
         run.device.is_cpu,
         planned_replay_bytes(run),
     )
-    return memory, unroll
 
 
 def memory_of(
     size: TargetSize,
-    unroll: UnrollCost,
+    unroll: Mapping[str, float],
     target_pass_bytes: float,
     accumulates: bool,
     states: TrainingStates,
@@ -120,10 +119,10 @@ def memory_of(
     always: dict[str, float] = {TARGET_WEIGHTS: size.weight_bytes, KEPT: states.weights + states.adamw_moments}
     kept = states.gradients * accumulates + states.buckets
     update = states.gradients + (0 if on_cpu else states.adamw_moments // 2)
-    used = unroll.peak_by_kind.get(WEIGHT_SHAPED, 0) + kept + states.gathered
+    used = unroll.get(WEIGHT_SHAPED, 0) + kept + states.gathered
     moments: list[Mapping[str, float]] = [
         {TARGET_PASS: target_pass_bytes, WEIGHT_SHAPED: kept},
-        unroll.peak_by_kind | {WEIGHT_SHAPED: used},
+        {**unroll, WEIGHT_SHAPED: used},
         {UPDATE: update, WEIGHT_SHAPED: states.buckets},
         {REPLAY: replay_bytes, WEIGHT_SHAPED: states.buckets + states.gathered},
     ]
@@ -144,7 +143,7 @@ def planned_replay_bytes(run: PlannedRun) -> float:
     shape, size = run.shape, run.size
     layers = len(shape.capture_layers)
     keys_values = 2 * shape.num_key_value_heads * shape.head_dim * 4 * shape.cached_layers
-    states = layers * shape.hidden_size * size.activation_bytes
+    states = layers * shape.hidden_size * size.dtype.itemsize
     kept = replay_bytes(rows * longest, rows, longest, states, keys_values)
     tokens = max(longest, pass_tokens(run.device_type))
     target_pass = 0 if run.reads_states else target_forward_bytes(run.target_config, size, 1, tokens, layers)

@@ -23,14 +23,13 @@ from draftsmith.models.costs import (
     gigabytes,
     matmul_flops_per_second,
     shared_out,
-    target_forward_flops,
     target_size,
 )
+from draftsmith.models.drafters import on_meta
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.measure.dry_run import UnrollCost
 from draftsmith.train.measure.memory import (
     KEPT,
     PROCESS,
@@ -42,9 +41,10 @@ from draftsmith.train.measure.memory import (
     planned_memory,
 )
 from draftsmith.train.measure.planned_run import PlannedRun, counted_data, expected_data
+from draftsmith.train.measure.step_flops import StepFlops
 from draftsmith.train.run.initial_drafter import drafter_shape
 from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_vocab
-from draftsmith.train.run.settings import schedule_of, uses_bf16
+from draftsmith.train.run.settings import schedule_of, trainee_of, uses_bf16
 from draftsmith.train.run.state_sources import store_of
 
 # Share of a device's matrix-product rate that training reaches; the rest goes to memory traffic and launches.
@@ -118,7 +118,7 @@ def plan_lines(run: PlannedRun) -> Iterator[str]:
     yield from _parameter_lines(run)
     problems += _data_problems(run)
 
-    memory, unroll = planned_memory(run)
+    memory = planned_memory(run)
     yield line("memory", f"{gigabytes(memory.total)} at most, on each device, largest batch", "dry run")
     basis = {TARGET_WEIGHTS: run.size.weight_basis, KEPT: "exact", RESERVE: "assumed"}
     basis |= {PROCESS: "measured now" if run.device.is_cpu else "assumed", TARGET_PASS: "assumed", REPLAY: "assumed"}
@@ -150,7 +150,7 @@ def plan_lines(run: PlannedRun) -> Iterator[str]:
     if disk > free:
         problems.append(f"{gigabytes(disk)} do not fit the {gigabytes(free)} that are free for {recipe.output_dir}")
     if steps is not None:
-        yield _time_line(run, unroll, steps)
+        yield _time_line(run, steps)
     if section.eval_replay:
         count = plural(min(section.eval_replay, section.validation_conversations), "validation conversation")
         tree = recipe.eval.tree.policy
@@ -210,12 +210,8 @@ def _data_problems(run: PlannedRun) -> Iterator[str]:
         )
 
 
-def _time_line(run: PlannedRun, largest: UnrollCost, steps: int) -> str:
-    """The time by this run's own speed where it has begun, else by operations and an assumed rate.
-
-    Args:
-        largest: cost of the largest micro-batch.
-    """
+def _time_line(run: PlannedRun, steps: int) -> str:
+    """The time by this run's own speed where it has begun, else by operations and an assumed rate."""
     section, data = run.recipe.train, run.data
     done, rate = last_logged(run.recipe.metrics_path)
     if rate and data.counted and data.tokens and data.rows:
@@ -224,11 +220,17 @@ def _time_line(run: PlannedRun, largest: UnrollCost, steps: int) -> str:
         return line("time", text, f"measured: {rate:,.0f} tokens/s")
     rows = section.batch_size
     tokens, columns = round(data.mean_padded_tokens), round(data.mean_columns)
-    # Operations grow nearly in proportion to counted columns.
-    unroll_flops = largest.flops * columns / max(1, min(data.longest_columns, data.longest_tokens))
-    computed = 0 if run.reads_states else tokens
-    target_flops = target_forward_flops(run.target_config, run.size, rows, computed, rows * columns)
-    flops = (unroll_flops + target_flops) * section.gradient_accumulation_steps * steps
+    needed = StepFlops.of(trainee_of(section, on_meta(run.shape)), run.target_config, run.size, run.reads_states)
+    flops = (
+        steps
+        * section.gradient_accumulation_steps
+        * needed.of_counts(
+            tokens=rows * tokens,
+            causal_keys=rows * tokens * (tokens + 1) / 2,
+            pairs=[rows * columns] * section.ttt_steps,  # as if every column counted at every step
+            keys=[rows * columns * (tokens - columns / 2 + step) for step in range(section.ttt_steps)],
+        )
+    )
     if run.flops_per_second is not None:
         reached, basis = run.flops_per_second, f"--flops {run.flops_per_second / 1e12:g}"
     elif run.device.is_cpu:
@@ -240,7 +242,7 @@ def _time_line(run: PlannedRun, largest: UnrollCost, steps: int) -> str:
         peak = run.device.peaks[0]
         reached, basis = peak * GPU_UTILISATION, f"{GPU_UTILISATION:.0%} of {peak / 1e12:,.0f} TFLOP/s"
     else:
-        return line("time", f"{flops:.2e} operations per device; --flops says how many a second it reaches", "dry run")
+        return line("time", f"{flops:.2e} operations per device; --flops says how many a second it reaches", "exact")
     text = f"{data.bound}{duration(flops / reached)}, {flops:.1e} operations per device"
     return line("time", text, f"assumed: {basis}")
 
