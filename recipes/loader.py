@@ -1,8 +1,6 @@
 """Reads a recipe: YAML file + `key.path=value` overrides -> `schema.Recipe`, with every problem reported at once.
 
-Each problem names its place, `recipe.yaml:12` or `override 'train.seed=x'`, and the expected and the given value. Three
-values that YAML 1.1 misreads are corrected if the schema allows only one meaning: `1e-4` (text) for a number, `no`
-(false) for the choice "no", and an empty section.
+Each problem names its place, `recipe.yaml:12` or `override 'train.seed=x'`, and the expected and the given value.
 """
 
 import difflib
@@ -61,7 +59,6 @@ class _Source:
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[KeyPath, str] = field(default_factory=dict)  # "recipe.yaml:12" or "override 'train.seed=x'"
-    written: dict[KeyPath, str] = field(default_factory=dict)  # raw text of unquoted scalars
     problems: list[str] = field(default_factory=list)
 
     def place(self, path: KeyPath) -> str:
@@ -83,7 +80,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     source = _read_file(Path(path))
     for override in overrides:
         _apply_override(source, override)
-    recipe = _validate(source)
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(source.values)
+    except ValidationError as error:
+        source.problems += _problems(source, error)
     try:
         source.problems += _missing_files(source)
     except OSError as error:  # an impossible path
@@ -150,7 +151,7 @@ def _refused(mark: yaml.Mark, problem: str) -> yaml.YAMLError:
 
 
 def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int], str]) -> Any:
-    """The value of YAML `text` at `path`. Notes places, raw scalars and repeated keys in `source`."""
+    """The value of YAML `text` at `path`. Notes places and repeated keys in `source`."""
     loader = _Loader(text)
     checked: set[yaml.Node] = set()  # aliases visit a node again
     count = 0
@@ -165,8 +166,6 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
         if isinstance(node, yaml.ScalarNode):
             if node.tag != TEXT_TAG and len(node.value) > MOST_DIGITS:
                 raise _refused(node.start_mark, f"a value of {len(node.value):,} characters that is not text")
-            if node.style is None:
-                source.written[path] = node.value
             return loader.construct_object(node)
         if node.tag not in PLAIN_TAGS:
             raise _refused(node.start_mark, f"unknown tag {node.tag}")
@@ -244,9 +243,8 @@ def _apply_override(source: _Source, override: str) -> None:
                 parent[name] = {}
                 source.places[path] = where
             parent = parent[key]
-    for table in (source.places, source.written):  # the override replaces everything below this key
-        for old in [old for old in table if old[: len(path)] == path]:
-            del table[old]
+    for old in [old for old in source.places if old[: len(path)] == path]:  # the override replaces all below this key
+        del source.places[old]
     try:
         parent[key] = _read_yaml(source, text, path, lambda line: where)
     except yaml.YAMLError as error:
@@ -255,39 +253,6 @@ def _apply_override(source: _Source, override: str) -> None:
 
 
 # Validation.
-
-
-def _validate(source: _Source) -> Recipe | None:
-    """The recipe, or None after adding to `source.problems`."""
-    for corrected in (False, True):
-        try:
-            return Recipe.model_validate(source.values)
-        except ValidationError as error:
-            if corrected or not sum(_correct(source, item) for item in error.errors()):
-                source.problems += _problems(source, error)
-                break
-    return None
-
-
-def _correct(source: _Source, item: Any) -> bool:
-    """Replaces a value that YAML misread. Returns whether it did."""
-    path, given = _value_path(source, item["loc"]), item["input"]
-    written = source.written.get(path)
-    if item["type"] == "float_type" and isinstance(given, str) and written is not None:
-        if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", given):
-            return False
-        meant: Any = float(given)
-    elif item["type"] == "literal_error" and not isinstance(given, str) and f"'{written}'" in item["ctx"]["expected"]:
-        meant = written
-    elif item["type"] == "model_type" and given is None:
-        meant = {}
-    else:
-        return False
-    parent: Any = source.values
-    for key in path[:-1]:
-        parent = parent[key]
-    parent[path[-1]] = meant
-    return True
 
 
 def _value_path(source: _Source, location: tuple[str | int, ...]) -> KeyPath:

@@ -5,11 +5,12 @@ errors (`recipes.loader`). Only the scripts' builders see the recipe: models, lo
 arguments.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -17,6 +18,21 @@ class Section(BaseModel):
         extra="forbid", strict=True, use_attribute_docstrings=True, frozen=True, allow_inf_nan=False
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _empty(cls, values: Any) -> Any:
+        return {} if values is None else values  # `train:` with nothing below it
+
+
+def _number(value: Any) -> Any:
+    """`1e-4`, which YAML 1.1 reads as text, as the number that it is."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value)
+    return float(value) if is_number else value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+# YAML 1.1 reads `no` as false.
+OrNo = BeforeValidator(lambda value: "no" if value is False else value)
 
 # Upper bounds lie far beyond any sensible use and catch typing errors.
 MOST_COUNTED = 1_000_000_000
@@ -27,9 +43,9 @@ Size = Annotated[int, Field(ge=1, le=1_000_000)]  # of batches, vocabularies, ma
 Beam = Annotated[int, Field(ge=1, le=1000)]
 Depth = Annotated[int, Field(ge=1, le=10_000)]  # of draft trees
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy takes no others
-Positive = Annotated[float, Field(gt=0, le=MOST_FLOAT)]
-PositiveOrZero = Annotated[float, Field(ge=0, le=MOST_FLOAT)]
-Seconds = Annotated[float, Field(gt=0, le=1e9)]
+Positive = Annotated[Number, Field(gt=0, le=MOST_FLOAT)]
+PositiveOrZero = Annotated[Number, Field(ge=0, le=MOST_FLOAT)]
+Seconds = Annotated[Number, Field(gt=0, le=1e9)]
 
 
 class ImpossibleSettings(ValueError):
@@ -94,7 +110,7 @@ class GeneratorSection(Section):
     """Tokens of one assistant turn, its stop token included; a turn cut here is kept with finish_reason `length`."""
     temperature: PositiveOrZero | None = None
     """0 is greedy. None: the target's generation_config, or 1 if it has no temperature."""
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: Number | None = Field(default=None, gt=0, le=1)
     """None: the target's generation_config, or 1."""
     top_k: CountOrZero | None = None
     """0 switches it off. None: the target's generation_config, or off."""
@@ -261,14 +277,14 @@ TokenObjective = Literal[
 
 
 StepWeights = Annotated[list[PositiveOrZero], Field(min_length=1)]
-StepWeight = Annotated[float, Field(gt=0, le=10)] | StepWeights | Literal["acceptance"]
+StepWeight = Annotated[Number, Field(gt=0, le=10)] | StepWeights | Literal["acceptance"]
 Detach = bool | Literal["specialists"]
 
 
 class TrainSection(Section):
     max_steps: Count | None = None
     """Optimiser steps. None: as many as `epochs` needs."""
-    epochs: float | None = Field(default=None, gt=0, le=1_000_000)
+    epochs: Number | None = Field(default=None, gt=0, le=1_000_000)
     """Passes over the training conversations, if max_steps is not given. Both None: 1."""
     batch_size: Size = 4
     """Conversations per micro-batch and process."""
@@ -284,9 +300,9 @@ class TrainSection(Section):
     """Optimiser steps of linear warm-up."""
     schedule: Literal["cosine", "linear"] = "cosine"
     """Decay to zero after the warm-up."""
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta1: Number = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's running mean of gradients."""
-    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_beta2: Number = Field(default=0.95, ge=0, lt=1)
     """Decay of AdamW's running mean of squared gradients."""
     weight_decay: PositiveOrZero = 0.0
     """Of AdamW: weights shrink by this times the learning rate at every step."""
@@ -325,7 +341,7 @@ class TrainSection(Section):
     detach_features: Detach = False
     """Stop gradients through drafted features from each step to the one before (HASS); `specialists`: only from each of
     PosS's specialists to the one before. Default: false for eagle3, specialists for poss over it, else true."""
-    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    mixed_precision: Annotated[Literal["auto", "no", "bf16"], OrNo] = "auto"
     """`auto`: bf16 on accelerators with native bf16, else no (float32). On CPUs bf16 may be slower."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed's ZeRO: 1 shards AdamW's moments over the processes, 2 also gradients, 3 also weights. 0: every process
@@ -426,11 +442,11 @@ class ClassifierSection(Section):
     """Of Adam. Default: 1e-3, and 1e-4 with init_from."""
     epochs: Count = 10
     """Passes over the rows. Use more for fewer rows than the paper's nine million."""
-    validation_share: float = Field(default=0.05, gt=0, lt=1)
+    validation_share: Number = Field(default=0.05, gt=0, lt=1)
     """Share of the trees for validation; whole trees are kept out."""
     init_from: str | None = None
     """Directory of a classifier to calibrate for this target and drafter."""
-    share: float | None = Field(default=None, gt=0, le=1)
+    share: Number | None = Field(default=None, gt=0, le=1)
     """Share of the trees to read. Default: all, or a tenth with init_from."""
     seed: Seed = 0
     """Seed of the initial weights, the validation trees and the kept rejected rows."""
@@ -439,7 +455,7 @@ class ClassifierSection(Section):
 
 
 class DddSection(Section):
-    threshold: float = Field(default=-0.3, ge=-MOST_FLOAT, le=0)
+    threshold: Number = Field(default=-0.3, ge=-MOST_FLOAT, le=0)
     """Drafting ends once the log of the beam's total probability is below this. Tune it again for a cut vocabulary."""
     at: list[Depth] | Literal["every"] = [5, 7, 9]
     """Draft calls after which the beam is tested. Each test waits for the device, so the paper tests at three; on a CPU
@@ -455,7 +471,7 @@ class SvipSection(Section):
 class C2tSection(Section):
     classifier: str | None = None
     """Directory of the trained classifier."""
-    beta: float = Field(default=0.5, ge=0, le=1)
+    beta: Number = Field(default=0.5, ge=0, le=1)
     """Nodes below this confidence are neither verified nor expanded."""
     beam: Size | None = 15
     """Most nodes kept per level, by confidence (the paper's K2). null: all that pass beta."""
@@ -658,7 +674,7 @@ class EvalSection(Section):
     """Most tokens of one answer, its stop token included."""
     temperature: PositiveOrZero = 0.0
     """0 is greedy. Above 0, answers are drawn losslessly from the target's distribution."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Number = Field(default=1.0, gt=0, le=1)
     """1 switches it off."""
     top_k: CountOrZero = 0
     """0 switches it off."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.data_gen.trees.labelled_trees import Manifest, Trees, write_shard
+from draftsmith.data_gen.trees.labelled_trees import TreesManifest, Trees, write_tree_shard
 from draftsmith.models.c2t import DEPTH_CONVENTION
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
@@ -39,12 +39,12 @@ def made_trees(trees: int, rows: int, seed: int = 0, law: Callable[..., torch.Te
 MADE_OF = {"depth_convention": DEPTH_CONVENTION, "entropy_over": 1000, "drafter": {"kind": "toy", "vocab_size": None}}
 
 
-def write_trees(directory: Path, shards: Sequence[Trees], **made_of: Any) -> Manifest:
+def write_trees(directory: Path, shards: Sequence[Trees], **made_of: Any) -> TreesManifest:
     directory.mkdir(parents=True, exist_ok=True)
-    manifest = Manifest({**MADE_OF, **made_of}, len(shards), complete=True)
+    manifest = TreesManifest({**MADE_OF, **made_of}, len(shards), complete=True)
     for number, trees in enumerate(shards):
         counts = {"answers": 1, "dropped_nan": 0, "dropped_beyond": 0}
-        manifest.shards.append(write_shard(directory, number, trees, counts))
+        manifest.shards[number] = write_tree_shard(directory, number, trees, counts)
     manifest.write(directory)
     return manifest
 

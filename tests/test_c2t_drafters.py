@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data_gen import label_trees
-from draftsmith.data_gen.trees.labelled_trees import read_manifest
+from draftsmith.data_gen.trees.labelled_trees import TreesManifest
 from draftsmith.eval import c2t_sweep
 from draftsmith.eval.decoding.contenders import Lineup, check_contenders, drafter_record, main_contender
 from draftsmith.models import c2t as models_c2t
@@ -81,7 +81,7 @@ def test_a_cut_by_another_ranking_is_another_drafter(
     with pytest.raises(UserError, match=r"drafter.vocab_sha256: .* there, .* now"):
         script(label_trees, out, cut, f"eval.token_counts={ranked[1]}")
     script(label_trees, out, cut, f"eval.token_counts={same}")  # other counts, the same tokens
-    manifest = read_manifest(tmp_path / "rows")
+    manifest = TreesManifest.read(tmp_path / "rows")
     assert manifest is not None and manifest.complete
     C2tClassifier(C2tConfig(drafter=manifest.made_of["drafter"])).save(tmp_path / "c2t")
     keys = f"policy: c2t, vocab_size: 64, c2t: {{classifier: {tmp_path / 'c2t'}}}"

@@ -12,7 +12,7 @@ import pytest
 
 from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees import labelling
-from draftsmith.data_gen.trees.labelled_trees import read_manifest
+from draftsmith.data_gen.trees.labelled_trees import TreesManifest
 from draftsmith.eval.decoding.contenders import Lineup
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.models.checkpoint import save_drafter
@@ -58,9 +58,11 @@ def test_labelling_goes_on_after_a_kill_at_any_moment(place: Path, lab: CrashLab
     for number, fault in enumerate(faults):
         directory = tmp_path / f"killed {number}"
         assert run(directory, fault=fault).status == -signal.SIGKILL
-        done = read_manifest(directory)
+        done = TreesManifest.read(directory)
         shards = (
-            {shard["file"]: (directory / shard["file"]).stat().st_mtime_ns for shard in done.shards} if done else {}
+            {shard["file"]: (directory / shard["file"]).stat().st_mtime_ns for shard in done.shards.values()}
+            if done
+            else {}
         )
         ending = run(directory)
         assert ending.status == 0, ending.output

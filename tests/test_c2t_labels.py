@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen.trees.labelled_trees import Trees, check_rows, read_manifest, read_trees
+from draftsmith.data_gen.trees.labelled_trees import Trees, check_rows, TreesManifest, read_trees
 from draftsmith.data_gen.trees.labelling import Labelled, label
 from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states, replay
-from draftsmith.models import checkpoint
 from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Draws
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import LabelSection
 from tests import reference
 from tests.c2t_cases import made_trees, same_trees, write_trees
@@ -179,7 +179,7 @@ def test_the_loop_goes_on_where_replay_with_the_whole_tree_does() -> None:
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     parts = [made_trees(4, 30), made_trees(3, 20, seed=1)]
     written = write_trees(tmp_path, parts)
-    manifest = read_manifest(tmp_path)
+    manifest = TreesManifest.read(tmp_path)
     assert manifest == written
     trees = read_trees(tmp_path, check_rows(tmp_path, manifest))
     assert same_trees(trees, Trees.joined(parts))
@@ -222,7 +222,8 @@ def rewrite_shard(directory: Path, change: Callable[[dict[str, torch.Tensor]], A
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
-    change_shards(directory, lambda shards: [shards[0] | {"sha256": checkpoint.file_digest(path)}, *shards[1:]])
+    written = {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+    change_shards(directory, lambda shards: [shards[0] | written, *shards[1:]])
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -235,13 +236,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another M": (lambda d: change_manifest(d, entropy_over=50), r"over 50 tokens.*labels.entropy_over=1000"),
     "no M": (lambda d: change_manifest(d, entropy_over=None), "entropy_over: None must be a whole number"),
     "unfinished": (lambda d: change_manifest(d, complete=False), "labelled 2 of 2 answers so far.*run .* again"),
-    "shard gone": (lambda d: (d / "shard-00001.safetensors").unlink(), "shard-00001.safetensors: missing"),
+    "shard gone": (lambda d: (d / "shard-00001.safetensors").unlink(), "shard-00001.safetensors: no such file"),
     "shard cut": (lambda d: (d / "shard-00000.safetensors").write_bytes(b"123"), "shard-00000.safetensors: damaged"),
-    "shard changed": (change_shard, "not the bytes that the manifest was written for"),
+    "shard changed": (change_shard, "its sha256 differs"),
     "drafter a list": (lambda d: change_manifest(d, drafter=["x"]), "damaged: made_of, and drafter inside it"),
-    "no objects": (lambda d: change_manifest(d, shards=["x"]), "shards must be a list of objects"),
-    "a shard twice": (lambda d: change_shards(d, lambda s: s + s[:1]), "shard 2 names the file 'shard-00000.safe"),
-    "a shard elsewhere": (lambda d: change_shards(d, lambda s: [s[0] | {"file": "../x"}]), "shard 0 names .*../x"),
+    "no objects": (lambda d: change_manifest(d, shards=["x"]), "manifest.json: damaged"),
+    "a shard twice": (lambda d: change_shards(d, lambda s: s + s[:1]), "'shard-00000.safetensors' is no file of it"),
+    "a shard elsewhere": (lambda d: change_shards(d, lambda s: [s[0] | {"file": "../x"}]), "'../x' is no file of it"),
     "rows below 0": (lambda d: change_shards(d, lambda s: [s[0] | {"rows": -5}]), "rows: -5 must be a whole number"),
     "true rows": (lambda d: change_shards(d, lambda s: [s[0] | {"rows": True}]), "rows: True must be a whole number"),
     "more accepted": (lambda d: change_shards(d, lambda s: [s[0] | {"accepted": 999}]), "999 of .* rows are accepted"),
@@ -260,7 +261,7 @@ def test_damaged_and_other_rows_are_refused(damage: Callable[[Path], Any], messa
     write_trees(tmp_path, [made_trees(4, 30), made_trees(3, 20, seed=1)])
 
     def read() -> Trees:
-        return read_trees(tmp_path, check_rows(tmp_path, read_manifest(tmp_path), entropy_over=1000))
+        return read_trees(tmp_path, check_rows(tmp_path, TreesManifest.read(tmp_path), entropy_over=1000))
 
     read()
     damage(tmp_path)

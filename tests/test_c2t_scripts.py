@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees import labelling
-from draftsmith.data_gen.trees.labelled_trees import read_manifest, read_trees
+from draftsmith.data_gen.trees.labelled_trees import TreesManifest, read_trees
 from draftsmith.data_gen.trees.labelling import batches_of
 from draftsmith.eval import c2t_sweep
 from draftsmith.eval.decoding.contenders import Lineup, drafter_record, main_contender
@@ -35,9 +35,9 @@ def test_from_answers_to_a_sweep(place: Path, script: Callable[..., str], tmp_pa
     assert "drawn with other settings (greedy)" in script(label_trees, rows, "eval.temperature=1", "--plan")
     assert not (tmp_path / "rows").exists()
     script(label_trees, rows)
-    manifest = read_manifest(tmp_path / "rows")
+    manifest = TreesManifest.read(tmp_path / "rows")
     assert manifest is not None and manifest.complete
-    assert [shard["answers"] for shard in manifest.shards] == [3, 3, 2]
+    assert [shard["answers"] for shard in manifest.shards.values()] == [3, 3, 2]
     assert manifest.made_of["drafter"] == drafter_record(
         main_contender(recipe_of(place)), None, recipe_of(place).target
     )
@@ -122,15 +122,15 @@ def test_max_rows_ends_with_a_whole_answer_and_more_go_on_behind_it(
 ) -> None:
     script(label_trees, f"labels.out={tmp_path / 'all'}")
     out = f"labels.out={tmp_path / 'some'}"
-    whole = read_manifest(tmp_path / "all")
+    whole = TreesManifest.read(tmp_path / "all")
     assert whole is not None
     trees = read_trees(tmp_path / "all", whole)
     per_answer = [int((trees.answer.repeat_interleave(trees.starts.diff()) == i).sum()) for i in range(8)]
     most = sum(per_answer[:4]) - 5
     script(label_trees, out, f"labels.max_rows={most}")
-    some = read_manifest(tmp_path / "some")
+    some = TreesManifest.read(tmp_path / "some")
     assert some is not None and some.complete
-    assert [shard["answers"] for shard in some.shards] == [3, 1]
+    assert [shard["answers"] for shard in some.shards.values()] == [3, 1]
     assert some.total("rows") == sum(per_answer[:4])
     assert "all is labelled" in script(label_trees, out, f"labels.max_rows={most}")
     first = (tmp_path / "some/shard-00000.safetensors").stat().st_mtime_ns

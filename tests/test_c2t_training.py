@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.data_gen.trees.labelled_trees import Manifest, Trees
+from draftsmith.data_gen.trees.labelled_trees import TreesManifest, Trees
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ClassifierSection
@@ -19,7 +19,7 @@ from tests.c2t_cases import MADE_OF, made_trees
 def trained(
     section: ClassifierSection, trees: Trees, start: C2tClassifier | None = None, **made_of: Any
 ) -> classifier_training.Trained:
-    manifest = Manifest({**MADE_OF, **made_of}, 1)
+    manifest = TreesManifest({**MADE_OF, **made_of}, 1)
     return train(section, manifest, trees, start, lambda line: None)
 
 

@@ -37,7 +37,7 @@ def asks(*texts: Any, name: str = "t", benchmark: str = "b") -> Conversation:
 
 def find(evaluation: list[Conversation], *texts: Any) -> tuple[str, str, float] | None:
     """(evaluation id, reason, share) of what a conversation with these user turns is found to ask."""
-    finding = EvaluationIndex(evaluation).find(asks(*texts).messages)
+    finding = EvaluationIndex(evaluation).find(asks(*texts))
     return None if finding is None else (finding.turn.id, finding.reason, finding.share)
 
 
@@ -72,8 +72,9 @@ def test_only_user_turns_count() -> None:
     index = EvaluationIndex([asks("What is the capital of France?")])
     for role in ("system", "assistant", "tool"):
         messages = [{"role": "user", "content": "x"}, {"role": role, "content": "What is the capital of France?"}]
-        assert index.find(messages) is None
-    assert index.find([3, None, {"role": "user"}, {"role": "user", "content": [3, {"text": None}]}]) is None
+        assert index.find(Conversation("t", messages)) is None
+    malformed: list[Any] = [3, None, {"role": "user"}, {"role": "user", "content": [3, {"text": None}]}]
+    assert index.find(Conversation("t", malformed)) is None
 
 
 def slow_share(asked: list[str], seen: list[str]) -> float:

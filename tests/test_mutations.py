@@ -9,7 +9,7 @@ import json
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -301,7 +301,7 @@ def test_every_conversation_is_asked_or_rejected(files: list[Path], tmp_path: Pa
                     finished.append(record["id"])
             for conversation in conversations:
                 asked_digest(conversation)
-                index.find(conversation.messages)
+                index.find(conversation)
         entries = kept(tmp_path / f"{path.stem}.rejects.jsonl")
         accounted = [*finished, *(entry["record"]["id"] for entry in entries)]
         assert sorted(accounted) == sorted(conversation.id for conversation in conversations)
@@ -317,9 +317,9 @@ def test_every_line_gives_training_rows_or_is_rejected(files: list[Path], tmp_pa
     for path in files:
         seen: list[int | None] = []
 
-        def look(_: str, messages: list[Any], __: Sequence[str], line: int, seen: list[int | None] = seen) -> None:
-            seen.append(line)
-            index.find(messages)
+        def look(conversation: Conversation, seen: list[int | None] = seen) -> None:
+            seen.append(conversation.line)
+            index.find(conversation)
 
         rejects = Rejects(tmp_path / f"{path.stem}.rejects.jsonl")
         with limited(path.name):

@@ -231,7 +231,7 @@ def test_two_pictures_under_one_question_are_told_apart(place: str, tmp_path: Pa
     index = EvaluationIndex([asks("a")])
     for name, found in (("a", True), ("copy of a", True), ("b", False)):
         training = asks(name)
-        assert (index.find(training.messages, training.pictures) is not None) == ((found and name == "a") or found)
+        assert (index.find(training) is not None) == ((found and name == "a") or found)
     (tmp_path / "a").write_bytes(b"another one")
     assert asked_digest(asks("a")) != before
 

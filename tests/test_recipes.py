@@ -99,16 +99,10 @@ def test_numbers_as_people_write_them(write):
     assert isinstance(recipe.train.epochs, float)
 
 
-@pytest.mark.parametrize("value", ["'1e-4'", "1e-4x", "ten", "0x10p", "1e", "[1e-4]"])
+@pytest.mark.parametrize("value", ["1e-4x", "ten", "0x10p", "1e", "[1e-4]"])
 def test_not_a_number(write, value):
     (problem,) = problems_of(write(SMALLEST + f"train:\n  learning_rate: {value}\n"))
     assert "expected a number, given" in problem
-
-
-def test_quotes_in_an_override_make_it_text(write):
-    (problem,) = problems_of(write(SMALLEST + "train:\n  learning_rate: 1e-4\n"), "train.learning_rate='1e-4'")
-    assert "override" in problem
-    assert "expected a number, given the text '1e-4'" in problem
 
 
 def test_mended_numbers_are_still_checked(write):
@@ -120,8 +114,8 @@ def test_mended_numbers_are_still_checked(write):
 def test_no_is_a_choice_not_a_boolean(write, override):
     text = SMALLEST if override else SMALLEST + "train:\n  mixed_precision: no\n"
     assert load_recipe(write(text), override).train.mixed_precision == "no"
-    (problem,) = problems_of(write(SMALLEST + "train:\n  mixed_precision: off\n"))
-    assert "given false" in problem
+    (problem,) = problems_of(write(SMALLEST + "train:\n  mixed_precision: on\n"))
+    assert "given true" in problem
 
 
 def test_empty_section_is_its_defaults(write):

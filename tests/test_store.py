@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from draftsmith.data_gen.states.store import ENCODINGS, Manifest, Store, key_of, teacher_positions
+from draftsmith.data_gen.states.store import ENCODINGS, Store, StoreManifest, key_of, teacher_positions
 from draftsmith.data_gen.states.stored_target import StoredTarget, check_head
 from draftsmith.eval.decoding.policies import policy_of
 from draftsmith.models.alignment import columns_of
@@ -135,7 +135,7 @@ def test_teacher_positions_are_those_that_columns_look_at() -> None:
 def test_a_store_holds_what_the_target_says_of_each_row_alone(recipe_path: Path, store: Path) -> None:
     recipe = load_recipe(recipe_path)
     target, rows, opened = target_of(recipe), rows_of(recipe), Store(store)
-    assert len({opened.shard_of(row) for row in rows}) == SHARDS == opened.manifest.of_shards
+    assert len({opened.shard_of(row) for row in rows}) == SHARDS == opened.manifest.of
     for row in rows:
         # Beside other rows, in padded batches: float32 sums in another order, of states as large as 30.
         stored, states = opened.read(row), target.states(torch.tensor([row.input_ids]))
@@ -431,8 +431,8 @@ def test_reading_ahead_gives_the_same_and_keeps_little(recipe_path: Path, store:
 def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path, store: Path, tmp_path: Path) -> None:
     from_store = f"data.states={store}"
     said = refusals(recipe_path, from_store, "data.capture.dtype=int8", "drafter.capture_layers=[1, 2, 3]")
-    assert "dtype: the store has 'float32', asked for is 'int8'" in said
-    assert "capture_layers: the store has [2, 3, 4], asked for is [1, 2, 3]" in said
+    assert "dtype: 'float32' there, 'int8' now" in said
+    assert "capture_layers: [2, 3, 4] there, [1, 2, 3] now" in said
 
     other = tmp_path / "other"
     make_target(num_layers=8, final_logit_softcapping=1.0).save_pretrained(other)
@@ -445,23 +445,23 @@ def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path
     output = to_train(tmp_path / "run", CONVERSATIONS)
     (output / "conversations.jsonl").write_text("\n".join(map(json.dumps, words)) + "\n")
     said = refusals(recipe_path, from_store, f"target.model={other}", f"output_dir={output}")
-    assert "target.num_layers: the store has 7, asked for is 8" in said
-    assert "target.final_logit_softcapping: the store has None, asked for is 1.0" in said
-    assert "target.tokenizer_fingerprint: the store has '" in said and "a fingerprint covers" in said
-    assert "rows: the store has '40 rows, sha256 " not in said and "rows: the store has 40 rows, sha256 " in said
+    assert "target.num_layers: 7 there, 8 now" in said
+    assert "target.final_logit_softcapping: None there, 1.0 now" in said
+    assert "target.tokenizer_fingerprint: '" in said and "a fingerprint covers" in said
+    assert "rows: '40 rows, sha256 " not in said and "rows: the store has 40 rows, sha256 " in said
     assert "asked for are 40 rows, sha256 " in said and "1 of these are not in it, the first is 'c4'" in said
 
     with pytest.raises(UserError) as raised:
         capture(recipe_path, from_store, "data.capture.dtype=fp8", f"output_dir={output}")
-    assert "dtype: the store has 'float32', asked for is 'fp8'" in str(raised.value)
-    assert "rows: the store has '40 rows, sha256 " in str(raised.value)
+    assert "dtype: 'float32' there, 'fp8' now" in str(raised.value)
+    assert "rows: '40 rows, sha256 " in str(raised.value)
 
 
 def test_another_target_of_the_same_shape_is_not_mixed_in(recipe_path: Path, copy: Path, tmp_path: Path) -> None:
     shutil.copytree(recipe_path.parent / "target", tmp_path / "target")
     make_target(seed=1).save_pretrained(tmp_path / "target")
     (copy / "shard-00002.safetensors").unlink()
-    with pytest.raises(UserError, match=r"states of another target \(target\.embedding_digest: the store has '"):
+    with pytest.raises(UserError, match=r"captured from another target \(target\.embedding_digest: '"):
         capture(recipe_path, f"data.states={copy}", f"target.model={tmp_path / 'target'}")
 
 
@@ -487,7 +487,7 @@ def test_the_plan_of_training_counts_no_target(
 def test_no_store_or_an_unfinished_one_is_told(recipe_path: Path, copy: Path, tmp_path: Path) -> None:
     nothing = refusals(recipe_path, f"data.states={tmp_path / 'nothing'}")
     assert "no hidden states in" in nothing and "data_gen/capture.py writes them" in nothing
-    manifest = Manifest.read(copy)
+    manifest = StoreManifest.read(copy)
     assert manifest is not None
     del manifest.shards[1]
     manifest.write(copy)

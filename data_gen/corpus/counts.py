@@ -33,8 +33,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.corpus.reader import Chunk, Corpus, Item, Position, content_of
-from draftsmith.data_gen.rows.training_rows import turns_of_messages
-from draftsmith.models.chat import RenderError, as_text, load_tokenizer, tokenizer_fingerprint
+from draftsmith.data_gen.rows.training_rows import turns_of
+from draftsmith.models.chat import RenderError, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import CorpusCounts, read_tensors, write_tensors
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -134,9 +134,7 @@ class TextCounter:
         if "messages" in record:
             record = {key: value for key, value in record.items() if key != "turns"}
         conversation = to_conversation(record, f"{item.place}:{item.line}", item.place, item.line)
-        messages = as_text(conversation.messages, conversation.images)
-        turns = turns_of_messages(self._tokenizer, messages, conversation.meta.get("tools"))
-        return [token for _, output in turns for token in output]
+        return [token for _, output in turns_of(self._tokenizer, conversation) for token in output]
 
 
 def _decoded(item: Item, rejects: list[tuple[str, int, str, Any]]) -> Iterator[tuple[int, str]]:

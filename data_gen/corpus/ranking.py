@@ -168,7 +168,7 @@ def count_answers(
 ) -> CorpusCounts:
     """Counts the supervised tokens of training's rows. Raises UserError for none, or one beyond the vocabulary."""
     check, rejects = training_check(recipe), Rejects(recipe.training_rejects_path)
-    leave_out = check.leave_out(recipe.conversations_path) if check else None
+    leave_out = check.look if check else None
     rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
     ids: set[str] = set()
 

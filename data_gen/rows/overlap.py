@@ -25,13 +25,12 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
-from draftsmith.recipes.prompts.records import Conversation, is_regenerated, pictures_of, to_conversation
+from draftsmith.recipes.prompts.records import Conversation, stored_conversation
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe
 
-# (id, messages, pictures, line) of a conversation -> why it is left out, or None.
-LeaveOut = Callable[[str, list[Any], Sequence[str], int], str | None]
+LeaveOut = Callable[[Conversation], str | None]  # gives the reason to leave a conversation out
 
 GRAM = 13
 SHARE = 0.5
@@ -84,8 +83,6 @@ class EvaluationIndex:
         self._exact: dict[str, EvaluationTurn] = {}
         self._turns: list[EvaluationTurn] = []  # those that have runs
         self._turns_of: dict[int, list[int]] = {}  # hash of a run -> numbers in _turns
-        self._corners: set[tuple[str, str, str]] = set()  # first, middle and last word of each run
-        texts: list[list[str]] = []
         for conversation in conversations:
             self.conversations += 1
             shown = tuple(conversation.pictures)
@@ -101,28 +98,20 @@ class EvaluationIndex:
                     for gram in set(_grams(words)):
                         self._turns_of.setdefault(gram, []).append(len(self._turns))
                     self._turns.append(turn)
-                    texts.append(words)
         self._turns_of = {gram: turns for gram, turns in self._turns_of.items() if len(turns) < COMMON}
         counts = Counter(turn for turns in self._turns_of.values() for turn in turns)
-        for number, words in enumerate(texts):
-            old = self._turns[number]
-            self._turns[number] = replace(old, grams=counts[number])
-            self._corners.update(_corners(words))
+        self._turns = [replace(turn, grams=counts[number]) for number, turn in enumerate(self._turns)]
 
-    def find(self, messages: list[Any], pictures: Sequence[str] = ()) -> Finding | None:
+    def find(self, conversation: Conversation) -> Finding | None:
         """The evaluation turn that a conversation shares most with; an equal turn wins.
 
-        Args:
-            pictures: of the conversation. The same words about other pictures are another question.
+        The same words about other pictures are another question.
         """
-        best: Finding | None = None
-        for text in user_texts(messages):
+        best, pictures = None, conversation.pictures
+        for text in user_texts(conversation.messages):
             words = comparable_words(text)
             if (same := self._exact.get(_key(words, text, pictures))) is not None:
                 return Finding("exact", 1.0, same, _beginning(text))
-            # A fast filter: most texts share no corner with the evaluation.
-            if len(words) < GRAM or self._corners.isdisjoint(_corners(words)):
-                continue
             shared = Counter(turn for gram in set(_grams(words)) for turn in self._turns_of.get(gram, ()))
             for number, count in shared.items():
                 share = count / self._turns[number].grams
@@ -152,11 +141,8 @@ def _key(words: list[str], text: str, pictures: Sequence[str]) -> str:
 
 
 def _grams(words: list[str]) -> Iterator[int]:
-    return (hash(tuple(words[i : i + GRAM])) for i in range(len(words) - GRAM + 1))
-
-
-def _corners(words: list[str]) -> Iterator[tuple[str, str, str]]:
-    return zip(words, words[GRAM // 2 :], words[GRAM - 1 :], strict=False)
+    """Hashes of all runs of words."""
+    return map(hash, zip(*(words[start:] for start in range(GRAM)), strict=False))
 
 
 def _beginning(text: str) -> str:
@@ -201,19 +187,17 @@ class Check:
                     f"note: contamination was checked against the first {limit:,} conversations of {source}"
                 )
 
-    def look(
-        self, source: str, line: int | None, conversation_id: str, messages: list[Any], pictures: Sequence[str]
-    ) -> str | None:
+    def look(self, conversation: Conversation) -> str | None:
         """Records a match. Returns the reason to leave the conversation out if matches are removed, else None."""
-        self.checked[source] += 1
-        finding = self.index.find(messages, pictures)
+        self.checked[conversation.source] += 1
+        finding = self.index.find(conversation)
         if finding is None:
             return None
         self.findings.append(
             {
-                "id": conversation_id,
-                "source": source,
-                "line": line,
+                "id": conversation.id,
+                "source": conversation.source,
+                "line": conversation.line,
                 "evaluation_id": finding.turn.id,
                 "benchmark": finding.turn.benchmark,
                 "evaluation_source": finding.turn.source,
@@ -224,10 +208,6 @@ class Check:
             }
         )
         return f"contaminated: {finding}" if self.remove else None
-
-    def leave_out(self, source: str | Path) -> LeaveOut:
-        """The argument of `training_rows` for the file `source`."""
-        return lambda name, messages, pictures, line: self.look(str(source), line, name, messages, pictures)
 
     def report(self, write: bool = True) -> None:
         """Prints a summary line and lists the matches in the recipe's contamination_path."""
@@ -283,10 +263,9 @@ def screen(
     check = Check(recipe, recipe.data.contamination == "remove")
     clean = []
     for conversation in Bar(conversations, desc="contamination", unit="conversation", leave=False):
-        place = conversation.source, conversation.line
-        if reason := check.look(*place, conversation.id, conversation.messages, conversation.pictures):
+        if reason := check.look(conversation):
             record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
-            rejects.add(*place, reason, record)
+            rejects.add(conversation.source, conversation.line, reason, record)
         else:
             clean.append(conversation)
     check.report(write)
@@ -315,7 +294,7 @@ def left_out_of_training(recipe: Recipe) -> LeaveOut | None:
         return None
     if check.notes and os.environ.get("RANK", "0") == "0":
         print("\n".join(check.notes))
-    return check.leave_out(recipe.conversations_path)
+    return check.look
 
 
 def _from_elsewhere(recipe: Recipe) -> bool:
@@ -344,27 +323,14 @@ def main(command: Command) -> None:
     with Bar(desc="contamination", unit="conversation", leave=False) as progress:
         if prompts:
             for conversation in read_training_prompts(recipe.data, rejects, recipe.data.max_prompts):
-                place = conversation.source, conversation.line
-                check.look(*place, conversation.id, conversation.messages, conversation.pictures)
+                check.look(conversation)
                 progress.update()
-        for line, conversation_id, messages, pictures in _conversations_of(file, rejects) if file else ():
-            check.look(str(file), line, conversation_id, messages, pictures)
+        for line, record in records(str(file), rejects) if file else ():
+            try:
+                check.look(stored_conversation(record, Path(str(file)), line))
+            except ValueError as error:
+                rejects.add(str(file), line, str(error), record)
             progress.update()
     print(f"compared: {', '.join(f'{count:,} conversations of {name}' for name, count in check.checked.items())}")
     check.report()
     print(rejects.summary())
-
-
-def _conversations_of(path: Path, rejects: Rejects) -> Iterator[tuple[int, str, list[Any], list[str]]]:
-    """(line, id, messages, pictures) of a conversations file."""
-    for line, record in records(str(path), rejects):
-        if is_regenerated(record):
-            messages = record.get("messages") or []
-            yield line, str(record.get("id")), messages, pictures_of(messages, record.get("images") or ())
-            continue
-        try:
-            conversation = to_conversation(record, f"{path.name}:{line}", str(path), line)
-        except ValueError as error:
-            rejects.add(str(path), line, str(error), record)
-        else:
-            yield line, conversation.id, conversation.messages, conversation.pictures

@@ -40,7 +40,7 @@ from draftsmith.models.chat import (
 from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.recipes.command.inputs import conversations, need
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.records import Conversation, is_regenerated, pictures_of, to_conversation
+from draftsmith.recipes.prompts.records import Conversation, is_regenerated, stored_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import check_source, records
 from draftsmith.recipes.schema import Recipe
@@ -95,9 +95,23 @@ def training_rows(
         rejects: receives the conversations and rows that are left out.
         leave_out: for example the contamination check; called for every readable conversation.
     """
-    usable = 0
-    for line, conversation_id, turns, record in _conversations(Path(path), tokenizer, rejects, leave_out):
-        for row in rows_of(conversation_id, turns):
+    path = Path(path)
+    need(("data.conversations", path, "data_gen/regenerate.py"))
+    if problem := check_source(str(path)):
+        raise UserError(f"data.conversations: {problem}")
+    fingerprint, usable = tokenizer_fingerprint(tokenizer), 0
+    for line, record in records(str(path), rejects):
+        try:
+            if regenerated := is_regenerated(record):
+                _check_fingerprint(record, fingerprint, path, line)
+            conversation = stored_conversation(record, path, line)
+            turns = _turns_of_tokens(record["turns"]) if regenerated else turns_of(tokenizer, conversation)
+            if leave_out and (reason := leave_out(conversation)):
+                raise ValueError(reason)
+        except (RenderError, ValueError) as error:
+            rejects.add(str(path), line, str(error), record)
+            continue
+        for row in rows_of(conversation.id, turns):
             if len(row.input_ids) > max_length:
                 reason = f"longer than data.max_length: {len(row.input_ids)} tokens, the limit is {max_length}"
                 rejects.add(str(path), line, reason, record)
@@ -141,32 +155,6 @@ def spans_of(mask: Sequence[bool]) -> list[Span]:
     return spans
 
 
-def _conversations(
-    path: Path, tokenizer: PreTrainedTokenizerBase, rejects: Rejects, leave_out: LeaveOut | None
-) -> Iterator[tuple[int, str, list[Turn], Any]]:
-    """(line, id, turns, record) of every usable conversation."""
-    need(("data.conversations", path, "data_gen/regenerate.py"))
-    if problem := check_source(str(path)):
-        raise UserError(f"data.conversations: {problem}")
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    for line, record in records(str(path), rejects):
-        try:
-            if is_regenerated(record):
-                _check_fingerprint(record, fingerprint, path, line)
-                conversation_id, messages = _id_and_messages(record)
-                turns, pictures = _turns_of_tokens(record["turns"]), pictures_of(messages, record.get("images") or ())
-            else:
-                conversation = to_conversation(record, f"{path.name}:{line}", str(path), line)
-                conversation_id, messages = conversation.id, conversation.messages
-                turns, pictures = _turns_of_conversation(tokenizer, conversation), conversation.pictures
-            if leave_out and (reason := leave_out(conversation_id, messages, pictures, line)):
-                raise ValueError(reason)
-        except (RenderError, ValueError) as error:
-            rejects.add(str(path), line, str(error), record)
-            continue
-        yield line, conversation_id, turns, record
-
-
 def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, line: int) -> None:
     generator = record.get("generator", {})
     written = generator.get("tokenizer_fingerprint", fingerprint) if isinstance(generator, dict) else None
@@ -178,13 +166,6 @@ def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, lin
             f"{generator.get('target')}) than the recipe's target has ({fingerprint[:16]}): a fingerprint covers "
             f"{FINGERPRINT_COVERS}. Regenerate for this target, or use the target settings that they were made with"
         )
-
-
-def _id_and_messages(record: dict[str, Any]) -> tuple[str, list[Any]]:
-    conversation_id, messages = record.get("id"), record.get("messages")
-    if not isinstance(conversation_id, str) or not isinstance(messages, list):
-        raise ValueError("wrong type: a regenerated conversation has an `id`, text, and `messages`, a list")
-    return conversation_id, messages
 
 
 def _turns_of_tokens(turns: list[Any]) -> list[Turn]:
@@ -200,7 +181,8 @@ def _turns_of_tokens(turns: list[Any]) -> list[Turn]:
     return pairs
 
 
-def _turns_of_conversation(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[Turn]:
+def turns_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[Turn]:
+    """`turns_of_messages` of a conversation."""
     messages = as_text(conversation.messages, conversation.images)
     return turns_of_messages(tokenizer, messages, conversation.meta.get("tools"))
 

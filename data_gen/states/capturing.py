@@ -15,17 +15,15 @@ from transformers.utils import logging
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.capture_processes import Team
-from draftsmith.data_gen.states.shards import make_folder
+from draftsmith.data_gen.states.shards import file_problem
 from draftsmith.data_gen.states.store import (
     ENCODINGS,
-    Manifest,
     Shape,
     ShardBuffer,
-    file_problem,
+    StoreManifest,
     key_of,
     length_of,
     rows_identity,
-    store_differences,
     taught_tokens,
 )
 from draftsmith.data_gen.states.stored_target import (
@@ -36,7 +34,7 @@ from draftsmith.data_gen.states.stored_target import (
     target_is_whole,
 )
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import config_identity, differences, file_digest, target_identity
+from draftsmith.models.checkpoint import config_identity, differences, target_identity
 from draftsmith.models.costs import gigabytes, torch_dtype
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.recipes.command.cli import Command
@@ -90,7 +88,7 @@ def lead(team: Team, command: Command) -> None:
             return
         check_room(job, manifest, directory)
         if not directory.exists():
-            make_folder(directory, "data.states")
+            manifest.make_folder(directory)
             held.enter_context(alone_in(directory))
         clear_leftovers(directory, manifest)
         if manifest.complete and manifest.files:
@@ -182,25 +180,16 @@ def wanted(target: dict[str, Any], config: Any, layers: Sequence[int], dtype: st
     return {"target": target | logit_settings(config), "capture_layers": list(layers), "dtype": dtype}
 
 
-def manifest_so_far(directory: Path, job: Job, verify: bool) -> Manifest:
+def manifest_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
     """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ."""
-    manifest = Manifest.read(directory)
+    manifest = StoreManifest.read(directory)
     if manifest is None:
-        return Manifest(job.made_of, len(job.shards))
-    known = {**manifest.made_of, "target": {**manifest.made_of["target"], **job.made_of["target"]}}
-    if different := store_differences(
-        manifest, known | {key: job.made_of[key] for key in job.made_of if key != "target"}
-    ):
-        raise UserError(
-            f"{directory}: states captured with other settings ({'; '.join(different)}); name another data.states, or "
-            "delete that folder"
-        )
+        return StoreManifest(job.made_of, len(job.shards))
+    # Parts of the target's identity are known only from the weights.
+    target = manifest.made_of["target"] | job.made_of["target"]
+    manifest.refuse_if(manifest.other_than(manifest.made_of | job.made_of | {"target": target}), directory)
     for number, entry in list(manifest.shards.items()):
-        path = directory / entry["file"]
-        problem = file_problem(path, entry)
-        if problem is None and verify and file_digest(path) != entry["sha256"]:
-            problem = f"{path}: damaged: not what was written (its sha256 differs)"
-        if problem is not None:
+        if problem := file_problem(directory / entry["file"], entry, verify):
             print(f"note: {problem}; captured again")
             del manifest.shards[number]
     if not target_is_whole(directory, manifest, verify):
@@ -208,7 +197,7 @@ def manifest_so_far(directory: Path, job: Job, verify: bool) -> Manifest:
     return manifest
 
 
-def clear_leftovers(directory: Path, manifest: Manifest) -> None:
+def clear_leftovers(directory: Path, manifest: StoreManifest) -> None:
     """Removes files that a kill left half-written or half-deleted."""
     for pattern in ("*.partial", ".tmp*", "*.tmp"):  # of `atomic_path`, of safetensors, of older versions
         for leftover in directory.glob(pattern):
@@ -219,7 +208,7 @@ def clear_leftovers(directory: Path, manifest: Manifest) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def missing_shards(job: Job, manifest: Manifest) -> list[int]:
+def missing_shards(job: Job, manifest: StoreManifest) -> list[int]:
     return [number for number in range(len(job.shards)) if number not in manifest.shards]
 
 
@@ -232,7 +221,7 @@ def estimated_bytes(job: Job) -> int:
     return shards + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
 
 
-def plan_lines(job: Job, manifest: Manifest, directory: Path) -> Iterator[str]:
+def plan_lines(job: Job, manifest: StoreManifest, directory: Path) -> Iterator[str]:
     rows = [row for shard in job.shards for row in shard]
     shape, tokens = job.shape, sum(map(length_of, rows))
     taught = sum(taught_tokens(row.spans) for row in rows)
@@ -257,7 +246,7 @@ def free_bytes(directory: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def check_room(job: Job, manifest: Manifest, directory: Path) -> None:
+def check_room(job: Job, manifest: StoreManifest, directory: Path) -> None:
     """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
     left = sum(job.shape.bytes_of_shard(job.shards[number]) for number in missing_shards(job, manifest))
     left += 0 if manifest.files else job.bytes_of_target
@@ -269,9 +258,9 @@ def check_room(job: Job, manifest: Manifest, directory: Path) -> None:
         )
 
 
-def summary(manifest: Manifest) -> str:
+def summary(manifest: StoreManifest) -> str:
     rows, tokens, size = (manifest.total(name) for name in ("rows", "tokens", "bytes"))
-    shards = f"{len(manifest.shards):,} of {manifest.of_shards:,} shards"
+    shards = f"{len(manifest.shards):,} of {manifest.of:,} shards"
     text = f"{rows:,} rows, {tokens:,} tokens, {gigabytes(size)} in {shards}"
     if broken := manifest.total("nonfinite_rows"):
         text += f"; {broken:,} rows have NaN or inf among their states, and training will skip them"
@@ -281,7 +270,9 @@ def summary(manifest: Manifest) -> str:
 # Capturing.
 
 
-def capture(job: Job, missing: Sequence[int], directory: Path, team: Team, manifest: Manifest | None = None) -> None:
+def capture(
+    job: Job, missing: Sequence[int], directory: Path, team: Team, manifest: StoreManifest | None = None
+) -> None:
     """Makes missing shards until all are taken.
 
     Raises UserError if the existing shards or rank 0 have another target, or if the disk is full.
@@ -300,11 +291,8 @@ def capture(job: Job, missing: Sequence[int], directory: Path, team: Team, manif
         if manifest is None:
             check_same(team, made_of)
         else:
-            if manifest.shards and (different := store_differences(manifest, made_of)):
-                raise UserError(
-                    f"{directory}: states of another target ({'; '.join(different)}); name another data.states, or "
-                    "delete that folder"
-                )
+            if manifest.shards:
+                manifest.refuse_if(manifest.other_than(made_of), directory, "from another target")
             manifest.made_of = made_of
             team.publish(MADE_OF, made_of)
             if not manifest.files:
@@ -348,7 +336,7 @@ class Ledger:
         nonfinite: ids of this run's rows with NaN or inf among their states.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, team: Team, tokens: int):
+    def __init__(self, directory: Path, manifest: StoreManifest, team: Team, tokens: int):
         self.directory, self.manifest, self.team = directory, manifest, team
         self.entered = 0  # shards of this run in the manifest
         self.nonfinite: list[str] = []

@@ -40,18 +40,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.shards import Kind, check_counts, shard_name
-from draftsmith.models.checkpoint import differences, file_digest
+from draftsmith.data_gen.states.shards import Manifest, check_counts, file_problem, write_shard
 from draftsmith.recipes.errors import UserError, short
-from draftsmith.recipes.files.atomic import atomic_path
 
-KIND = Kind("hidden_states", script="data_gen/capture.py", verb="capture")
 KEY_BYTES = 16
 HEADER_BYTES = 600  # of a shard's safetensors header, about
-COUNTS = ("rows", "tokens", "teacher_tokens", "nonfinite_rows")
 
 
 # Encoding of a state.
@@ -214,103 +209,58 @@ class ShardBuffer:
             "spans": torch.tensor(spans),
             "key": torch.frombuffer(bytearray(keys), dtype=torch.uint8).view(-1, KEY_BYTES),
         }
-        path = directory / shard_name(number)
-        with atomic_path(path) as partial:
-            save_file(tensors, partial)
-        return {
-            "file": path.name,
-            "bytes": path.stat().st_size,
-            "sha256": file_digest(path),
+        facts = {
             "keys_sha256": hashlib.sha256(keys).hexdigest(),
             "rows": len(self.rows),
             "tokens": self.starts[-1],
             "teacher_tokens": self.taught_starts[-1],
             "nonfinite_rows": len(self.nonfinite),
         }
+        return write_shard(directory, number, tensors, facts)
 
 
 # The manifest.
 
 
 @dataclass
-class Manifest:
+class StoreManifest(Manifest):
     """A store's manifest.
 
     Args:
-        made_of: everything that determines the content: target, dtype, capture layers, rows, division into shards.
         files: size and sha256 of each file in target/.
-        of_shards: number of shards of the complete store. `shards` holds the written ones by number.
     """
 
-    made_of: dict[str, Any]
-    of_shards: int
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    shards: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    KIND, OF = "hidden_states", "of_shards"
+    COUNTS = ("rows", "tokens", "teacher_tokens", "nonfinite_rows", "bytes")
+    KEY, SCRIPT, VERB, DONE = "data.states", "data_gen/capture.py", "capture", "captured"
 
     @property
     def complete(self) -> bool:
-        return len(self.shards) == self.of_shards
+        return len(self.shards) == self.of
 
-    def total(self, name: str) -> int:
-        """Sum over the shards of one of COUNTS, or of their bytes."""
-        return sum(shard[name] for shard in self.shards.values())
+    def _facts(self) -> dict[str, Any]:
+        size = self.total("bytes") + sum(each["bytes"] for each in self.files.values())
+        return {"bytes": size, "complete": self.complete, "target_files": self.files}
 
-    def write(self, directory: Path) -> None:
-        words = {
-            "complete": self.complete,
-            "of_shards": self.of_shards,
-            **{name: self.total(name) for name in COUNTS},
-            "bytes": self.total("bytes") + sum(each["bytes"] for each in self.files.values()),
-            "made_of": self.made_of,
-            "target_files": self.files,
-            "shards": [self.shards[number] for number in sorted(self.shards)],
-        }
-        KIND.write(directory, words)
-
-    @classmethod
-    def read(cls, directory: Path) -> "Manifest | None":
-        """None if there is no manifest yet. Raises UserError for a damaged manifest or another kind of file."""
-        return KIND.read(directory, cls._of)
-
-    @classmethod
-    def _of(cls, words: dict[str, Any]) -> "Manifest":
-        check_counts("manifest", words, ("of_shards",))
-        shards: dict[int, dict[str, Any]] = {}
-        for shard in words["shards"]:
-            number = int(shard["file"].removeprefix("shard-").removesuffix(".safetensors"))
-            if shard["file"] != shard_name(number) or number >= words["of_shards"] or number in shards:
-                raise ValueError(f"{shard['file']!r} is no file of it")
-            check_counts(shard["file"], shard, ("bytes", *COUNTS))
-            shards[number] = {name: shard[name] for name in ("file", "bytes", "sha256", "keys_sha256", *COUNTS)}
+    def _check(self, words: dict[str, Any]) -> None:
+        if any(number >= self.of or type(shard["keys_sha256"]) is not str for number, shard in self.shards.items()):
+            raise ValueError(f"it has {self.of} shards, each with keys_sha256")
         for name, file in words["target_files"].items():
             check_counts(name, file, ("bytes",))
             if Path(name).name != name or type(file["sha256"]) is not str:
                 raise ValueError(f"{name!r} is no file of it")
-        made_of = words["made_of"]
+        self.files, made_of = words["target_files"], self.made_of
         if not {"target", "dtype", "capture_layers", "rows"} <= made_of.keys() or made_of["dtype"] not in ENCODINGS:
             raise ValueError(f"made_of is {short(made_of)}")
         layers = made_of["capture_layers"]
         if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
             raise ValueError(f"capture_layers are {short(layers)}, not a list of whole numbers")
-        return cls(made_of, words["of_shards"], words["target_files"], shards)
 
-
-def store_differences(manifest: Manifest, wanted: dict[str, Any]) -> list[str]:
-    """Differences between a store and what is asked for, both sides named. The target's place and name may differ."""
-    return [
-        f"{key}: the store has {theirs!r}, asked for is {mine!r}"
-        for key, theirs, mine in differences(manifest.made_of, json.loads(json.dumps(wanted)))
-        if key not in ("target.model", "target.revision")
-    ]
-
-
-def file_problem(path: Path, entry: dict[str, Any]) -> str | None:
-    """What is wrong with a file, by its size alone, or None."""
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        return f"{path}: {error.strerror.lower() if error.strerror else error}"
-    return None if found == entry["bytes"] else f"{path}: damaged: {found:,} bytes instead of {entry['bytes']:,}"
+    def other_than(self, wanted: dict[str, Any]) -> list[str]:
+        """Differences from what is asked for. The target's place and name may differ."""
+        return self.differences(wanted, but=("target.model", "target.revision"))
 
 
 # Reading.
@@ -352,12 +302,12 @@ class Store:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        manifest = Manifest.read(directory)
+        manifest = StoreManifest.read(directory)
         if manifest is None:
             raise UserError(f"data.states: no hidden states in {directory}; data_gen/capture.py writes them")
         if not manifest.complete:
             raise UserError(
-                f"data.states: {directory} has {len(manifest.shards):,} of {manifest.of_shards:,} shards; run "
+                f"data.states: {directory} has {len(manifest.shards):,} of {manifest.of:,} shards; run "
                 "data_gen/capture.py again"
             )
         self.manifest = manifest
@@ -399,7 +349,10 @@ class Store:
         """The stored states of a row. Raises UserError if its shard was altered."""
         number, index = self._places[key_of(row)]
         if number not in self._verified:
-            self._verify(number)
+            entry = self.manifest.shards[number]
+            if problem := file_problem(self.directory / entry["file"], entry, digest=True):
+                raise UserError(f"{problem}; {REPAIR}")
+            self._verified.add(number)
         return self._from_shard(number, lambda shard: self._read(shard, number, index, row))
 
     def _read(self, shard: Any, number: int, index: int, row: TrainingRow) -> RowStates:
@@ -416,16 +369,6 @@ class Store:
             raise self._damaged(number, f"its tokens of row {row.id!r} are not the row's")
         last, last_scale = part("last", taught_starts), part("last_scale", taught_starts)
         return RowStates(captured, part("captured_scale", starts), last, last_scale)
-
-    def _verify(self, number: int) -> None:
-        entry = self.manifest.shards[number]
-        try:
-            found = file_digest(self.directory / entry["file"])
-        except OSError as error:
-            raise self._damaged(number, str(error.strerror)) from None
-        if found != entry["sha256"]:
-            raise self._damaged(number, "not what was written (its sha256 differs)")
-        self._verified.add(number)
 
     def _from_shard(self, number: int, read: Any) -> Any:
         """Applies `read` to the opened shard. Keeps OPEN_SHARDS open, because a process may not open many files."""

@@ -16,13 +16,14 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from draftsmith.data_gen.states.store import REPAIR, Manifest, Store, file_problem
+from draftsmith.data_gen.states.shards import file_problem
+from draftsmith.data_gen.states.store import REPAIR, Store, StoreManifest
 from draftsmith.models.chat import load_config, load_generation_config
-from draftsmith.models.checkpoint import file_digest
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_folder
+from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import TargetSection
 
 FOLDER = "target"
@@ -127,20 +128,18 @@ def _read_head(store: Store) -> dict[str, torch.Tensor]:
     entry = store.manifest.files.get(HEAD)
     if entry is None:
         raise UserError(f"{path}: the manifest does not name it; {REPAIR}")
+    if problem := file_problem(path, entry, digest=True):
+        raise UserError(f"{problem}; {REPAIR}")
     try:
-        if file_digest(path) != entry["sha256"]:
-            raise UserError(f"{path}: damaged: not what was written (its sha256 differs); {REPAIR}")
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: damaged: {str(error).splitlines()[0]}; {REPAIR}") from None
 
 
-def target_is_whole(store: Path, manifest: Manifest, verify: bool = False) -> bool:
+def target_is_whole(store: Path, manifest: StoreManifest, verify: bool) -> bool:
     """Whether target/ matches the manifest. A manifest without entries for it is older than the folder."""
-    paths = {store / FOLDER / name: entry for name, entry in manifest.files.items()}
-    if not paths or any(file_problem(path, entry) for path, entry in paths.items()):
-        return False
-    return not verify or all(file_digest(path) == entry["sha256"] for path, entry in paths.items())
+    problems = [file_problem(store / FOLDER / name, entry, verify) for name, entry in manifest.files.items()]
+    return bool(problems) and not any(problems)
 
 
 def stored_bytes(store: Store) -> int:

@@ -15,23 +15,27 @@ Shapes: R rows (nodes), T trees.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from draftsmith.data_gen.states.shards import MANIFEST, Kind, check_counts, shard_name
+from draftsmith.data_gen.states.shards import MANIFEST, Manifest, file_problem, write_shard
 from draftsmith.models.c2t import DEPTH_CONVENTION
-from draftsmith.models.checkpoint import file_digest
-from draftsmith.recipes.errors import UserError, short
-from draftsmith.recipes.files.atomic import atomic_path
+from draftsmith.recipes.errors import UserError
 
-KIND = Kind("labelled_trees", script="data_gen/label_trees.py", verb="label")
 ROW_BYTES = 4 + 4 + 2 + 1
-COUNTS = ("answers", "trees", "rows", "accepted", "dropped_nan", "dropped_beyond")
+DTYPES = {
+    "P": torch.float32,
+    "H": torch.float32,
+    "d": torch.int16,
+    "accepted": torch.bool,
+    "starts": torch.int64,
+    "answer": torch.int64,
+}
 
 
 @dataclass(frozen=True)
@@ -99,72 +103,40 @@ class Trees:
 
 
 @dataclass
-class Manifest:
-    """The manifest of a folder of labelled trees.
+class TreesManifest(Manifest):
+    """The manifest of a folder of labelled trees. `of` counts answers; max_rows may end labelling before the last one.
 
     Args:
-        made_of: everything that determines the rows: drafter, target, answers, shape of trees, depth convention, M.
-        of_answers: number of answers to label; max_rows may end labelling before the last one.
-        shards: file, sha256 and counts (COUNTS) of each, in order.
         complete: only a greater max_rows would add rows.
     """
 
-    made_of: dict[str, Any]
-    of_answers: int
-    shards: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
 
-    def total(self, name: str) -> int:
-        """Sum over the shards of one of COUNTS."""
-        return sum(shard[name] for shard in self.shards)
+    KIND, OF = "labelled_trees", "of_answers"
+    COUNTS = ("answers", "trees", "rows", "accepted", "dropped_nan", "dropped_beyond")
+    KEY, SCRIPT, VERB, DONE = "labels.out", "data_gen/label_trees.py", "label", "labelled"
 
-    def write(self, directory: Path) -> None:
-        words = {
-            "complete": self.complete,
-            "of_answers": self.of_answers,
-            **{name: self.total(name) for name in COUNTS},
-            "made_of": self.made_of,
-            "shards": self.shards,
-        }
-        KIND.write(directory, words)
+    def _facts(self) -> dict[str, Any]:
+        return {"complete": self.complete}
+
+    def _check(self, words: dict[str, Any]) -> None:
+        if not isinstance(self.made_of, dict) or not isinstance(self.made_of.get("drafter", {}), dict):
+            raise ValueError("made_of, and drafter inside it, must be objects")
+        if list(self.shards) != list(range(len(self.shards))):
+            raise ValueError(f"shards {list(self.shards)} are not in order")
+        for shard in self.shards.values():
+            if shard["accepted"] > shard["rows"]:
+                raise ValueError(f"{shard['file']}: {shard['accepted']:,} of {shard['rows']:,} rows are accepted")
+        self.complete = words.get("complete") is True
 
 
-def write_shard(directory: Path, number: int, trees: Trees, counts: dict[str, int]) -> dict[str, Any]:
+def write_tree_shard(directory: Path, number: int, trees: Trees, counts: dict[str, int]) -> dict[str, Any]:
     """Writes shard `number` and returns its manifest entry."""
-    path = directory / shard_name(number)
-    tensors = {name: getattr(trees, name) for name in ("P", "H", "d", "accepted", "starts", "answer")}
-    with atomic_path(path) as partial:
-        save_file(tensors, partial)
     made = {"trees": trees.count, "rows": trees.rows, "accepted": int(trees.accepted.sum())}
-    return {"file": path.name, "sha256": file_digest(path), **counts, **made}
+    return write_shard(directory, number, {name: getattr(trees, name) for name in DTYPES}, counts | made)
 
 
-def read_manifest(directory: Path) -> Manifest | None:
-    """None if there is no manifest yet. Raises UserError for a damaged manifest or another kind of file."""
-    return KIND.read(directory, _manifest_of)
-
-
-def _manifest_of(words: dict[str, Any]) -> Manifest:
-    """Raises ValueError or KeyError for values that `Manifest.write` never writes."""
-    shards, made_of = words["shards"], words["made_of"]
-    if not isinstance(made_of, dict) or not isinstance(made_of.get("drafter", {}), dict):
-        raise ValueError("made_of, and drafter inside it, must be objects")
-    if not isinstance(shards, list) or not all(isinstance(shard, dict) for shard in shards):
-        raise ValueError("shards must be a list of objects")
-    check_counts("manifest", words, ("of_answers",))
-    for number, shard in enumerate(shards):
-        name = shard["file"]
-        if name != shard_name(number):
-            raise ValueError(f"shard {number} names the file {short(name)}, not {shard_name(number)!r}")
-        if type(shard["sha256"]) is not str:
-            raise ValueError(f"{name} has no sha256")
-        check_counts(name, shard, COUNTS)
-        if shard["accepted"] > shard["rows"]:
-            raise ValueError(f"{name}: {shard['accepted']:,} of {shard['rows']:,} rows are accepted")
-    return Manifest(made_of, words["of_answers"], shards, words.get("complete") is True)
-
-
-def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | None = None) -> Manifest:
+def check_rows(directory: Path, manifest: TreesManifest | None, entropy_over: int | None = None) -> TreesManifest:
     """Checks, by the manifest alone, that a classifier can be trained on the rows.
 
     Raises UserError for missing or unfinished rows, another depth convention or M, or rows of one class only; all
@@ -193,7 +165,7 @@ def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | N
         )
     if not manifest.complete:
         problems.append(
-            f"{directory}: labelled {manifest.total('answers'):,} of {manifest.of_answers:,} answers so far; run "
+            f"{directory}: labelled {manifest.total('answers'):,} of {manifest.of:,} answers so far; run "
             "data_gen/label_trees.py again, or end it with labels.max_rows"
         )
     rows, accepted = manifest.total("rows"), manifest.total("accepted")
@@ -207,34 +179,23 @@ def check_rows(directory: Path, manifest: Manifest | None, entropy_over: int | N
     return manifest
 
 
-def read_trees(directory: Path, manifest: Manifest) -> Trees:
+def read_trees(directory: Path, manifest: TreesManifest) -> Trees:
     """All rows. Raises UserError for shards that are missing, altered, or hold impossible rows."""
     parts, problems = [], []
-    for shard in manifest.shards:
+    for shard in manifest.shards.values():
         path = directory / shard["file"]
         try:
-            if file_digest(path) != shard["sha256"]:
-                raise ValueError("not the bytes that the manifest was written for")
-            trees = Trees(**load_file(path))
-            _check_trees(trees, shard)
-            parts.append(trees)
-        except FileNotFoundError:
-            problems.append(f"{path}: missing; copy the whole folder, or delete it and label again")
+            if (problem := file_problem(path, shard, digest=True)) is None:
+                trees = Trees(**load_file(path))
+                _check_trees(trees, shard)
+                parts.append(trees)
         except (OSError, SafetensorError, ValueError, TypeError) as error:
-            problems.append(f"{path}: damaged ({error}); copy it again, or delete the folder and label again")
+            problem = f"{path}: damaged: {error}"
+        if problem:
+            problems.append(f"{problem}; copy the whole folder again, or delete it and label again")
     if problems:
         raise UserError(problems)
     return Trees.joined(parts)
-
-
-DTYPES = {
-    "P": torch.float32,
-    "H": torch.float32,
-    "d": torch.int16,
-    "accepted": torch.bool,
-    "starts": torch.int64,
-    "answer": torch.int64,
-}
 
 
 def _check_trees(trees: Trees, shard: dict[str, Any]) -> None:
@@ -254,14 +215,3 @@ def _check_trees(trees: Trees, shard: dict[str, Any]) -> None:
         raise ValueError(f"{int(trees.accepted.sum()):,} accepted rows, the manifest counts {shard['accepted']:,}")
     if broken := int((~trees.features.isfinite()).any(-1).sum()):
         raise ValueError(f"P or H of {broken:,} rows is not finite")
-
-
-def intact_shards(directory: Path, manifest: Manifest) -> list[dict[str, Any]]:
-    """The shards before the first missing or damaged one."""
-    whole = []
-    for shard in manifest.shards:
-        path = directory / shard["file"]
-        if not path.exists() or file_digest(path) != shard["sha256"]:
-            break
-        whole.append(shard)
-    return whole

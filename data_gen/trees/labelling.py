@@ -11,15 +11,8 @@ from typing import Any
 
 import torch
 
-from draftsmith.data_gen.states.shards import make_folder
-from draftsmith.data_gen.trees.labelled_trees import (
-    ROW_BYTES,
-    Manifest,
-    Trees,
-    intact_shards,
-    read_manifest,
-    write_shard,
-)
+from draftsmith.data_gen.states.shards import file_problem
+from draftsmith.data_gen.trees.labelled_trees import ROW_BYTES, Trees, TreesManifest, write_tree_shard
 from draftsmith.eval.decoding.contenders import (
     Contender,
     Lineup,
@@ -48,7 +41,6 @@ from draftsmith.eval.recorded.answers import (
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states
 from draftsmith.models.c2t import DEPTH_CONVENTION, differing_keys, node_features
 from draftsmith.models.chat import load_config
-from draftsmith.models.checkpoint import differences
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree
 from draftsmith.models.prompt import Prompt
@@ -84,7 +76,7 @@ def main(command: Command) -> None:
     if command.plan:
         print_plan(recipe, contender, recording, answers, manifest)
         return
-    make_folder(directory, "labels.out")
+    manifest.make_folder(directory)
     batches = batches_of(answers, recipe.labels.batch_size)
     if not remaining(manifest, batches, recipe.labels.max_rows):
         if not manifest.complete:
@@ -157,7 +149,7 @@ def _rank(answer: RecordedAnswer) -> bytes:
 def made_of_labels(
     recipe: Recipe, contender: Contender, answers: Sequence[RecordedAnswer], drafter_exists: bool = True
 ) -> dict[str, Any]:
-    """`Manifest.made_of`: everything that determines the rows."""
+    """`TreesManifest.made_of`: everything that determines the rows."""
     section, target = recipe.labels, TargetFacts.read(recipe.target)
     digest = hashlib.sha256()
     for answer in answers:
@@ -175,29 +167,24 @@ def made_of_labels(
     }
 
 
-def manifest_so_far(directory: Path, made_of: dict[str, Any], answers: int) -> Manifest:
+def manifest_so_far(directory: Path, made_of: dict[str, Any], answers: int) -> TreesManifest:
     """The folder's manifest up to the first damaged shard, or a new one. Raises UserError if its settings differ."""
-    manifest = read_manifest(directory)
+    manifest = TreesManifest.read(directory)
     if manifest is None:
-        return Manifest(made_of, answers)
-    different = [
-        f"{key}: {theirs!r} there, {mine!r} now"
-        for key, theirs, mine in differences(manifest.made_of, made_of)
-        # A target may be moved. Drafters are compared below.
-        if key != "target.model" and not key.startswith("drafter.")
-    ]
+        return TreesManifest(made_of, answers)
     mine = made_of["drafter"]
     theirs = dict.fromkeys(mine) | manifest.made_of.get("drafter", {})  # a missing key counts as a difference
+    others = {key: value for key, value in made_of.items() if key != "drafter"}
+    different = manifest.differences(others, but=("target.model",))  # a target may be moved
     different += [f"drafter.{key}: {theirs[key]!r} there, {mine[key]!r} now" for key in differing_keys(theirs, mine)]
-    if different and made_of["drafter"]:
-        raise UserError(
-            f"{directory}: trees labelled with other settings ({'; '.join(sorted(different))}); name another "
-            "labels.out, or delete that folder"
-        )
-    whole = intact_shards(directory, manifest)
-    if len(whole) < len(manifest.shards):
-        print(f"note: {directory}: shard {len(whole)} is missing or damaged; labelling continues from there")
-        manifest.shards, manifest.complete = whole, False
+    if mine:
+        manifest.refuse_if(sorted(different), directory)
+    for number, entry in list(manifest.shards.items()):
+        if file_problem(directory / entry["file"], entry, digest=True):
+            print(f"note: {directory}: shard {number} is missing or damaged; labelling continues from there")
+            manifest.shards = {n: manifest.shards[n] for n in range(number)}
+            manifest.complete = False
+            break
     return manifest
 
 
@@ -206,17 +193,22 @@ def batches_of(answers: Sequence[RecordedAnswer], batch_size: int) -> list[list[
     return [list(answers[start : start + batch_size]) for start in range(0, len(answers), batch_size)]
 
 
-def remaining(manifest: Manifest, batches: Sequence[Sequence[RecordedAnswer]], max_rows: int | None) -> list[int]:
+def remaining(manifest: TreesManifest, batches: Sequence[Sequence[RecordedAnswer]], max_rows: int | None) -> list[int]:
     """Numbers of the batches yet to label. Removes a last shard that an earlier, smaller max_rows cut."""
     if max_rows is not None and manifest.total("rows") >= max_rows:
         return []
-    if manifest.shards and manifest.shards[-1]["answers"] < len(batches[len(manifest.shards) - 1]):
-        manifest.shards.pop()
+    last = len(manifest.shards) - 1
+    if last >= 0 and manifest.shards[last]["answers"] < len(batches[last]):
+        del manifest.shards[last]
     return list(range(len(manifest.shards), len(batches)))
 
 
 def print_plan(
-    recipe: Recipe, contender: Contender, recording: Recording, answers: Sequence[RecordedAnswer], manifest: Manifest
+    recipe: Recipe,
+    contender: Contender,
+    recording: Recording,
+    answers: Sequence[RecordedAnswer],
+    manifest: TreesManifest,
 ) -> None:
     section = recipe.labels
     nodes, tokens = section.nodes, tokens_of(answers)
@@ -237,12 +229,12 @@ def _model_of(contender: Contender) -> str | Path | None:
     return contender.draft_model.model if contender.draft_model else contender.drafter
 
 
-def summary(manifest: Manifest) -> str:
+def summary(manifest: TreesManifest) -> str:
     answers, rows, trees, accepted, nan, beyond = map(
         manifest.total, ("answers", "rows", "trees", "accepted", "dropped_nan", "dropped_beyond")
     )
     return (
-        f"{rows:,} rows of {trees:,} trees along {answers:,} of {manifest.of_answers:,} answers, "
+        f"{rows:,} rows of {trees:,} trees along {answers:,} of {manifest.of:,} answers, "
         f"{accepted:,} accepted ({accepted / max(1, trees):.2f} a tree); left out: {nan:,} with NaN, {beyond:,} below "
         "the end of an answer"
     )
@@ -371,7 +363,7 @@ def label_all(
     contender: Contender,
     section: LabelSection,
     batches: Sequence[Sequence[RecordedAnswer]],
-    manifest: Manifest,
+    manifest: TreesManifest,
     directory: Path,
 ) -> None:
     """Labels the remaining batches. Raises UserError if the answers are another target's."""
@@ -405,7 +397,7 @@ def label_all(
                 "dropped_nan": dropped_nan,
                 "dropped_beyond": sum(answer.dropped_beyond for answer in kept),
             }
-            manifest.shards.append(write_shard(directory, number, trees, counts))
+            manifest.shards[number] = write_tree_shard(directory, number, trees, counts)
             enough = manifest.total("rows") >= most
             manifest.complete = enough or number == todo[-1]
             manifest.write(directory)

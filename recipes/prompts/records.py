@@ -11,7 +11,6 @@ Messages and their other keys stay as they are, except where data sets differ an
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -64,15 +63,11 @@ class Conversation:
 
     @cached_property
     def pictures(self) -> list[str]:
-        return pictures_of(self.messages, self.images)
-
-
-def pictures_of(messages: Sequence[Any], images: Sequence[str]) -> list[str]:
-    """Digests of a conversation's pictures, in order. A picture that is no local file, such as a URL, stays as is."""
-    contents = [message.get("content") for message in messages if isinstance(message, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    shown = [part for part in parts if isinstance(part, dict) and part.get("type") != "text"]
-    return [json.dumps(_with_digests(each), sort_keys=True, default=str) for each in (*images, *shown)]
+        """Digests of the pictures, in order. A picture that is no local file, such as a URL, stays as is."""
+        contents = [message.get("content") for message in self.messages if isinstance(message, dict)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        shown = [part for part in parts if isinstance(part, dict) and part.get("type") != "text"]
+        return [json.dumps(_with_digests(each), sort_keys=True, default=str) for each in (*self.images, *shown)]
 
 
 def _with_digests(value: Any) -> Any:
@@ -97,9 +92,7 @@ def to_conversation(record: Any, default_id: str, source: str, line: int, benchm
         raise ValueError(f"wrong type: a record must be a JSON object, this is {json_type(record)}")
     messages = _with_system(record, _messages_of(record))
     _check_messages(messages)
-    images = record.get("images") or []
-    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
-        raise ValueError("wrong type: `images` must be a list of paths")
+    images = _images_of(record)
     meta = record.get("meta") or {}
     if not isinstance(meta, dict):
         raise ValueError(f"wrong type: `meta` must be an object, this is {json_type(meta)}")
@@ -114,6 +107,23 @@ def to_conversation(record: Any, default_id: str, source: str, line: int, benchm
     if not is_unicode(json.dumps(everything, ensure_ascii=False, default=str)):
         raise ValueError("not Unicode: a lone surrogate in the text")
     return conversation
+
+
+def stored_conversation(record: Any, path: Path, line: int) -> Conversation:
+    """As `to_conversation`, but messages that regenerate wrote are taken as they are."""
+    if not is_regenerated(record):
+        return to_conversation(record, f"{path.name}:{line}", str(path), line)
+    conversation_id, messages = record.get("id"), record.get("messages")
+    if not isinstance(conversation_id, str) or not isinstance(messages, list):
+        raise ValueError("wrong type: a regenerated conversation has an `id`, text, and `messages`, a list")
+    return Conversation(conversation_id, messages, _images_of(record), {}, str(path), line)
+
+
+def _images_of(record: dict[str, Any]) -> list[str]:
+    images = record.get("images") or []
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise ValueError("wrong type: `images` must be a list of paths")
+    return images
 
 
 def _id_of(record: dict[str, Any], default_id: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from draftsmith.data_gen.trees.labelled_trees import MANIFEST, Manifest, Trees, check_rows, read_manifest, read_trees
+from draftsmith.data_gen.trees.labelled_trees import MANIFEST, Trees, TreesManifest, check_rows, read_trees
 from draftsmith.models.c2t import KIND, C2tClassifier, C2tConfig
 from draftsmith.models.checkpoint import provenance
 from draftsmith.recipes.command.cli import Command
@@ -61,7 +61,7 @@ def main(command: Command) -> None:
         print("note: the validation loss still falls; more classifier.epochs may be worth their seconds")
 
 
-def checked(recipe: Recipe) -> tuple[C2tClassifier | None, Manifest]:
+def checked(recipe: Recipe) -> tuple[C2tClassifier | None, TreesManifest]:
     """(the classifier to calibrate or None, the rows' manifest), before any row is read.
 
     Raises:
@@ -79,7 +79,9 @@ def checked(recipe: Recipe) -> tuple[C2tClassifier | None, Manifest]:
             f"{classifier.config.hidden}; set classifier.hidden={classifier.config.hidden}"
         )
     with collected(problems):
-        manifest = check_rows(rows, read_manifest(rows), None if classifier is None else classifier.config.entropy_over)
+        manifest = check_rows(
+            rows, TreesManifest.read(rows), None if classifier is None else classifier.config.entropy_over
+        )
     if problem := problem_of_out(recipe.classifier_dir):
         problems.append(f"classifier.out: {problem}")
     if problems or manifest is None:
@@ -129,7 +131,7 @@ def negatives_of(accepted: int, rejected: int, ratio: float | None) -> int:
     return rejected if ratio is None else min(rejected, max(1, round(ratio * accepted)))
 
 
-def print_plan(section: ClassifierSection, manifest: Manifest, rows: Path, out: Path) -> None:
+def print_plan(section: ClassifierSection, manifest: TreesManifest, rows: Path, out: Path) -> None:
     train_on, kept_out = split(manifest.total("trees"), section)
     of_all = len(train_on) / manifest.total("trees")
     accepted = round(manifest.total("accepted") * of_all)
@@ -163,7 +165,7 @@ class Trained:
 
 def train(
     section: ClassifierSection,
-    manifest: Manifest,
+    manifest: TreesManifest,
     trees: Trees,
     start: C2tClassifier | None,
     say: Callable[[str], object],

@@ -29,7 +29,6 @@ from draftsmith.data_gen.states.store import (
     Store,
     key_of,
     rows_identity,
-    store_differences,
     teacher_positions,
 )
 from draftsmith.data_gen.states.stored_target import logit_settings
@@ -208,7 +207,7 @@ def store_of(
         "capture_layers": list(layers),
         "dtype": recipe.data.capture.dtype,
     }
-    problems = store_differences(store.manifest, asked)
+    problems = store.manifest.other_than(asked)
     covers = f" (a fingerprint covers {FINGERPRINT_COVERS})" * ("tokenizer_fingerprint: " in "".join(problems))
     if missing := store.missing(rows):
         problems.append(
