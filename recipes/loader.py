@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.prompts.benchmarks import benchmark_of
@@ -323,20 +324,19 @@ def _dotted(path: KeyPath) -> str:
     return ".".join(_cut(str(key)) for key in path)
 
 
+def _section_below(info: FieldInfo) -> type[BaseModel] | None:
+    """The schema class of a section, or of the sections in a list, that a key holds."""
+    inside = [info.annotation, *typing.get_args(info.annotation)]
+    return next((kind for kind in inside if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
 def _section_at(path: KeyPath) -> type[BaseModel] | None:
     """The schema class of the section at `path`, or None if there is no section."""
-    section: type[BaseModel] = Recipe
+    section: type[BaseModel] | None = Recipe
     for key in path:
-        if isinstance(key, int):
-            continue  # an item of a list of sections
-        info = section.model_fields.get(key)
-        if info is None:
-            return None
-        inside = [info.annotation, *typing.get_args(info.annotation)]
-        found = [kind for kind in inside if isinstance(kind, type) and issubclass(kind, BaseModel)]
-        if not found:
-            return None
-        section = found[0]
+        if isinstance(key, str):  # else an item of a list of sections
+            info = section.model_fields.get(key) if section else None
+            section = _section_below(info) if info else None
     return section
 
 
@@ -347,10 +347,9 @@ def _meaning(path: KeyPath) -> str:
 
 
 def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    for name in section.model_fields:
+    for name, info in section.model_fields.items():
         yield prefix + name
-        inner = _section_at((*prefix.rstrip(".").split("."), name) if prefix else (name,))
-        if inner is not None:
+        if inner := _section_below(info):
             yield from all_keys(inner, f"{prefix}{name}.")
 
 

@@ -8,10 +8,10 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.data_gen.answers.generators import Answer
 from draftsmith.data_gen.answers.regeneration import OpenConversations
 from draftsmith.data_gen.corpus.ranking import count_supervised
 from draftsmith.data_gen.rows.training_rows import training_rows
-from draftsmith.data_gen.server.generator import Answered
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
@@ -327,7 +327,7 @@ def test_the_second_prompt_of_a_harmony_conversation_holds_no_thoughts() -> None
     for prompt in asked.prompts():
         assert prompt is not None
         prompts.append(str(tokenizer.decode(list(prompt[1]))))
-        asked.take(Answered(prompt[0], output, "stop"))
+        asked.take(Answer(prompt[0], output, "stop"))
     first, second = prompts
     assert "the mat" in first and "the rain" not in second
     assert all(text in second for text in ("the mat", "a dog", "a cat"))

@@ -40,8 +40,8 @@ def some_prompts(count: int, seed: int = 0) -> list[tuple[tuple[str, int], list[
 def answers(model: Any, prompts: Any, **settings: Any) -> dict[Any, tuple[list[int], str]]:
     merged = {"max_new_tokens": 20, "max_length": 50, "stop_ids": STOPS, "batch_size": 4} | settings
     found = list(write_answers(model, iter(prompts), GenerationSettings(**merged)))
-    assert len({key for key, _, _ in found}) == len(found)
-    return {key: (tokens, reason) for key, tokens, reason in found}
+    assert len({answer.key for answer in found}) == len(found)
+    return {key: (tokens, reason) for key, tokens, reason, _ in found}
 
 
 # The generator.
@@ -127,7 +127,7 @@ def test_no_row_is_decoded_after_its_end(monkeypatch: pytest.MonkeyPatch) -> Non
     sizes: list[int] = []
     verify = TargetSession.verify
     monkeypatch.setattr(TargetSession, "verify", lambda at, tree: sizes.append(tree.rows) or verify(at, tree))
-    found = [tokens for _, tokens, _ in writer(iter(some_prompts(30)))]
+    found = [answer.token_ids for answer in writer(iter(some_prompts(30)))]
     assert sum(sizes) == sum(len(tokens) - 1 for tokens in found)
     assert len({len(tokens) for tokens in found}) > 3  # answers of unequal length: rows were replaced
     assert max(sizes) == 6 and len(sizes) < sum(sizes) / 2
@@ -142,8 +142,8 @@ def test_prompts_may_wait_for_answers() -> None:
             yield None
         yield "second", [7, *got[0]]
 
-    for _, tokens, _ in write_answers(model, prompts(), GenerationSettings(5, 50, STOPS, temperature=0)):
-        got.append(tokens)
+    for answer in write_answers(model, prompts(), GenerationSettings(5, 50, STOPS, temperature=0)):
+        got.append(answer.token_ids)
     assert len(got) == 2
 
 

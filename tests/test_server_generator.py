@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.answers.generators import GenerationSettings
+from draftsmith.data_gen.answers.generators import Answer, GenerationSettings
 from draftsmith.data_gen.server.answers import Vocabulary
-from draftsmith.data_gen.server.generator import Answered, Servers, generate_from_servers
+from draftsmith.data_gen.server.generator import Servers
 from draftsmith.models.chat import render_prompt
 from draftsmith.recipes.schema import GeneratorSection
 from tests.conftest import VOCAB_SIZE
@@ -118,10 +118,10 @@ def test_waiting_costs_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
     """A pause of the servers is no work for us: the event loop sleeps."""
     with FakeServer(tokenizer, seconds=2.2) as server, connected(server) as servers:
         started = time.process_time()
-        found = list(generate_from_servers(servers, iter([("a", [7, 8])])))
+        found = list(servers(iter([("a", [7, 8])])))
         used = time.process_time() - started
     assert found[:-1] == [None, None]  # a heartbeat a second
-    assert found[-1] == Answered("a", *expected(tokenizer, [7, 8], LIMIT))
+    assert found[-1] == Answer("a", *expected(tokenizer, [7, 8], LIMIT))
     assert used < 0.5
 
 
@@ -131,7 +131,7 @@ def test_prompts_that_wait_for_nothing_are_a_mistake_of_ours(tokenizer: PreTrain
         connected(server) as servers,
         pytest.raises(RuntimeError, match="none is being written"),
     ):
-        list(generate_from_servers(servers, iter([None])))
+        list(servers(iter([None])))
 
 
 # Failures.

@@ -12,7 +12,7 @@ where a pass over several tokens costs no more than a pass over one, as on a GPU
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
@@ -31,7 +31,15 @@ from draftsmith.recipes.schema import Recipe, TreeSection
 PREFILL_TOKENS = 8192
 
 Asked = tuple[Hashable, Sequence[int]]  # key, prompt
-Answer = tuple[Any, list[int], str]
+
+
+class Answer(NamedTuple):
+    """ "stop": the last token is a stop token. "length": the answer was cut at max_new_tokens or max_length."""
+
+    key: Any
+    token_ids: list[int]
+    finish_reason: str
+    retokenised: bool = False  # a server gave text; the ids come from the tokenizer
 
 
 @dataclass(frozen=True)
@@ -78,13 +86,16 @@ class Writer:
     """Writes answers with a target, and with `proposer` if there is one.
 
     Attributes:
-        tokens, rounds: of all answers, without each answer's first token, which comes from the prompt's pass.
+        tokens_received: tokens of all answers.
+        drafted, rounds: tokens without each answer's first one, which comes from the prompt's pass, and their passes.
     """
+
+    load = ""  # beside the tokens per second of the progress bar
 
     def __init__(self, target: Target, settings: GenerationSettings, proposer: Proposer | None = None):
         self.target, self.settings, self.proposer = target, settings, proposer
         self.sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-        self.tokens = self.rounds = 0
+        self.tokens_received = self.drafted = self.rounds = 0
 
     @classmethod
     def of(cls, recipe: Recipe, settings: GenerationSettings) -> "Writer":
@@ -96,9 +107,7 @@ class Writer:
 
     @torch.inference_mode()
     def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[Answer]:
-        """Yields (key, token ids of the answer, finish reason) as soon as an answer ends.
-
-        "stop": the last token is a stop token. "length": the answer was cut at max_new_tokens or max_length.
+        """Yields each answer as soon as it ends.
 
         Args:
             prompts: (key, prompt), shorter than settings.max_length. The key also seeds the answer's draws. None: no
@@ -108,9 +117,10 @@ class Writer:
         requests = (None if asked is None else self._request(*asked) for asked in prompts)
         verifier = TargetVerifier(self.target, self.proposer, acceptance_of(self.sampling), PREFILL_TOKENS)
         for key, answer in decode_stream(verifier, self.proposer, requests, settings.stop_ids, settings.batch_size):
-            self.tokens += len(answer.token_ids) - 1
+            self.tokens_received += len(answer.token_ids)
+            self.drafted += len(answer.token_ids) - 1
             self.rounds += answer.rounds
-            yield key, answer.token_ids, "stop" if answer.token_ids[-1] in settings.stop_ids else "length"
+            yield Answer(key, answer.token_ids, "stop" if answer.token_ids[-1] in settings.stop_ids else "length")
 
     def _request(self, key: Hashable, prompt: Sequence[int]) -> Request:
         settings = self.settings
@@ -122,7 +132,7 @@ class Writer:
     def summary(self) -> list[str]:
         if self.proposer is None or not self.rounds:
             return []
-        return [f"drafted: {self.tokens / self.rounds:.2f} tokens of an answer in each pass of the target"]
+        return [f"drafted: {self.drafted / self.rounds:.2f} tokens of an answer in each pass of the target"]
 
 
 def check_generator_drafter(recipe: Recipe) -> None:

@@ -4,9 +4,8 @@ import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from draftsmith.data_gen.answers.generators import (
 from draftsmith.data_gen.answers.prompt_sizes import HUB_SAMPLE, planned, sampled
 from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
-from draftsmith.data_gen.server.generator import Answered, Servers, Unanswered, generate_from_servers
+from draftsmith.data_gen.server.generator import Servers, Unanswered
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
@@ -57,8 +56,6 @@ RATE_SECONDS = 30.0  # window of the progress bar's tokens per second
 NAMED_AT_MOST = 5  # conversations without an answer that the summary lists
 PLAN_SECONDS = 5.0  # longest wait of --plan for a server
 CUT_SHARE = 0.5  # share of cut answers above which the summary gives advice
-# Takes prompts and yields answers as they arrive; None reports progress alone.
-Write = Callable[[Iterator[Asked | None]], Iterator[Answer | Answered | Unanswered | None]]
 # Settings of generation configs that speculative decoding does not apply, with their neutral values.
 _OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
 
@@ -102,50 +99,41 @@ def main(command: Command) -> int:
         if recipe.data.generator.kind == "openai":
             with open_servers(recipe, settings, tokenizer) as servers:
                 log.identify("served_model", servers.connect())
-                return regenerate(
-                    partial(generate_from_servers, servers), tokenizer, todo, settings, log, rejects, servers
-                )
+                return regenerate(servers, tokenizer, todo, settings, log, rejects)
         writer = Writer.of(recipe, settings)
         log.identify("embedding_digest", tensor_digest(writer.target.embedding_table))
         if (asked := recipe.data.generator).drafter is not None:
             log.note("drafted_by", {"drafter": asked.drafter, "draft_tokens": asked.draft_tokens})
-        return regenerate(writer, tokenizer, todo, settings, log, rejects, summary=writer.summary)
+        return regenerate(writer, tokenizer, todo, settings, log, rejects)
 
 
 def regenerate(
-    write: Write,
+    writer: Writer | Servers,
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[Conversation],
     settings: GenerationSettings,
     log: ConversationLog,
     rejects: Rejects,
-    servers: Servers | None = None,
-    summary: Callable[[], Sequence[str]] = list,
 ) -> int:
     """Answers `conversations` and appends each to `log` after its last turn. Returns how many got no answer.
 
     Raises UserError if no conversation could be asked or answered.
-
-    Args:
-        servers: the servers that `write` asks, for progress and summary.
-        summary: returns more lines for the summary.
     """
     asked = OpenConversations(conversations, tokenizer, settings.max_length, rejects)
     tally, ended = _Tally(settings), False
     try:
         with Bar(total=len(conversations), desc="regenerating", unit="conversation") as bar:
-            for answer in write(asked.prompts()):
+            for answer in writer(asked.prompts()):
                 finished = None
                 if isinstance(answer, Unanswered):
                     finished = asked.give_up(answer)
                 elif answer is not None:
-                    answered = answer if isinstance(answer, Answered) else Answered(*answer)
-                    tally.add(answered)
-                    finished = asked.take(answered)
+                    tally.add(answer)
+                    finished = asked.take(answer)
                 if finished is not None:
                     log.append(finished)
                     tally.unasked += finished.get("unasked_turns", 0)
-                bar.set_postfix_str(tally.progress(servers), refresh=False)
+                bar.set_postfix_str(tally.progress(writer), refresh=False)
                 bar.update(log.appended + asked.rejected + len(asked.failed) - bar.n)
                 if answer is None:
                     bar.refresh()
@@ -167,7 +155,7 @@ def regenerate(
                 + f", {asked.rejected:,} rejected" * (asked.rejected > 0)
                 + f", {len(asked.failed):,} without an answer" * (len(asked.failed) > 0)
             )
-            print("\n".join([*tally.summary(), *(servers.summary() if servers is not None else summary())]))
+            print("\n".join([*tally.summary(), *writer.summary()]))
             if rejects.total:
                 print("in all, " * (rejects.total > asked.rejected) + rejects.summary())
             if asked.failed:
@@ -191,7 +179,7 @@ class _Tally:
     started: float = field(default_factory=time.monotonic)
     _lately: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.monotonic(), 0)]))
 
-    def add(self, answer: Answered) -> None:
+    def add(self, answer: Answer) -> None:
         self.turns += 1
         self.tokens += len(answer.token_ids)
         if answer.finish_reason == "length":
@@ -201,15 +189,14 @@ class _Tally:
             self.cut_at_tokens += not at_length
         self.retokenised += answer.retokenised
 
-    def progress(self, servers: Servers | None) -> str:
+    def progress(self, writer: Writer | Servers) -> str:
         """Tokens per second over RATE_SECONDS, and the servers' open requests."""
-        now, tokens = time.monotonic(), self.tokens if servers is None else servers.tokens_received
+        now, tokens = time.monotonic(), writer.tokens_received
         self._lately.append((now, tokens))
         while now - self._lately[0][0] > RATE_SECONDS and len(self._lately) > 2:
             self._lately.popleft()
         then, before = self._lately[0]
-        text = f"{(tokens - before) / max(now - then, 1e-3):,.0f} tokens/s"
-        return text if servers is None else f"{text}, {servers.in_flight} in flight, {servers.retries} retries"
+        return f"{(tokens - before) / max(now - then, 1e-3):,.0f} tokens/s{writer.load}"
 
     def summary(self) -> list[str]:
         rate, cut = self.tokens / max(time.monotonic() - self.started, 1e-3), self.cut_at_tokens + self.cut_at_length
@@ -285,7 +272,7 @@ class OpenConversations:
             else:
                 return
 
-    def take(self, answer: Answered) -> dict[str, Any] | None:
+    def take(self, answer: Answer) -> dict[str, Any] | None:
         """Adds an answer to its conversation. Returns the conversation's record after its last turn, else None."""
         (conversation_id, _), output_ids, finish_reason, retokenised = answer
         progress = self._open.pop(conversation_id)

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.corpus.counts import Processes, TextCounter, cores, count_corpus
-from draftsmith.data_gen.corpus.reader import ANSWERS, check_corpora
+from draftsmith.data_gen.corpus.reader import ANSWERS, Corpus, check_corpora
 from draftsmith.data_gen.corpus.template_tokens import template_tokens
 from draftsmith.data_gen.rows.overlap import training_check
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
@@ -22,7 +22,7 @@ from draftsmith.models.chat import (
 from draftsmith.models.vocab import CorpusCounts, DraftVocab, blend, covered_share, cut, rank, save_token_counts
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
@@ -47,15 +47,6 @@ def main(command: Command) -> None:
 def counts_path_of(recipe: Recipe) -> Path:
     """The file that this run writes; eval.token_counts may name another one."""
     return Path(recipe.output_dir) / "token_counts.safetensors"
-
-
-def coverage_path_of(recipe: Recipe) -> Path:
-    return Path(recipe.output_dir) / "ranking_coverage.json"
-
-
-def ranking_dir_of(recipe: Recipe) -> Path:
-    """Folder of each corpus's counts and rejects."""
-    return Path(recipe.output_dir) / "ranking"
 
 
 def plan(recipe: Recipe, size: int, vocab_size: int) -> Iterator[str]:
@@ -111,7 +102,9 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
             "sizes": list(next(iter(shares.values()))),
             "covered_share": {name: list(column.values()) for name, column in shares.items()},
         }
-        atomic_write(coverage_path_of(recipe), json.dumps(content, ensure_ascii=False, indent=1) + "\n")
+        atomic_write(
+            Path(recipe.output_dir) / "ranking_coverage.json", json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        )
     print(
         f"{recipe.draft_vocab_path}: {done}; {vocab.size:,} of {vocab_size:,} target tokens, "
         f"{covered:.2%} of {'the blend' if len(blended) > 1 else names} covered"
@@ -134,10 +127,9 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
             f"data.ranking.sources: {ANSWERS}: {recipe.conversations_path} does not exist; data_gen/regenerate.py "
             "writes it, or name a file in data.conversations"
         )
-    try:
+    corpora: list[Corpus] = []
+    with collected(problems):
         corpora = check_corpora(ranking.sources)
-    except UserError as error:
-        raise UserError([*problems, *error.problems]) from None
     if problems:
         raise UserError(problems)
     found: dict[str, CorpusCounts] = {}
@@ -148,10 +140,10 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
             found[ANSWERS] = count_answers(recipe, tokenizer, vocab_size, None)
         except UserError as error:
             print(f"note: the coverage of the target's own answers is unknown: {'; '.join(error.problems)}")
-    fingerprint = tokenizer_fingerprint(tokenizer)
+    fingerprint, folder = tokenizer_fingerprint(tokenizer), Path(recipe.output_dir) / "ranking"
     with Processes(recipe.target, TextCounter(tokenizer, vocab_size), ranking.workers or cores()) as processes:
         for corpus in corpora:
-            found[corpus.name] = count_corpus(corpus, ranking_dir_of(recipe), fingerprint, processes)
+            found[corpus.name] = count_corpus(corpus, folder, fingerprint, processes)
     empty = [
         f"data.ranking.sources: {corpus.source} holds no token to count: {corpus.documents:,} documents, "
         f"{corpus.rejected:,} records rejected"

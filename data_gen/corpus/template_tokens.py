@@ -21,7 +21,7 @@ from draftsmith.recipes.errors import UserError
 
 # Answers without a common token: a token in every rendering comes from the template.
 ANSWERS = ("Yes", "12", "a b")
-_ASKED = {"role": "user", "content": "Go"}
+_ASKED: dict[str, Any] = {"role": "user", "content": "Go"}
 _TOOL = {
     "type": "function",
     "function": {
@@ -31,6 +31,8 @@ _TOOL = {
     },
 }
 _CALL = {"type": "function", "id": "call00001", "function": {"name": "look", "arguments": {"at": "it"}}}
+_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "it"}
 
 
 class TemplateTokens(NamedTuple):
@@ -46,49 +48,37 @@ def template_tokens(tokenizer: PreTrainedTokenizerBase) -> TemplateTokens:
     anywhere: set[int] = set()
     in_answers: set[int] = set()
     rendered, refused = 0, ""
-    for form in _forms():
+    drafts = list(zip(*map(_conversations, ANSWERS), strict=True))
+    for tools, conversations in zip([None, None, None, None, [_TOOL]], drafts, strict=True):
         try:
-            drafts = [[*_with(form["messages"], answer)] for answer in ANSWERS]
-            for messages in drafts:
-                anywhere |= control & set(render(tokenizer, messages, form["tools"]))
-                anywhere |= control & set(render_prompt(tokenizer, messages[:-1], form["tools"]))
+            for messages in conversations:
+                anywhere |= control & set(render(tokenizer, messages, tools))
+                anywhere |= control & set(render_prompt(tokenizer, messages[:-1], tools))
             rendered += 1
         except RenderError as error:  # many templates know no system turn, or no tools
             refused = str(error)
             continue
         try:
             answers = [
-                {token for _, output in turns_of_messages(tokenizer, messages, form["tools"]) for token in output}
-                for messages in drafts
+                {token for _, output in turns_of_messages(tokenizer, messages, tools) for token in output}
+                for messages in conversations
             ]
         except (RenderError, ValueError):  # an answer without a thought where the prompt opens one, and the like
             continue
         always = set.intersection(*answers)
-        in_answers |= control & always if form["tools"] else always  # other tokens of a call are the tool's
+        in_answers |= control & always if tools else always  # other tokens of a call are the tool's
     if not rendered:
         raise UserError(f"target.model: its chat template takes no conversation of a question and an answer: {refused}")
     return TemplateTokens(tuple(sorted(anywhere | in_answers)), tuple(sorted(in_answers)))
 
 
-def _forms() -> list[dict[str, Any]]:
-    """Conversations that end with an empty answer, for `_with`."""
-    answer = {"role": "assistant", "content": ""}
-    called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-    result = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "it"}
+def _conversations(text: str) -> list[list[dict[str, Any]]]:
+    """Conversations with `text` as every answer and thought; the last one calls a tool."""
+    answer = {"role": "assistant", "content": text}
     return [
-        {"messages": [_ASKED, answer], "tools": None},
-        {"messages": [_ASKED, answer, _ASKED, answer], "tools": None},
-        {"messages": [{"role": "system", "content": "Be"}, _ASKED, answer], "tools": None},
-        {"messages": [_ASKED, answer | {"reasoning_content": ""}], "tools": None},
-        {"messages": [_ASKED, called, result, answer], "tools": [_TOOL]},
-    ]
-
-
-def _with(messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
-    """The messages with `answer` as the text of every answer and thought."""
-    return [
-        message | {key: answer for key in ("content", "reasoning_content") if message.get(key) == ""}
-        if "tool_calls" not in message
-        else message
-        for message in messages
+        [_ASKED, answer],
+        [_ASKED, answer, _ASKED, answer],
+        [{"role": "system", "content": "Be"}, _ASKED, answer],
+        [_ASKED, answer | {"reasoning_content": text}],
+        [_ASKED, _CALLED, _RESULT, answer],
     ]

@@ -2,7 +2,7 @@
 
     with Servers(recipe.data.generator, settings, vocabulary) as servers:
         servers.connect()
-        for answer in generate_from_servers(servers, prompts):
+        for answer in servers(prompts):
             ...
 
 Prompts are rendered here and sent to `/v1/completions` as token ids, so a server's own template never counts. Answers
@@ -24,12 +24,12 @@ import random
 import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from draftsmith.data_gen.answers.generators import Asked, GenerationSettings
+from draftsmith.data_gen.answers.generators import Answer, Asked, GenerationSettings
 from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Unfinished, Vocabulary, read_answer
 from draftsmith.data_gen.server.client import CONNECT_SECONDS, NEEDED, Client, Failed, normalised_urls
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.schema import GeneratorSection
 
 FIRST_PAUSE_SECONDS = 0.5  # before the second try of a request; doubles, with jitter
@@ -40,15 +40,6 @@ TRIAL_SECONDS = 15.0  # for the first answer of one token; then the ready server
 PIECES_PER_TOKEN = 4  # longest stream of text
 HEARTBEAT_SECONDS = 1.0  # between two yields while no answer arrives
 _END: Any = object()
-
-
-class Answered(NamedTuple):
-    """An answer. The first three fields are those of `generators.Answer`."""
-
-    key: Any
-    token_ids: list[int]
-    finish_reason: str
-    retokenised: bool = False  # the server gave text; the ids come from the tokenizer
 
 
 @dataclass(frozen=True)
@@ -76,52 +67,6 @@ class Server:
     failed_tries: int = 0
     last_failure: str = ""
     reported_model: str = ""  # of its last reply
-
-
-def generate_from_servers(
-    servers: "Servers", prompts: Iterator[Asked | None]
-) -> Iterator[Answered | Unanswered | None]:
-    """Answers of connected `servers` to token prompts, as they arrive, with at most `concurrency` requests at a time.
-
-    Yields answers, prompts without one, and None after HEARTBEAT_SECONDS without news. An interrupt (Ctrl-C, SystemExit
-    of a signal handler) is raised after the answers that had arrived.
-
-    Raises UserError if a server refuses every prompt, or if all servers have been failing for give_up_seconds.
-
-    Args:
-        prompts: as for `generators.Writer`: (key, token ids), or None until another answer has arrived.
-    """
-    loop = servers.loop
-    loop.run_until_complete(servers.try_out())
-    waiting: set[asyncio.Task] = set()
-    exhausted = False
-    while True:
-        while not exhausted and len(waiting) < servers.concurrency:
-            prompt = next(prompts, _END)
-            exhausted = prompt is _END
-            if prompt is _END or prompt is None:
-                break
-            key, prompt_ids = prompt
-            task = loop.create_task(servers.answer(key, list(prompt_ids)))
-            task.add_done_callback(_retrieve_exception)
-            waiting.add(task)
-        if not waiting:
-            if not exhausted:
-                raise RuntimeError("the prompts wait for an answer, but none is being written")
-            return
-        some = asyncio.wait(waiting, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-        try:
-            done, waiting = loop.run_until_complete(some)
-        except (KeyboardInterrupt, SystemExit):
-            for task in waiting:
-                if task.done() and not task.cancelled() and task.exception() is None:
-                    yield task.result()
-            raise
-        for task in done:
-            yield task.result()
-        if not done:
-            servers.check_give_up(all(server.aside for server in servers.servers))
-            yield None
 
 
 def _retrieve_exception(task: asyncio.Task) -> None:
@@ -165,9 +110,52 @@ class Servers:
             await asyncio.wait(tasks, timeout=1.0)  # a deadline that ends at the same time may swallow the first cancel
         await self._client.close()
 
+    def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[Answer | Unanswered | None]:
+        """Answers of the connected servers, as they arrive, with at most `concurrency` requests at a time.
+
+        Yields answers, prompts without one, and None after HEARTBEAT_SECONDS without news. An interrupt (Ctrl-C,
+        SystemExit of a signal handler) is raised after the answers that had arrived.
+
+        Raises UserError if a server refuses every prompt, or if all servers have been failing for give_up_seconds.
+
+        Args:
+            prompts: as for `generators.Writer`: (key, token ids), or None until another answer has arrived.
+        """
+        self.loop.run_until_complete(self.try_out())
+        waiting: set[asyncio.Task] = set()
+        exhausted = False
+        while True:
+            while not exhausted and len(waiting) < self.concurrency:
+                prompt = next(prompts, _END)
+                exhausted = prompt is _END
+                if prompt is _END or prompt is None:
+                    break
+                key, prompt_ids = prompt
+                task = self.loop.create_task(self.answer(key, list(prompt_ids)))
+                task.add_done_callback(_retrieve_exception)
+                waiting.add(task)
+            if not waiting:
+                if not exhausted:
+                    raise RuntimeError("the prompts wait for an answer, but none is being written")
+                return
+            some = asyncio.wait(waiting, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                done, waiting = self.loop.run_until_complete(some)
+            except (KeyboardInterrupt, SystemExit):
+                for task in waiting:
+                    if task.done() and not task.cancelled() and task.exception() is None:
+                        yield task.result()
+                raise
+            for task in done:
+                yield task.result()
+            if not done:
+                self.check_give_up(all(server.aside for server in self.servers))
+                yield None
+
     @property
-    def in_flight(self) -> int:
-        return sum(server.in_flight for server in self.servers)
+    def load(self) -> str:
+        """For the progress bar, behind the tokens per second."""
+        return f", {sum(server.in_flight for server in self.servers)} in flight, {self.retries} retries"
 
     def summary(self) -> list[str]:
         """A line per server. Another model name is reported, not refused: it may be a path or an alias."""
@@ -195,26 +183,22 @@ class Servers:
         refuses access, serves another model, or serves too few tokens.
         """
 
-        async def look(server: Server) -> dict[str, int | None] | Failed | UserError:
-            try:
-                return await self._client.models(server.url, timeout)
-            except (Failed, UserError) as error:
-                return error
+        async def ask_all() -> list[dict[str, int | None] | BaseException]:
+            asked = (self._client.models(server.url, timeout) for server in self.servers)
+            return await asyncio.gather(*asked, return_exceptions=True)
 
-        async def look_at_all() -> list[dict[str, int | None] | Failed | UserError]:
-            return await asyncio.gather(*map(look, self.servers))
-
-        found = self.loop.run_until_complete(look_at_all())
+        found = self.loop.run_until_complete(ask_all())
+        for one in found:
+            if isinstance(one, BaseException) and not isinstance(one, Failed | UserError):
+                raise one
         problems = [str(one) for one in found if isinstance(one, UserError)]
         listed = {s.url: one for s, one in zip(self.servers, found, strict=True) if isinstance(one, dict)}
         if not problems and listed:
             with self._client.translated():
                 self.model = self.model or _only_model(listed)
             for url, models in listed.items():
-                try:
+                with collected(problems):
                     _check_served(url, models, self.model, self._settings.max_length)
-                except UserError as error:
-                    problems.append(str(error))
         if problems:
             raise UserError([self._client.redacted(problem) for problem in problems])
         for server, one in zip(self.servers, found, strict=True):
@@ -279,7 +263,7 @@ class Servers:
 
     # One prompt.
 
-    async def answer(self, key: Hashable, prompt_ids: list[int]) -> Answered | Unanswered:
+    async def answer(self, key: Hashable, prompt_ids: list[int]) -> Answer | Unanswered:
         """Asks until an answer arrives, the tries are used up, or a server refuses the prompt."""
         settings = self._settings
         limit = min(settings.max_new_tokens, settings.max_length - len(prompt_ids))
@@ -302,7 +286,7 @@ class Servers:
             else:
                 server.answers += 1
                 self._note_success(server, len(ids))
-                return Answered(key, ids, reason, retokenised)
+                return Answer(key, ids, reason, retokenised)
             finally:
                 server.in_flight -= 1
                 self._wake()

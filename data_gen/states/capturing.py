@@ -131,9 +131,13 @@ class Job:
         section, settings = recipe.target, recipe.data.capture
         config = load_config(section).get_text_config(decoder=True)
         layers = layers_of(recipe, config)
-        shape = shape_of(config, layers, settings.dtype)
+        has_last = layers[-1] != config.num_hidden_layers
+        shape = Shape(len(layers), config.hidden_size, ENCODINGS[settings.dtype], has_last)
         target = config_identity(config, section.model, section.revision, fingerprint)
-        made_of = wanted(target, config, layers, settings.dtype) | {
+        made_of = {
+            "target": target | logit_settings(config),
+            "capture_layers": list(layers),
+            "dtype": settings.dtype,
             "rows": rows_identity({key_of(row) for row in rows}),
             # These change the last bits of a state, or the shard of a row.
             "computed_in": str(torch_dtype(config, section.dtype)).removeprefix("torch."),
@@ -164,20 +168,6 @@ def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
     if recipe.drafter.extends == "eagle":
         return (config.num_hidden_layers,)
     return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
-
-
-def shape_of(config: Any, layers: Sequence[int], dtype: str) -> Shape:
-    has_last = layers[-1] != config.num_hidden_layers
-    return Shape(len(layers), config.hidden_size, ENCODINGS[dtype], has_last)
-
-
-def wanted(target: dict[str, Any], config: Any, layers: Sequence[int], dtype: str) -> dict[str, Any]:
-    """The made_of, without rows, of a store that fits this target, drafter and recipe.
-
-    Args:
-        target: the target's identity as far as it is known.
-    """
-    return {"target": target | logit_settings(config), "capture_layers": list(layers), "dtype": dtype}
 
 
 def manifest_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
@@ -302,7 +292,7 @@ def capture(
             ledger = Ledger(directory, manifest, team, tokens)
         make_shards(job, missing, target, directory, team, ledger)
         if ledger is not None:
-            team.wait(ledger.is_complete)
+            team.wait(ledger.update)
     except (OSError, SafetensorError) as error:
         whole = len(job.shards) - len(missing) + team.count(WRITTEN)
         raise UserError(
@@ -342,8 +332,8 @@ class Ledger:
         self.nonfinite: list[str] = []
         self.bar = Bar(total=tokens, desc="capture", unit="token", unit_scale=True)
 
-    def update(self) -> None:
-        """Enters newly written shards."""
+    def update(self) -> bool:
+        """Enters newly written shards. Returns whether none is missing."""
         self.bar.update(self.team.count(TOKENS) - self.bar.n)
         before = self.entered
         while self.team.is_published(f"{WRITTEN}/{self.entered + 1}"):
@@ -353,10 +343,6 @@ class Ledger:
             self.nonfinite += nonfinite
         if self.entered > before:
             self.manifest.write(self.directory)
-
-    def is_complete(self) -> bool:
-        """Enters newly written shards; True when none is missing."""
-        self.update()
         return self.manifest.complete
 
 

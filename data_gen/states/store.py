@@ -34,9 +34,10 @@ import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,6 +46,7 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.shards import Manifest, check_counts, file_problem, write_shard
 from draftsmith.recipes.errors import UserError, short
 
+T = TypeVar("T")
 KEY_BYTES = 16
 HEADER_BYTES = 600  # of a shard's safetensors header, about
 
@@ -318,8 +320,8 @@ class Store:
         self.encoding = ENCODINGS[manifest.made_of["dtype"]]
         self.capture_layers: tuple[int, ...] = tuple(manifest.made_of["capture_layers"])
         self._verified: set[int] = set()
-        self._open: dict[int, Any] = {}
-        self._indices: dict[int, tuple[list[int], list[int]]] = {}  # `_starts` of shards
+        self._opened = lru_cache(OPEN_SHARDS)(self._open)  # a process may not open many files
+        self._starts = lru_cache(None)(lambda number: _starts(self._opened(number)))
         self._places = dict(self._read_keys())  # key -> (shard, row in it)
 
     def _read_keys(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
@@ -356,9 +358,7 @@ class Store:
         return self._from_shard(number, lambda shard: self._read(shard, number, index, row))
 
     def _read(self, shard: Any, number: int, index: int, row: TrainingRow) -> RowStates:
-        if number not in self._indices:
-            self._indices[number] = _starts(shard)
-        starts, taught_starts = self._indices[number]
+        starts, taught_starts = self._starts(number)
         names = set(shard.keys())
 
         def part(name: str, starts: Sequence[int]) -> torch.Tensor | None:
@@ -370,16 +370,13 @@ class Store:
         last, last_scale = part("last", taught_starts), part("last_scale", taught_starts)
         return RowStates(captured, part("captured_scale", starts), last, last_scale)
 
-    def _from_shard(self, number: int, read: Any) -> Any:
-        """Applies `read` to the opened shard. Keeps OPEN_SHARDS open, because a process may not open many files."""
+    def _open(self, number: int) -> Any:
+        return safe_open(self.directory / self.manifest.shards[number]["file"], framework="pt")
+
+    def _from_shard(self, number: int, read: Callable[[Any], T]) -> T:
+        """Applies `read` to the opened shard."""
         try:
-            shard = self._open.pop(number, None)
-            if shard is None:
-                shard = safe_open(self.directory / self.manifest.shards[number]["file"], framework="pt")
-            self._open[number] = shard  # in the order of use
-            while len(self._open) > OPEN_SHARDS:
-                self._open.pop(next(iter(self._open)))
-            return read(shard)
+            return read(self._opened(number))
         except (OSError, SafetensorError) as error:
             raise self._damaged(number, str(error).splitlines()[0]) from None
 

@@ -34,8 +34,8 @@ def written(
     write: Writer, model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]
 ) -> Iterator[int]:
     """By the loop; with a drafter, it has loaded the target once more."""
-    for _, tokens, _ in write(iter(list(enumerate(prompts)))):
-        yield len(tokens)
+    for answer in write(iter(list(enumerate(prompts)))):
+        yield len(answer.token_ids)
 
 
 def padded(model, prompts: list[list[int]], args: argparse.Namespace, stops: tuple[int, ...]) -> Iterator[int]:
