@@ -7,15 +7,9 @@
     torchrun --nproc_per_node 8 data_gen/capture.py recipes/demo.yaml     # the same store, by eight GPUs
     accelerate launch train/eagle3.py recipes/demo.yaml data.states=runs/demo/states
 
-Captures the states that the recipe's drafter reads (drafter.kind, drafter.capture_layers), of every token, and the last
-state of teacher positions. Training and validation rows are both captured, so their split may change later.
-
-Writes <data.states>, by default <output_dir>/states (`data_gen.states.store`), after comparing its size with the free
-space. A run that was stopped makes the missing shards when started again. Other rows, another target, other layers or
-another dtype need another folder.
-
-Several processes (`data_gen.states.capture_processes`) write the same shards as one process does, because a shard's
-content depends only on its rows.
+Writes the states that the recipe's drafter reads to <data.states>, by default <output_dir>/states. Training and
+validation rows are both captured, so their split may change later. A run that was stopped makes the missing shards when
+started again. Other rows, another target, other layers or another dtype need another folder (docs/offline.md).
 """
 
 from argparse import ArgumentParser

@@ -5,15 +5,12 @@
     python data_gen/contamination.py recipes/demo.yaml --plan                 # what it would compare
 
 Compares data.prompts (and data.conversations, if the recipe names it) with eval.prompts and writes
-<output_dir>/contamination.jsonl: one line for each matching training conversation, with the beginnings of both texts.
-data_gen/regenerate.py does the same before it asks anything. With data.contamination: remove it leaves matches out. So
-do data_gen/rank_vocab.py and training, because their conversations need not come from regeneration.
-
-Only user turns are compared, as words. `data_gen/rows/overlap.py` says when two turns count as the same question.
+<output_dir>/contamination.jsonl: one line for each match, with the beginnings of both texts.
+`data_gen/rows/overlap.py` says when two user turns count as the same question. data_gen/regenerate.py does the same
+before it asks anything; data.contamination: remove leaves matches out there, in data_gen/rank_vocab.py and in training.
 
 eval.max_prompts does not limit the comparison, which reads up to 10,000 conversations of each source (MOST). A source
-that cannot be read, for example a benchmark that was never fetched, is named and skipped. With data.contamination:
-remove it is an error.
+that cannot be read is named and skipped; with data.contamination: remove it is an error.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

@@ -5,19 +5,15 @@
     python data_gen/label_trees.py recipes/demo.yaml --contender "eagle3, tree of 16"     # a contender of eval.also
     python data_gen/label_trees.py recipes/demo.yaml --plan                       # what it would do
 
-Replays recorded answers (`eval.recorded.replay`): the target reads each once, and a tree is drafted at every root that
-decoding with these trees would reach. Trees are not cut: all nodes that the beam search proposed are rows, 10 + 10 *
-100 of a tree with labels.top_k 10 and 11 calls (arXiv 2502.13652, section 4.1). A row has P, H and d as in decoding
-(`models.c2t.node_features`), and whether the node lies on the path that the target accepts.
+Replays recorded answers: the target reads each once, and a tree is drafted at every root that decoding with these trees
+would reach. All nodes that the beam search proposed are rows, 10 + 10 * 100 of a tree with labels.top_k 10 and 11 calls
+(arXiv 2502.13652, section 4.1). A row has P, H and d as in decoding (`models.c2t.node_features`), and whether the node
+lies on the path that the target accepts. Left out, and counted, are rows with a NaN among the features (as in the
+paper), and rows below the last token of an answer, because the target's next tokens are not recorded.
 
-Left out, and counted:
-- rows with a NaN among the features (as in the paper);
-- rows below the last token of an answer, because the target's next tokens are not recorded.
-
-Answers are labels.answers, by default the conversations that training keeps for validation, because a drafter is more
-certain of answers that it has learnt. Their order is drawn by their ids, so labels.max_rows takes a fair sample. Writes
-<labels.out> (`data_gen.trees.labelled_trees`). A run that was stopped, or has a greater max_rows, continues behind the
-last complete shard. The folder refuses other settings, another drafter or another target.
+The answers' order is drawn by their ids, so labels.max_rows takes a fair sample. Writes <labels.out>. A run that was
+stopped, or has a greater max_rows, continues behind the last complete shard. The folder refuses other settings, another
+drafter or another target.
 """
 
 from argparse import ArgumentParser

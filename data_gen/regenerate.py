@@ -4,20 +4,16 @@
     python data_gen/regenerate.py recipes/demo.yaml data.max_prompts=20 output_dir=runs/try    # the smallest run
     python data_gen/regenerate.py recipes/demo.yaml --plan                                     # what it would do
 
-The answers come from the target in this process, with or without a drafter (data.generator.drafter), or from
-OpenAI-compatible servers (data.generator.kind openai; docs/regeneration.md).
-
 Reads data.prompts and writes <output_dir>/conversations.jsonl, one line per conversation, with the token ids of every
-answer. A run that was stopped resumes where it was. The file records what was asked, so other prompts with the same ids
-are refused. Prompts that cannot be asked go to conversations.rejects.jsonl with the reason.
+answer, from the target in this process or from servers (docs/regeneration.md). A run that was stopped resumes where it
+was. The file records what was asked, so other prompts with the same ids are refused. Prompts that cannot be asked go to
+conversations.rejects.jsonl with the reason; those that failing servers could not answer are asked in the next run.
 
-- Of conversations that ask the same, only the first is asked, unless data.duplicates is `keep`.
 - Every user turn gets one answer. The source's own answers are dropped; an assistant turn that calls tools is kept,
   with the results that follow it, and the answer is asked for behind them.
 - An answer that is cut (finish_reason `length`) is kept and ends its conversation, because the target never ended that
   turn. A next prompt that does not fit data.max_length ends it too. Such a line has the number of user turns that were
   not asked in `unasked_turns`, and the reason in `unasked_reason`.
-- Prompts that failing servers could not answer are counted, neither written nor rejected, and asked in the next run.
 """
 
 import sys

@@ -49,7 +49,6 @@ TEXT_TAG = "tag:yaml.org,2002:str"
 # name lists of aliases.
 MOST_CHARACTERS = 60_000
 MOST_VALUES = 10_000
-MOST_LEVELS = 20
 MOST_DIGITS = 400
 MOST_PROBLEMS = 50
 
@@ -90,10 +89,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         source.problems += _missing_files(source)
     except OSError as error:  # an impossible path
         source.problems.append(f"{path}: {_cut(str(error.filename))}: {error.strerror}")
-    if len(source.problems) > MOST_PROBLEMS:
-        raise UserError([*source.problems[:MOST_PROBLEMS], f"{path}: and more problems; fix these first"])
-    if source.problems or recipe is None:
-        raise UserError(source.problems)
+    problems = list(dict.fromkeys(source.problems))  # an alias repeats a section's
+    if len(problems) > MOST_PROBLEMS:
+        raise UserError([*problems[:MOST_PROBLEMS], f"{path}: and more problems; fix these first"])
+    if problems or recipe is None:
+        raise UserError(problems)
     return recipe
 
 
@@ -127,43 +127,21 @@ def _read_file(path: Path) -> _Source:
     return source
 
 
-class _Loader(yaml.SafeLoader):
-    """Stops at the bounds as it reads: PyYAML is recursive, and slow in lists of lists."""
-
-    nodes = levels = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self.nodes, self.levels = self.nodes + 1, self.levels + 1
-        _check_size(self.nodes, self.levels, self.peek_event().start_mark)
-        node = super().compose_node(parent, index)
-        self.levels -= 1
-        return node
-
-
-def _check_size(values: int, levels: int, mark: yaml.Mark) -> None:
-    if values > MOST_VALUES:
-        raise _refused(mark, f"more than {MOST_VALUES:,} values, those that aliases repeat included")
-    if levels > MOST_LEVELS:
-        raise _refused(mark, f"nested too deeply: more than {MOST_LEVELS} levels")
-
-
 def _refused(mark: yaml.Mark, problem: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, mark)
 
 
 def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int], str]) -> Any:
     """The value of YAML `text` at `path`. Notes places and repeated keys in `source`."""
-    loader = _Loader(text)
-    checked: set[yaml.Node] = set()  # aliases visit a node again
+    loader = yaml.SafeLoader(text)
     count = 0
 
-    def value_of(node: yaml.Node, path: KeyPath, key_line: int, above: tuple[yaml.Node, ...]) -> Any:
+    def value_of(node: yaml.Node, path: KeyPath, key_line: int) -> Any:
         nonlocal count
         count += 1
         source.places[path] = place(key_line)
-        if node in above:
-            raise _refused(node.start_mark, "an alias that contains itself")
-        _check_size(count, len(above) + 1, node.start_mark)
+        if count > MOST_VALUES:
+            raise _refused(node.start_mark, f"more than {MOST_VALUES:,} values, those that aliases repeat included")
         if isinstance(node, yaml.ScalarNode):
             if node.tag != TEXT_TAG and len(node.value) > MOST_DIGITS:
                 raise _refused(node.start_mark, f"a value of {len(node.value):,} characters that is not text")
@@ -171,10 +149,7 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
         if node.tag not in PLAIN_TAGS:
             raise _refused(node.start_mark, f"unknown tag {node.tag}")
         if isinstance(node, yaml.SequenceNode):
-            return [
-                value_of(item, (*path, index), item.start_mark.line + 1, (*above, node))
-                for index, item in enumerate(node.value)
-            ]
+            return [value_of(item, (*path, index), item.start_mark.line + 1) for index, item in enumerate(node.value)]
         merged: dict[str, Any] = {}
         own: dict[str, tuple[yaml.Node, int]] = {}
         for key_node, value_node in node.value:
@@ -184,24 +159,21 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
                 for each in reversed(value_node.value) if isinstance(value_node, yaml.SequenceNode) else (value_node,):
                     if not isinstance(each, yaml.MappingNode):
                         raise _refused(each.start_mark, "`<<` takes a section or a list of sections")
-                    merged |= value_of(each, path, key_line, (*above, node))
+                    merged |= value_of(each, path, key_line)
             elif not isinstance(key_node, yaml.ScalarNode):
-                _note(node, f"{place(line)}: a key must be a single word")
+                source.problems.append(f"{place(line)}: a key must be a single word")
             else:
                 if key_node.value in own:
                     name, first = _dotted((*path, key_node.value)), place(own[key_node.value][1])
-                    _note(node, f"{place(line)}: `{name}` is given twice, first at {first}")
+                    source.problems.append(f"{place(line)}: `{name}` is given twice, first at {first}")
                 own[key_node.value] = value_node, line
-        checked.add(node)
-        return merged | {key: value_of(value, (*path, key), line, (*above, node)) for key, (value, line) in own.items()}
-
-    def _note(node: yaml.Node, problem: str) -> None:
-        if node not in checked:
-            source.problems.append(problem)
+        return merged | {key: value_of(value, (*path, key), line) for key, (value, line) in own.items()}
 
     try:
         node = loader.get_single_node()
-        return None if node is None else value_of(node, path, node.start_mark.line + 1, ())
+        return None if node is None else value_of(node, path, node.start_mark.line + 1)
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply, or an alias that contains itself") from None
     except ValueError as error:  # a scalar that looks like a date or a number: 2024-13-45
         raise yaml.YAMLError(str(error)) from None
     finally:
@@ -221,9 +193,6 @@ def _apply_override(source: _Source, override: str) -> None:
     names = dotted.strip().split(".")
     if not equals or "" in names:
         source.problems.append(f"{where}: write key.path=value, for example train.max_steps=100")
-        return
-    if len(names) > MOST_LEVELS:
-        source.problems.append(f"{where}: nested too deeply: more than {MOST_LEVELS} levels")
         return
     # Missing sections on the path are created. An index names a list item: eval.also.0.name=x
     path: KeyPath = ()

@@ -22,7 +22,6 @@ from typing import get_args
 
 import pytest
 
-from draftsmith.recipes.command.console import MODULES
 from draftsmith.recipes.command.stages import SCRIPTS
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -293,8 +292,7 @@ def shown_commands(text: str) -> Iterator[list[str]]:
         if found := re.match(r"[#\s]+(?:python|accelerate launch|(draftsmith))\s+(.*)", line):
             words = shlex.split(found[2], comments=True)
             if found[1]:
-                module = MODULES.get(words[0], "no such command")
-                words[0] = module.removeprefix("draftsmith.").replace(".", "/") + ".py"
+                words[0] = SCRIPTS[words[0]].module.removeprefix("draftsmith.").replace(".", "/") + ".py"
             while words and words[0].startswith("--"):  # of the launcher, with its value
                 words = words[2:]
             if words[0] != "-m":  # a module: of the study, or of another project

@@ -229,7 +229,9 @@ def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
         assert decode(target, drafting, prompt, {STOP}, 16).token_ids == answer
         assert decode(target, lookup, prompt, {STOP}, 16).token_ids == answer
     settings = GenerationSettings(16, 100, (STOP,), temperature=0)
-    written = {key: tokens for key, tokens, _ in write_answers(target.model, iter(enumerate(prompts)), settings)}
+    written = {
+        answer.key: answer.token_ids for answer in write_answers(target.model, iter(enumerate(prompts)), settings)
+    }
     assert [written[key] for key in range(len(prompts))] == expected
 
 
@@ -256,7 +258,9 @@ def test_a_window_that_the_decoder_ignores_is_ignored(family: str, stray: dict[s
     for prompt, answer in zip(prompts, expected, strict=True):
         assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 16).token_ids == answer
     settings = GenerationSettings(16, 100, (STOP,), temperature=0)
-    written = {key: tokens for key, tokens, _ in write_answers(target.model, iter(enumerate(prompts)), settings)}
+    written = {
+        answer.key: answer.token_ids for answer in write_answers(target.model, iter(enumerate(prompts)), settings)
+    }
     assert [written[key] for key in range(len(prompts))] == expected
 
 

@@ -1,10 +1,8 @@
 """The conversations file that regenerate appends to. A run that is killed resumes from it.
 
-Each line is written in one call, so a kill leaves whole lines and at most one torn last line. The next start cuts that
-line off. The file is synced once a second, in case of a power cut.
-
-Each line carries a digest of what was asked, because an id (often a file name and a line number) does not show that
-this exact conversation is done.
+A kill leaves whole lines and at most one torn last line, which the next start cuts off. The file is synced once a
+second, in case of a power cut. Each line carries a digest of what was asked, because an id (often a file name and a
+line number) does not show that this exact conversation is done.
 """
 
 import contextlib

@@ -3,10 +3,8 @@
 Answers arrive in the order in which they end. A finished answer gives its row to the next prompt. Prompts are read in
 right-padded groups, so an answer does not depend on its neighbours, up to the rounding of batched matrix products.
 
-A drafter (data.generator.drafter) lowers the number of target passes. Greedy answers stay the same token for token in
-float32. Sampled answers differ but follow the same distribution, because verification draws more random numbers. So a
-file may be continued with or without a drafter, or with another one. A drafter saves passes, not arithmetic: it pays
-where a pass over several tokens costs no more than a pass over one, as on a GPU with few rows.
+With a drafter (docs/regeneration.md) greedy answers stay the same token for token in float32. Sampled answers differ
+but follow the same distribution, because verification draws more random numbers.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,7 +22,7 @@ from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.schema import Recipe, TreeSection
 
 # Prompt tokens of one prefill, padding included. Bounds activations and padding.
@@ -142,10 +140,11 @@ def check_generator_drafter(recipe: Recipe) -> None:
     """
     contender = _contender(recipe)
     assert contender.drafter is not None
-    try:
-        check_drafter(target := TargetFacts.read(recipe.target), contender.drafter)
-    except UserError as error:
-        raise UserError([f"data.generator.drafter: {problem}" for problem in error.problems]) from None
+    target, problems = TargetFacts.read(recipe.target), list[str]()
+    with collected(problems, before="data.generator.drafter: "):
+        check_drafter(target, contender.drafter)
+    if problems:
+        raise UserError(problems)
     try:
         check_size(contender.tree, target.positions)
     except UserError:

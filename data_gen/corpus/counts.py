@@ -1,8 +1,7 @@
 """Counts the tokens of a corpus in several processes. A killed run resumes.
 
 Plain documents are tokenised without special tokens, while FR-Spec's script (arXiv 2502.14856) counts a BOS for each.
-Of conversations only assistant turns with their stop tokens count, by the target's chat template, because prompts are
-never drafted. Token ids of regenerated files are counted as they are if the tokenizer is the same.
+Of conversations only assistant turns with their stop tokens count, because prompts are never drafted.
 
 Each source has one file of counts. It is replaced every few seconds together with the position in the corpus, so a kill
 neither loses nor repeats a count. Weights are not part of it, so another blend reuses the counts.

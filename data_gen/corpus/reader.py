@@ -1,20 +1,12 @@
-"""Reads corpora for counting: files and datasets, piece by piece, from any position.
+"""Reads corpora for counting: files and datasets, piece by piece, from any position (docs/vocabulary.md).
 
-    path or pattern      files/*.txt, data/**/*.jsonl.gz, ...; in the order of their names
-        .jsonl           a record per line
-        .parquet         a record per row
-        all others       text: each file is one document, read in pieces that end with a line
-        .gz              behind any of these except .parquet
-    hf:org/name[:config]:split
-                         a dataset of the `datasets` library, streamed; a record per row; the split is `train` unless
-                         given, and `org/name` may be a local folder
-
+A text file is one document, read in pieces that end with a line; .jsonl files and tables have a document per record.
 The counting processes parse the lines. A resumed run opens files at the byte or row group of its position, unpacks a
 packed file again up to there, and restores a dataset's stream.
 
 Files are not read by `datasets`: in 5.2 a resumed file is read again from its beginning, and one malformed line ends
 the corpus. Here a damaged file ends at the damage, as one rejected record; a parquet file loses only the damaged row
-groups. A damaged .gz also loses up to 128 KiB of good text before the damage.
+groups.
 """
 
 import glob

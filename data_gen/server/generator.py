@@ -1,20 +1,17 @@
-"""Writes answers with OpenAI-compatible servers that serve the target.
+"""Writes answers with OpenAI-compatible servers that serve the target (docs/regeneration.md).
 
     with Servers(recipe.data.generator, settings, vocabulary) as servers:
         servers.connect()
         for answer in servers(prompts):
             ...
 
-Prompts are rendered here and sent to `/v1/completions` as token ids, so a server's own template never counts. Answers
-are checked (`data_gen.server.answers`). Every request carries all sampling parameters, so a server's defaults never
-count, and a seed made of the recipe's seed and the prompt's key, so a retry is the same request.
-
     waiting prompt -> server with the fewest requests in flight -> answer
                   \\- failed try: pause that doubles, then the least loaded server again, max_retries times
     server         in service -> set aside (unreachable, or 3 failed tries in a row) -> tried again after
                   1, 2, 4 .. 30 seconds -> in service
 
-One event loop runs while the caller waits for the next answer. There are no threads and no polling.
+A request's seed is made of the recipe's seed and the prompt's key, so a retry is the same request. One event loop runs
+while the caller waits for the next answer. There are no threads and no polling.
 """
 
 import asyncio

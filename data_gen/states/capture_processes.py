@@ -1,14 +1,12 @@
 """The processes of a capture and the values that they share.
 
-    torchrun --nproc_per_node 8 data_gen/capture.py my.yaml     sets RANK, LOCAL_RANK and WORLD_SIZE
-
     rank 0     publishes the numbers of the missing shards
     all        take the next free shard, write it, and publish its manifest entry
     rank 0     enters it in the manifest, which no other rank writes, and shows the progress of all
 
-Values are shared in the launcher's key-value store (MASTER_ADDR, MASTER_PORT). There is no process group and no
-collective. The other ranks wait once, for rank 0's list, and rank 0 waits at the end for the last shards. Most
-launchers end all processes when one fails; with other launchers, `Team.wait` ends them.
+Values are shared in the launcher's key-value store (MASTER_ADDR, MASTER_PORT), without a process group. The other ranks
+wait once, for rank 0's list, and rank 0 waits at the end for the last shards. Most launchers end all processes when one
+fails; with other launchers, `Team.wait` ends them.
 """
 
 import json

@@ -22,9 +22,7 @@ in one span. So a span (s, e) needs the last states of s to e - 2:
     last                      *  *  *  *
 
 Rows are sorted into shards by their keys, which are random. A shard is therefore a fair sample, and training shuffles
-shards, then the rows of a few neighbouring shards (`train.run.state_sources`). Shards are written atomically
-(`recipes.files.atomic`). Files that the manifest does not name are ignored. Opening a store compares sizes; the first
-read of a shard compares its sha256.
+shards, then the rows of a few neighbouring shards (`train.run.state_sources`).
 
 Shapes: N tokens, S captured states of width H, M teacher positions, R rows, P spans, T tokens of a row.
 """

@@ -1,4 +1,4 @@
-"""Labelled draft trees on disk, the training rows of a C2T classifier.
+"""Labelled draft trees on disk (`data_gen.states.shards`), the training rows of a C2T classifier.
 
     manifest.json               drafter, target, answers, k, calls, M, depth convention; each shard's answers, trees,
                                 rows and sha256
@@ -7,9 +7,6 @@
                                 accepted   [R] bool      the node lies on the path that the target accepts
                                 starts     [T + 1]       the rows of tree t are starts[t] to starts[t + 1]
                                 answer     [T]           number of the answer, in the order of labelling
-
-A shard is written atomically, then the manifest (`data_gen.states.shards`). A kill costs only the unfinished shard and
-never duplicates a row.
 
 Shapes: R rows (nodes), T trees.
 """

@@ -11,16 +11,10 @@ import difflib
 import importlib
 import os
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 
 from draftsmith.recipes.command.stages import SCRIPTS
-
-OWN = {
-    "init": ("draftsmith.models.starter", "write a commented recipe for a target"),
-    "run": ("draftsmith.recipes.command.pipeline", "run all stages of a recipe that are not done yet"),
-    "completion": ("draftsmith.recipes.command.completion", "print shell completion for bash, zsh, fish or tcsh"),
-}
-MODULES = {name: module for name, (module, _) in OWN.items()} | {name: s.module for name, s in SCRIPTS.items()}
 
 
 def main() -> None:
@@ -29,10 +23,10 @@ def main() -> None:
     completing = os.environ.get("_ARGCOMPLETE") is not None
     words = os.environ.get("COMP_LINE", "").split()[1:] if completing else sys.argv[1:]
     name = words[0] if words else "--help"
-    if completing and (name not in MODULES or (len(words) == 1 and not os.environ["COMP_LINE"].endswith(" "))):
+    if completing and (name not in SCRIPTS or (len(words) == 1 and not os.environ["COMP_LINE"].endswith(" "))):
         from draftsmith.recipes.command.completion import complete_command
 
-        complete_command(MODULES)
+        complete_command(SCRIPTS)
     elif name in ("-h", "--help", "help"):
         if name == "help" and words[1:]:
             sys.argv = ["draftsmith", words[1], "--help"]
@@ -41,8 +35,8 @@ def main() -> None:
             print(help_text())
     elif name == "--version":
         print(f"draftsmith {version('draftsmith')}")
-    elif name not in MODULES:
-        close = difflib.get_close_matches(name, MODULES, n=1)
+    elif name not in SCRIPTS:
+        close = difflib.get_close_matches(name, SCRIPTS, n=1)
         meant = f"; did you mean `{close[0]}`?" if close else ""
         meant = "; a command comes first, as in draftsmith run my.yaml" if name.endswith(".yaml") else meant
         print(f"error: {name!r} is no command of draftsmith{meant} (draftsmith --help lists them)", file=sys.stderr)
@@ -53,16 +47,15 @@ def main() -> None:
             os.environ["_ARGCOMPLETE"] = "2"  # the words of the line that are the program's name
         from draftsmith.recipes.command.cli import run
 
-        run(importlib.import_module(MODULES[name]).main, many_processes=name in ("train", "capture"))
+        run(importlib.import_module(SCRIPTS[name].module).main, many_processes=name in ("train", "capture"))
 
 
 def help_text() -> str:
     stages = ("regenerate", "rank-vocab", "train", "evaluate")
-    texts = {name: text for name, (_, text) in OWN.items()} | {name: script.help for name, script in SCRIPTS.items()}
-    rest = [name for name in SCRIPTS if name not in stages]
+    rest = [name for name in SCRIPTS if name not in ("init", "run", *stages)]
 
-    def lines(names: list[str] | tuple[str, ...]) -> str:
-        return "\n".join(f"  {name:<14} {texts[name]}" for name in names)
+    def lines(names: Iterable[str]) -> str:
+        return "\n".join(f"  {name:<14} {SCRIPTS[name].help}" for name in names)
 
     return f"""\
 usage: draftsmith COMMAND my.yaml [key.path=value ...] [--plan]
@@ -75,7 +68,7 @@ the stages of a recipe, in the order of `run`:
 {lines(stages)}
 
 also:
-{lines([*rest, "completion"])}
+{lines(rest)}
 
   draftsmith init Qwen/Qwen3-0.6B && draftsmith run qwen3-0.6b.yaml
 

@@ -30,6 +30,8 @@ class Script(NamedTuple):
 
 
 SCRIPTS = {
+    "init": Script("models/starter.py", "write a commented recipe for a target"),
+    "run": Script("recipes/command/pipeline.py", "run all stages of a recipe that are not done yet"),
     "regenerate": Script("data_gen/regenerate.py", "let the target write its own training answers"),
     "rank-vocab": Script("data_gen/rank_vocab.py", "choose the draft vocabulary"),
     "train": Script("train/{kind}.py", "train the drafter"),
@@ -42,6 +44,7 @@ SCRIPTS = {
     "label-trees": Script("data_gen/label_trees.py", "label draft trees for a C2T classifier"),
     "train-c2t": Script("train/c2t.py", "train a C2T classifier on them"),
     "c2t-sweep": Script("eval/c2t_sweep.py", "show what a C2T classifier saves"),
+    "completion": Script("recipes/command/completion.py", "print shell completion for bash, zsh, fish or tcsh"),
 }
 
 
