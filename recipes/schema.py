@@ -23,6 +23,12 @@ class Section(BaseModel):
     def _empty(cls, values: Any) -> Any:
         return {} if values is None else values  # `train:` with nothing below it
 
+    @property
+    def meant(self) -> set[str]:
+        """Keys that differ from the default. A resolved recipe names every key, so being named is not enough."""
+        fields = type(self).model_fields
+        return {key for key in self.model_fields_set if getattr(self, key) != fields[key].default}
+
 
 def _number(value: Any) -> Any:
     """`1e-4`, which YAML 1.1 reads as text, as the number that it is."""
@@ -119,7 +125,7 @@ class GeneratorSection(Section):
 
     @model_validator(mode="after")
     def _who_drafts(self) -> "GeneratorSection":
-        if self.drafter is None and "draft_tokens" in self.model_fields_set and self.draft_tokens != 3:
+        if self.drafter is None and "draft_tokens" in self.meant:
             raise ValueError("draft_tokens needs a drafter: give one, or leave draft_tokens out")
         if self.drafter is not None and self.kind == "openai":
             raise ValueError(
@@ -230,7 +236,6 @@ class DrafterSection(Section):
 
     @model_validator(mode="after")
     def _possible(self) -> "DrafterSection":
-        meant = {key for key in self.model_fields_set if getattr(self, key) != type(self).model_fields[key].default}
         extends = self.base if self.kind == "poss" else self.kind
         owners = [
             (("base", "positions_per_specialist", "specialists"), self.kind == "poss", "drafters of kind poss"),
@@ -243,7 +248,7 @@ class DrafterSection(Section):
             f"{key}: it only works in {drafters}, and {this}: leave it out"
             for keys, owned, drafters in owners
             for key in keys
-            if key in meant and not owned
+            if key in self.meant and not owned
         ]
         if extends == "eagle" and self.vocab_size is not None:
             problems.append(
@@ -517,14 +522,11 @@ class TreeSection(Section):
     @model_validator(mode="after")
     def _possible(self) -> "TreeSection":
         owners = {"paths": ["static"], "ddd": ["ddd"], "svip": ["svip", "svip_tree"], "c2t": ["c2t"]}
-        # A resolved recipe names every key, so only values other than the default count as given.
-        fields = type(self).model_fields
-        meant = {key for key in self.model_fields_set if getattr(self, key) != fields[key].default}
         for key, policies in owners.items():
-            if key in meant and self.policy not in policies:
+            if key in self.meant and self.policy not in policies:
                 raise ValueError(f"{key} is for policy {' or '.join(policies)}, but policy is {self.policy}")
         if self.policy == "auto":
-            given = meant - {"policy", "vocab_size"}
+            given = self.meant - {"policy", "vocab_size"}
             if given:
                 raise ValueError(f"auto chooses {', '.join(sorted(given))} itself: leave it out, or name a policy")
             return self

@@ -330,7 +330,7 @@ class Store:
             for row in range(len(keys) // KEY_BYTES):
                 yield keys[row * KEY_BYTES : (row + 1) * KEY_BYTES], (number, row)
 
-    def in_words(self) -> str:
+    def summary(self) -> str:
         made_of, manifest = self.manifest.made_of, self.manifest
         return (
             f"states {list(self.capture_layers)} in {made_of['dtype']} are read from {self.directory}: "

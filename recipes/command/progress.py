@@ -41,12 +41,12 @@ class Bar(tqdm):
     def line(self) -> str:
         """The progress in words: "decode: 12 of 60 prompts in 00:31, 0.4 prompts/s, tau 2.31"."""
         elapsed = max(self.format_dict["elapsed"], 1e-9)
-        amount, rate = (self._in_words(number) for number in (self.n, self.n / elapsed))
-        total = "" if self.total in (None, self.n) else f" of {self._in_words(self.total)}"
+        amount, rate = (self._shown(number) for number in (self.n, self.n / elapsed))
+        total = "" if self.total in (None, self.n) else f" of {self._shown(self.total)}"
         text = f"{amount}{total} {self.unit}s in {self.format_interval(elapsed)}, {rate} {self.unit}s/s"
         return ", ".join(filter(None, [f"{self.desc.removesuffix(': ')}: {text}" if self.desc else text, self.postfix]))
 
-    def _in_words(self, number: Any) -> str:
+    def _shown(self, number: Any) -> str:
         if self.unit_scale:
             return self.format_sizeof(number)
         return f"{number:,.0f}" if number >= 100 or number == int(number) else f"{number:.3g}"

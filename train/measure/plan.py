@@ -80,7 +80,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
         store, data = None, expected_data(recipe, tokenizer)
     size = target_size(config, section.dtype, section.trust_remote_code)
     if store is not None:
-        print(store.in_words())
+        print(store.summary())
         size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")
     if recipe.train.shard_target:
         size = shared_out(size, processes)

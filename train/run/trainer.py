@@ -175,7 +175,7 @@ def print_summary(training: Training) -> None:
         f"({'packed' if section.packing else 'padded'} micro-batches, first epoch)"
     )
     if inputs.store is not None:
-        say(inputs.store.in_words())
+        say(inputs.store.summary())
     if isinstance(target, ShardedTarget):
         say(target.sharding_text())
 
