@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.data_gen.trees.labelled_trees import TreesManifest, Trees, write_tree_shard
+from draftsmith.data_gen.trees.labelled_trees import Trees, TreesManifest, write_tree_shard
 from draftsmith.models.c2t import DEPTH_CONVENTION
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity

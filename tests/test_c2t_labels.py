@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.data_gen.trees.labelled_trees import Trees, check_rows, TreesManifest, read_trees
+from draftsmith.data_gen.trees.labelled_trees import Trees, TreesManifest, check_rows, read_trees
 from draftsmith.data_gen.trees.labelling import Labelled, label
 from draftsmith.eval.decoding.decode import decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer

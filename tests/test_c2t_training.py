@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.data_gen.trees.labelled_trees import TreesManifest, Trees
+from draftsmith.data_gen.trees.labelled_trees import Trees, TreesManifest
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ClassifierSection
