@@ -37,8 +37,9 @@ def _number(value: Any) -> Any:
 
 
 Number = Annotated[float, BeforeValidator(_number)]
-# YAML 1.1 reads `no` as false.
+# YAML 1.1 reads `no` and `off` as false.
 OrNo = BeforeValidator(lambda value: "no" if value is False else value)
+OrOff = BeforeValidator(lambda value: "off" if value is False else value)
 
 # Upper bounds lie far beyond any sensible use and catch typing errors.
 MOST_COUNTED = 1_000_000_000
@@ -180,7 +181,7 @@ class DataSection(Section):
     max_length: int = Field(default=2048, ge=8, le=MOST_COUNTED)
     """Most tokens of one training row. Regeneration ends answers there. Training leaves longer conversations out and
     counts them; it never cuts them."""
-    contamination: Literal["list", "remove", "off"] = "list"
+    contamination: Annotated[Literal["list", "remove", "off"], OrOff] = "list"
     """Training conversations with questions of eval.prompts: list and count them, leave them out, or skip the check."""
     generator: GeneratorSection = GeneratorSection()
     ranking: RankingSection = RankingSection()
