@@ -19,6 +19,7 @@ from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.compared import load_all, split_overrides
 from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import ContenderSection, TreeSection
 from tests.compare_cases import also, save_untrained
@@ -337,7 +338,7 @@ def test_an_interrupted_run_leaves_the_older_one_whole(
     arguments = [str(place / "recipe.yaml"), f"eval.out={tmp_path / 'out'}", "eval.max_prompts=1"]
     run_main(acceptance, *arguments)
     before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert set(before) == {"acceptance.json", "generations.jsonl", "report.html"}
+    assert set(before) == {".lock", "acceptance.json", "generations.jsonl", "report.html"}
 
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -352,6 +353,22 @@ def test_an_interrupted_run_leaves_the_older_one_whole(
         assert left == before, name
         assert ("answers decoded so far" in capsys.readouterr().err) == kept
         (tmp_path / "out/generations.jsonl.partial").unlink(missing_ok=True)
+
+    # New answers never lie beside older numbers: replay believes what these say about the answers.
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(evaluation, "write_acceptance", interrupted)
+        run_main(acceptance, *arguments, "eval.tree.nodes=4")
+    assert (tmp_path / "out/generations.jsonl").read_bytes() != before["generations.jsonl"]
+    assert not (tmp_path / "out/acceptance.json").exists()
+
+
+@pytest.mark.parametrize("mode", ["decode", "replay"])
+def test_two_evaluations_do_not_write_to_one_folder(place: Path, tmp_path: Path, mode: str) -> None:
+    arguments = [str(place / "recipe.yaml"), f"eval.out={tmp_path}", "eval.max_prompts=1"]
+    run_main(acceptance, *arguments)
+    out = tmp_path if mode == "decode" else tmp_path / "replay"
+    with alone_in(out), pytest.raises(UserError, match="another run is writing there"):
+        run_main(acceptance, *arguments, f"eval.mode={mode}")
 
 
 def test_describe_names_what_was_asked_for() -> None:

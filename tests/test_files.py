@@ -29,6 +29,15 @@ def test_an_error_while_writing_leaves_the_older_file_and_nothing_else(tmp_path:
     assert (tmp_path / "file").read_bytes() == "older \u00e9\n".encode()
 
 
+def test_the_file_behind_a_link_is_replaced_and_the_link_stays(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "elsewhere/file")
+    for content in ("new", "newer"):
+        atomic_write(link, content)
+        assert link.is_symlink() and (tmp_path / "elsewhere/file").read_text() == content
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["file"]
+
+
 def test_a_place_that_cannot_be_locked_for_another_reason_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileExistsError), alone_in(tmp_path / "file"):

@@ -4,6 +4,7 @@ An insert of the target's own embeddings of some tokens must change nothing agai
 goes; one of other embeddings must change everything that depends on it.
 """
 
+import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -234,6 +235,16 @@ def test_two_pictures_under_one_question_are_told_apart(place: str, tmp_path: Pa
         assert (index.find(training) is not None) == ((found and name == "a") or found)
     (tmp_path / "a").write_bytes(b"another one")
     assert asked_digest(asks("a")) != before
+
+
+def test_only_paths_of_pictures_are_read_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("image", "low", "a.png"):
+        (tmp_path / name).write_text(name)
+    part = {"type": "image", "detail": "low", "image_url": {"url": "a.png", "detail": "low"}}
+    (shown,) = Conversation("q", [{"role": "user", "content": [part]}]).pictures
+    assert json.loads(shown)["type"] == "image" and shown.count('"detail": "low"') == 2
+    assert json.loads(shown)["image_url"]["url"].startswith("sha256 ")
 
 
 # Rollback.

@@ -341,6 +341,8 @@ class OpenConversations:
 def _record(progress: _Progress, unasked: int, reason: str | None) -> dict[str, Any]:
     conversation = progress.conversation
     record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
+    if conversation.images:  # training and the search for overlap tell conversations apart by them
+        record["images"] = conversation.images
     record["asked_digest"] = asked_digest(conversation)
     if unasked:
         record |= {"unasked_turns": unasked, "unasked_reason": reason}

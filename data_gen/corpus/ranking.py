@@ -24,6 +24,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 
@@ -41,7 +42,8 @@ def main(command: Command) -> None:
     if command.plan:
         print("\n".join(plan(recipe, size, vocab_size)))
     else:
-        choose_vocab(recipe, size, vocab_size)
+        with alone_in(Path(recipe.output_dir)):
+            choose_vocab(recipe, size, vocab_size)
 
 
 def counts_path_of(recipe: Recipe) -> Path:

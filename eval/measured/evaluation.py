@@ -32,7 +32,8 @@ from draftsmith.models.checkpoint import weight_bytes
 from draftsmith.models.costs import decoding_lines
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import partial_path
+from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 
@@ -65,12 +66,13 @@ def decode(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
         if full:
             print(f"CANNOT WORK: {full}")
         return
-    lineup = Lineup(recipe.target)
-    contenders = [chosen(lineup, recipe, contender) for contender in contenders]
-    with keeping_answers(partial_path(generations_path(recipe))) as file:
-        results = decode_all(lineup, recipe, contenders, asked, file, rejects)
-        file.close()
-        publish(recipe, lineup, contenders, results, notes=[rejects.summary()] if rejects.total else [])
+    with alone_in(recipe.eval_out):
+        lineup = Lineup(recipe.target)
+        contenders = [chosen(lineup, recipe, contender) for contender in contenders]
+        with keeping_answers(partial_log(recipe)) as file:
+            results = decode_all(lineup, recipe, contenders, asked, file, rejects)
+            file.close()
+            publish(recipe, lineup, contenders, results, notes=[rejects.summary()] if rejects.total else [])
 
 
 def replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
@@ -90,7 +92,7 @@ def replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
     results = replay_contenders(lineup, contenders, recording, recipe.eval.replay_batch_size, agreement)
     print(f"answers of {recording.path}: {agreement}")
     make_out(recipe)
-    with keeping_answers(partial_path(generations_path(recipe))) as file:
+    with alone_in(recipe.eval_out), keeping_answers(partial_log(recipe)) as file:
         for name, generations in results.items():
             for generation in generations:
                 # Recorded answers may lack the question, so the report shows the prompt.
@@ -122,12 +124,29 @@ def publish(
     numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, unlike, main)
     described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
     made = how_made(recipe, lineup, contenders) | (about or {})  # reads whole drafters: before a file takes its place
-    os.replace(partial_path(log), log)
+    _replace_answers(recipe)
     path = write_acceptance(recipe, numbers, described, main, PLAIN, made)
     for note in notes:
         print(note)
     print_table(read_acceptance(path))
     print_written([path, log, *write_report(recipe)])
+
+
+def partial_log(recipe: Recipe) -> Path:
+    """generations.jsonl while it is written; behind a link, in the folder of the file that it points to."""
+    return partial_path(generations_path(recipe).resolve())
+
+
+def _replace_answers(recipe: Recipe) -> None:
+    """Puts the new generations.jsonl in place, after it has removed acceptance.json.
+
+    Replay believes what acceptance.json says about the answers beside it. A kill must not leave an older one there.
+    """
+    partial, acceptance = partial_log(recipe), (recipe.eval_out / "acceptance.json").resolve()
+    sync_to_disk(partial)
+    acceptance.unlink(missing_ok=True)
+    sync_to_disk(acceptance.parent, inside=False)
+    os.replace(partial, generations_path(recipe).resolve())
 
 
 def make_out(recipe: Recipe) -> None:

@@ -30,6 +30,7 @@ from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, tokens_o
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import CHAINS, Recipe, TreeSection
@@ -57,12 +58,13 @@ def main(command: Command) -> None:
     if command.plan:
         print_plan(recipe, contenders, recording, answers, command.measure, len(asked), out)
         return
-    lineup = Lineup(recipe.target)
-    plan = make_plan(lineup, recipe, contenders, recording, answers)
-    if command.measure:
-        measure(lineup, recipe, plan, command.measure, asked, rejects)
-    print_result(plan, recipe)
-    write_plan(recipe, plan, lineup, out)
+    with alone_in(recipe.eval_out):
+        lineup = Lineup(recipe.target)
+        plan = make_plan(lineup, recipe, contenders, recording, answers)
+        if command.measure:
+            measure(lineup, recipe, plan, command.measure, asked, rejects)
+        print_result(plan, recipe)
+        write_plan(recipe, plan, lineup, out)
     print(f"written: {out}")
 
 

@@ -20,8 +20,8 @@ def partial_path(path: Path) -> Path:
 
 
 def atomic_write(path: Path, content: str | bytes) -> None:
-    """Writes a file, text as UTF-8, and makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes a file, text as UTF-8, and makes its folder. Behind a link, the file that it points to is replaced."""
+    path.resolve().parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -29,6 +29,7 @@ def atomic_write(path: Path, content: str | bytes) -> None:
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """A path to write to. The file is renamed to `path` after the block, or deleted after an error."""
+    path = path.resolve()  # replaces the file behind a link, not the link
     partial = partial_path(path)
     try:
         yield partial

@@ -14,7 +14,8 @@ UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # some network fil
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Locks a folder, if the file system can. Raises UserError if another run is writing there."""
+    """Makes and locks a folder, if the file system can lock. Raises UserError if another run is writing there."""
+    directory.mkdir(parents=True, exist_ok=True)
     refusal = (
         f"{directory}: another run is writing there; wait for it, or name another folder. Start the processes of one "
         "run together, by torchrun"

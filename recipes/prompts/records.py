@@ -48,6 +48,8 @@ COLUMNS = (*LIST_COLUMNS, *TEXT_COLUMNS)
 SYSTEM_COLUMNS = ("system", "system_prompt")
 # Columns of Alpaca and Dolly; their meaning beside other columns is unknown.
 BESIDE_INSTRUCTION = ("input", "context")
+# Keys of a content part that may hold a path: {"type": "image", "path": ...}, {"image_url": {"url": ...}}.
+PATH_KEYS = ("path", "url", "image", "image_url", "video", "video_url", "audio", "audio_url")
 
 
 @dataclass(frozen=True)
@@ -67,19 +69,22 @@ class Conversation:
         contents = [message.get("content") for message in self.messages if isinstance(message, dict)]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         shown = [part for part in parts if isinstance(part, dict) and part.get("type") != "text"]
-        return [json.dumps(_with_digests(each), sort_keys=True, default=str) for each in (*self.images, *shown)]
+        pictures = [*map(_digest, self.images), *map(_with_digests, shown)]
+        return [json.dumps(each, sort_keys=True, default=str) for each in pictures]
 
 
-def _with_digests(value: Any) -> Any:
-    """`value` with each file's path replaced by its digest."""
-    if isinstance(value, dict):
-        return {key: _with_digests(each) for key, each in value.items()}
-    if isinstance(value, str):
-        try:
-            return f"sha256 {file_digest(Path(value))}" if Path(value).is_file() else value
-        except (OSError, ValueError):  # not a path: a picture in base64
-            return value
-    return value
+def _with_digests(part: dict[str, Any]) -> dict[str, Any]:
+    """A content part with each picture's path replaced by its digest."""
+    told = {key: _digest(each) if key in PATH_KEYS else each for key, each in part.items()}
+    return {key: _with_digests(each) if isinstance(each, dict) else each for key, each in told.items()}
+
+
+def _digest(path: Any) -> Any:
+    """The digest of a file; anything else, such as a URL, as it is."""
+    try:
+        return f"sha256 {file_digest(Path(path))}" if isinstance(path, str) and Path(path).is_file() else path
+    except (OSError, ValueError):  # not a path: a picture in base64
+        return path
 
 
 def to_conversation(record: Any, default_id: str, source: str, line: int, benchmark: str = "") -> Conversation:
