@@ -127,19 +127,11 @@ class CausalLMDrafting:
         self._keep_drafted(committed)
         rest = [tokens[length:] for tokens, length in zip(committed, self.session.lengths, strict=True)]
         counts = [len(tokens) for tokens in rest]
-        rows, most = len(rest), max(counts)
-        padded = torch.tensor([[*tokens, *[0] * (most - len(tokens))] for tokens in rest], device=self.device)
-        # Padding has the position of the row's last token.
-        depths_BS = torch.arange(most, device=self.device).expand(rows, -1)
-        if min(counts) < most:
-            depths_BS = depths_BS.minimum(torch.tensor(counts, device=self.device)[:, None] - 1)
-        causal = torch.ones((most, most), dtype=torch.bool, device=self.device).tril().expand(rows, -1, -1)
-        last, _ = self.session.append(padded, depths_BS, None if most == 1 else causal)
-        self.session.commit(counts)
-        if min(counts) == most:
+        last, _ = self.session.read(rest)
+        if min(counts) == max(counts):
             ends = last[:, -1]
         else:
-            ends = last[torch.arange(rows, device=self.device), torch.tensor(counts, device=self.device) - 1]
+            ends = last[torch.arange(len(rest), device=self.device), torch.tensor(counts, device=self.device) - 1]
         return self._log_probs(ends)
 
     def _keep_drafted(self, committed: Sequence[Sequence[int]]) -> None:

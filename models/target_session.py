@@ -171,6 +171,24 @@ class TargetSession:
             mask = self.target.kinds.masks(seen_BnL[:, None], distance, self.target.dtype)
         return self._forward(input_ids=tokens_Bn, attention_mask=mask, position_ids=position_Bn)
 
+    def read(self, tokens: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Commits tokens behind each row's, at least one of each, in one forward.
+
+        Returns:
+            final states [B, n, H]; captured states [B, n, F] or None; arbitrary behind a row's own tokens.
+        """
+        counts, device = list(map(len, tokens)), self.target.device
+        most = max(counts)
+        padded = torch.tensor([[*row, *[0] * (most - len(row))] for row in tokens], device=device)
+        # Padding has the position of the row's last token.
+        depths_BS = torch.arange(most, device=device).expand(len(tokens), -1)
+        if min(counts) < most:
+            depths_BS = depths_BS.minimum(torch.tensor(counts, device=device)[:, None] - 1)
+        causal = torch.ones((most, most), dtype=torch.bool, device=device).tril().expand(len(tokens), -1, -1)
+        states = self.append(padded, depths_BS, None if most == 1 else causal)
+        self.commit(counts)
+        return states
+
     def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
         """Keeps the first counts[b] nodes of path_BA[b] (ascending, the root first) and drops the others.
 

@@ -21,7 +21,7 @@ from draftsmith.eval.decoding.contenders import (
     drafter_record,
     vocab_of,
 )
-from draftsmith.eval.decoding.decode import Round, decode
+from draftsmith.eval.decoding.decode import Verified, decode
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
@@ -276,7 +276,7 @@ class LabellingVerifier(RecordedVerifier):
     def watch(self, values_BbK: torch.Tensor, log_probs: torch.Tensor, depth: int) -> None:
         self.watched.append(node_features(values_BbK, log_probs, depth, self.entropy_over).flatten(1, 2))
 
-    def accept(self, tree: DraftTree) -> Round:
+    def accept(self, tree: DraftTree) -> Verified:
         # In the tree's order. The tree lacks the deepest nodes near the target's last position.
         features = torch.cat(self.watched, dim=1)[:, : tree.nodes - 1]
         self.watched = []
@@ -306,7 +306,7 @@ class LabellingVerifier(RecordedVerifier):
             for answer, done, count in zip(self.answers, self.done, counts, strict=True)
         ]
         sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
-        return Round(super().accept(DraftTree.chains(paths, self.device)).new_tokens, sizes)
+        return Verified(super().accept(DraftTree.chains(paths, self.device)).new_tokens, sizes)
 
     def _path(self, tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
         """(accepted nodes [B, N] bool, last node of the path [B])."""

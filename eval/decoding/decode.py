@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.accept import Acceptance, GreedyAcceptance
 from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
@@ -63,11 +64,20 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Round:
-    """The result of one round, on the host."""
+class Verified:
+    """The result of verified trees, on the host."""
 
     new_tokens: list[list[int]]  # of each row: the accepted drafted tokens and the bonus
     nodes: list[int]  # of each row's tree
+
+
+@dataclass(frozen=True)
+class Round(Verified):
+    """One round of all rows."""
+
+    calls: list[int]  # draft calls of each row
+    widest: int  # nodes that each row's tree was padded to
+    marks: "list[Mark]"  # when drafting, verifying and accepting began; plain decoding's drafting takes no time
 
 
 class Verifier(Protocol):
@@ -99,7 +109,7 @@ class Verifier(Protocol):
     def verify(self, tree: DraftTree) -> None:
         """Runs the target over all nodes."""
 
-    def accept(self, tree: DraftTree) -> Round:
+    def accept(self, tree: DraftTree) -> Verified:
         """Commits a path of each verified tree."""
         ...
 
@@ -108,7 +118,7 @@ class Verifier(Protocol):
 
 
 class TargetVerifier:
-    """Verifies with the target model.
+    """Verifies with the target model. A decoder can be a proposer: `run_round`, then `rollback` and `read`.
 
     Args:
         proposer: its `capture_layers` are captured; None: no layers.
@@ -156,7 +166,7 @@ class TargetVerifier:
     def verify(self, tree: DraftTree) -> None:
         self.logits, self.features = self.session.verify(tree)
 
-    def accept(self, tree: DraftTree) -> Round:
+    def accept(self, tree: DraftTree) -> Verified:
         accepted = self.acceptance.accept(tree, self.logits, self.draws)
         sizes = accepted.length if tree.sizes is None else tree.sizes
         on_path = tree.tokens if accepted.path is None else tree.tokens.gather(1, accepted.path)
@@ -171,10 +181,37 @@ class TargetVerifier:
             else:
                 rows_B1 = torch.arange(tree.rows, device=self.device)[:, None]
                 self.features = self.features[rows_B1, accepted.path[:, :most]]
-        return Round(
+        return Verified(
             [[*tokens[1:length], bonus] for length, _, bonus, *tokens in rows],
             [tree.nodes if tree.sizes is None else size for _, size, *_ in rows],
         )
+
+    def rollback(self, lengths: Sequence[int], proposer: Proposer | None) -> None:
+        """Keeps the first lengths[b] tokens that were read of each row, between rounds.
+
+        Before the next round, `read` must bring every row at least one token: the one behind those kept.
+
+        Args:
+            proposer: of the rounds before. It is rolled back, too, as far as it has observed more.
+
+        Raises:
+            ValueError: a row has fewer tokens, or there are more or fewer rows.
+        """
+        observed = [length - count for length, count in zip(self.session.lengths, self.counts, strict=True)]
+        self.session.rollback(lengths)
+        if proposer is not None:
+            proposer.rollback([min(pair) for pair in zip(lengths, observed, strict=True)])
+        self.counts = [max(0, length - seen) for length, seen in zip(lengths, observed, strict=True)]
+
+    def read(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Reads tokens behind each row's, between rounds; the next round hands their states to the proposer."""
+        _, features = self.session.read(tokens)
+        new = list(map(len, tokens))
+        if self.features is not None and features is not None:
+            pairs = zip(self.features, self.counts, features, new, strict=True)
+            rows = [torch.cat((before[:count], states[:length])) for before, count, states, length in pairs]
+            self.features = pad_sequence(rows, batch_first=True)
+        self.counts = [count + length for count, length in zip(self.counts, new, strict=True)]
 
     def keep(self, rows: Sequence[int]) -> None:
         self.session.keep(rows)
@@ -185,6 +222,33 @@ class TargetVerifier:
         if self.features is not None:
             index = torch.tensor(rows, dtype=torch.long, device=self.device)
             self.features = self.features[index][:, : max(self.counts, default=0)]
+
+
+def run_round(
+    verifier: Verifier,
+    proposer: Proposer | None,
+    texts: Sequence[Sequence[int]],
+    mark: "Callable[[], Mark]" = time.perf_counter,
+) -> Round:
+    """Observes, proposes, verifies and accepts, once. The caller appends the new tokens to the texts.
+
+    Args:
+        proposer: None: plain decoding.
+        texts: all tokens of each row, the unread root last.
+    """
+    began = mark()
+    if proposer is None:
+        tree, calls = DraftTree.root_only([tokens[-1] for tokens in texts], verifier.device), [0] * len(texts)
+    else:
+        proposer.observe(verifier.committed(texts))
+        tree, calls = proposer.propose()
+        tree = tree.pruned(verifier.limits())
+    drafted = mark()
+    verifier.verify(tree)
+    verified = mark()
+    done = verifier.accept(tree)
+    marks = [drafted if proposer is None else began, drafted, verified]
+    return Round(done.new_tokens, done.nodes, calls, tree.nodes, marks)
 
 
 def decode(
@@ -302,24 +366,13 @@ def decode_stream(
                 raise RuntimeError("the requests wait for an answer, but none is being written")
             return
         committed = [row.committed for row in live]
-        began = clock.mark()
-        if proposer is None:
-            tree, calls = DraftTree.root_only([tokens[-1] for tokens in committed], verifier.device), [0] * len(live)
-        else:
-            proposer.observe(verifier.committed(committed))
-            tree, calls = proposer.propose()
-            tree = tree.pruned(verifier.limits())
-        drafted = clock.mark()
-        marks = [ended, drafted if proposer is None else began, drafted]  # plain decoding's root counts as `other`
-        verifier.verify(tree)
-        marks.append(clock.mark())
-        done = verifier.accept(tree)
-        for row, tokens, nodes, count in zip(live, done.new_tokens, done.nodes, calls, strict=True):
+        done = run_round(verifier, proposer, committed, clock.mark)
+        for row, tokens, nodes, count in zip(live, done.new_tokens, done.nodes, done.calls, strict=True):
             row.take(tokens, nodes, count, stop_ids)
-        ended = clock.mark()
-        rounds.append((live, [*marks, ended]))
+        before, ended = ended, clock.mark()
+        rounds.append((live, [before, *done.marks, ended]))
         if watch is not None:
-            watch(tree.nodes, max(calls), rounds[-1][1])
+            watch(done.widest, max(done.calls), rounds[-1][1])
         kept = _compacted([not row.ended(stop_ids) for row in live])
         if len(kept) < len(live):
             _charge(clock, rounds)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from draftsmith.eval.decoding.accept import deepest
-from draftsmith.eval.decoding.decode import Generation, Round, decode
+from draftsmith.eval.decoding.decode import Generation, Verified, decode
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.prompt import PlacedInsert, Prompt
@@ -106,7 +106,7 @@ class RecordedVerifier:
     def verify(self, tree: DraftTree) -> None:
         """Does nothing: the target's tokens are recorded."""
 
-    def accept(self, tree: DraftTree) -> Round:
+    def accept(self, tree: DraftTree) -> Verified:
         """Accepts the longest recorded path. `NO_TOKEN` replaces the bonus if the path ends the answer."""
         last = self.tokens.shape[1] - 1
         following = (tree.depths + torch.tensor(self.done, device=self.device)[:, None]).clamp(max=last)
@@ -123,7 +123,7 @@ class RecordedVerifier:
             said = answer.tokens[self.done[row] : self.done[row] + count]
             new_tokens.append([*said, *[NO_TOKEN] * (count - len(said))])
             self.done[row] += count
-        return Round(new_tokens, [tree.nodes if tree.sizes is None else size for _, size in rows])
+        return Verified(new_tokens, [tree.nodes if tree.sizes is None else size for _, size in rows])
 
     def keep(self, rows: Sequence[int]) -> None:
         self.answers, self.starts = [self.answers[row] for row in rows], [self.starts[row] for row in rows]
