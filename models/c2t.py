@@ -38,7 +38,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from draftsmith.models.checkpoint import FILES, LARGEST
+from draftsmith.models.checkpoint import FILES, LARGEST_NUMBER
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.files.atomic import atomic_folder, written
@@ -134,7 +134,7 @@ class C2tClassifier(nn.Module):
             UserError: none there, damaged, or another depth convention.
         """
         directory = written(Path(directory))
-        config, digest = read_config(directory)
+        config, digest = read_c2t_config(directory)
         weights = directory / "model.safetensors"
         try:
             tensors = load_file(weights)
@@ -160,7 +160,7 @@ class C2tClassifier(nn.Module):
         return classifier.eval().requires_grad_(False)
 
 
-def read_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
+def read_c2t_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
     """(config, sha256 of its weights) from config.json alone.
 
     Raises:
@@ -186,14 +186,14 @@ def read_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
             "would read wrong depths"
         )
     problems = [
-        f"{path}: {key}: {short(words.get(key))} must be a whole number from 1 to {LARGEST:,}"
+        f"{path}: {key}: {short(words.get(key))} must be a whole number from 1 to {LARGEST_NUMBER:,}"
         for key in ("hidden", "entropy_over")
-        if type(words.get(key)) is not int or not 1 <= words[key] <= LARGEST
+        if type(words.get(key)) is not int or not 1 <= words[key] <= LARGEST_NUMBER
     ]
     ratio = words.get("negative_ratio")
-    if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio <= LARGEST):
+    if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio <= LARGEST_NUMBER):
         problems.append(
-            f"{path}: negative_ratio: {short(ratio)} must be a number above 0 and up to {LARGEST:,}, or null"
+            f"{path}: negative_ratio: {short(ratio)} must be a number above 0 and up to {LARGEST_NUMBER:,}, or null"
         )
     drafter = words.get("drafter", {})
     if not isinstance(drafter, dict):
@@ -298,7 +298,7 @@ def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
     Args:
         here: `drafter_identity` of the drafter in use.
     """
-    known = read_config(directory)[0].drafter
+    known = read_c2t_config(directory)[0].drafter
     different = [f"{key}: {_short(known[key])} there, {_short(here[key])} here" for key in differing_keys(known, here)]
     if different:
         raise UserError(

@@ -122,7 +122,7 @@ def save_drafter(
         (partial / "provenance.json").write_text(json.dumps(made_by, indent=2) + "\n")
 
 
-LARGEST = 2**31 - 1  # of a config.json's numbers; `read_vocab` then compares them with the weights
+LARGEST_NUMBER = 2**31 - 1  # of a config.json's numbers; `read_drafter_vocab` then compares them with the weights
 FILES = ("config.json", "model.safetensors", "recipe.yaml", "provenance.json")
 
 
@@ -135,7 +135,7 @@ def weight_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
-def read_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]:
+def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]:
     """(shape, identity of its target) from a drafter's config.json.
 
     Raises:
@@ -174,14 +174,14 @@ def _check_values(kind: type[DrafterConfig], words: dict[str, Any]) -> None:
         if each.name not in words:
             continue  # it has a default, or `from_dict` raises
         value = words[each.name]
-        if each.type is int and not (type(value) is int and 1 <= value <= LARGEST):
-            wrong.append(f"{each.name} is {short(value)}, not a whole number from 1 to {LARGEST:,}")
-        elif each.type is float and not (type(value) in (int, float) and 0 < value <= LARGEST):
-            wrong.append(f"{each.name} is {short(value)}, not a number above 0 and up to {LARGEST:,}")
+        if each.type is int and not (type(value) is int and 1 <= value <= LARGEST_NUMBER):
+            wrong.append(f"{each.name} is {short(value)}, not a whole number from 1 to {LARGEST_NUMBER:,}")
+        elif each.type is float and not (type(value) in (int, float) and 0 < value <= LARGEST_NUMBER):
+            wrong.append(f"{each.name} is {short(value)}, not a number above 0 and up to {LARGEST_NUMBER:,}")
         elif each.type is bool and type(value) is not bool:
             wrong.append(f"{each.name} is {short(value)}, neither true nor false")
     layers = words.get("capture_layers", [])
-    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer <= LARGEST for layer in layers):
+    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer <= LARGEST_NUMBER for layer in layers):
         wrong.append(f"capture_layers are {short(layers)}, not a list of whole numbers")
     activation = words.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
@@ -232,7 +232,7 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
         )
 
 
-def read_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
+def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
     """The drafter's vocabulary from model.safetensors, after a check of the file against `shape`.
 
     Reads the header, d2t and t2d, but no weights. The header also shows whether the file is cut short.
@@ -351,7 +351,7 @@ def load_drafter(
     Raises:
         UserError: no checkpoint, one for another target or vocabulary, or tensors that do not fit its config.
     """
-    shape, trained_for = read_config(directory)
+    shape, trained_for = read_drafter_config(directory)
     check_identity(directory, trained_for, identity)
     given = tuple(target.capture_layers if capture is None else capture)
     if shape.capture_layers != given:
@@ -371,14 +371,14 @@ def read_drafter(directory: Path, head: FrozenHead | None = None) -> FeatureDraf
     Raises:
         UserError: no checkpoint, or tensors that do not fit its config.
     """
-    shape, _ = read_config(directory)
-    drafter = build_drafter(shape, read_vocab(directory, shape), head)
-    drafter.load_state_dict(read_tensors(directory))
+    shape, _ = read_drafter_config(directory)
+    drafter = build_drafter(shape, read_drafter_vocab(directory, shape), head)
+    drafter.load_state_dict(read_weights(directory))
     return drafter.eval().requires_grad_(False)
 
 
-def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of model.safetensors; `read_vocab` compares them with config.json."""
+def read_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of model.safetensors; `read_drafter_vocab` compares them with config.json."""
     try:
         return load_file(written(directory) / "model.safetensors")
     except (FileNotFoundError, SafetensorError) as error:

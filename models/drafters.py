@@ -14,7 +14,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection
 
-KINDS: dict[type[DrafterConfig], Any] = {
+DRAFTER_CLASSES: dict[type[DrafterConfig], Any] = {
     Eagle3Config: Eagle3Drafter,
     EagleConfig: EagleDrafter,
     PossConfig: PossDrafter,
@@ -24,11 +24,11 @@ KINDS: dict[type[DrafterConfig], Any] = {
 
 def config_class(kind: Any, base: Any = None) -> type[DrafterConfig] | None:
     """The config class of a kind (and, for position specialists, of their base); None: unknown."""
-    return next((config for config in KINDS if (config.kind, config.base) == (kind, base)), None)
+    return next((config for config in DRAFTER_CLASSES if (config.kind, config.base) == (kind, base)), None)
 
 
 def known_kinds() -> str:
-    return ", ".join(config.kind + f" over {config.base}" * (config.base is not None) for config in KINDS)
+    return ", ".join(config.kind + f" over {config.base}" * (config.base is not None) for config in DRAFTER_CLASSES)
 
 
 def kind_text(config: DrafterConfig) -> str:
@@ -47,7 +47,7 @@ def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | N
     Args:
         head: the target's; None for kinds with their own.
     """
-    return KINDS[type(config)](config, vocab, head)
+    return DRAFTER_CLASSES[type(config)](config, vocab, head)
 
 
 def trainable_parameters(config: DrafterConfig) -> int:

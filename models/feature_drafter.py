@@ -32,9 +32,9 @@ from typing_extensions import Self
 
 from draftsmith.models.draft_tree import Committed, Embedder
 from draftsmith.models.families import layer_configs
-from draftsmith.models.key_values import KeyValues, Kind, SlotTree
+from draftsmith.models.key_values import BufferKind, KeyValues, SlotTree
 from draftsmith.models.layers import Attention, GatedMLP, RmsNorm, grouped_attention, rotary
-from draftsmith.models.vocab import DraftVocab, rows_of
+from draftsmith.models.vocab import DraftVocab, cut_head_rows
 from draftsmith.recipes.errors import UserError
 
 
@@ -260,7 +260,7 @@ class FeatureDrafting:
         self.drafter = drafter
         self.device = drafter.device
         self.vocab = drafter.vocab if cut is None else cut.to(self.device)
-        self.head = drafter.head(None if cut is None else rows_of(drafter.vocab, self.vocab))
+        self.head = drafter.head(None if cut is None else cut_head_rows(drafter.vocab, self.vocab))
         self.capture_layers = drafter.config.capture_layers
         self.stacks = drafter.stacks
         self.first = [0, *accumulate(map(len, self.stacks))]  # buffers of stack s begin at first[s]
@@ -269,7 +269,7 @@ class FeatureDrafting:
 
     def reset(self, rows: int) -> None:
         config = self.drafter.config
-        kind = Kind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
+        kind = BufferKind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
         self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * rows, capacity=512)
         self.newest_B1 = torch.empty((0, 1), dtype=torch.long)  # position of the newest committed column
         self._new_round(torch.empty(rows, 0, config.hidden_size))

@@ -26,7 +26,7 @@ def check_rollback(held: Sequence[int], wanted: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BufferKind:
     """Shape, dtype and device of a layer's keys (or values). Equal layers share a buffer."""
 
     heads: int
@@ -35,7 +35,7 @@ class Kind:
     device: torch.device
 
     @classmethod
-    def of(cls, states: torch.Tensor) -> "Kind":
+    def of(cls, states: torch.Tensor) -> "BufferKind":
         """The kind of states [B, heads, columns, head_dim]."""
         return cls(states.shape[1], states.shape[3], states.dtype, states.device)
 
@@ -49,10 +49,10 @@ class KeyValues:
         capacity: initial number of columns; buffers grow as needed.
     """
 
-    def __init__(self, kinds: Sequence[tuple[Kind, Kind] | None], lengths: Sequence[int], capacity: int):
+    def __init__(self, kinds: Sequence[tuple[BufferKind, BufferKind] | None], lengths: Sequence[int], capacity: int):
         self.kinds, self.lengths = list(kinds), list(lengths)
-        count: dict[Kind, int] = {}
-        self._places: list[list[tuple[Kind, int]]] = []  # (buffer, index in it) of each layer's keys and values
+        count: dict[BufferKind, int] = {}
+        self._places: list[list[tuple[BufferKind, int]]] = []  # (buffer, index in it) of each layer's keys and values
         for pair in self.kinds:
             self._places.append([])
             for kind in pair or ():

@@ -130,7 +130,7 @@ class SeededDraws:
         return pick(weights_V[None], self.uniforms(1).to(weights_V.device))[0]
 
 
-def tokens_of(weights_BV: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
+def drawn_tokens(weights_BV: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
     """[B] a token of each row by its own `Draws.token`; at once if all are seeded."""
     seeded = [draw for draw in draws if isinstance(draw, SeededDraws)]
     if len(seeded) < len(weights_BV):

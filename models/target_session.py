@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.key_values import KeyValues, Kind
+from draftsmith.models.key_values import BufferKind, KeyValues
 from draftsmith.models.prompt import PlacedInsert, Prompt
 
 if TYPE_CHECKING:
@@ -99,7 +99,9 @@ class TargetSession:
                 self.buffers.admit(lengths)
                 self.buffers.reserve(max(lengths) + room)
             elif number == 0:
-                kinds = [None if at.keys is None else (Kind.of(at.keys), Kind.of(at.values)) for at in layers]
+                kinds = [
+                    None if at.keys is None else (BufferKind.of(at.keys), BufferKind.of(at.values)) for at in layers
+                ]
                 self.buffers = KeyValues(kinds, lengths, max(lengths) + room)
             for place, i in enumerate(group):
                 logits[i] = self.target.logits(last[place : place + 1, lengths[i] - 1])

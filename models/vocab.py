@@ -9,7 +9,7 @@ Decoding can cut the rarest tokens from it (FR-Spec, arXiv 2502.14856). The draf
 of its head are multiplied.
 
     cut id         0    1    2              target ids 5, 9, 42
-    rows of head   0    1    3              `rows_of`
+    rows of head   0    1    3              `cut_head_rows`
 
 V tokens in the target's vocabulary, D in the draft vocabulary.
 """
@@ -157,7 +157,7 @@ def load_metadata(path: str | Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def read_tensors(path: str | Path, what: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def load_tensors(path: str | Path, what: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """All tensors and metadata of a safetensors file; `what` names it in the UserError for an unreadable one."""
     with _open(path, what) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -182,7 +182,9 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[s
 # Ranking.
 
 
-def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted: str | None = None) -> DraftVocab:
+def frequent_vocab(
+    counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted: str | None = None
+) -> DraftVocab:
     """The `size` most frequent tokens; ties go to the lower id.
 
     Args:
@@ -217,7 +219,7 @@ def rank(counts: torch.Tensor, size: int, must_have: Iterable[int] = (), counted
     return DraftVocab(_most_frequent(counts, inside, size), vocab_size)
 
 
-def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> DraftVocab:
+def cut_vocab(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> DraftVocab:
     """The `size` most frequent tokens of a drafter's vocabulary, for decoding; ties go to the lower id.
 
     Any size up to the drafter's is possible; tokens that were never counted come last, in arbitrary order
@@ -253,7 +255,7 @@ def cut(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[
 
 
 def check_counted(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Iterable[int]) -> None:
-    """Raises UserError where a cut would include tokens that were never counted. Arguments as of `cut`."""
+    """Raises UserError where a cut would include tokens that were never counted. Arguments as of `cut_vocab`."""
     target_ids, inside = _marked(vocab, must_have)
     available = int(((counts.cpu()[target_ids] > 0) | inside).sum())
     if available < size < vocab.size:
@@ -270,7 +272,7 @@ def _marked(vocab: DraftVocab, must_have: Iterable[int]) -> tuple[torch.Tensor, 
     return target_ids, torch.isin(target_ids, torch.tensor(list(must_have), dtype=torch.int64))
 
 
-def rows_of(vocab: DraftVocab, cut: DraftVocab) -> torch.Tensor:
+def cut_head_rows(vocab: DraftVocab, cut: DraftVocab) -> torch.Tensor:
     """[size] int64 rows of the drafter's head for the tokens of `cut`, a part of `vocab`."""
     rows = vocab.to_draft(cut.target_ids.to(vocab.target_ids.device))
     if vocab.target_vocab_size != cut.target_vocab_size or (rows < 0).any():
@@ -440,7 +442,7 @@ def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stop
         fingerprint, stops: of the target's tokenizer.
 
     Raises:
-        UserError: as `load_token_counts`, `cut` and `check_counted`; or another tokenizer's tokens were counted.
+        UserError: as `load_token_counts`, `cut_vocab` and `check_counted`; or another tokenizer's tokens were counted.
     """
     counts, metadata = load_token_counts(path)
     counted_with = metadata["tokenizer_fingerprint"]
@@ -451,6 +453,6 @@ def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stop
             "target"
         )
     wanted = vocab, counts, size, always_inside(metadata).union(stops)
-    kept = cut(*wanted)
+    kept = cut_vocab(*wanted)
     check_counted(*wanted)
     return kept

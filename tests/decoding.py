@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.data_gen.answers.generators import Answer, Asked, GenerationSettings, Writer
+from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer, GenerationSettings, Writer
 from draftsmith.eval.decoding import decode as loop
 from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.decoding.decode import Generation, Request, TargetVerifier, decode_stream
@@ -52,6 +52,8 @@ def decode_queue(
     return decode_stream(TargetVerifier(target, proposer, acceptance_of(sampling)), proposer, requests, stop_ids, rows)
 
 
-def write_answers(model: Any, prompts: Iterator[Asked | None], settings: GenerationSettings) -> Iterator[Answer]:
+def write_answers(
+    model: Any, prompts: Iterator[Asked | None], settings: GenerationSettings
+) -> Iterator[GeneratedAnswer]:
     """As data_gen/regenerate.py does without a drafter."""
     return Writer(Target(model, capture_layers=(0,)), settings)(prompts)

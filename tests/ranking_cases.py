@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen import rank_vocab
 from draftsmith.data_gen.corpus import reader as corpus_reader
-from draftsmith.models.vocab import CorpusCounts, read_tensors
+from draftsmith.models.vocab import CorpusCounts, load_tensors
 
 WORDS = ["the", "cat", "sat", "on", "mat;", "dogs", "ran,", "rain", "fell\nafter", "", "noon", "für", "3.5", "Ü", "☂"]
 TEMPLATE = [1, 2, 3, 4]  # system, user, assistant, end: what the tests' chat template writes
@@ -37,7 +37,7 @@ def as_counter(counts: torch.Tensor) -> Counter[int]:
 
 def load_corpora(path: Path) -> list[CorpusCounts]:
     """The corpora that a file's counts were blended from; empty for counts of the target's own answers alone."""
-    tensors, metadata = read_tensors(path, "token counts")
+    tensors, metadata = load_tensors(path, "token counts")
     return [
         CorpusCounts(
             *(facts["source"], tensors[f"counts_of_{i}"], facts["weight"], facts["documents"], facts["rejected"])

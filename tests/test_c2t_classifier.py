@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.eval.decoding.policies import C2T, policy_of
-from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_config
+from draftsmith.models.c2t import C2tClassifier, C2tConfig, entropy, node_features, read_c2t_config
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection
 from tests import reference
@@ -110,7 +110,7 @@ def test_a_classifier_comes_back_as_it_was_saved(tmp_path: Path) -> None:
         classifier.save(tmp_path / "c2t")
     assert sorted(path.name for path in (tmp_path / "c2t").iterdir()) == ["config.json", "model.safetensors"]
     again = C2tClassifier.load(tmp_path / "c2t")
-    assert again.config == config == read_config(tmp_path / "c2t")[0]
+    assert again.config == config == read_c2t_config(tmp_path / "c2t")[0]
     assert torch.equal(again.confidence(features), classifier.confidence(features))
     assert again.confidence(features).shape == (4, 5)
     assert not any(parameter.requires_grad for parameter in again.parameters())

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from draftsmith.data_gen import label_trees
 from draftsmith.data_gen.trees import labelling
 from draftsmith.data_gen.trees.labelled_trees import TreesManifest, read_trees
-from draftsmith.data_gen.trees.labelling import batches_of
+from draftsmith.data_gen.trees.labelling import answer_batches
 from draftsmith.eval import c2t_sweep
 from draftsmith.eval.decoding.contenders import Lineup, drafter_record, main_contender
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.recorded.answers import RecordedAnswer
 from draftsmith.eval.recorded.replay import replay
-from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_config
+from draftsmith.models.c2t import C2tClassifier, C2tConfig, read_c2t_config
 from draftsmith.recipes.errors import UserError
 from draftsmith.train import c2t
 from tests.c2t_cases import content_of, made_trees, recipe_of, write_trees
@@ -64,7 +64,7 @@ def test_from_answers_to_a_sweep(place: Path, script: Callable[..., str], tmp_pa
     assert sorted(content_of(tmp_path / "c2t")) == [
         *("config.json", "metrics.jsonl", "model.safetensors", "provenance.json", "recipe.yaml")
     ]
-    config, _ = read_config(tmp_path / "c2t")
+    config, _ = read_c2t_config(tmp_path / "c2t")
     assert config == C2tConfig(48, 1000, 10.0, manifest.made_of["drafter"])
     assert len((tmp_path / "c2t/metrics.jsonl").read_text().splitlines()) == 4
     first = content_of(tmp_path / "c2t")
@@ -78,7 +78,7 @@ def test_from_answers_to_a_sweep(place: Path, script: Callable[..., str], tmp_pa
         f"classifier.init_from={tmp_path / 'c2t'}",
         "classifier.share=1",
     )
-    assert read_config(tmp_path / "again")[0] == config
+    assert read_c2t_config(tmp_path / "again")[0] == config
     with pytest.raises(UserError, match=r"hidden: 12, but the classifier in .* has 48; set classifier.hidden=48"):
         script(c2t, rows, out, f"classifier.init_from={tmp_path / 'c2t'}", "classifier.hidden=12")
 
@@ -178,7 +178,7 @@ def test_who_can_be_labelled(place: Path) -> None:
     assert error.value.problems[1].startswith("labels.draft_calls: 600 draft calls deep, in a target of ")
     with pytest.raises(UserError, match=r"labels.out: .*cannot be made: .*file is a file"):
         labelling.check_place(recipe_of(place, f"labels.out={place / 'file/x'}"))
-    assert len(batches_of([RecordedAnswer([1], [2])] * 7, 3)) == 3
+    assert len(answer_batches([RecordedAnswer([1], [2])] * 7, 3)) == 3
 
 
 def test_a_folder_that_is_no_classifier_is_not_replaced(

@@ -11,7 +11,16 @@ from draftsmith.models.c2t import C2tClassifier, C2tConfig
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ClassifierSection
 from draftsmith.train.run import classifier as classifier_training
-from draftsmith.train.run.classifier import better, epoch_batches, rate_of, rates, share_of, split, train, validate
+from draftsmith.train.run.classifier import (
+    better,
+    epoch_batches,
+    rate_of,
+    rates,
+    share_of,
+    split,
+    train_classifier,
+    validate,
+)
 from tests import reference
 from tests.c2t_cases import MADE_OF, made_trees
 
@@ -20,7 +29,7 @@ def trained(
     section: ClassifierSection, trees: Trees, start: C2tClassifier | None = None, **made_of: Any
 ) -> classifier_training.Trained:
     manifest = TreesManifest({**MADE_OF, **made_of}, 1)
-    return train(section, manifest, trees, start, lambda line: None)
+    return train_classifier(section, manifest, trees, start, lambda line: None)
 
 
 def test_a_separable_law_is_learnt_and_the_ratio_is_stored() -> None:

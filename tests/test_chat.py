@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data_gen.answers.generators import Answer
+from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.regeneration import OpenConversations
 from draftsmith.data_gen.corpus.ranking import count_supervised
 from draftsmith.data_gen.rows.training_rows import training_rows
@@ -22,7 +22,7 @@ from draftsmith.models.chat import (
 )
 from draftsmith.models.checkpoint import check_identity
 from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import rank
+from draftsmith.models.vocab import frequent_vocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects
@@ -264,7 +264,7 @@ def test_an_embedding_padded_beyond_the_tokenizer(tmp_path: Path) -> None:
     turn = {"prompt_token_ids": [2, 3], "output_token_ids": [350, 383, 350, 4], "finish_reason": "stop"}
     log.write_text(json.dumps({"id": "a", "messages": [], "turns": [turn]}) + "\n")
     counts = count_supervised(training_rows(log, tokenizer, 100, Rejects()), 384)
-    vocab = rank(counts, 3, (4,))
+    vocab = frequent_vocab(counts, 3, (4,))
     assert vocab.target_ids.tolist() == [4, 350, 383]
 
 
@@ -327,7 +327,7 @@ def test_the_second_prompt_of_a_harmony_conversation_holds_no_thoughts() -> None
     for prompt in asked.prompts():
         assert prompt is not None
         prompts.append(str(tokenizer.decode(list(prompt[1]))))
-        asked.take(Answer(prompt[0], output, "stop"))
+        asked.take(GeneratedAnswer(prompt[0], output, "stop"))
     first, second = prompts
     assert "the mat" in first and "the rain" not in second
     assert all(text in second for text in ("the mat", "a dog", "a cat"))

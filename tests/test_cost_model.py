@@ -16,7 +16,7 @@ from draftsmith.eval.measured.metrics import summarise
 from draftsmith.eval.planner import cost_model
 from draftsmith.eval.planner.cost_model import (
     BEAMS,
-    NODES,
+    PROBED_NODES,
     ROUNDS,
     SETTLING,
     Costs,
@@ -133,14 +133,14 @@ def test_probes_cover_every_round_that_candidates_may_lead_to(kinds: list[int]) 
             assert 1 in calls[family(tree)]
     assert set(calls) == {family(tree) for tree in trees}
     most = max((tree.most for tree in trees if tree.policy in BEAMS), default=0)
-    assert {n for n in NODES if n < most} <= nodes["tree"]  # between them, lines are short
+    assert {n for n in PROBED_NODES if n < most} <= nodes["tree"]  # between them, lines are short
     assert len(probes) == len({probe.model_dump_json() for probe in probes})
 
 
 def test_probes_of_trees_without_a_limit_have_one() -> None:
     probes = probe_trees([tree_of(**KINDS[10])])
-    assert max(probe.most for probe in probes) == NODES[-1]
-    assert set(NODES) <= {probe.most for probe in probes}
+    assert max(probe.most for probe in probes) == PROBED_NODES[-1]
+    assert set(PROBED_NODES) <= {probe.most for probe in probes}
 
 
 @pytest.mark.parametrize("kind", [{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], ids=str)

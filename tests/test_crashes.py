@@ -21,10 +21,10 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import file_digest, load_drafter, read_config, target_identity
+from draftsmith.models.checkpoint import file_digest, load_drafter, read_drafter_config, target_identity
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.run.checkpoints import list_checkpoints, publish, settle
+from draftsmith.train.run.checkpoints import list_checkpoints, publish_checkpoint, settle
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.training_runs import metrics, to_train
@@ -374,7 +374,7 @@ def test_a_checkpoint_of_an_older_version_is_refused(
     state["window"] = state.pop("windows")[0]
     (newest / "trainer_state.json").write_text(json.dumps(state))
     (newest / "manifest.json").unlink()
-    publish(newest.rename(newest.with_suffix(".partial")), newest)
+    publish_checkpoint(newest.rename(newest.with_suffix(".partial")), newest)
     ending = lab.run(TRAIN, arguments(recipe, tmp_path / "run"))
     assert ending.status == 2 and f"error: {newest}: was written by an older version" in ending.output
 
@@ -404,7 +404,7 @@ def test_a_drafter_is_there_whenever_its_replacement_is_killed(
         """The drafter's folders then."""
         ending = lab.run(TRAIN, run, fault=Fault(event, number))
         assert ending.status == -signal.SIGKILL, ending.output
-        read_config(drafter)
+        read_drafter_config(drafter)
         return {path.name for path in output.glob("drafter*")}
 
     assert killed_at("rename", 2) == {"drafter", "drafter.partial"}  # the first rename is metrics.jsonl's

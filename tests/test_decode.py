@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.eval.decoding import decode as decode_module
 from draftsmith.eval.decoding.accept import GreedyAcceptance
-from draftsmith.eval.decoding.decode import Clock, Request, cut
+from draftsmith.eval.decoding.decode import Clock, Request, count_kept
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.draft_tree import Committed, DraftTree
@@ -369,7 +369,7 @@ def test_a_round_waits_for_the_device_once(rows: int, tree: str, monkeypatch: py
     [([1, 2, 3], 9, 3), ([1, 9, 3], 9, 2), ([9], 5, 1), ([1, 2, 3], 2, 2), ([1, 2, 9], 2, 2), ([1, 9, 9], 3, 2)],
 )
 def test_cut(tokens: list[int], budget: int, kept: int) -> None:
-    assert cut(tokens, {9}, budget) == kept
+    assert count_kept(tokens, {9}, budget) == kept
 
 
 def random_tree(chance: random.Random, nodes: int) -> tuple[list[int], list[int]]:

@@ -21,7 +21,7 @@ from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Target
-from draftsmith.models.vocab import DraftVocab, cut
+from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.schema import SvipSection, TreeSection
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch
@@ -46,7 +46,7 @@ def make_pair(trained: int | None, drafted: int | None, **overrides) -> tuple[Ta
     torch.manual_seed(3)
     config = Eagle3Config.for_target(target.config, size, target.capture_layers, vocab.size)
     drafter = Eagle3Drafter(config, vocab).eval()
-    return target, drafter, None if drafted is None else cut(vocab, counts, drafted, [STOP])
+    return target, drafter, None if drafted is None else cut_vocab(vocab, counts, drafted, [STOP])
 
 
 @pytest.mark.parametrize("case", CUTS)
@@ -167,7 +167,7 @@ def test_sampled_answers_have_the_target_s_law_whatever_is_cut(
 ) -> None:
     """Enumerated: q is zero outside the cut, the residual is formed over the target's whole vocabulary."""
     target, drafter = small_pair(None if own is None else list(own))
-    part = cut(drafter.vocab, torch.tensor([0, 3, 9, 7, 1]), 2, [])
+    part = cut_vocab(drafter.vocab, torch.tensor([0, 3, 9, 7, 1]), 2, [])
     assert part.target_ids.tolist() == ([1, 3] if own else [2, 3])
     prompt, sampling = [1, 3, 0, 1, 3], Sampling(temperature)
     accepted: set[int] = set()

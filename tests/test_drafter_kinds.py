@@ -23,7 +23,7 @@ from draftsmith.eval.decoding.contenders import contenders_of, main_contender
 from draftsmith.eval.recorded.answers import Recording
 from draftsmith.eval.recorded.replay_contenders import planned_bytes
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, read_config, read_drafter, save_drafter, target_identity
+from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter, target_identity
 from draftsmith.models.draft_tree import Committed, Drafting
 from draftsmith.models.drafters import drafter_config, trainable_parameters
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
@@ -248,7 +248,7 @@ def test_every_specialist_starts_from_the_single_layer(
     """At its first position a fresh PosS drafts as the single drafter does; at the later ones, too."""
     target, identity = loaded
     single_dir = saved(tmp_path / "single", single, loaded)
-    before = load_drafter(single_dir, target, identity, read_config(single_dir)[0].capture_layers)
+    before = load_drafter(single_dir, target, identity, read_drafter_config(single_dir)[0].capture_layers)
     drafter = untaught(specialists, target)
     untrained = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     start_from(single_dir, drafter, identity)
@@ -335,7 +335,7 @@ def test_a_saved_drafter_drafts_the_same(kind: str, loaded: tuple[Target, dict[s
     target, identity = loaded
     drafter = untaught(kind, target).requires_grad_(False)
     save_drafter(tmp_path / "drafter", drafter, identity, "", {})
-    shape, _ = read_config(tmp_path / "drafter")
+    shape, _ = read_drafter_config(tmp_path / "drafter")
     assert shape == drafter.config
     assert type(shape).from_dict(json.loads(json.dumps(shape.to_dict()))) == shape
     again = load_drafter(tmp_path / "drafter", target, identity, shape.capture_layers)
@@ -395,7 +395,7 @@ def test_a_config_nested_deep_is_refused(loaded: tuple[Target, dict[str, Any]], 
         config = (directory / "config.json").read_text().replace('"@"', deep)
         (directory / "config.json").write_text(config)
         with pytest.raises(UserError, match=r"config\.json: nested too deeply"):
-            read_config(directory)
+            read_drafter_config(directory)
 
 
 def test_weights_of_another_layout_without_a_word_of_it_are_refused(

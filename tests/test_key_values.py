@@ -6,13 +6,13 @@ import random
 import pytest
 import torch
 
-from draftsmith.models.key_values import KeyValues, Kind
+from draftsmith.models.key_values import BufferKind, KeyValues
 
 CPU = torch.device("cpu")
 
 
-def kind(heads: int, head_dim: int) -> Kind:
-    return Kind(heads, head_dim, torch.float32, CPU)
+def kind(heads: int, head_dim: int) -> BufferKind:
+    return BufferKind(heads, head_dim, torch.float32, CPU)
 
 
 # Two layers alike, one with other heads and narrower values, one that keeps nothing of its own.

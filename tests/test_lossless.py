@@ -25,7 +25,7 @@ from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
-from draftsmith.models.vocab import DraftVocab, cut
+from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.schema import TreeSection
 from tests.decoding import decode, decode_batch, decode_queue
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
@@ -130,7 +130,9 @@ def proposer_of(combination: tuple[Any, ...]) -> Proposer:
     smaller = None
     if vocabulary.startswith("cut"):
         counts = torch.bincount(torch.tensor(expected_of(family)).flatten(), minlength=target.vocab_size)
-        smaller = cut(drafter.vocab if kind != "causal_lm" else DraftVocab.full(target.vocab_size), counts, 48, ())
+        smaller = cut_vocab(
+            drafter.vocab if kind != "causal_lm" else DraftVocab.full(target.vocab_size), counts, 48, ()
+        )
     settings = dict(POLICIES[policy])
     if policy == "c2t":
         settings["c2t"] = {"classifier": str(classifier_dir()), "beta": 0.5, "beam": 4}

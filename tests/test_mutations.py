@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
-from draftsmith.data_gen.answers.generators import Answer
+from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.regeneration import OpenConversations
 from draftsmith.data_gen.rows.overlap import EvaluationIndex
 from draftsmith.data_gen.rows.training_rows import training_rows
@@ -295,7 +295,7 @@ def test_every_conversation_is_asked_or_rejected(files: list[Path], tmp_path: Pa
             asked = OpenConversations(conversations, tokenizer, 2000, rejects)
             for prompt in asked.prompts():
                 assert prompt is not None
-                record = asked.take(Answer(prompt[0], [9, 10, tokenizer.eos_token_id], "stop"))
+                record = asked.take(GeneratedAnswer(prompt[0], [9, 10, tokenizer.eos_token_id], "stop"))
                 if record is not None:
                     log.append(record)
                     finished.append(record["id"])

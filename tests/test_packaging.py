@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import get_args
@@ -135,6 +136,20 @@ def private_imports(root: Path) -> list[str]:
     return problems
 
 
+def shared_names(root: Path) -> list[str]:
+    """Public classes and functions that two modules define under one name."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for _, path in modules(root):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and node.name[0] != "_":
+                homes[node.name].append(str(path.relative_to(root)))
+    return [
+        f"{name} has two meanings, in {' and '.join(paths)}"
+        for name, paths in homes.items()
+        if len(paths) > 1 and name != "main"  # every command has one
+    ]
+
+
 def not_scripts(root: Path) -> list[str]:
     """Modules at the top of a folder of scripts that `draftsmith` does not know: they belong into a sub-folder."""
     kinds = get_args(DrafterSection.model_fields["kind"].annotation)
@@ -166,7 +181,7 @@ def undeclared(root: Path) -> list[str]:
     return problems
 
 
-CHECKS = [unpackaged, shadowing, forbidden_imports, private_imports, not_scripts, undeclared]
+CHECKS = [unpackaged, shadowing, forbidden_imports, private_imports, shared_names, not_scripts, undeclared]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -215,6 +230,16 @@ def test_private_names_of_others_are_caught(tree: Path):
     assert private_imports(tree) == [
         "eval/wrong.py:2: _cut is private to its module",
         "eval/wrong.py:4: _ranked is private to its module",
+    ]
+
+
+def test_names_with_two_meanings_are_caught(tree: Path):
+    text = "class Shape:\n    def read(self): ...\n\ndef main(): ...\n\ndef _own(): ...\n\n"
+    (tree / "eval" / "wrong.py").write_text(f"{text}def cut(): ...\n")
+    (tree / "train" / "wrong.py").write_text(f"{text}async def cut(): ...\n\ndef read(): ...\n")
+    assert shared_names(tree) == [
+        "Shape has two meanings, in eval/wrong.py and train/wrong.py",
+        "cut has two meanings, in eval/wrong.py and train/wrong.py",
     ]
 
 

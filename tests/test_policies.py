@@ -17,7 +17,7 @@ from draftsmith.eval.decoding.policies import (
     PolicyProposer,
     StaticTree,
     TreePolicy,
-    likeliest,
+    top_tokens,
 )
 from draftsmith.eval.decoding.stopping import Ddd, Svip, SvipTree
 from draftsmith.models.draft_tree import Committed
@@ -213,7 +213,7 @@ def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, coun
     log_probs[1, 0, 5000] = log_probs[1, 0, -1] = math.nan
     log_probs[1, 1] = math.nan
     log_probs[1, 2, :4000] = -math.inf
-    values, tokens = likeliest(log_probs, count)
+    values, tokens = top_tokens(log_probs, count)
     expected = log_probs.topk(count)
     torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(log_probs.gather(-1, tokens), values, rtol=0, atol=0, equal_nan=True)

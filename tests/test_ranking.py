@@ -23,8 +23,8 @@ from draftsmith.models.vocab import (
     DraftVocab,
     always_inside,
     blend,
-    cut,
     cut_by_file,
+    cut_vocab,
     load_token_counts,
     save_token_counts,
 )
@@ -111,7 +111,7 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     less = type(contender)(**{**vars(contender), "tree": TreeSection(vocab_size=3)})
     with pytest.raises(UserError, match=r"3 has no room for the 4 stop tokens \[1, 2, 3, 4\] \(template tokens among"):
         vocab_of(less, target)
-    assert cut(DraftVocab.full(VOCAB_SIZE), counts, 12, always_inside(metadata)).same_as(vocab)
+    assert cut_vocab(DraftVocab.full(VOCAB_SIZE), counts, 12, always_inside(metadata)).same_as(vocab)
 
 
 def test_a_cut_by_the_file_holds_its_template_tokens(place: Path, rank_by: Script) -> None:

@@ -153,7 +153,7 @@ def test_killed_with_its_processes_it_goes_on(place: Path, tokenizer: PreTrained
     def documents() -> int:
         if not state.exists():
             return 0
-        _, metadata = corpus_counts.read_tensors(state, "progress")
+        _, metadata = corpus_counts.load_tensors(state, "progress")
         return json.loads(metadata["progress"])["documents"]
 
     children: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data_gen.answers.generators import Answer, GenerationSettings
+from draftsmith.data_gen.answers.generators import GeneratedAnswer, GenerationSettings
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers
 from draftsmith.models.chat import render_prompt
@@ -121,7 +121,7 @@ def test_waiting_costs_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
         found = list(servers(iter([("a", [7, 8])])))
         used = time.process_time() - started
     assert found[:-1] == [None, None]  # a heartbeat a second
-    assert found[-1] == Answer("a", *expected(tokenizer, [7, 8], LIMIT))
+    assert found[-1] == GeneratedAnswer("a", *expected(tokenizer, [7, 8], LIMIT))
     assert used < 0.5
 
 

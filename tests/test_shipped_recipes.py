@@ -20,7 +20,7 @@ from draftsmith.data_gen import label_trees, rank_vocab, regenerate
 from draftsmith.eval import acceptance, c2t_sweep
 from draftsmith.models.c2t import C2tClassifier
 from draftsmith.models.chat import load_tokenizer, render_marked, render_prompt
-from draftsmith.models.checkpoint import read_config, read_tensors
+from draftsmith.models.checkpoint import read_drafter_config, read_weights
 from draftsmith.models.target import default_capture_layers
 from draftsmith.models.vocab import load_token_counts
 from draftsmith.recipes.command.stages import stages_of
@@ -276,8 +276,8 @@ def test_from_prompts_to_acceptance(
 
 def check_drafter(recipe: Recipe, directory: Path) -> None:
     """What was trained has the shape that the recipe's head promises."""
-    config, _ = read_config(directory)
-    names = set(read_tensors(directory))
+    config, _ = read_drafter_config(directory)
+    names = set(read_weights(directory))
     assert config.kind == recipe.drafter.kind
     if recipe.drafter.extends == "eagle3":
         assert config.capture_layers == default_capture_layers(7)

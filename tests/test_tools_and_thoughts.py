@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.data_gen.answers.generators import Answer
+from draftsmith.data_gen.answers.generators import GeneratedAnswer
 from draftsmith.data_gen.answers.regeneration import OpenConversations
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.models.chat import tokenizer_fingerprint
@@ -86,7 +86,7 @@ def regenerate_with(tokenizer: Any, source: str, path: Path, *answers: str) -> l
         key, ids = prompt
         texts.append(str(tokenizer.decode(ids)))
         output = [*tokenizer(replies.popleft(), add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        record = asked.take(Answer(key, output, "stop"))
+        record = asked.take(GeneratedAnswer(key, output, "stop"))
         if record is not None:
             generator = {"tokenizer_fingerprint": tokenizer_fingerprint(tokenizer)}
             path.write_text(json.dumps(record | {"generator": generator}) + "\n")

@@ -18,12 +18,12 @@ from draftsmith.models.vocab import (
     DraftVocab,
     check_counted,
     covered_share,
-    cut,
     cut_by_file,
+    cut_head_rows,
+    cut_vocab,
+    frequent_vocab,
     load_metadata,
     load_token_counts,
-    rank,
-    rows_of,
     save_token_counts,
 )
 from draftsmith.recipes.errors import UserError
@@ -111,25 +111,25 @@ def test_rank_equals_sorting_by_hand() -> None:
         seen = sorted((i for i in range(30) if i not in must_have), key=lambda i: (-counts[i], i))
         size = chance.randint(3, 3 + sum(counts[i] > 0 for i in seen))
         expected = sorted(must_have + seen[: size - 3])
-        assert rank(torch.tensor(counts), size, must_have).target_ids.tolist() == expected
+        assert frequent_vocab(torch.tensor(counts), size, must_have).target_ids.tolist() == expected
 
 
 def test_rank_refuses_more_than_was_seen() -> None:
     counts = torch.tensor([0, 4, 0, 2, 0, 0])
-    assert rank(counts, 3, must_have=[5]).target_ids.tolist() == [1, 3, 5]
+    assert frequent_vocab(counts, 3, must_have=[5]).target_ids.tolist() == [1, 3, 5]
     with pytest.raises(UserError, match=r"4 draft tokens asked for.* only 3 distinct tokens .*set it to 3 or less"):
-        rank(counts, 4, must_have=[5])
+        frequent_vocab(counts, 4, must_have=[5])
     with pytest.raises(UserError, match="7 is more than the target's vocabulary of 6"):
-        rank(counts, 7)
+        frequent_vocab(counts, 7)
     with pytest.raises(UserError, match="no room for the 2 stop and template tokens"):
-        rank(counts, 1, must_have=[4, 5])
-    assert rank(counts, 6).is_full  # nothing to choose, however little was seen
+        frequent_vocab(counts, 1, must_have=[4, 5])
+    assert frequent_vocab(counts, 6).is_full  # nothing to choose, however little was seen
 
 
 def test_stop_tokens_that_the_target_has_no_row_for_change_nothing() -> None:
     counts = torch.tensor([0, 4, 0, 2, 0, 0])
-    assert rank(counts, 3, must_have=[5, 6, -1]).target_ids.tolist() == [1, 3, 5]
-    assert cut(DraftVocab.full(6), counts, 2, must_have=[5, 6, -1]).target_ids.tolist() == [1, 5]
+    assert frequent_vocab(counts, 3, must_have=[5, 6, -1]).target_ids.tolist() == [1, 3, 5]
+    assert cut_vocab(DraftVocab.full(6), counts, 2, must_have=[5, 6, -1]).target_ids.tolist() == [1, 5]
 
 
 # A cut for decoding (FR-Spec).
@@ -147,7 +147,7 @@ def random_case(chance: random.Random) -> tuple[DraftVocab, list[int], int, list
 def test_cut_equals_its_slow_twin() -> None:
     for seed in range(200):
         vocab, counts, size, stops = random_case(random.Random(seed))
-        ours = cut(vocab, torch.tensor(counts), size, stops)
+        ours = cut_vocab(vocab, torch.tensor(counts), size, stops)
         assert ours.target_ids.tolist() == reference.most_frequent(vocab.target_ids.tolist(), counts, size, stops)
         # What FR-Spec's script gets wrong: stop tokens twice, or cut off again, and lists longer than asked for.
         assert ours.size == size == len(set(ours.target_ids.tolist()))
@@ -159,19 +159,19 @@ def test_cuts_are_nested_and_a_cut_of_a_cut_is_a_cut() -> None:
     for seed in range(50):
         chance = random.Random(seed)
         vocab, counts, size, stops = random_case(chance)
-        larger = cut(vocab, torch.tensor(counts), size, stops)
+        larger = cut_vocab(vocab, torch.tensor(counts), size, stops)
         smaller = chance.randint(max(1, int(larger.t2d[stops].sum())), size)
-        once, twice = (cut(base, torch.tensor(counts), smaller, stops) for base in (vocab, larger))
+        once, twice = (cut_vocab(base, torch.tensor(counts), smaller, stops) for base in (vocab, larger))
         assert once.same_as(twice)
         assert (larger.t2d | ~once.t2d).all()
-        assert cut(vocab, torch.tensor(counts), vocab.size, stops).same_as(vocab)
+        assert cut_vocab(vocab, torch.tensor(counts), vocab.size, stops).same_as(vocab)
 
 
 def test_rows_of_a_cut_select_its_tokens_rows_of_the_head() -> None:
     for seed in range(50):
         vocab, counts, size, stops = random_case(random.Random(seed))
-        ours = cut(vocab, torch.tensor(counts), size, stops)
-        rows = rows_of(vocab, ours)
+        ours = cut_vocab(vocab, torch.tensor(counts), size, stops)
+        rows = cut_head_rows(vocab, ours)
         assert rows.dtype == torch.int64 and rows.shape == (size,)
         names = [f"row of {token}" for token in vocab.target_ids.tolist()]  # a head whose rows tell whose they are
         assert [names[row] for row in rows] == [f"row of {token}" for token in ours.target_ids.tolist()]
@@ -181,15 +181,15 @@ def test_rows_of_what_is_no_cut_are_refused() -> None:
     vocab = DraftVocab(torch.tensor([5, 9, 10]), 12)
     for other in (DraftVocab(torch.tensor([5, 8]), 12), DraftVocab(torch.tensor([5, 9]), 11)):
         with pytest.raises(ValueError, match="not a cut of this draft vocabulary"):
-            rows_of(vocab, other)
+            cut_head_rows(vocab, other)
 
 
 def test_tokens_that_nobody_saw_fill_up_a_cut_by_id() -> None:
     counts = torch.tensor([0, 4, 0, 2, 0, 0])
-    assert cut(DraftVocab.full(6), counts, 4, must_have=[5]).target_ids.tolist() == [0, 1, 3, 5]
+    assert cut_vocab(DraftVocab.full(6), counts, 4, must_have=[5]).target_ids.tolist() == [0, 1, 3, 5]
     # All stop tokens of the target, of which EAGLE-3's own vocabulary may lack some.
     own = DraftVocab(torch.tensor([0, 2, 3, 4]), 6)
-    assert cut(own, counts, 2, must_have=[4, 5]).target_ids.tolist() == [3, 4]
+    assert cut_vocab(own, counts, 2, must_have=[4, 5]).target_ids.tolist() == [3, 4]
 
 
 def test_a_cut_that_reaches_below_what_was_counted_is_refused() -> None:
@@ -203,12 +203,12 @@ def test_a_cut_that_reaches_below_what_was_counted_is_refused() -> None:
 def test_cut_refuses_what_cannot_be() -> None:
     counts, own = torch.tensor([0, 4, 0, 2, 0, 1]), DraftVocab(torch.tensor([1, 3, 4, 5]), 6)
     with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: 5 is more than the 4 tokens of the drafter's"):
-        cut(own, counts, 5, [4])
+        cut_vocab(own, counts, 5, [4])
     with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: 1 has no room for the 2 stop tokens \[4, 5\]"):
-        cut(own, counts, 1, [2, 4, 5])
-    assert cut(own, counts, 2, [2, 4, 5]).target_ids.tolist() == [4, 5]
+        cut_vocab(own, counts, 1, [2, 4, 5])
+    assert cut_vocab(own, counts, 2, [2, 4, 5]).target_ids.tolist() == [4, 5]
     with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: .* of 5 tokens, the drafter's target has 6"):
-        cut(own, counts[:5], 2, [4])
+        cut_vocab(own, counts[:5], 2, [4])
 
 
 def test_covered_share() -> None:

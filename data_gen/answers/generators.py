@@ -31,7 +31,7 @@ PREFILL_TOKENS = 8192
 Asked = tuple[Hashable, Sequence[int]]  # key, prompt
 
 
-class Answer(NamedTuple):
+class GeneratedAnswer(NamedTuple):
     """ "stop": the last token is a stop token. "length": the answer was cut at max_new_tokens or max_length."""
 
     key: Any
@@ -104,7 +104,7 @@ class Writer:
         return cls(lineup.target, settings, lineup.proposer(_contender(recipe), sampling) if drafts else None)
 
     @torch.inference_mode()
-    def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[Answer]:
+    def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[GeneratedAnswer]:
         """Yields each answer as soon as it ends.
 
         Args:
@@ -118,7 +118,9 @@ class Writer:
             self.tokens_received += len(answer.token_ids)
             self.drafted += len(answer.token_ids) - 1
             self.rounds += answer.rounds
-            yield Answer(key, answer.token_ids, "stop" if answer.token_ids[-1] in settings.stop_ids else "length")
+            yield GeneratedAnswer(
+                key, answer.token_ids, "stop" if answer.token_ids[-1] in settings.stop_ids else "length"
+            )
 
     def _request(self, key: Hashable, prompt: Sequence[int]) -> Request:
         settings = self.settings

@@ -13,8 +13,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.conversation_log import ConversationLog, LogContent, not_done, read_log
 from draftsmith.data_gen.answers.generators import (
-    Answer,
     Asked,
+    GeneratedAnswer,
     GenerationSettings,
     Writer,
     check_generator_drafter,
@@ -80,7 +80,7 @@ def main(command: Command) -> int:
     if not sample_only:
         conversations = screen(recipe, conversations, rejects, write=not command.plan)
     if command.plan:
-        print_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
+        print_regeneration_plan(recipe, tokenizer, settings, conversations, read_log(path, generator), rejects)
         if recipe.data.generator.kind == "openai":
             with open_servers(recipe, settings, tokenizer) as servers:
                 print(f"servers        reached, and serving {servers.connect(PLAN_SECONDS)}; nothing was asked")
@@ -179,7 +179,7 @@ class _Tally:
     started: float = field(default_factory=time.monotonic)
     _lately: deque[tuple[float, int]] = field(default_factory=lambda: deque([(time.monotonic(), 0)]))
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: GeneratedAnswer) -> None:
         self.turns += 1
         self.tokens += len(answer.token_ids)
         if answer.finish_reason == "length":
@@ -272,7 +272,7 @@ class OpenConversations:
             else:
                 return
 
-    def take(self, answer: Answer) -> dict[str, Any] | None:
+    def take(self, answer: GeneratedAnswer) -> dict[str, Any] | None:
         """Adds an answer to its conversation. Returns the conversation's record after its last turn, else None."""
         (conversation_id, _), output_ids, finish_reason, retokenised = answer
         progress = self._open.pop(conversation_id)
@@ -400,7 +400,7 @@ def generator_identity(
     }
 
 
-def print_plan(
+def print_regeneration_plan(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     settings: GenerationSettings,

@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data_gen.corpus.reader import Chunk, Corpus, Item, Position, content_of
 from draftsmith.data_gen.rows.training_rows import turns_of
 from draftsmith.models.chat import RenderError, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.vocab import CorpusCounts, read_tensors, write_tensors
+from draftsmith.models.vocab import CorpusCounts, load_tensors, write_tensors
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
@@ -258,7 +258,7 @@ class Progress:
         if not path.exists():
             return fresh, ""
         try:
-            tensors, metadata = read_tensors(path, "counts of a corpus")
+            tensors, metadata = load_tensors(path, "counts of a corpus")
             state = parse_json(metadata["progress"])
             was = state.pop("identity")
             if changed := sorted(key for key in {*was, *identity} if was.get(key) != identity.get(key)):

@@ -19,7 +19,15 @@ from draftsmith.models.chat import (
     stop_ids,
     tokenizer_fingerprint,
 )
-from draftsmith.models.vocab import CorpusCounts, DraftVocab, blend, covered_share, cut, rank, save_token_counts
+from draftsmith.models.vocab import (
+    CorpusCounts,
+    DraftVocab,
+    blend,
+    covered_share,
+    cut_vocab,
+    frequent_vocab,
+    save_token_counts,
+)
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, collected
@@ -30,7 +38,7 @@ from draftsmith.recipes.schema import Recipe
 
 COUNTED_AT_ONCE = 1 << 20  # tokens; a bincount walks through the whole vocabulary
 SIZES_SHOWN = 7  # powers of two in a table, beside the target's whole vocabulary
-COLUMN = 20  # characters of a corpus's name that a table shows
+NAME_WIDTH = 20  # characters of a corpus's name that a table shows
 
 
 def main(command: Command) -> None:
@@ -80,7 +88,7 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
     blended = [corpus for corpus in corpora if corpus.weight is not None]
     counts = blend([(corpus.counts, corpus.weight or 0.0) for corpus in blended])
     names = " and ".join(corpus.source for corpus in blended)
-    vocab = rank(counts, size, must_have, names if sources else None)
+    vocab = frequent_vocab(counts, size, must_have, names if sources else None)
     if recipe.drafter.vocab_size is None:
         print("drafter.vocab_size is not set: the drafter proposes the target's whole vocabulary")
     coverage = coverage_of(corpora, counts, must_have)
@@ -219,16 +227,16 @@ def coverage_of(
         columns = {"blend": counts} | columns
     powers = [1 << exponent for exponent in range((len(counts) - 1).bit_length())]
     sizes = [*(power for power in powers if power >= len(must_have)), len(counts)]
-    vocabs = {size: cut(whole, counts, size, must_have) for size in sizes}
+    vocabs = {size: cut_vocab(whole, counts, size, must_have) for size in sizes}
     return {name: {n: covered_share(of, vocab) for n, vocab in vocabs.items()} for name, of in columns.items()}
 
 
 def coverage_table(coverage: dict[str, dict[int, float]]) -> str:
     """A table of the greatest sizes."""
-    names = [name if len(name) <= COLUMN else f"..{name[2 - COLUMN :]}" for name in coverage]
-    lines = ["    tokens" + "".join(f"  {name:>{COLUMN}}" for name in names)]
+    names = [name if len(name) <= NAME_WIDTH else f"..{name[2 - NAME_WIDTH :]}" for name in coverage]
+    lines = ["    tokens" + "".join(f"  {name:>{NAME_WIDTH}}" for name in names)]
     for size in list(next(iter(coverage.values())))[-SIZES_SHOWN - 1 :]:
-        lines.append(f"{size:>10,}" + "".join(f"  {column[size]:>{COLUMN}.2%}" for column in coverage.values()))
+        lines.append(f"{size:>10,}" + "".join(f"  {column[size]:>{NAME_WIDTH}.2%}" for column in coverage.values()))
     return "\n".join(lines)
 
 

@@ -85,7 +85,7 @@ class Completion:
             self.prompt_token_ids = choice["prompt_token_ids"]
         reason = choice.get("finish_reason")
         if reason is not None and not isinstance(reason, str):
-            raise BadAnswer(f"the finish_reason of the reply is no text: {short(repr(reason))}")
+            raise BadAnswer(f"the finish_reason of the reply is no text: {one_line(repr(reason))}")
         self.finish_reason = reason or self.finish_reason
         for key in ("stop_reason", "matched_stop"):  # vLLM, SGLang
             if choice.get(key) is not None:
@@ -125,7 +125,7 @@ def read_answer(
     if said.finish_reason in (None, "abort", "error"):
         raise Unfinished(f"finish_reason {said.finish_reason}: the server did not finish the answer")
     if said.finish_reason not in ("stop", "length"):
-        raise Refused(f"finish_reason {short(said.finish_reason)}: the server ended the answer")
+        raise Refused(f"finish_reason {one_line(said.finish_reason)}: the server ended the answer")
     if not is_unicode(said.text):
         raise BadAnswer("the text of the reply holds half a character")
     if said.prompt_token_ids is not None and said.prompt_token_ids != prompt_ids:
@@ -156,7 +156,7 @@ def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:
     wrong = next((i for i in ids if type(i) is not int or not 0 <= i < vocabulary.size), None)
     if wrong is not None:
         raise BadAnswer(
-            f"token id {short(repr(wrong))} is none of the target's {vocabulary.size}: is another model served?"
+            f"token id {one_line(repr(wrong))} is none of the target's {vocabulary.size}: is another model served?"
         )
     if len(ids) > limit:
         raise BadAnswer(f"{len(ids)} tokens where at most {limit} were asked for")
@@ -168,8 +168,8 @@ def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:
         spellings = (vocabulary.text(ids), vocabulary.text(bare), vocabulary.text(ids, skip_special_tokens=True))
         if _loose(said.text) not in map(_loose, spellings):
             raise BadAnswer(
-                f"its tokens are {short(spellings[0])} for the target's tokenizer, its text is {short(said.text)}: "
-                "is another model served?"
+                f"its tokens are {one_line(spellings[0])} for the target's tokenizer, its text is "
+                f"{one_line(said.text)}: is another model served?"
             )
     return ids
 
@@ -187,7 +187,7 @@ def _stripped_stop(said: Completion, written: int, retokenised: bool, vocabulary
         return int(at)
     if at is not None:
         raise BadAnswer(
-            f"it stopped at {short(repr(at))}, which is none of the stop tokens {list(vocabulary.stop_ids)}"
+            f"it stopped at {one_line(repr(at))}, which is none of the stop tokens {list(vocabulary.stop_ids)}"
         )
     if not retokenised and said.completion_tokens == written:
         raise BadAnswer("finish_reason stop, and no stop token among the tokens")
@@ -199,7 +199,7 @@ def error_text(body: Any) -> str:
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and body.get(key):
             return error_text(body[key])
-    return short(body if isinstance(body, str) else repr(body))
+    return one_line(body if isinstance(body, str) else repr(body))
 
 
 def _token_ids(choice: dict[str, Any]) -> list[Any] | None:
@@ -227,7 +227,7 @@ def _loose(text: str) -> str:
     return _LOOSE.sub("", text)
 
 
-def short(text: str, length: int = 200) -> str:
+def one_line(text: str, length: int = 200) -> str:
     """A server's text on one line, without unprintable characters; "..." marks a cut."""
     start = text[: 10 * length]
     words = "".join(character for character in " ".join(start.split()) if character.isprintable())

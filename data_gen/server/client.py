@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 import httpx
 
-from draftsmith.data_gen.server.answers import BadAnswer, Refused, error_text, short
+from draftsmith.data_gen.server.answers import BadAnswer, Refused, error_text, one_line
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
 
@@ -129,9 +129,9 @@ class Client:
             try:
                 yield
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                raise Failed(f"cannot be reached: {short(str(error)) or 'no connection in time'}", True) from None
+                raise Failed(f"cannot be reached: {one_line(str(error)) or 'no connection in time'}", True) from None
             except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
-                raise Failed(f"the connection broke: {short(str(error)) or type(error).__name__}") from None
+                raise Failed(f"the connection broke: {one_line(str(error)) or type(error).__name__}") from None
         except UserError as error:
             raise UserError([self.redacted(problem) for problem in error.problems]) from None
         except (Failed, BadAnswer, Refused) as error:
@@ -142,7 +142,7 @@ class Client:
         status = reply.status_code
         if status == 200:
             return
-        words = _error_of(await _beginning(reply)) or short(reply.reason_phrase)
+        words = _error_of(await _beginning(reply)) or one_line(reply.reason_phrase)
         said = f"{status}: {words}"
         if status in _TRY_AGAIN or status >= 500:
             raise Failed(said, busy=status == 429, pause=_retry_after(reply))
@@ -164,7 +164,7 @@ class Client:
 
     def redacted(self, text: str) -> str:
         """A server's text, shortened, without the key and without the start of a key before a cut."""
-        text = short(text, 2000)
+        text = one_line(text, 2000)
         key = self._key or ""
         for secret in {key, " ".join(key.split()), repr(key)[1:-1], json.dumps(key)[1:-1]} - {""}:
             text = text.replace(secret, "***")
@@ -235,7 +235,7 @@ def _error_of(content: bytes) -> str:
 
 
 def _text_of(content: bytes) -> str:
-    return "an HTML page" if _PAGE.match(content) else short(content.decode("utf-8", "replace"))
+    return "an HTML page" if _PAGE.match(content) else one_line(content.decode("utf-8", "replace"))
 
 
 def _retry_after(reply: httpx.Response) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.data_gen.answers.generators import Answer, Asked, GenerationSettings
+from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer, GenerationSettings
 from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Unfinished, Vocabulary, read_answer
 from draftsmith.data_gen.server.client import CONNECT_SECONDS, NEEDED, Client, Failed, normalised_urls
 from draftsmith.recipes.errors import UserError, collected
@@ -107,7 +107,7 @@ class Servers:
             await asyncio.wait(tasks, timeout=1.0)  # a deadline that ends at the same time may swallow the first cancel
         await self._client.close()
 
-    def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[Answer | Unanswered | None]:
+    def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[GeneratedAnswer | Unanswered | None]:
         """Answers of the connected servers, as they arrive, with at most `concurrency` requests at a time.
 
         Yields answers, prompts without one, and None after HEARTBEAT_SECONDS without news. An interrupt (Ctrl-C,
@@ -260,7 +260,7 @@ class Servers:
 
     # One prompt.
 
-    async def answer(self, key: Hashable, prompt_ids: list[int]) -> Answer | Unanswered:
+    async def answer(self, key: Hashable, prompt_ids: list[int]) -> GeneratedAnswer | Unanswered:
         """Asks until an answer arrives, the tries are used up, or a server refuses the prompt."""
         settings = self._settings
         limit = min(settings.max_new_tokens, settings.max_length - len(prompt_ids))
@@ -283,7 +283,7 @@ class Servers:
             else:
                 server.answers += 1
                 self._note_success(server, len(ids))
-                return Answer(key, ids, reason, retokenised)
+                return GeneratedAnswer(key, ids, reason, retokenised)
             finally:
                 server.in_flight -= 1
                 self._wake()

@@ -18,7 +18,7 @@ from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.shards import file_problem
 from draftsmith.data_gen.states.store import (
     ENCODINGS,
-    Shape,
+    RowShape,
     ShardBuffer,
     StoreManifest,
     key_of,
@@ -81,8 +81,8 @@ def lead(team: Team, command: Command) -> None:
     with ExitStack() as held:
         if directory.exists() and not command.plan:
             held.enter_context(alone_in(directory))
-        manifest = manifest_so_far(directory, job, command.verify)
-        for text in plan_lines(job, manifest, directory):
+        manifest = store_so_far(directory, job, command.verify)
+        for text in capture_plan_lines(job, manifest, directory):
             print(text)
         if command.plan:
             return
@@ -92,12 +92,12 @@ def lead(team: Team, command: Command) -> None:
             held.enter_context(alone_in(directory))
         clear_leftovers(directory, manifest)
         if manifest.complete and manifest.files:
-            print(f"all is captured: {summary(manifest)}")
+            print(f"all is captured: {store_summary(manifest)}")
             return
         missing = missing_shards(job, manifest)
         team.publish(MISSING, missing)
         capture(job, missing, directory, team, manifest)
-    print(f"{directory}: {summary(manifest)}")
+    print(f"{directory}: {store_summary(manifest)}")
 
 
 def follow(team: Team, read_command: Callable[[], Command]) -> None:
@@ -122,7 +122,7 @@ class Job:
     recipe: Recipe
     fingerprint: str
     layers: tuple[int, ...]
-    shape: Shape
+    shape: RowShape
     shards: list[list[TrainingRow]]
     made_of: dict[str, Any]
 
@@ -132,7 +132,7 @@ class Job:
         config = load_config(section).get_text_config(decoder=True)
         layers = layers_of(recipe, config)
         has_last = layers[-1] != config.num_hidden_layers
-        shape = Shape(len(layers), config.hidden_size, ENCODINGS[settings.dtype], has_last)
+        shape = RowShape(len(layers), config.hidden_size, ENCODINGS[settings.dtype], has_last)
         target = config_identity(config, section.model, section.revision, fingerprint)
         made_of = {
             "target": target | logit_settings(config),
@@ -170,7 +170,7 @@ def layers_of(recipe: Recipe, config: Any) -> tuple[int, ...]:
     return checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers)
 
 
-def manifest_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
+def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
     """The folder's manifest without damaged shards, or a new one. Raises UserError if its settings differ."""
     manifest = StoreManifest.read(directory)
     if manifest is None:
@@ -211,7 +211,7 @@ def estimated_bytes(job: Job) -> int:
     return shards + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
 
 
-def plan_lines(job: Job, manifest: StoreManifest, directory: Path) -> Iterator[str]:
+def capture_plan_lines(job: Job, manifest: StoreManifest, directory: Path) -> Iterator[str]:
     rows = [row for shard in job.shards for row in shard]
     shape, tokens = job.shape, sum(map(length_of, rows))
     taught = sum(taught_tokens(row.spans) for row in rows)
@@ -226,7 +226,7 @@ def plan_lines(job: Job, manifest: StoreManifest, directory: Path) -> Iterator[s
         f"{gigabytes(free_bytes(directory))} are free there"
     )
     if manifest.shards:
-        yield f"done           {summary(manifest)}"
+        yield f"done           {store_summary(manifest)}"
     yield f"writes         {directory}"
 
 
@@ -248,7 +248,7 @@ def check_room(job: Job, manifest: StoreManifest, directory: Path) -> None:
         )
 
 
-def summary(manifest: StoreManifest) -> str:
+def store_summary(manifest: StoreManifest) -> str:
     rows, tokens, size = (manifest.total(name) for name in ("rows", "tokens", "bytes"))
     shards = f"{len(manifest.shards):,} of {manifest.of:,} shards"
     text = f"{rows:,} rows, {tokens:,} tokens, {gigabytes(size)} in {shards}"
@@ -353,7 +353,7 @@ def make_shards(
     while (taken := team.count(TAKEN, 1)) <= len(missing):
         number = missing[taken - 1]
         shard = ShardBuffer(job.shape, job.shards[number])
-        for batch in batches_of(shard.rows, job.recipe.data.capture.batch_tokens):
+        for batch in batches_by_length(shard.rows, job.recipe.data.capture.batch_tokens):
             fill(shard, batch, target)
             team.count(TOKENS, sum(length_of(shard.rows[index]) for index in batch))
             if ledger is not None:
@@ -365,7 +365,7 @@ def make_shards(
             ledger.update()
 
 
-def batches_of(rows: Sequence[TrainingRow], batch_tokens: int) -> Iterator[list[int]]:
+def batches_by_length(rows: Sequence[TrainingRow], batch_tokens: int) -> Iterator[list[int]]:
     """Indices of rows that are read together: rows of similar length, at most `batch_tokens` tokens with padding."""
     order = sorted(range(len(rows)), key=lambda index: (length_of(rows[index]), index), reverse=True)
     batch: list[int] = []

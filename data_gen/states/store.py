@@ -124,7 +124,7 @@ def rows_identity(keys: Iterable[bytes]) -> str:
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowShape:
     """Determines the bytes of a row.
 
     Attributes:
@@ -166,7 +166,7 @@ class Shape:
 class ShardBuffer:
     """A shard in memory, in its format on disk."""
 
-    def __init__(self, shape: Shape, rows: Sequence[TrainingRow]):
+    def __init__(self, shape: RowShape, rows: Sequence[TrainingRow]):
         self.shape, self.rows = shape, rows
         self.starts = list(accumulate(map(length_of, rows), initial=0))
         self.taught_starts = list(accumulate((taught_tokens(row.spans) for row in rows), initial=0))

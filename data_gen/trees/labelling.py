@@ -28,6 +28,7 @@ from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
     Recording,
+    answer_tokens,
     answers_or_conversations,
     check_answers_before_loading,
     check_recorded_from,
@@ -35,7 +36,6 @@ from draftsmith.eval.recorded.answers import (
     not_trained_on,
     other_sampling,
     read_answers,
-    tokens_of,
     with_rounds,
 )
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states
@@ -65,7 +65,7 @@ def main(command: Command) -> None:
         recording, answers = answers_to_label(recipe)
     made_of = made_of_labels(recipe, contender, answers, drafter_exists=not yet_to_train)
     directory = recipe.labelled_trees_dir
-    manifest = manifest_so_far(directory, made_of, len(answers))
+    manifest = trees_so_far(directory, made_of, len(answers))
     if recording.note:
         print(f"note: {recording.note}")
     if said := other_sampling(answers, Sampling.of(recipe.eval)):
@@ -74,15 +74,15 @@ def main(command: Command) -> None:
             "node counts as accepted where the answer has its token, so the classifier learns what such answers accept"
         )
     if command.plan:
-        print_plan(recipe, contender, recording, answers, manifest)
+        print_labelling_plan(recipe, contender, recording, answers, manifest)
         return
     manifest.make_folder(directory)
-    batches = batches_of(answers, recipe.labels.batch_size)
+    batches = answer_batches(answers, recipe.labels.batch_size)
     if not remaining(manifest, batches, recipe.labels.max_rows):
         if not manifest.complete:
             manifest.complete = True
             manifest.write(directory)
-        print(f"all is labelled: {summary(manifest)}")
+        print(f"all is labelled: {trees_summary(manifest)}")
         return
     if manifest.shards:
         print(f"{directory}: {manifest.total('answers'):,} of {len(answers):,} answers are done, going on")
@@ -90,7 +90,7 @@ def main(command: Command) -> None:
     with errors_naming("labels.answers"):
         check_recorded_from(recording, lineup.identity)
         label_all(lineup, contender, recipe.labels, batches, manifest, directory)
-    print(f"{directory}: {summary(manifest)}")
+    print(f"{directory}: {trees_summary(manifest)}")
 
 
 # Input.
@@ -167,7 +167,7 @@ def made_of_labels(
     }
 
 
-def manifest_so_far(directory: Path, made_of: dict[str, Any], answers: int) -> TreesManifest:
+def trees_so_far(directory: Path, made_of: dict[str, Any], answers: int) -> TreesManifest:
     """The folder's manifest up to the first damaged shard, or a new one. Raises UserError if its settings differ."""
     manifest = TreesManifest.read(directory)
     if manifest is None:
@@ -188,7 +188,7 @@ def manifest_so_far(directory: Path, made_of: dict[str, Any], answers: int) -> T
     return manifest
 
 
-def batches_of(answers: Sequence[RecordedAnswer], batch_size: int) -> list[list[RecordedAnswer]]:
+def answer_batches(answers: Sequence[RecordedAnswer], batch_size: int) -> list[list[RecordedAnswer]]:
     """Answers that are decoded together. Each batch is a shard, so a resumed run computes the same rows."""
     return [list(answers[start : start + batch_size]) for start in range(0, len(answers), batch_size)]
 
@@ -203,7 +203,7 @@ def remaining(manifest: TreesManifest, batches: Sequence[Sequence[RecordedAnswer
     return list(range(len(manifest.shards), len(batches)))
 
 
-def print_plan(
+def print_labelling_plan(
     recipe: Recipe,
     contender: Contender,
     recording: Recording,
@@ -211,7 +211,7 @@ def print_plan(
     manifest: TreesManifest,
 ) -> None:
     section = recipe.labels
-    nodes, tokens = section.nodes, tokens_of(answers)
+    nodes, tokens = section.nodes, answer_tokens(answers)
     most = nodes * (tokens - len(answers))  # one tree for every token except the first
     if section.max_rows is not None:
         most = min(most, section.max_rows + nodes * max(len(answer.tokens) for answer in answers))
@@ -220,7 +220,7 @@ def print_plan(
         f"{section.top_k})"
     )
     print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens:,} tokens")
-    print(f"done         {summary(manifest) if manifest.shards else 'nothing yet'}")
+    print(f"done         {trees_summary(manifest) if manifest.shards else 'nothing yet'}")
     print(f"rows         at most {most:,}, {gigabytes(most * ROW_BYTES)}; divided by tau if a round takes tau tokens")
     print(f"writes       {recipe.labelled_trees_dir}")
 
@@ -229,7 +229,7 @@ def _model_of(contender: Contender) -> str | Path | None:
     return contender.draft_model.model if contender.draft_model else contender.drafter
 
 
-def summary(manifest: TreesManifest) -> str:
+def trees_summary(manifest: TreesManifest) -> str:
     answers, rows, trees, accepted, nan, beyond = map(
         manifest.total, ("answers", "rows", "trees", "accepted", "dropped_nan", "dropped_beyond")
     )
@@ -371,7 +371,7 @@ def label_all(
     drafting = lineup.drafting(contender)
     todo = remaining(manifest, batches, section.max_rows)
     began, done = time.perf_counter(), 0
-    with Bar(total=sum(tokens_of(batches[number]) for number in todo), desc="labelling", unit="token") as bar:
+    with Bar(total=sum(answer_tokens(batches[number]) for number in todo), desc="labelling", unit="token") as bar:
         for number in todo:
             batch = batches[number]
             states = read_states(target, batch, drafting.capture_layers, agreement)
@@ -402,7 +402,7 @@ def label_all(
             manifest.complete = enough or number == todo[-1]
             manifest.write(directory)
             done += sum(answer.rows for answer in labelled)
-            bar.update(tokens_of(batch))
+            bar.update(answer_tokens(batch))
             bar.set_postfix_str(f"{manifest.total('rows'):,} rows, {done / (time.perf_counter() - began):,.0f} rows/s")
             if enough:
                 break

@@ -44,7 +44,7 @@ from docs.study.cells import (
 )
 from docs.study.numbers import Estimate, Found, over_seeds
 from docs.study.run import RESULTS, read_lines
-from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, label, percent, write_png
+from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, percent, set_axis_titles, write_png
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
@@ -588,7 +588,7 @@ def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
     figure = banded_lines(colours, series)
     figure.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     percent(figure.axes[0])
-    label(figure.axes[0], colours, "draft position", "acceptance, given that all before were accepted")
+    set_axis_titles(figure.axes[0], colours, "draft position", "acceptance, given that all before were accepted")
     return figure
 
 
@@ -596,13 +596,13 @@ def _draw_data(colours: Colours, series: list[Series]) -> Figure:
     figure = banded_lines(colours, series, log=True)
     ax = figure.axes[0]
     ax.set_xticks(sorted({x for _, _, xs, _, _ in series for x in xs}))
-    label(ax, colours, "training conversations, at equal optimiser steps", "tau, tree of 60")
+    set_axis_titles(ax, colours, "training conversations, at equal optimiser steps", "tau, tree of 60")
     return figure
 
 
 def _draw_cuts(colours: Colours, series: list[Series]) -> Figure:
     figure = banded_lines(colours, series, log=True)
-    label(figure.axes[0], colours, "tokens to draft from", "tau, tree of 60")
+    set_axis_titles(figure.axes[0], colours, "tokens to draft from", "tau, tree of 60")
     return figure
 
 
@@ -611,7 +611,7 @@ def _draw_c2t(colours: Colours, series: list[Series]) -> Figure:
     ax = figure.axes[0]
     short = FuncFormatter(lambda value, _: f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.0f} k")
     ax.xaxis.set_major_formatter(short)
-    label(ax, colours, "nodes verified in all, roots included", "tau")
+    set_axis_titles(ax, colours, "nodes verified in all, roots included", "tau")
     return figure
 
 

@@ -31,7 +31,7 @@ import torch
 from torch.nn import functional
 
 from draftsmith.models.draft_tree import DraftTree
-from draftsmith.models.sampling import Draws, Sampling, tokens_of
+from draftsmith.models.sampling import Draws, Sampling, drawn_tokens
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ class SampledAcceptance:
     def first(self, logits_BV: torch.Tensor, draws: Sequence[Draws] | None) -> torch.Tensor:
         if draws is None:
             raise ValueError("sampling needs draws: models.sampling.SeededDraws(seed, key)")
-        return tokens_of(self.sampling.probabilities(logits_BV), draws)
+        return drawn_tokens(self.sampling.probabilities(logits_BV), draws)
 
     def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
         """A path and a bonus token drawn by the target's law. All nodes are tried at once."""
         p_BNV = self.sampling.probabilities(logits_BNV)
         if tree.nodes == 1:  # plain decoding: one random number a token
-            return _accepted(tree, torch.zeros_like(tree.tokens[:, 0]), tokens_of(p_BNV[:, 0], draws))
+            return _accepted(tree, torch.zeros_like(tree.tokens[:, 0]), drawn_tokens(p_BNV[:, 0], draws))
         each = torch.arange(tree.rows, device=p_BNV.device)
         parents = tree.parents.clamp(min=0)  # the root's own entry means nothing
         of_node = p_BNV[each[:, None], parents, tree.tokens]  # [B, N] p(x) after the node's parent
@@ -123,7 +123,7 @@ class SampledAcceptance:
             rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
         # If only rounding allowed a rejection, no mass is left.
         rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
-        return _accepted(tree, last, tokens_of(rest_BV, draws))
+        return _accepted(tree, last, drawn_tokens(rest_BV, draws))
 
 
 def acceptance_of(sampling: Sampling) -> Acceptance:

@@ -29,8 +29,8 @@ from draftsmith.models.checkpoint import (
     check_identity,
     load_drafter,
     provenance,
-    read_config,
-    read_vocab,
+    read_drafter_config,
+    read_drafter_vocab,
     target_identity,
 )
 from draftsmith.models.costs import hardware
@@ -81,7 +81,7 @@ def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Conte
 def _kind_of(recipe: Recipe, directory: Path) -> str:
     """The drafter's kind, in words. Takes the recipe's kind if the drafter is not trained yet or cannot be read."""
     try:
-        return kind_text(read_config(directory)[0])
+        return kind_text(read_drafter_config(directory)[0])
     except UserError:
         section = recipe.drafter
         return kind_name(section.kind, section.base, section.positions)
@@ -229,13 +229,13 @@ def check_drafter(target: TargetFacts, directory: Path) -> None:
     Raises:
         UserError: no drafter there, its weights are missing or cut short, or it was trained for another target.
     """
-    shape, trained_for = read_config(directory)
+    shape, trained_for = read_drafter_config(directory)
     check_identity(directory, trained_for, target.identity)
     try:
         checked_capture_layers(shape.capture_layers, target.config.num_hidden_layers, final=True)
     except UserError as error:
         raise UserError(f"{directory}: the drafter cannot read this target: {error}") from None
-    read_vocab(directory, shape)
+    read_drafter_vocab(directory, shape)
 
 
 def check_classifier(contender: Contender, vocab: DraftVocab, target: TargetSection) -> None:
@@ -270,7 +270,7 @@ def vocab_of(contender: Contender, target: TargetFacts) -> DraftVocab:
     """
     vocab, tree = DraftVocab.full(target.config.vocab_size), contender.tree
     if contender.drafter is not None:
-        vocab = read_vocab(contender.drafter, read_config(contender.drafter)[0])
+        vocab = read_drafter_vocab(contender.drafter, read_drafter_config(contender.drafter)[0])
     vocab = cut_of(contender, vocab, target.fingerprint, target.stop_ids) or vocab
     greatest = max(map(max, tree.static_paths)) if tree.policy == "static" else 0
     if greatest >= vocab.size:
@@ -462,7 +462,7 @@ class Lineup:
 
     def drafter(self, directory: Path) -> FeatureDrafter:
         if directory not in self.drafters:
-            shape, _ = read_config(directory)
+            shape, _ = read_drafter_config(directory)
             self.drafters[directory] = load_drafter(directory, self.target, self.identity, shape.capture_layers)
         return self.drafters[directory]
 

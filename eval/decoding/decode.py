@@ -31,7 +31,7 @@ from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 
-GREEDY = GreedyAcceptance()
+GREEDY_ACCEPTANCE = GreedyAcceptance()
 _END: Any = object()
 
 
@@ -130,7 +130,7 @@ class TargetVerifier:
         self,
         target: Target,
         proposer: Proposer | None,
-        acceptance: Acceptance = GREEDY,
+        acceptance: Acceptance = GREEDY_ACCEPTANCE,
         prefill_tokens: int = 0,
     ):
         self.device = target.device
@@ -314,7 +314,7 @@ class _Row:
         """Appends a round's tokens."""
         answer = self.answer
         self.committed.extend(new_tokens)
-        kept = cut(new_tokens, stop_ids, self.request.max_new_tokens - len(answer.token_ids))
+        kept = count_kept(new_tokens, stop_ids, self.request.max_new_tokens - len(answer.token_ids))
         answer.token_ids.extend(new_tokens[:kept])
         answer.accepted_per_round.append(min(kept, len(new_tokens) - 1))
         answer.last_round_cut = kept < len(new_tokens)
@@ -455,7 +455,7 @@ def _charge(clock: "Clock", rounds: list[tuple[list[_Row], list["Mark"]]]) -> No
     rounds.clear()
 
 
-def cut(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int) -> int:
+def count_kept(new_tokens: Sequence[int], stop_ids: Collection[int], budget: int) -> int:
     """Number of a round's tokens up to and including the first stop token, and within the budget."""
     stop = next((i + 1 for i, token in enumerate(new_tokens) if token in stop_ids), len(new_tokens))
     return min(stop, budget)

@@ -155,7 +155,7 @@ class StaticTree:
         levels, parents = _static_levels(self.paths, log_probs.shape[-1], log_probs.device)
         tokens = [roots_B[:, None]]
         for call, level in enumerate(levels, start=1):
-            drafted = likeliest(log_probs, level.width)[1].flatten(1)
+            drafted = top_tokens(log_probs, level.width)[1].flatten(1)
             tokens.append(drafting.vocab.to_target(drafted.index_select(1, level.chosen)))
             if call < len(levels):
                 fed = tokens[-1].index_select(1, level.expanded)
@@ -200,7 +200,7 @@ BLOCK = 128  # tokens
 LARGE = 8192  # draft tokens from which the detour pays; measured on a CPU
 
 
-def likeliest(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_tokens(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`log_probs.topk(count)` [..., Vd]. A NaN is the greatest; the order of ties is undefined.
 
     On a CPU and over a large vocabulary it is several times faster to find the blocks with the greatest maxima first.
@@ -224,7 +224,7 @@ def _children(values_Bb: torch.Tensor, log_probs: torch.Tensor, width: int) -> t
 
     NaNs come first and get the lowest value. No child's value exceeds its parent's.
     """
-    best, drafted = likeliest(log_probs, width)
+    best, drafted = top_tokens(log_probs, width)
     best = best.clamp_(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
     return values_Bb[..., None] + best, drafted
 

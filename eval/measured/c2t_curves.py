@@ -13,12 +13,12 @@ from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contend
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.measured.metrics import bootstrap, conversation_numbers
-from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, label, write_png
+from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, set_axis_titles, write_png
 from draftsmith.eval.page.files import interval_text, print_written
-from draftsmith.eval.recorded.answers import Recording, tokens_of
+from draftsmith.eval.recorded.answers import Recording, answer_tokens
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import recording_of, replay_contenders
-from draftsmith.models.c2t import read_config
+from draftsmith.models.c2t import read_c2t_config
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
@@ -28,7 +28,7 @@ BETAS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 NODES = (4, 8, 16, 24, 32, 48, 60, 100, 180, 300)
 EAGLE2 = "eagle2"
 COLUMNS = ("tokens", "rounds", "nodes", "calls")  # sums of each point
-Beam = tuple[int | None, tuple[float, ...] | None]  # K2 (None: all), and betas of its own
+BeamSetting = tuple[int | None, tuple[float, ...] | None]  # K2 (None: all), and betas of its own
 UNDEFINED = 0.025  # most resamples beyond the curve, as a share: with more, an interval would lack an end
 
 
@@ -51,7 +51,7 @@ def main(command: Command) -> None:
     if recording.note:
         print(f"note: {recording.note}")
     if command.plan:
-        print(f"replays      {len(answers):,} answers, {tokens_of(answers):,} tokens, of {recording.path}")
+        print(f"replays      {len(answers):,} answers, {answer_tokens(answers):,} tokens, of {recording.path}")
         for curve in dict.fromkeys(point.curve for point in points):
             print(f"{curve:<12} {', '.join(repr(point.value) for point in points if point.curve == curve)}")
         print(f"writes       {recipe.eval_out / 'c2t_sweep.json'}, c2t_sweep.png")
@@ -69,7 +69,7 @@ def points_of(
     recipe: Recipe,
     betas: Sequence[float],
     nodes: Sequence[int] | None = None,
-    beams: Sequence[Beam] | None = None,
+    beams: Sequence[BeamSetting] | None = None,
     contender: str | None = None,
 ) -> list[Point]:
     """C2T's curves over beta, one for each beam, then EAGLE-2's over nodes.
@@ -90,7 +90,7 @@ def points_of(
     if section.classifier is None:
         section = section.model_copy(update={"classifier": str(recipe.classifier_dir)})
     assert section.classifier is not None
-    section = section.model_copy(update={"entropy_over": read_config(section.classifier)[0].entropy_over})
+    section = section.model_copy(update={"entropy_over": read_c2t_config(section.classifier)[0].entropy_over})
     own = base if base.policy == "c2t" else TreeSection(policy="c2t", c2t=section)
     # Explicit sizes count even if the recipe's tree has another policy.
     calls, width = base.draft_calls or own.calls, base.top_k or own.width
@@ -283,5 +283,7 @@ def _draw(colours: Colours, rows: Sequence[dict[str, Any]]) -> Figure:
         role = "plain" if name == EAGLE2 else f"s{i + 1}"
         series.append((name, role, [row["candidates"] for row in curve], taus, bounds))
     figure = banded_lines(colours, series, log=True)
-    label(figure.axes[0], colours, "candidates verified in all, roots included", "tau: tokens per verification")
+    set_axis_titles(
+        figure.axes[0], colours, "candidates verified in all, roots included", "tau: tokens per verification"
+    )
     return figure

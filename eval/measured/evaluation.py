@@ -43,12 +43,12 @@ def main(command: Command) -> None:
     for note in notes:
         print(f"note: {note}")
     if recipe.eval.mode == "replay":
-        replay(recipe, contenders, command.plan)
+        evaluate_by_replay(recipe, contenders, command.plan)
     else:
-        decode(recipe, contenders, command.plan)
+        evaluate_by_decoding(recipe, contenders, command.plan)
 
 
-def decode(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
+def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
     """Decodes every prompt plainly and with each contender. With `plan` it only prints the plan."""
     if recipe.eval.prompts is None:
         raise UserError("eval.prompts: not given; name a prompt file, or stdlib:heldout")
@@ -62,7 +62,7 @@ def decode(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
     rejects = Rejects(None if plan else recipe.eval_out / "prompts.rejects.jsonl")
     asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
     if plan:
-        print_plan(recipe, asked, contenders)
+        print_evaluation_plan(recipe, asked, contenders)
         if full:
             print(f"CANNOT WORK: {full}")
         return
@@ -72,10 +72,10 @@ def decode(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
         with keeping_answers(partial_log(recipe)) as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)
             file.close()
-            publish(recipe, lineup, contenders, results, notes=[rejects.summary()] if rejects.total else [])
+            publish_results(recipe, lineup, contenders, results, notes=[rejects.summary()] if rejects.total else [])
 
 
-def replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
+def evaluate_by_replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
     """Replays every contender along recorded answers. With `plan` it only prints the plan."""
     if not plan:
         make_out(recipe)
@@ -100,10 +100,10 @@ def replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
                 question = decode_answer(lineup.tokenizer, generation.prompt_token_ids) if shown else None
                 file.write(answer_line(lineup.tokenizer, generation, name, question))
         file.close()
-        publish(recipe, lineup, contenders, results, {"recorded_answers": recording.described(str(agreement))})
+        publish_results(recipe, lineup, contenders, results, {"recorded_answers": recording.described(str(agreement))})
 
 
-def publish(
+def publish_results(
     recipe: Recipe,
     lineup: Lineup,
     contenders: Sequence[Contender],
@@ -210,7 +210,7 @@ def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) ->
     ) | {"target_identity": lineup.identity}
 
 
-def print_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]) -> None:
+def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]) -> None:
     prompts = Counter(question.benchmark for question in asked)
     turns = Counter(turn for question in asked for turn in [question.benchmark] * len(question.turns))
     for name in prompts:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from draftsmith.eval.page.drawing import Colours, Plot, label, new_figure, octaves
+from draftsmith.eval.page.drawing import Colours, Plot, new_figure, octaves, set_axis_titles
 from draftsmith.eval.page.legend import ROW, Legend
 
 # Lengths are in pixels.
@@ -58,10 +58,10 @@ def _draw(colours: Colours, legend: Legend, shown: dict[str, Any], measured: dic
         ax.set_ylim(low - margin, high + margin)
         ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         ax.axhline(1, color=colours("plain"), linewidth=1, linestyle=(0, (4, 3)))  # plain decoding
-        label(ax, colours, y=title)
+        set_axis_titles(ax, colours, y=title)
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
-    label(axes[-1], colours, "nodes verified a round, the root included")
+    set_axis_titles(axes[-1], colours, "nodes verified a round, the root included")
     legend.draw(below, colours, named)
 
     figure.draw_without_rendering()  # places the axes, which defines pixel positions

@@ -127,7 +127,7 @@ def style_axes(ax: Axes, colours: Colours) -> None:
     ax.spines[["left", "bottom"]].set_visible(False)
 
 
-def label(ax: Axes, colours: Colours, x: str | None = None, y: str | None = None) -> None:
+def set_axis_titles(ax: Axes, colours: Colours, x: str | None = None, y: str | None = None) -> None:
     """Sets axis titles. The y title stands horizontally on top."""
     if x is not None:
         ax.set_xlabel(x, color=colours("muted"), fontsize=11)

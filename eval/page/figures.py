@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from draftsmith.eval.page.comparison import comparison_plot
-from draftsmith.eval.page.drawing import Colours, Plot, label, line_legend, new_figure, percent
+from draftsmith.eval.page.drawing import Colours, Plot, line_legend, new_figure, percent, set_axis_titles
 from draftsmith.eval.page.legend import ROW as LEGEND_ROW
 from draftsmith.eval.page.legend import Legend, shortened
 
@@ -115,7 +115,7 @@ def _by_position(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> 
     ax.set_xlim(0.7, longest + 0.3)
     ax.xaxis.set_major_locator(MaxNLocator(min(longest, 10), integer=True))
     percent(ax)
-    label(ax, colours, "position in the draft", "accepted, where all before were")
+    set_axis_titles(ax, colours, "position in the draft", "accepted, where all before were")
     for legend_ax in below:
         legend.draw(legend_ax, colours, list(drafting))
     return figure
@@ -135,7 +135,7 @@ def _histograms(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> F
         percent(ax)
         words = f"{shortened(name, 40)}: {row['accepted_per_round']:.2f} a round"
         ax.set_title(words, color=colours(legend.roles[name]), fontsize=11, loc="left")
-    label(axes[-1], colours, "drafted tokens accepted in a round")
+    set_axis_titles(axes[-1], colours, "drafted tokens accepted in a round")
     return figure
 
 
@@ -173,7 +173,7 @@ def _times(colours: Colours, timed: dict[str, Any]) -> Figure:
     ax.set_yticks([])
     ax.set_xlim(0, longest)
     ax.grid(visible=False)
-    label(ax, colours, "milliseconds per token")
+    set_axis_titles(ax, colours, "milliseconds per token")
     keys = [Patch(color=colours(part), label=part) for part in ("draft", "verify", "other")]
     line_legend(ax, colours, keys, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
     return figure
@@ -194,7 +194,7 @@ def _by_part(colours: Colours, legend: Legend, drafting: list[str], parts: dict[
     ax.set_ylim(len(parts) - 0.5, -0.5)
     ax.set_xlim(1, None)
     ax.grid(axis="x", color=colours("grid"), linewidth=0.8)
-    label(ax, colours, "tau: tokens per verification")
+    set_axis_titles(ax, colours, "tau: tokens per verification")
     return figure
 
 
@@ -280,4 +280,4 @@ def _over_steps(ax: Axes, colours: Colours) -> None:
     ax.yaxis.set_major_locator(MaxNLocator(5))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     ax.set_ylim(0, None)
-    label(ax, colours, "optimiser steps")
+    set_axis_titles(ax, colours, "optimiser steps")

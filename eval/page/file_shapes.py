@@ -15,9 +15,9 @@ FORBIDDEN = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
 
-Count = Annotated[int, Field(ge=0, le=10**15)]
-Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # farther out, axes cannot be drawn
-Bounds = Annotated[list[Number], Field(min_length=2, max_length=2)] | None
+FileCount = Annotated[int, Field(ge=0, le=10**15)]
+FileNumber = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # farther out, axes cannot be drawn
+Bounds = Annotated[list[FileNumber], Field(min_length=2, max_length=2)] | None
 Text = InstanceOf[str]  # allows lone surrogates, which `html.visible` names
 
 
@@ -49,49 +49,49 @@ def check(content: dict[str, Any], shape: type["SomeShape"]) -> "SomeShape":
         raise ValueError(f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}{more}") from None
 
 
-class Shape(BaseModel):
+class FileShape(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-SomeShape = TypeVar("SomeShape", bound=Shape)
+SomeShape = TypeVar("SomeShape", bound=FileShape)
 
 
 # acceptance.json
 
 
-class Numbers(Shape):
+class Numbers(FileShape):
     """One contender's numbers, in total or for a part."""
 
-    prompts: Count
-    answers: Count
-    rounds: Count
-    new_tokens: Count
-    tau: Number | None
+    prompts: FileCount
+    answers: FileCount
+    rounds: FileCount
+    new_tokens: FileCount
+    tau: FileNumber | None
     tau_interval: Bounds
-    accepted_per_round: Number | None
-    accepted_histogram: list[Count]
-    acceptance_by_position: list[Number]
+    accepted_per_round: FileNumber | None
+    accepted_histogram: list[FileCount]
+    acceptance_by_position: list[FileNumber]
     acceptance_by_position_interval: list[Bounds]
-    tree_nodes_per_round: Number | None
+    tree_nodes_per_round: FileNumber | None
     tree_nodes_per_round_interval: Bounds
-    wasted_nodes_per_round: Number | None
+    wasted_nodes_per_round: FileNumber | None
     wasted_nodes_per_round_interval: Bounds
-    draft_calls_per_round: Number | None
+    draft_calls_per_round: FileNumber | None
     draft_calls_per_round_interval: Bounds
-    draft_milliseconds_per_call: Number | None
-    verify_milliseconds_per_round: Number | None
-    tokens_per_second: Annotated[Number, Field(ge=0)] | None
-    speedup: Number | None
+    draft_milliseconds_per_call: FileNumber | None
+    verify_milliseconds_per_round: FileNumber | None
+    tokens_per_second: Annotated[FileNumber, Field(ge=0)] | None
+    speedup: FileNumber | None
     speedup_interval: Bounds
-    mean_prompt_speedup: Number | None
+    mean_prompt_speedup: FileNumber | None
     mean_prompt_speedup_interval: Bounds
-    tau_ratio: Number | None
+    tau_ratio: FileNumber | None
     tau_ratio_interval: Bounds
-    speed_ratio: Number | None
+    speed_ratio: FileNumber | None
     speed_ratio_interval: Bounds
-    overhead_share: Number | None
-    time_share: dict[Literal["draft", "verify", "other"], Number | None]
-    predicted_speedup: Number | None
+    overhead_share: FileNumber | None
+    time_share: dict[Literal["draft", "verify", "other"], FileNumber | None]
+    predicted_speedup: FileNumber | None
     matches_target: bool | None
 
     @model_validator(mode="after")
@@ -107,12 +107,12 @@ class Numbers(Shape):
         return self
 
 
-class Tree(Shape):
+class Tree(FileShape):
     policy: str
-    vocab_size: Count | None
+    vocab_size: FileCount | None
 
 
-class Contender(Numbers):
+class ContenderNumbers(Numbers):
     """One contender's total numbers and description."""
 
     proposer: str | None
@@ -120,12 +120,12 @@ class Contender(Numbers):
     tree: Tree | None
 
 
-class DataFile(Shape):
+class DataFile(FileShape):
     file: str
     sha256: str
 
 
-class Made(Shape):
+class Made(FileShape):
     date: str
     hardware: str
     command: list[str]
@@ -134,21 +134,21 @@ class Made(Shape):
     data: dict[str, DataFile]
 
 
-class Acceptance(Shape):
+class AcceptanceFile(FileShape):
     contender: str
     baseline: str
-    contenders: dict[str, Contender]
+    contenders: dict[str, ContenderNumbers]
     benchmarks: dict[str, dict[str, Numbers]]
     categories: dict[str, dict[str, Numbers]]
     turns: dict[Literal["1", "2"], dict[str, Numbers]]
     lossless: bool
-    temperature: Number
-    top_p: Number
-    top_k: Count
-    max_new_tokens: Count
-    batch_size: Count
+    temperature: FileNumber
+    top_p: FileNumber
+    top_k: FileCount
+    max_new_tokens: FileCount
+    batch_size: FileCount
     mode: Literal["decode", "replay"]
-    bootstrap_samples: Count
+    bootstrap_samples: FileCount
     target: str
     drafter: str
     device: str
@@ -157,7 +157,7 @@ class Acceptance(Shape):
     recipe: str
 
     @model_validator(mode="after")
-    def _agree(self) -> "Acceptance":
+    def _agree(self) -> "AcceptanceFile":
         for key, name in (("contender", self.contender), ("baseline", self.baseline)):
             if name not in self.contenders:
                 raise ValueError(f"{key}: {name!r} is not under contenders")
@@ -171,21 +171,21 @@ class Acceptance(Shape):
 # generations.jsonl
 
 
-class Answer(Shape):
+class AnswerLine(FileShape):
     """Whose answer a line holds, and to which turn; see `generation_log`."""
 
     contender: Text
     benchmark: Text
     category: Text | None
     conversation_id: Text
-    turn: Count
+    turn: FileCount
 
 
-class Record(Answer):
+class Record(AnswerLine):
     """A line with its rounds."""
 
-    accepted_per_round: list[Count]
-    tree_nodes: list[Count]
+    accepted_per_round: list[FileCount]
+    tree_nodes: list[FileCount]
     last_round_cut: bool
 
     @model_validator(mode="after")
@@ -214,11 +214,11 @@ class ShownRecord(Record):
 # metrics.jsonl
 
 
-class MetricsLine(Shape):
-    step: Count
-    loss: Number
-    accuracy: Annotated[list[Number], Field(min_length=1)]
-    simulated_tau: Number
-    lr: Number
-    validation_loss: Number = 0.0  # lines without validation lack both
-    validation_simulated_tau: Number = 0.0
+class MetricsLine(FileShape):
+    step: FileCount
+    loss: FileNumber
+    accuracy: Annotated[list[FileNumber], Field(min_length=1)]
+    simulated_tau: FileNumber
+    lr: FileNumber
+    validation_loss: FileNumber = 0.0  # lines without validation lack both
+    validation_simulated_tau: FileNumber = 0.0

@@ -12,7 +12,7 @@ from rich.text import Text
 from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.page.drawing import write_png
 from draftsmith.eval.page.figures import acceptance_plots, parts_of, training_plots
-from draftsmith.eval.page.file_shapes import Acceptance, MetricsLine, check, load
+from draftsmith.eval.page.file_shapes import AcceptanceFile, MetricsLine, check, load
 from draftsmith.eval.page.html import build_html, choose_answers, rounds_coarsely
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.cli import Command
@@ -93,7 +93,7 @@ def read_acceptance(path: Path) -> dict[str, Any]:
     """acceptance.json with `clean` texts. Raises UserError if it is missing, damaged or older."""
     try:
         content = load(path.read_bytes(), tidy=True)
-        check(content, Acceptance)
+        check(content, AcceptanceFile)
         return content
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; eval/acceptance.py writes it") from None

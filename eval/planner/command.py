@@ -26,7 +26,7 @@ from draftsmith.eval.planner.search import (
     sampling_note,
     sweep_of,
 )
-from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, tokens_of
+from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, answer_tokens
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -56,7 +56,7 @@ def main(command: Command) -> None:
         asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
     out = recipe.eval_out / ("calibration.json" if command.calibrate else "plan.json")
     if command.plan:
-        print_plan(recipe, contenders, recording, answers, command.measure, len(asked), out)
+        print_planner_plan(recipe, contenders, recording, answers, command.measure, len(asked), out)
         return
     with alone_in(recipe.eval_out):
         lineup = Lineup(recipe.target)
@@ -84,7 +84,7 @@ def choose_tree(lineup: Lineup, recipe: Recipe, contender: Contender) -> TreeSec
 # What is printed.
 
 
-def print_plan(
+def print_planner_plan(
     recipe: Recipe,
     contenders: Sequence[Contender],
     recording: Recording,
@@ -94,7 +94,7 @@ def print_plan(
     out: Path,
 ) -> None:
     print(f"candidates   {len(contenders)}: {'; '.join(contender.name for contender in contenders)}")
-    print(f"replays      {len(answers)} answers, {tokens_of(answers):,} tokens, from {recording.path}")
+    print(f"replays      {len(answers)} answers, {answer_tokens(answers):,} tokens, from {recording.path}")
     probes = 1 + len(probe_trees([contender.tree for contender in contenders]))
     context = recipe.eval.planner.context or mean_context(answers)
     print(f"measures     the costs of a round by {probes} probes, {1 + REPEATS} times, at {context} tokens of context")
@@ -108,7 +108,7 @@ def print_result(plan: Plan, recipe: Recipe) -> None:
     """Prints the fastest candidates, notes on their reliability, and the recipe line of the first."""
     if note := sampling_note(recipe, plan.answers):
         print(f"note: {note}")
-    print_table(plan)
+    print_ranking(plan)
     if plan.costs.busy:
         low, high = (1e3 * seconds for seconds in plan.costs.plain_spread)
         print(
@@ -118,13 +118,13 @@ def print_result(plan: Plan, recipe: Recipe) -> None:
     print_choice(plan)
 
 
-def print_table(plan: Plan) -> None:
+def print_ranking(plan: Plan) -> None:
     """Prints the best few by predicted speed-up, all measured ones, and plain decoding."""
     measured = sum(bool(row.measured) for row in plan.rows)
     shown = plan.rows[: max(SHOWN_ROWS, measured)]
     caption = (
         f"The best {len(shown)} of {len(plan.rows)} candidates, predicted from {len(plan.answers)} recorded answers "
-        f"({tokens_of(plan.answers):,} tokens; {plan.agreement}) and the costs of this machine at "
+        f"({answer_tokens(plan.answers):,} tokens; {plan.agreement}) and the costs of this machine at "
         f"{plan.costs.context} tokens of context. 95 %: bootstrap over conversations, of predictions "
         "widened by how far apart the repeats of the measured costs are."
     )
@@ -204,7 +204,7 @@ def write_plan(recipe: Recipe, plan: Plan, lineup: Lineup, path: Path) -> None:
         "answers": {
             "file": str(plan.recording.path),
             "answers": len(plan.answers),
-            "tokens": tokens_of(plan.answers),
+            "tokens": answer_tokens(plan.answers),
             "agreement": plan.agreement,
         },
         "costs": plan.costs.to_dict(),

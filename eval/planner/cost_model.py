@@ -38,14 +38,14 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import CHAINS, TreeSection
 
 CALLS = (1, 2, 4, 8, 16, 32, 64)  # draft calls to probe, up to a family's most
-NODES = (4, 8, 16, 24, 32, 48, 60, 80, 100, 128, 192, 256)  # nodes to probe, up to the largest tree's
+PROBED_NODES = (4, 8, 16, 24, 32, 48, 60, 80, 100, 128, 192, 256)  # nodes to probe, up to the largest tree's
 ROUNDS = 12  # of a probe in each repeat
 SETTLING = 3  # first rounds to leave out: plain rounds took a sixth longer until caches held this model again
 REPEATS = 4
 BUSY = 0.2  # interquartile range over median of plain rounds; 0.35 and 0.46 with 18 processes on two cores
 FEWEST = 4  # samples that a point inside a curve needs
 TURNS = 2  # probes between plain rounds
-PLAIN = ""  # plain decoding's name among the probes
+PLAIN_PROBE = ""  # plain decoding's name among the probes
 BEAMS = ("eagle2", "ddd", "svip_tree")
 
 
@@ -220,16 +220,18 @@ def measure_costs(
             order = names[first:] + names[:first]
             asked = [prompts[(repeat * rows + row) % len(prompts)] for row in range(rows)]
             taken: list[tuple[str, list[TimedRound]]] = []
-            for name in [n for i in range(0, len(order), TURNS) for n in (PLAIN, *order[i : i + TURNS])] + [PLAIN]:
+            for name in [n for i in range(0, len(order), TURNS) for n in (PLAIN_PROBE, *order[i : i + TURNS])] + [
+                PLAIN_PROBE
+            ]:
                 proposer = probes[name][1] if name in probes else None
                 taken.append((name, timed_rounds(target, proposer, asked, sampling)))
                 progress.update()
             if repeat:  # the first one is a warm-up
                 raw.append(taken)
-    plain = [r.seconds for taken in raw for name, timed in taken if name == PLAIN for r in _settled(timed)]
+    plain = [r.seconds for taken in raw for name, timed in taken if name == PLAIN_PROBE for r in _settled(timed)]
     low, high = np.percentile(plain, (25, 75))
     measured = [_evened(taken, median(plain)) for taken in raw]
-    whole = {name: [r for one in measured for r in one[name]] for name in (PLAIN, *names)}
+    whole = {name: [r for one in measured for r in one[name]] for name in (PLAIN_PROBE, *names)}
     kept = {name: tree for name, (tree, _) in probes.items()}
     costs, *each = (_costs(kept, one, (float(low), float(high)), len(prompts[0]), rows) for one in (whole, *measured))
     took = {
@@ -260,7 +262,9 @@ def _settled(timed: Sequence[TimedRound]) -> list[TimedRound]:
 
 def _evened(taken: Sequence[tuple[str, list[TimedRound]]], usual: float) -> dict[str, list[TimedRound]]:
     """The rounds by probe, scaled as if every plain round had taken `usual` seconds."""
-    plain = {i: median(r.seconds for r in _settled(timed)) for i, (name, timed) in enumerate(taken) if name == PLAIN}
+    plain = {
+        i: median(r.seconds for r in _settled(timed)) for i, (name, timed) in enumerate(taken) if name == PLAIN_PROBE
+    }
     paces = np.interp(range(len(taken)), list(plain), list(plain.values()))
     result: dict[str, list[TimedRound]] = defaultdict(list)
     for (name, timed), pace in zip(taken, paces, strict=True):
@@ -279,7 +283,7 @@ def _costs(
     verify, rest, draft = (defaultdict[str, dict[int, list[float]]](lambda: defaultdict(list)) for _ in range(3))
     reading: list[float] = []
     settled = {name: _settled(timed) for name, timed in rounds.items()}
-    for r in settled[PLAIN]:  # a root alone is a chain and a tree of one node
+    for r in settled[PLAIN_PROBE]:  # a root alone is a chain and a tree of one node
         for shape in ("chain", "tree"):
             verify[shape][1].append(r.verify)
             rest[shape][1].append(r.rest)
@@ -298,7 +302,7 @@ def _costs(
         usual = median(r.draft for r in later)
         reading += [r.draft - usual for r in rounds[name] if r.number == 0]
     return Costs(
-        plain=median(r.seconds for r in settled[PLAIN]),
+        plain=median(r.seconds for r in settled[PLAIN_PROBE]),
         plain_spread=plain_spread,
         verify={shape: Curve.of(samples) for shape, samples in verify.items()},
         rest={shape: Curve.of(samples) for shape, samples in rest.items()},
@@ -322,7 +326,7 @@ def probe_trees(trees: Sequence[TreeSection]) -> list[TreeSection]:
         if known is None or (tree.calls, _limit(tree)) > (known.calls, _limit(known)):
             families[family(tree)] = tree
     most = max((_limit(tree) for tree in trees if shape_of(tree) == "tree"), default=0)
-    wanted = sorted({n for n in NODES if n < most} | ({most} if most else set()))
+    wanted = sorted({n for n in PROBED_NODES if n < most} | ({most} if most else set()))
     found: list[TreeSection] = []
     uncovered = list(wanted)
     for tree in sorted(families.values(), key=_capacity):
@@ -354,7 +358,7 @@ def _grid(most: int) -> list[int]:
 
 def _limit(tree: TreeSection) -> int:
     """Most nodes of a probe. It bounds C2T without a limit, to keep the measurement short."""
-    return min(tree.most, NODES[-1]) if tree.policy == "c2t" and tree.nodes is None else tree.most
+    return min(tree.most, PROBED_NODES[-1]) if tree.policy == "c2t" and tree.nodes is None else tree.most
 
 
 def _capacity(tree: TreeSection, calls: int | None = None) -> int:

@@ -20,6 +20,7 @@ from draftsmith.eval.recorded.answers import (
     EVERYONE,
     RecordedAnswer,
     Recording,
+    answer_tokens,
     answers_or_conversations,
     check_answers_before_loading,
     check_recorded_from,
@@ -27,7 +28,6 @@ from draftsmith.eval.recorded.answers import (
     kept_for_validation,
     other_sampling,
     read_answers,
-    tokens_of,
     with_rounds,
 )
 from draftsmith.eval.recorded.replay import Agreement, plain_rounds, replay_all
@@ -233,7 +233,7 @@ def sampling_note(recipe: Recipe, answers: Sequence[RecordedAnswer]) -> str | No
 def mean_context(answers: Sequence[RecordedAnswer]) -> int:
     """Mean number of committed tokens before a round."""
     summed = sum(len(a.tokens) * (len(a.prompt) + len(a.tokens) / 2) for a in answers)
-    return max(1, round(summed / tokens_of(answers)))
+    return max(1, round(summed / answer_tokens(answers)))
 
 
 # The prediction, and the decoding that checks it.
@@ -257,7 +257,7 @@ def make_plan(
     target, section, sampling = lineup.target, recipe.eval, Sampling.of(recipe.eval)
     proposers = {contender.name: lineup.proposer(contender, sampling) for contender in contenders}
     agreement = Agreement.of(target)
-    total = tokens_of(answers) * len(contenders)
+    total = answer_tokens(answers) * len(contenders)
     with errors_naming("eval.planner.answers"), Bar(total=total, desc="replay", unit="token", leave=False) as progress:
         check_recorded_from(recording, lineup.identity)
         rounds = replay_all(target, proposers, answers, section.replay_batch_size, agreement, progress.update)

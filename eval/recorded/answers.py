@@ -19,7 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from draftsmith.eval.decoding.target_facts import TargetFacts
-from draftsmith.eval.page.file_shapes import Answer, Shape, Text, check, load
+from draftsmith.eval.page.file_shapes import AnswerLine, FileShape, Text, check, load
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
@@ -92,17 +92,17 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(min_length=1)]
 
 
-class _GenerationLine(Answer):
+class _GenerationLine(AnswerLine):
     prompt_token_ids: Tokens
     token_ids: Tokens
 
 
-class _Turn(Shape):
+class _Turn(FileShape):
     prompt_token_ids: Tokens
     output_token_ids: Tokens
 
 
-class _Generator(Shape):
+class _Generator(FileShape):
     tokenizer_fingerprint: str | None = None
     embedding_digest: str | None = None
     temperature: float | None = None
@@ -110,7 +110,7 @@ class _Generator(Shape):
     top_k: int = 0
 
 
-class _ConversationLine(Shape):
+class _ConversationLine(FileShape):
     id: Text
     turns: Annotated[list[_Turn], Field(min_length=1)]
     generator: _Generator = _Generator()
@@ -369,5 +369,5 @@ def check_recorded_from(recording: Recording, here: dict[str, Any]) -> None:
                 )
 
 
-def tokens_of(answers: Sequence[RecordedAnswer]) -> int:
+def answer_tokens(answers: Sequence[RecordedAnswer]) -> int:
     return sum(len(answer.tokens) for answer in answers)

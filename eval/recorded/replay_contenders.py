@@ -16,11 +16,11 @@ from draftsmith.eval.page.files import generations_path
 from draftsmith.eval.recorded.answers import (
     RecordedAnswer,
     Recording,
+    answer_tokens,
     check_answers_before_loading,
     check_recorded_from,
     not_trained_on,
     read_answers,
-    tokens_of,
 )
 from draftsmith.eval.recorded.replay import (
     Agreement,
@@ -31,7 +31,7 @@ from draftsmith.eval.recorded.replay import (
     replay_bytes,
 )
 from draftsmith.models.chat import load_config
-from draftsmith.models.checkpoint import read_config
+from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_size
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
@@ -101,7 +101,7 @@ def replay_contenders(
         tokens = tuple((*answer.prompt, -1, *answer.tokens) for answer in along[contender.name])
         groups.setdefault(tokens, []).append(contender)
     found: dict[str, list[Generation]] = {}
-    with Bar(total=sum(map(tokens_of, along.values())), desc="replay", unit="token") as progress:
+    with Bar(total=sum(map(answer_tokens, along.values())), desc="replay", unit="token") as progress:
         for members in groups.values():
             proposers = {contender.name: lineup.proposer(contender) for contender in members}
             answers = along[members[0].name]
@@ -113,7 +113,7 @@ def replay_contenders(
 def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> int:
     """Peak memory of replay beside the models. Untrained drafters are not counted."""
     answers = _baseline(recording, contenders)
-    shapes = [read_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
+    shapes = [read_drafter_config(c.drafter)[0] for c in contenders if c.drafter is not None and c.drafter.exists()]
     text, size = _sizes(recipe.target)
     layers = {layer for shape in shapes for layer in shape.capture_layers}
     states = len(layers) * text.hidden_size * size.dtype.itemsize
@@ -137,7 +137,7 @@ def _sizes(section: TargetSection) -> tuple[Any, Any]:
 def print_replay_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:
     answers = _baseline(recording, contenders)
     print(f"replayed by  {'; '.join(contender.name for contender in contenders)}")
-    print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens_of(answers):,} tokens")
+    print(f"answers      {len(answers):,} recorded in {recording.path}, {answer_tokens(answers):,} tokens")
     print(
         f"memory       {gigabytes(planned_bytes(recipe, recording, contenders))} at most for target states of "
         f"{recipe.eval.replay_batch_size} answers (eval.replay_batch_size), the drafters' columns, and the check of "

@@ -43,7 +43,7 @@ from draftsmith.train.measure.memory import (
 from draftsmith.train.measure.planned_run import PlannedRun, counted_data, expected_data
 from draftsmith.train.measure.step_flops import StepFlops
 from draftsmith.train.run.initial_drafter import drafter_shape
-from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_vocab
+from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
 from draftsmith.train.run.settings import schedule_of, trainee_of, uses_bf16
 from draftsmith.train.run.state_sources import store_of
 
@@ -66,7 +66,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     shape = drafter_shape(recipe, text_config)
     vocab_is_there = recipe.draft_vocab_path.exists()
     if vocab_is_there:
-        vocab = read_vocab(recipe, text_config.vocab_size, fingerprint)
+        vocab = read_run_vocab(recipe, text_config.vocab_size, fingerprint)
         check_start_of_recipe(recipe, text_config, shape, vocab, fingerprint)
     if recipe.conversations_path.exists() or recipe.data.prompts is None:
         rejects = Rejects()

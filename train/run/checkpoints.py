@@ -55,7 +55,7 @@ def best_of(checkpoints: Sequence[Path], values: Mapping[int, float]) -> list[Pa
     return sorted(measured, key=lambda path: (values[step_of(path)], step_of(path)), reverse=True)
 
 
-def publish(partial: Path, final: Path) -> None:
+def publish_checkpoint(partial: Path, final: Path) -> None:
     """Writes the manifest of a folder that holds all its files, and renames it."""
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     files = {

@@ -30,11 +30,11 @@ def main(command: Command) -> None:
     rows, out = recipe.classifier_rows_dir, recipe.classifier_dir
     classifier, manifest = checked(recipe)
     if command.plan:
-        print_plan(section, manifest, rows, out)
+        print_classifier_plan(section, manifest, rows, out)
         return
     start = None if classifier is None else classifier.config
     trees = read_trees(rows, manifest)
-    trained = train(section, manifest, trees, classifier, print)
+    trained = train_classifier(section, manifest, trees, classifier, print)
     for line in trained.beta_lines:
         print(line)
     if start is not None and start.negative_ratio != section.negative_ratio:
@@ -131,7 +131,7 @@ def negatives_of(accepted: int, rejected: int, ratio: float | None) -> int:
     return rejected if ratio is None else min(rejected, max(1, round(ratio * accepted)))
 
 
-def print_plan(section: ClassifierSection, manifest: TreesManifest, rows: Path, out: Path) -> None:
+def print_classifier_plan(section: ClassifierSection, manifest: TreesManifest, rows: Path, out: Path) -> None:
     train_on, kept_out = split(manifest.total("trees"), section)
     of_all = len(train_on) / manifest.total("trees")
     accepted = round(manifest.total("accepted") * of_all)
@@ -163,7 +163,7 @@ class Trained:
         return self.metrics[self.epoch - 1]
 
 
-def train(
+def train_classifier(
     section: ClassifierSection,
     manifest: TreesManifest,
     trees: Trees,

@@ -41,7 +41,7 @@ def main() -> None:
         command.processes = command.processes or _devices()
         if command.processes > 1 and not command.plan:
             launch(command, command.processes)
-    train(command)
+    train_drafter(command)
 
 
 def launch(command: Command, processes: int) -> None:
@@ -66,10 +66,10 @@ def train_kind(doc: str | None, kind: str) -> None:
         raise UserError(f"drafter.kind: {other}, which train/{other}.py trains")
     if not command.plan:
         _check_inputs(command)
-    train(command)
+    train_drafter(command)
 
 
-def train(command: Command) -> None:
+def train_drafter(command: Command) -> None:
     from draftsmith.train.run import trainer
 
     finished = trainer.main(command)

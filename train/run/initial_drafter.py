@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.models.checkpoint import check_identity, read_config, read_tensors
-from draftsmith.models.checkpoint import read_vocab as read_drafter_vocab
+from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab, read_weights
 from draftsmith.models.drafters import build_drafter, drafter_config, kind_text, padded
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
@@ -53,7 +52,7 @@ def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any
         UserError: see `check_start`.
     """
     given = check_start(directory, drafter.config, drafter.vocab, identity)
-    tensors = read_tensors(directory)
+    tensors = read_weights(directory)
     if given.kind != drafter.config.kind:
         tensors = specialists_of(tensors, drafter.config)
     drafter.load_state_dict(padded(tensors, drafter))
@@ -77,7 +76,7 @@ def check_start(
             differences.
     """
     try:
-        given, trained_for = read_config(directory)
+        given, trained_for = read_drafter_config(directory)
         check_identity(directory, trained_for, identity)
         its_vocab = read_drafter_vocab(directory, given)
     except UserError as error:

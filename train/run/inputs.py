@@ -52,7 +52,7 @@ def read_inputs(recipe: Recipe, tokenizer: Any) -> Inputs:
         print(rejects.summary())
     config, fingerprint = load_config(recipe.target).get_text_config(), tokenizer_fingerprint(tokenizer)
     shape = drafter_shape(recipe, config)
-    vocab = read_vocab(recipe, config.vocab_size, fingerprint)
+    vocab = read_run_vocab(recipe, config.vocab_size, fingerprint)
     check_start_of_recipe(recipe, config, shape, vocab, fingerprint)
     store = store_of(recipe, config, shape.capture_layers, [*rows, *validation_rows], fingerprint)
     return Inputs(rows, validation_rows, config, fingerprint, shape, vocab, store)
@@ -73,7 +73,7 @@ def read_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> tuple[list[Tr
     return training, [row for row in usable if row.id in kept_out]
 
 
-def read_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> DraftVocab:
+def read_run_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> DraftVocab:
     """The run's draft vocabulary, checked against the recipe and the target.
 
     Raises:

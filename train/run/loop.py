@@ -42,7 +42,7 @@ from draftsmith.train.run.checkpoints import (
     full_disk_is_told,
     keep_last,
     list_checkpoints,
-    publish,
+    publish_checkpoint,
     read_state,
     settle,
     step_of,
@@ -421,7 +421,7 @@ class Loop:
                     state |= {"micro_batches": self.schedule.read_by(step)}
                     (partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
                     self.metrics.sync()  # a resumed run does not write earlier lines again
-                    publish(partial, final)
+                    publish_checkpoint(partial, final)
             if self.accelerator.is_main_process:
                 self._keep()
         return counted_by_all(windows)
