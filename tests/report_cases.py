@@ -52,7 +52,7 @@ def generation(chance: random.Random, length: int, drafts: bool, name: str, benc
 def described(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """What `contenders.describe` says of each."""
     tree = {"policy": "eagle2", "nodes": 9, "draft_calls": 4, "top_k": 10, "vocab_size": None}
-    drafted = {"proposer": "drafter", "drafter": "run/drafter", "tree": tree}
+    drafted = {"proposer": "drafter", "drafter": "run/drafter", "tree": tree, "lossless": True}
     return {name: report_files.UNDRAFTED if name == PLAIN else drafted for name in names}
 
 

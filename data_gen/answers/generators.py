@@ -7,7 +7,7 @@ With a drafter (docs/regeneration.md) greedy answers stay the same token for tok
 but follow the same distribution, because verification draws more random numbers.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
-from draftsmith.eval.decoding.accept import acceptance_of
+from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
 from draftsmith.eval.decoding.target_facts import TargetFacts
@@ -90,9 +90,16 @@ class Writer:
 
     load = ""  # beside the tokens per second of the progress bar
 
-    def __init__(self, target: Target, settings: GenerationSettings, proposer: Proposer | None = None):
+    def __init__(
+        self,
+        target: Target,
+        settings: GenerationSettings,
+        proposer: Proposer | None = None,
+        rule: Callable[[Sampling], Acceptance] = acceptance_of,
+    ):
         self.target, self.settings, self.proposer = target, settings, proposer
         self.sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
+        self.acceptance = rule(self.sampling)
         self.tokens_received = self.drafted = self.rounds = 0
 
     @classmethod
@@ -100,8 +107,10 @@ class Writer:
         """The recipe's target, with data.generator.drafter if there is one."""
         lineup = Lineup(recipe.target)
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-        drafts = recipe.data.generator.drafter is not None
-        return cls(lineup.target, settings, lineup.proposer(_contender(recipe), sampling) if drafts else None)
+        if recipe.data.generator.drafter is None:
+            return cls(lineup.target, settings)
+        contender = _contender(recipe)
+        return cls(lineup.target, settings, lineup.proposer(contender, sampling), contender.rule)
 
     @torch.inference_mode()
     def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[GeneratedAnswer]:
@@ -113,7 +122,7 @@ class Writer:
         """
         settings = self.settings
         requests = (None if asked is None else self._request(*asked) for asked in prompts)
-        verifier = TargetVerifier(self.target, self.proposer, acceptance_of(self.sampling), PREFILL_TOKENS)
+        verifier = TargetVerifier(self.target, self.proposer, self.acceptance, PREFILL_TOKENS)
         for key, answer in decode_stream(verifier, self.proposer, requests, settings.stop_ids, settings.batch_size):
             self.tokens_received += len(answer.token_ids)
             self.drafted += len(answer.token_ids) - 1

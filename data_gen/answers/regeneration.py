@@ -102,6 +102,8 @@ def main(command: Command) -> int:
                 return regenerate(servers, tokenizer, todo, settings, log, rejects)
         writer = Writer.of(recipe, settings)
         log.identify("embedding_digest", tensor_digest(writer.target.embedding_table))
+        if not writer.acceptance.lossless:  # these answers are not the target's own
+            log.note("lossless", False)
         if (asked := recipe.data.generator).drafter is not None:
             log.note("drafted_by", {"drafter": asked.drafter, "draft_tokens": asked.draft_tokens})
         return regenerate(writer, tokenizer, todo, settings, log, rejects)

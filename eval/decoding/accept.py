@@ -85,7 +85,7 @@ class GreedyAcceptance:
         if tree.is_chain:
             return _accepted_chain(tree, tree.tokens[:, 1:] == best[:, :-1], best)
         last = deepest(tree, tree.tokens == best.gather(1, tree.parents.clamp(min=0)))
-        return _accepted(tree, last, best.gather(1, last[:, None])[:, 0])
+        return accepted_path(tree, last, best.gather(1, last[:, None])[:, 0])
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class SampledAcceptance:
         """A path and a bonus token drawn by the target's law. All nodes are tried at once."""
         p_BNV = self.sampling.probabilities(logits_BNV)
         if tree.nodes == 1:  # plain decoding: one random number a token
-            return _accepted(tree, torch.zeros_like(tree.tokens[:, 0]), drawn_tokens(p_BNV[:, 0], draws))
+            return accepted_path(tree, torch.zeros_like(tree.tokens[:, 0]), drawn_tokens(p_BNV[:, 0], draws))
         each = torch.arange(tree.rows, device=p_BNV.device)
         parents = tree.parents.clamp(min=0)  # the root's own entry means nothing
         of_node = p_BNV[each[:, None], parents, tree.tokens]  # [B, N] p(x) after the node's parent
@@ -123,11 +123,11 @@ class SampledAcceptance:
             rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
         # If only rounding allowed a rejection, no mass is left.
         rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
-        return _accepted(tree, last, drawn_tokens(rest_BV, draws))
+        return accepted_path(tree, last, drawn_tokens(rest_BV, draws))
 
 
 def acceptance_of(sampling: Sampling) -> Acceptance:
-    """The lossless rule for this sampling."""
+    """The lossless rule for this sampling; contenders use it unless they are given another (`Contender.rule`)."""
     return GreedyAcceptance() if sampling.greedy else SampledAcceptance(sampling)
 
 
@@ -166,7 +166,8 @@ def _accepted_chain(tree: DraftTree, right: torch.Tensor, best: torch.Tensor) ->
     return Accepted(None, length, best.gather(1, length[:, None] - 1)[:, 0])
 
 
-def _accepted(tree: DraftTree, last: torch.Tensor, bonus: torch.Tensor) -> Accepted:
+def accepted_path(tree: DraftTree, last: torch.Tensor, bonus: torch.Tensor) -> Accepted:
+    """The paths from the roots to the nodes `last` [B], each followed by its bonus token [B]."""
     if tree.is_chain:
         return Accepted(None, last + 1, bonus)
     each = torch.arange(tree.rows, device=last.device)

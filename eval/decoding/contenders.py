@@ -4,7 +4,7 @@ A contender is one row of the table: a drafter, a tree and a vocabulary. `check_
 be wrong with contenders before weights are loaded. `Lineup` then loads each model once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.decoding.target_facts import TargetFacts
@@ -56,6 +57,11 @@ class Contender:
     drafter: Path | None = None  # directory
     draft_model: TargetSection | None = None  # of causal_lm
     token_counts: Path | None = None  # tree.vocab_size ranks tokens by these
+    rule: Callable[[Sampling], Acceptance] = acceptance_of
+
+    def acceptance(self, sampling: Sampling) -> Acceptance:
+        """The rule that accepts its drafted tokens, for answers drawn by `sampling`."""
+        return self.rule(sampling)
 
     @property
     def has_distributions(self) -> bool:
@@ -102,9 +108,12 @@ def contenders_of(recipe: Recipe, rivals: Sequence[Contender] = ()) -> list[Cont
     return named([main_contender(recipe), *also, *rivals])
 
 
-def describe(contender: Contender) -> dict[str, Any]:
-    """The contender's entry in acceptance.json: `nodes` and `draft_calls` are the most per round, `vocab_size` is the
-    requested one (null: the drafter's own)."""
+def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any]:
+    """The contender's entry in acceptance.json, for answers drawn by `sampling`.
+
+    `nodes` and `draft_calls` are the most per round, `vocab_size` is the requested one (null: the drafter's own).
+    `lossless` is what its acceptance rule promises.
+    """
     tree = contender.tree
     shape: dict[str, Any] = {"policy": tree.policy, "vocab_size": tree.vocab_size}
     if tree.policy != "auto":
@@ -115,7 +124,13 @@ def describe(contender: Contender) -> dict[str, Any]:
     if tree.policy in ("chain", "svip"):
         shape["draw"] = tree.draw
     who = contender.draft_model.model if contender.draft_model else contender.drafter
-    return {"proposer": contender.proposer, "drafter": None if who is None else str(who), "tree": shape}
+    lossless = contender.acceptance(sampling).lossless
+    return {
+        "proposer": contender.proposer,
+        "drafter": None if who is None else str(who),
+        "tree": shape,
+        "lossless": lossless,
+    }
 
 
 def _node_limit(tree: TreeSection) -> int | None:

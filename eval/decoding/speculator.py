@@ -18,13 +18,12 @@ round differently from one over a single token, which can flip near ties. A targ
 checkpoint's precision, often bfloat16; `Speculator.token_identical` tells whether answers are exact.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
 from draftsmith.eval.decoding.target_facts import TargetFacts
@@ -56,6 +55,7 @@ class Speculator:
         self.lineup, self.directory = lineup, directory
         self.target, self.tokenizer, self.stop_ids = lineup.target, lineup.tokenizer, lineup.stop_ids
         self.drafter = lineup.drafter(directory)
+        self.contender = Contender("", "drafter", TreeSection(), "tree", drafter=directory)  # `proposer` sets its tree
 
     @classmethod
     def load(cls, target: TargetSection | str, drafter: str | Path) -> "Speculator":
@@ -99,7 +99,7 @@ class Speculator:
         if tree.vocab_size is not None and token_counts is None:
             raise UserError("tree.vocab_size needs token_counts: give the file that data_gen/rank_vocab.py wrote")
         counts = None if token_counts is None else Path(token_counts)
-        contender = Contender("", "drafter", tree, "tree", drafter=self.directory, token_counts=counts)
+        contender = replace(self.contender, tree=tree, token_counts=counts)
         try:
             check_size(tree, self.target.config.max_position_embeddings)
         except UserError as error:  # the recipe's key is an argument here
@@ -137,7 +137,7 @@ class Speculator:
             )
         proposer = self.proposer(tree or TreeSection(), sampling)
         draws = SeededDraws(seed, prompt.digest if prompt.inserts else tuple(prompt))
-        verifier = TargetVerifier(self.target, proposer, acceptance_of(sampling))
+        verifier = TargetVerifier(self.target, proposer, self.contender.acceptance(sampling))
         with torch.inference_mode():
             [generation] = decode(verifier, proposer, [prompt], self.stop_ids, max_new_tokens, [draws])
         return Answer(decode_answer(self.tokenizer, generation.token_ids), generation)

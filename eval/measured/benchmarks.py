@@ -6,14 +6,14 @@ the machine becomes slower, it slows all alike.
 """
 
 import json
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.eval.decoding.accept import acceptance_of
+from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
 from draftsmith.eval.measured.generation_log import record_of, token_texts
 from draftsmith.models.chat import RenderError, answer_message, as_text, decode_answer, render_prompt
@@ -93,6 +93,7 @@ class Bench:
     Attributes:
         max_length: most tokens of prompt and answer.
         sampling: of all contenders. The draws of an answer depend only on `seed`, the turn and the contender.
+        acceptances: each contender's rule. A name that is not there, such as plain decoding's, has the lossless one.
         batch_size: conversations decoded side by side, turn by turn: first turns together, then second turns.
     """
 
@@ -104,6 +105,7 @@ class Bench:
     sampling: Sampling = GREEDY
     seed: int = 0
     batch_size: int = 1
+    acceptances: Mapping[str, Acceptance] = field(default_factory=dict)
 
     def prompt(self, question: Question, messages: list[dict[str, Any]]) -> Prompt:
         """The next prompt. Raises ValueError if the template refuses it or it is too long."""
@@ -120,6 +122,7 @@ class Bench:
 
     def _answers(
         self,
+        name: str,
         proposer: Proposer | None,
         prompts: Sequence[Prompt],
         keys: Sequence[Hashable],
@@ -127,7 +130,8 @@ class Bench:
     ) -> list[Generation]:
         draws = [SeededDraws(self.seed, key) for key in keys]
         budget = max_new_tokens or self.max_new_tokens
-        verifier = TargetVerifier(self.target, proposer, acceptance_of(self.sampling))
+        acceptance = self.acceptances.get(name) or acceptance_of(self.sampling)
+        verifier = TargetVerifier(self.target, proposer, acceptance)
         with torch.inference_mode():
             return decode(verifier, proposer, prompts, self.stop_ids, budget, draws)
 
@@ -156,12 +160,14 @@ class Bench:
                 while turn := self._next_turn(talks, rejects):
                     prompts = [talk.prompt for talk in turn]
                     if not decoded:  # the first forwards of a process and of a proposer are slow
-                        for proposer in with_plain.values():
-                            self._answers(proposer, prompts, ["warm-up"] * len(turn), min(16, self.max_new_tokens))
+                        for name, proposer in with_plain.items():
+                            self._answers(
+                                name, proposer, prompts, ["warm-up"] * len(turn), min(16, self.max_new_tokens)
+                            )
                     first = decoded % len(names)
                     decoded += 1
                     done = {
-                        name: self._answers(with_plain[name], prompts, [talk.key(name) for talk in turn])
+                        name: self._answers(name, with_plain[name], prompts, [talk.key(name) for talk in turn])
                         for name in names[first:] + names[:first]
                     }
                     for row, talk in enumerate(turn):
@@ -231,6 +237,7 @@ def decode_all(
         sampling,
         recipe.eval.seed,
         recipe.eval.batch_size,
+        {contender.name: contender.acceptance(sampling) for contender in contenders},
     )
     proposers: dict[str, Proposer | None] = {c.name: lineup.proposer(c, sampling) for c in contenders}
     return bench.run(asked, proposers, contenders[0].name, file, rejects)

@@ -30,6 +30,7 @@ from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay
 from draftsmith.models.chat import decode_answer, load_config
 from draftsmith.models.checkpoint import weight_bytes
 from draftsmith.models.costs import decoding_lines
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
@@ -122,7 +123,8 @@ def publish_results(
     main, log = contenders[0].name, generations_path(recipe)
     unlike = recipe.eval.mode == "replay" or recipe.eval.temperature > 0
     numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, unlike, main)
-    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender) for contender in contenders}
+    sampling = Sampling.of(recipe.eval)
+    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender, sampling) for contender in contenders}
     made = how_made(recipe, lineup, contenders) | (about or {})  # reads whole drafters: before a file takes its place
     _replace_answers(recipe)
     path = write_acceptance(recipe, numbers, described, main, PLAIN, made)

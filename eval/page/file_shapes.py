@@ -118,6 +118,7 @@ class ContenderNumbers(Numbers):
     proposer: str | None
     drafter: str | None
     tree: Tree | None
+    lossless: bool = True  # older files lack it
 
 
 class DataFile(FileShape):

@@ -9,12 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.page.drawing import write_png
 from draftsmith.eval.page.figures import acceptance_plots, parts_of, training_plots
 from draftsmith.eval.page.file_shapes import AcceptanceFile, MetricsLine, check, load
-from draftsmith.eval.page.html import build_html, choose_answers, rounds_coarsely
-from draftsmith.models.sampling import Sampling
+from draftsmith.eval.page.html import (
+    RELAXED,
+    build_html,
+    choose_answers,
+    different_contenders,
+    relaxed_contenders,
+    rounds_coarsely,
+)
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -48,7 +53,7 @@ def metrics_path(recipe: Recipe) -> Path:
 
 # Files.
 
-UNDRAFTED = {"proposer": None, "drafter": None, "tree": None}
+UNDRAFTED = {"proposer": None, "drafter": None, "tree": None, "lossless": True}
 
 
 def write_acceptance(
@@ -67,10 +72,7 @@ def write_acceptance(
         baseline: name of plain decoding.
         made: provenance: `device`, `dtype` and `made`.
     """
-    sampling = Sampling.of(recipe.eval)
     shared = {
-        # The rule in exact arithmetic; `matches_target` is measured (`metrics`).
-        "lossless": acceptance_of(sampling).lossless,
         "temperature": recipe.eval.temperature,
         "top_p": recipe.eval.top_p,
         "top_k": recipe.eval.top_k,
@@ -214,12 +216,16 @@ def _side_by_side(acceptance: dict[str, Any]) -> str:
 def _equality(acceptance: dict[str, Any]) -> str:
     if acceptance["mode"] == "replay":
         return "Replayed: the rounds that decoding these recorded answers would have had. Nothing was timed."
+    relaxed = relaxed_contenders(acceptance)
+    others = ", but not of " + ", ".join(relaxed) + f": {RELAXED}" if relaxed else ""
     if acceptance["temperature"] > 0:
-        return f"Answers were drawn at temperature {acceptance['temperature']}, by the target's own law (lossless)."
-    different = [name for name, row in acceptance["contenders"].items() if row["matches_target"] is False]
+        drawn = f"Answers were drawn at temperature {acceptance['temperature']}, by the target's own law (lossless)"
+        return f"{drawn}{others}."
+    different = different_contenders(acceptance)
     if not different:
-        return "Answers, token for token: all those of plain decoding."
-    return f"Answers, token for token: not those of plain decoding: {', '.join(different)}. {_cause(acceptance)}"
+        return f"Answers, token for token: all those of plain decoding{others}."
+    said = f"Answers, token for token: not those of plain decoding: {', '.join(different)}. {_cause(acceptance)}"
+    return f"{said} The rest are those of plain decoding{others}." if relaxed else said
 
 
 def _cause(acceptance: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ DASH = "\u2013"
 TINTS = 4  # background colours of successive rounds
 SHOWN_TOKENS = 20_000  # of all answers together; bounds the page's size
 LONGEST_ANSWER = 600
+RELAXED = "their output is not the target's, because their rule also accepts tokens that the target would not write"
 TIES = 3  # most contenders that the verdict names as possibly equally fast
 # Columns of the CSV file. A key's interval, if any, follows it as <key>_low and <key>_high.
 CSV_KEYS = (
@@ -79,7 +80,9 @@ def build_html(
             _download("contenders.csv", "text/csv", contenders_csv(contenders)),
         ],
         rounds_coarsely=rounds_coarsely(acceptance),
-        different=[name for name, row in contenders.items() if row["matches_target"] is False],
+        different=different_contenders(acceptance),
+        relaxed=relaxed_contenders(acceptance),
+        RELAXED=RELAXED,
         parts=list(figures.parts_of(acceptance)),
         acceptance_figures=_figures(figures.acceptance_plots(acceptance)),
         training_figures=_figures(figures.training_plots(metrics)),
@@ -144,6 +147,19 @@ def _clearly_faster(legend: Legend, one: str, other: str) -> bool:
 def rounds_coarsely(acceptance: dict[str, Any]) -> bool:
     """Whether rounding alone may change a greedy answer: a forward over several tokens rounds differently."""
     return acceptance["dtype"] not in ("float32", "float64")
+
+
+def relaxed_contenders(acceptance: dict[str, Any]) -> list[str]:
+    """Contenders whose rule accepts other tokens than the target's. Older files only know the main contender's."""
+    main, rows = acceptance["contender"], acceptance["contenders"]
+    return [name for name, row in rows.items() if not row.get("lossless", name != main or acceptance["lossless"])]
+
+
+def different_contenders(acceptance: dict[str, Any]) -> list[str]:
+    """Contenders with greedy answers that should be plain decoding's, token for token, and are not."""
+    relaxed = relaxed_contenders(acceptance)
+    rows = acceptance["contenders"].items()
+    return [name for name, row in rows if row["matches_target"] is False and name not in relaxed]
 
 
 # Numbers in words.

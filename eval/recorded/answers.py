@@ -61,6 +61,7 @@ class Recording:
     answers: dict[str, list[RecordedAnswer]] = field(default_factory=dict)  # by contender, in the order of the file
     identities: list[tuple[str, dict[str, Any]]] = field(default_factory=list)  # (first place, identity)
     note: str = ""  # how the answers were chosen, if readers of the numbers must know
+    relaxed: set[str] = field(default_factory=set)  # contenders with a rule that is not lossless; no answers are read
 
     def of(self, contender: str, plain: str) -> list[RecordedAnswer]:
         """A contender's own answers; else plain decoding's; else those of the only contender in the file.
@@ -68,8 +69,10 @@ class Recording:
         Greedy answers are the same for all. Of sampled ones only its own reproduce its rounds.
 
         Raises:
-            UserError: the file has none of these.
+            UserError: the file has none of these, or the contender's own are not the target's.
         """
+        if contender in self.relaxed:
+            raise _not_lossless(self.path, f"the answers of {contender!r} in ")
         for name in (contender, plain, EVERYONE):
             if name in self.answers:
                 return self.answers[name]
@@ -108,6 +111,7 @@ class _Generator(FileShape):
     temperature: float | None = None
     top_p: float = 1.0
     top_k: int = 0
+    lossless: bool = True  # written only where it is false
 
 
 class _ConversationLine(FileShape):
@@ -138,7 +142,7 @@ def read_answers(
     seen: dict[tuple[str, str], set[str]] = {}
     places: dict[tuple[str, tuple[str, str, int]], str] = {}  # of each contender's answer to each turn
     faults: list[str] = []
-    drawn, recorded_from = _beside(path)
+    drawn, recorded_from, relaxed = _beside(path)
     try:
         file = path.open("rb")
     except OSError as error:
@@ -162,6 +166,9 @@ def read_answers(
             except ValueError as error:
                 faults.append(f"eval.answers: {place}: {error}")
                 continue
+            if contender in relaxed:
+                recording.relaxed.add(contender)
+                continue
             first = answers[0]
             if only is not None and first.conversation_id not in only:
                 continue
@@ -179,7 +186,7 @@ def read_answers(
         more = [f"eval.answers: {path}: {len(faults):,} lines cannot be used; these are the first {SHOWN_FAULTS}"]
         raise UserError([*(more if len(faults) > SHOWN_FAULTS else []), *faults[:SHOWN_FAULTS]])
     if not any(recording.answers.values()):
-        raise UserError(f"eval.answers: {path} holds no answer")
+        raise _not_lossless(path) if recording.relaxed else UserError(f"eval.answers: {path} holds no answer")
     return recording
 
 
@@ -276,6 +283,8 @@ def _answers_of(
         )
     line = check(record, _ConversationLine)
     generator, meta = line.generator, line.meta or {}
+    if not generator.lossless:
+        raise ValueError("written by an acceptance rule that is not lossless; replay needs the target's own answers")
     sampling = None
     if generator.temperature is not None:
         sampling = Sampling(generator.temperature, generator.top_p, generator.top_k)
@@ -298,26 +307,35 @@ def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | N
     return ", ".join(sorted("greedy" if each.greedy else f"temperature {each.temperature:g}" for each in there if each))
 
 
-def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any]]:
-    """What acceptance.json beside a generations.jsonl says: how answers were drawn, and of which target they are.
+def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
+    """What acceptance.json beside a generations.jsonl says: how answers were drawn, of which target they are, and which
+    contenders' rule is not lossless (`accept.Acceptance`).
+
+    A token of theirs is not always what the target says; replay would count wrong tokens as right.
 
     Raises:
-        UserError: they were accepted by a rule that is not lossless (`accept.Acceptance`), so a recorded token is not
-            always what the target says, and replay would count wrong tokens as right.
+        UserError: an older file, which does not say it of each contender, says it of the main one.
     """
     try:
         content = load((path.parent / "acceptance.json").read_bytes())
         sampling = Sampling(float(content["temperature"]), float(content["top_p"]), int(content["top_k"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return None, {}
-    if content.get("lossless") is False:
-        raise UserError(
-            f"eval.answers: {path} was decoded by an acceptance rule that is not lossless; replay needs the target's "
-            "own answers. Decode or regenerate them with a lossless rule"
-        )
+        return None, {}, set()
+    rows = content.get("contenders")
+    rows = {name: row for name, row in rows.items() if isinstance(row, dict)} if isinstance(rows, dict) else {}
+    if content.get("lossless") is False and not any("lossless" in row for row in rows.values()):
+        raise _not_lossless(path)
     identity = content.get("target_identity")
     identity = identity if isinstance(identity, dict) else {}
-    return sampling, {key: identity[key] for key in IDENTITY if identity.get(key)}
+    relaxed = {name for name, row in rows.items() if row.get("lossless") is False}
+    return sampling, {key: identity[key] for key in IDENTITY if identity.get(key)}, relaxed
+
+
+def _not_lossless(path: Path, whose: str = "") -> UserError:
+    return UserError(
+        f"eval.answers: {whose}{path} {'were' if whose else 'was'} decoded by an acceptance rule that is not lossless; "
+        "replay needs the target's own answers. Decode or regenerate them with a lossless rule"
+    )
 
 
 # Checks against a target.

@@ -55,6 +55,11 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     turns = [answer.key for answer in _baseline(recording, contenders)]
     for contender in contenders:
         own = recording.of(contender.name, PLAIN)
+        if not contender.acceptance(sampling).lossless:
+            problems.append(
+                f"{contender.place}: {contender.name!r} accepts tokens that the target would not write; replay follows "
+                "the target's own answers. Decode instead"
+            )
         if contender.tree.policy == "auto":
             problems.append(f"{contender.place}: policy auto needs speeds, and replay measures none; name a policy")
         if contender.tree.draw == "sampled" and not all(answer.known_greedy for answer in own):
