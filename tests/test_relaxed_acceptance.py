@@ -79,7 +79,7 @@ def test_a_relaxed_contender_is_measured_told_and_not_replayed(
     assert replayed["contenders"][exact.name]["accepted_histogram"] == rows[exact.name]["accepted_histogram"]
     recording = read_answers(files.generations_path(recipe))
     assert recording.of("another", PLAIN) and recording.relaxed == {"relaxed"}
-    with pytest.raises(UserError, match="the answers of 'relaxed' in .* by an acceptance rule that is not lossless"):
+    with pytest.raises(UserError, match=r"the answers of 'relaxed' in .* by an acceptance rule that is not lossless"):
         evaluation.evaluate_by_replay(recipe, contenders, plan=False)
     renamed = replace(relaxed, name="nobody's")
     with pytest.raises(UserError, match="accepts tokens that the target would not write"):

@@ -21,8 +21,9 @@
     matches_target          measured: every greedy answer equals plain decoding's of the same run, token for token; null
                             if answers were drawn. False is a defect in float32. In bfloat16 and float16 it is rounding:
                             a forward over several tokens rounds differently from one over a single token
-    lossless                known, not measured: the acceptance rule keeps the target's law in exact arithmetic. It can
-                            be true while matches_target is false
+    lossless                known, not measured: the contender's acceptance rule keeps the target's law in exact
+                            arithmetic. It can be true while matches_target is false. Older files have it of the main
+                            contender alone
 
 Only tokens in the answer count: none after a stop token, none beyond the budget. Times exclude the prefill. Intervals
 are 95 % bootstrap intervals over conversations. All contenders answer the same conversations and are resampled
