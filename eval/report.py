@@ -14,7 +14,7 @@ from draftsmith.recipes.command.inputs import need
 
 def main() -> None:
     command = parse_command(__doc__)
-    need(("eval.out", command.recipe.eval_out / "acceptance.json", "eval/acceptance.py"))
+    need(("eval.out", command.recipe.eval_out / "acceptance.json", "evaluate"))
     from draftsmith.eval.page import files as report_files
 
     report_files.main(command)

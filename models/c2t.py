@@ -171,7 +171,7 @@ def read_c2t_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
         words = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(
-            f"{directory}: no C2T classifier here (config.json is missing); train/c2t.py writes one"
+            f"{directory}: no C2T classifier here (config.json is missing); run `draftsmith train-c2t` first"
         ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
@@ -303,7 +303,7 @@ def check_made_for(directory: str | Path, here: dict[str, Any]) -> None:
     if different:
         raise UserError(
             f"{directory}: a classifier for another drafter ({'; '.join(different)}). Label this one's trees "
-            "(data_gen/label_trees.py) and calibrate the classifier on them (train/c2t.py with "
+            "(`draftsmith label-trees`) and calibrate the classifier on them (`draftsmith train-c2t` with "
             f"classifier.init_from={directory}), or train one"
         )
 

@@ -77,7 +77,7 @@ def template_variables(target: TargetSection) -> dict[str, str | int | float | b
     """The template variables that the recipe sets, thinking switches included, sorted by name."""
     switches = {} if target.thinking is None else dict.fromkeys(THINKING_SWITCHES, target.thinking)
     if both := sorted(switches.keys() & target.template_args.keys()):
-        raise UserError(f"target.template_args: {both[0]} is what target.thinking sets; give one of the two")
+        raise UserError(f"target.template_args: {both[0]} conflicts with target.thinking; set only one")
     return dict(sorted((target.template_args | switches).items()))
 
 
@@ -121,7 +121,7 @@ def _variables_read(template: str, where: str) -> set[str]:
         return meta.find_undeclared_variables(tree) & _read_unset(tree, set())
     except TemplateSyntaxError as error:
         raise UserError(
-            f"{where}: the chat template is no Jinja template: line {error.lineno}: {error.message}"
+            f"{where}: the chat template is not a valid Jinja template: line {error.lineno}: {error.message}"
         ) from error
 
 
@@ -210,7 +210,7 @@ def _why_no_config(model: str, error: Exception) -> str:
         return first_line(error) if (Path(model) / "config.json").exists() else "the directory has no config.json"
     if not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model):
         return "no such directory"
-    return f"{first_line(error)} (an adapter is no model: merge it into its base)"
+    return f"{first_line(error)} (an adapter is not a model: merge it into its base)"
 
 
 def first_line(error: Exception) -> str:

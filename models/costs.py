@@ -215,7 +215,7 @@ def decoding_time(config: Any, section: TargetSection, rows: int, tokens: float)
     """Text with the estimated time of `tokens`, `rows` at a time, on the device here, and its assumption."""
     device = device_here(section.device)
     if device.peaks is None:
-        return f"not known for {device.name}; the progress bar tells it after the first answers"
+        return f"not known for {device.name}; the progress bar shows it after the first answers"
     size = target_size(config, section.dtype, section.trust_remote_code)
     reached = device.peaks[1] * BANDWIDTH_UTILISATION
     seconds = max(SECONDS_PER_STEP, size.weight_bytes / reached) * tokens / rows

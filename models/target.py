@@ -115,7 +115,7 @@ def _why_not_loaded(section: TargetSection, error: Exception) -> str:
         return (
             f"target.model: {section.model!r} holds pickled weights only ({pickled[0]}); reading those can run code, "
             "so safetensors are the one format read here. If you trust the file, load it with transformers once and "
-            "write it anew with save_pretrained"
+            "save it again with save_pretrained"
         )
     reason = first_line(error)
     if reason.startswith("Unrecognized configuration class"):

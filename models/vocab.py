@@ -144,7 +144,7 @@ class DraftVocab:
     @staticmethod
     def load(path: str | Path) -> "DraftVocab":
         """Reads what `save` wrote. Raises UserError where the file is missing, unreadable or inconsistent."""
-        with _open(path, "draft vocabulary; data_gen/rank_vocab.py writes it") as file:
+        with _open(path, "draft vocabulary; run `draftsmith rank-vocab` first") as file:
             missing = {"d2t", "t2d"}.difference(file.keys())
             if missing:
                 raise UserError(f"{path}: no {' and no '.join(sorted(missing))} in it; not a draft vocabulary")
@@ -153,7 +153,7 @@ class DraftVocab:
 
 def load_metadata(path: str | Path) -> dict[str, str]:
     """A draft vocabulary's metadata: tokenizer_fingerprint, counted_tokens, covered_share."""
-    with _open(path, "draft vocabulary; data_gen/rank_vocab.py writes it") as file:
+    with _open(path, "draft vocabulary; run `draftsmith rank-vocab` first") as file:
         return file.metadata() or {}
 
 
@@ -238,7 +238,7 @@ def cut_vocab(vocab: DraftVocab, counts: torch.Tensor, size: int, must_have: Ite
     if len(counts) != vocab.target_vocab_size:
         raise UserError(
             f"eval.tree.vocab_size: the token counts are of a vocabulary of {len(counts)} tokens, the drafter's target "
-            f"has {vocab.target_vocab_size}; run data_gen/rank_vocab.py for this target"
+            f"has {vocab.target_vocab_size}; run `draftsmith rank-vocab` for this target"
         )
     if size > vocab.size:
         raise UserError(
@@ -397,20 +397,18 @@ def load_token_counts(path: str | Path) -> tuple[torch.Tensor, dict[str, str]]:
     Raises:
         UserError: no such file, or not a file of `save_token_counts`.
     """
-    with _open(
-        path, "token counts; `python data_gen/rank_vocab.py <recipe>` writes <output_dir>/token_counts.safetensors"
-    ) as file:
+    with _open(path, "token counts; `draftsmith rank-vocab` writes <output_dir>/token_counts.safetensors") as file:
         if "counts" not in file.keys():  # noqa: SIM118 (safetensors' file is no dict)
-            raise UserError(f"{path}: no counts in it; not token counts as data_gen/rank_vocab.py writes them")
+            raise UserError(f"{path}: no counts in it; not token counts as `draftsmith rank-vocab` writes them")
         counts, metadata = file.get_tensor("counts"), file.metadata() or {}
     missing = {"tokenizer_fingerprint", "counted_tokens", "stop_ids"} - metadata.keys()
     if missing:
         raise UserError(
-            f"{path}: its metadata has no {' and no '.join(sorted(missing))}; write it with data_gen/rank_vocab.py or "
+            f"{path}: its metadata has no {' and no '.join(sorted(missing))}; write it with `draftsmith rank-vocab` or "
             "models.vocab.save_token_counts"
         )
     if wrong := _problem_in_counts(counts, metadata):
-        raise UserError(f"{path}: {wrong}; write it anew with data_gen/rank_vocab.py")
+        raise UserError(f"{path}: {wrong}; run `draftsmith rank-vocab` again")
     return counts, metadata
 
 
@@ -449,8 +447,8 @@ def cut_by_file(path: Path, fingerprint: str, vocab: DraftVocab, size: int, stop
     if counted_with != fingerprint:
         raise UserError(
             f"eval.token_counts: {path} was counted with a tokenizer of fingerprint {counted_with[:16]}, the target's "
-            f"has {fingerprint[:16]} (a fingerprint covers {FINGERPRINT_COVERS}); run data_gen/rank_vocab.py for this "
-            "target"
+            f"has {fingerprint[:16]} (a fingerprint covers {FINGERPRINT_COVERS}); run `draftsmith rank-vocab` for "
+            "this target"
         )
     wanted = vocab, counts, size, always_inside(metadata).union(stops)
     kept = cut_vocab(*wanted)

@@ -169,7 +169,7 @@ class CaptureSection(Section):
 
 class DataSection(Section):
     prompts: str | list[str] | None = None
-    """Conversations for the target to answer anew: a .jsonl, .json, .csv, .tsv or .parquet file, `stdlib:train`, or a
+    """Conversations for the target to answer again: a .jsonl, .json, .csv, .tsv or .parquet file, `stdlib:train`, or a
     dataset as `hf:org/name[:split]` or `hf:org/name:config:split`."""
     max_prompts: Count | None = None
     """Most conversations to read; dropped duplicates do not count."""

@@ -188,7 +188,7 @@ def test_a_folder_that_is_no_classifier_is_not_replaced(
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters/one.txt").write_text("dear")
     for out in (tmp_path / "letters", place / "run/drafter"):
-        with pytest.raises(UserError, match="holds something that is no classifier"):
+        with pytest.raises(UserError, match="holds something other than a classifier"):
             script(c2t, f"classifier.rows={tmp_path / 'rows'}", f"classifier.out={out}")
     assert (tmp_path / "letters/one.txt").exists()
 

@@ -103,7 +103,7 @@ def test_damaged_files_are_named_and_written_anew(
     output = to_train(tmp_path / "run", CONVERSATIONS)
     harm(copy / name)
     said = refusals(recipe_path, f"data.states={copy}", f"output_dir={output}", "train.max_steps=20")
-    assert f"{copy / name}: " in said and problem in said and "data_gen/capture.py --verify" in said
+    assert f"{copy / name}: " in said and problem in said and "draftsmith capture --verify" in said
     capture(recipe_path, f"data.states={copy}", "--verify")
     assert files_of(copy) == files_of(store)
 

@@ -188,7 +188,7 @@ def test_what_a_template_sets_itself_is_no_switch(tmp_path: Path, template: str,
 
 def test_thinking_is_said_once(tmp_path: Path) -> None:
     make_dir(tmp_path, THINKING)
-    with pytest.raises(UserError, match=r"enable_thinking is what target\.thinking sets"):
+    with pytest.raises(UserError, match=r"enable_thinking conflicts with target\.thinking"):
         load_tokenizer(section(tmp_path, thinking=True, template_args={"enable_thinking": False}))
 
 
@@ -203,7 +203,7 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
         load_tokenizer(section(make_dir(tmp_path / "tuned", CHAT_TEMPLATE)))
     )
     file.write_text("line one\n{% if messages %}\n{% endfor %}")
-    with pytest.raises(UserError, match=r"target\.chat_template: the chat template is no Jinja template: line 3: "):
+    with pytest.raises(UserError, match="the chat template is not a valid Jinja template: line 3: "):
         load_tokenizer(wished)
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"target\.chat_template: cannot read .*chat\.jinja"):

@@ -270,7 +270,7 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     assert len(raised.value.problems) == 4
     drafters = [problem for problem in raised.value.problems if "no drafter here" in problem]
     assert drafters[0].startswith("eval.also.0.drafter: nowhere: ")  # which --compare 'eval.drafter=nowhere' shares
-    assert drafters[0].endswith("(and so for 1 other contender)")
+    assert drafters[0].endswith("(also affects 1 other contender)")
     assert drafters[1].startswith("--compare 'eval.drafter=elsewhere': eval.drafter: elsewhere: ")
     with pytest.raises(UserError, match=r"eval\.max_new_tokens 512 leaves no room"):
         run_main(acceptance, place / "recipe.yaml", "eval.max_new_tokens=512")
@@ -305,7 +305,7 @@ def test_every_problem_has_its_place(place: Path) -> None:
     assert len(problems) == len(starts)
     for problem, start in zip(problems, starts, strict=True):
         assert problem.startswith(start), problem
-    assert problems[1].endswith("(and so for 1 other contender)")
+    assert problems[1].endswith("(also affects 1 other contender)")
 
 
 # The folder and files of a run.

@@ -49,9 +49,9 @@ from draftsmith.recipes.command import console
 console.help_text()
 assert "pydantic" not in sys.modules  # draftsmith --help
 from draftsmith.recipes.command.cli import run
-needs = {{"train": "regenerate.py writes it", "rank-vocab": "regenerate.py", "evaluate": "eagle3.py writes it",
-         "regenerate": "data.prompts", "capture": "regenerate.py", "conversations": "regenerate.py",
-         "contamination": "eval.prompts", "report": "acceptance.py"}}
+needs = {{"train": "run `draftsmith regenerate` first", "rank-vocab": "draftsmith regenerate",
+         "evaluate": "run `draftsmith train` first", "regenerate": "data.prompts", "capture": "draftsmith regenerate",
+         "conversations": "draftsmith regenerate", "contamination": "eval.prompts", "report": "draftsmith evaluate"}}
 for name, script in console.SCRIPTS.items():
     main = importlib.import_module(script.module).main
     wrong = [["--help"], ["nothere.yaml"] * (name not in ("init", "completion")), ["r.yaml"] * (name in needs)]

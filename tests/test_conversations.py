@@ -310,8 +310,8 @@ def test_bad_lines_are_counted_and_passed_over(tmp_path: Path) -> None:
     [
         ("", "the file is empty"),
         ("\n\n", "the file is empty"),
-        ('{"id": "torn', "gives no training row; "),
-        ('{"id": "u", "messages": [{"role": "user", "content": "q"}]}', "gives no training row; "),
+        ('{"id": "torn', "contains no usable training rows; "),
+        ('{"id": "u", "messages": [{"role": "user", "content": "q"}]}', "contains no usable training rows; "),
     ],
 )
 def test_nothing_usable_is_an_error(tmp_path: Path, content: str, reason: str) -> None:
@@ -328,12 +328,12 @@ def test_empty_mask_rejects_one_and_stops_for_all(tmp_path: Path) -> None:
     marked, empty = {"id": "m", "messages": talk("q", "x")}, {"id": "e", "messages": talk("q", "y")}
     found, rejects = read(write(tmp_path / "c.jsonl", marked, empty), tokenizer=tokenizer)
     assert [row.id for row in found] == ["m"] and rejects.counts == {"empty mask": 1}
-    with pytest.raises(UserError, match=r"gives no training row; 2 records rejected \(2 empty mask"):
+    with pytest.raises(UserError, match=r"contains no usable training rows; 2 records rejected \(2 empty mask"):
         read(write(tmp_path / "c.jsonl", empty, empty), tokenizer=tokenizer)
 
 
 def test_missing_file_and_other_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"does not exist; data_gen/regenerate\.py writes it"):
+    with pytest.raises(UserError, match=r"does not exist; run `draftsmith regenerate` first"):
         read(tmp_path / "none.jsonl")
     other = make_tokenizer()
     other.add_tokens([AddedToken("<tool>")])

@@ -176,7 +176,7 @@ def test_a_damaged_table_loses_the_damaged_rows_alone(
     content = bytearray(path.read_bytes())
     content[start + size // 2 : start + size] = b"\xff" * (size - size // 2)
     path.write_bytes(content)
-    with pytest.raises(UserError, match=r"none of its first records .*a\.parquet:1: damaged .*fetch it anew"):
+    with pytest.raises(UserError, match=r"none of its first records .*a\.parquet:1: damaged .*fetch it again"):
         rank_by([{"source": str(path)}])
 
 

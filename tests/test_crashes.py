@@ -361,7 +361,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_is_used(
     left = files_of(tmp_path / "run")
     ending = lab.run(TRAIN, arguments(recipe, tmp_path / "run"))
     assert ending.status == 2 and "Traceback" not in ending.output
-    assert ending.output.count("model.safetensors has ") == 2 and "delete the folder to start anew" in ending.output
+    assert ending.output.count("model.safetensors has ") == 2 and "delete the folder to start again" in ending.output
     assert files_of(tmp_path / "run") == left  # a second start must not begin anew
 
 

@@ -122,7 +122,7 @@ def test_damaged_numbers_are_named(tmp_path: Path, damage: Any, said: str) -> No
     evaluate(recipe, [("a", "c", "0", 1)])
     path = recipe.eval_out / "acceptance.json"
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
-    with pytest.raises(UserError, match=r"acceptance\.json: .*not written by this version") as raised:
+    with pytest.raises(UserError, match=r"acceptance\.json: .*written by another version") as raised:
         report_files.read_acceptance(path)
     assert said in str(raised.value)
     path.write_text('{"a": ' * 100_000)
@@ -132,16 +132,16 @@ def test_damaged_numbers_are_named(tmp_path: Path, damage: Any, said: str) -> No
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = make_recipe(tmp_path)
-    with pytest.raises(UserError, match=r"acceptance\.json does not exist; eval/acceptance\.py writes it"):
+    with pytest.raises(UserError, match=r"acceptance\.json does not exist; run `draftsmith evaluate` first"):
         script_lines(recipe, capsys)
     recipe.eval_out.mkdir(parents=True)
     (recipe.eval_out / "acceptance.json").write_text('{"tau": 1}')
-    with pytest.raises(UserError, match="not written by this version"):
+    with pytest.raises(UserError, match="written by another version"):
         script_lines(recipe, capsys)
     evaluate(recipe, [("a", None, "0", 1)])
     report_files.generations_path(recipe).unlink()
     before = sorted(tmp_path.rglob("*"))
     planned = "\n".join(script_lines(recipe, capsys, "--plan"))
-    assert "generations.jsonl: not there, the report does without" in planned and "report.html" in planned
+    assert "generations.jsonl: missing; the report will omit it" in planned and "report.html" in planned
     assert sorted(tmp_path.rglob("*")) == before  # a plan writes nothing
     assert "Answers, round by round" not in page_of(recipe)

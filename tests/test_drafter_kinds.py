@@ -208,7 +208,9 @@ def test_clipping_by_value_clips_each_element(recipe_of: Any, monkeypatch: pytes
 
 def test_another_kind_s_script_says_which_is_its_own(recipe_of: Any) -> None:
     for name, script, right in (("poss", "eagle", "poss"), ("hass", "eagle3", "eagle"), ("eagle3.1", "poss", "eagle3")):
-        with pytest.raises(UserError, match=rf"drafter\.kind: {right}, which train/{right}\.py trains"):
+        with pytest.raises(
+            UserError, match=rf"drafter\.kind: {right}; `draftsmith train` \(or train/{right}\.py\) trains"
+        ):
             train(recipe_of(name), script=script)
     command = [sys.executable, "train/eagle.py", str(recipe_of("poss")), "train.max_steps=1"]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -549,7 +551,7 @@ def test_a_plan_names_the_script_that_comes_first(
     path = evaluation(target_dir, tmp_path, kind="poss", positions_per_specialist=3)
     run_main(acceptance, path, "--plan")
     said = capsys.readouterr().out
-    assert "not there; train/poss.py comes first" in said
+    assert "missing; run `draftsmith train`" in said
     assert "poss-3, tree of 8" in said
     assert [c.name for c in contenders_of(load_recipe(path))] == ["poss-3, tree of 8"]
 

@@ -60,10 +60,10 @@ def test_a_model_that_is_nowhere_is_told_after_one_question(
     answering: Any, error: type[Exception], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = answering(error)
-    with pytest.raises(UserError, match=rf"^target\.model: 'nothere' is no folder in .*, and .*{said}"):
+    with pytest.raises(UserError, match=rf"^target\.model: 'nothere' is not a folder in .*, and .*{said}"):
         load_tokenizer(TargetSection(model="nothere", revision="v9"))
     assert asked.asked == 1
-    assert capsys.readouterr().err == "'nothere' is no folder here; asking the Hugging Face Hub\n"
+    assert capsys.readouterr().err == "'nothere' is not a folder here; asking the Hugging Face Hub\n"
 
 
 def test_a_cached_model_needs_no_hub(answering: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +87,7 @@ def test_offline_the_hub_is_not_asked(answering: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("name", ["a--b", "a..b", "org/a--b"])
 def test_a_name_that_the_hub_could_not_have(name: str) -> None:
-    with pytest.raises(UserError, match=r"is no folder in .*, and no name that a model of the Hub could have"):
+    with pytest.raises(UserError, match=r"is not a folder in .*, and no name that a model of the Hub could have"):
         hub.check_model(name, None)
 
 

@@ -150,6 +150,24 @@ def shared_names(root: Path) -> list[str]:
     ]
 
 
+def named_scripts(root: Path) -> list[str]:
+    """Messages that name a script, which an installed package does not have, or a command that does not exist."""
+    problems = []
+    for _, path in modules(root):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstrings = {
+            id(node.value)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                named = re.findall(rf"(?:{'|'.join(SCRIPT_ROOMS)})/\w+\.py(?=\W* \w)", node.value)
+                named += [name for name in re.findall(r"`draftsmith ([\w-]+)", node.value) if name not in SCRIPTS]
+                problems += [f"{path.relative_to(root)}:{node.lineno}: a message names {name}" for name in named]
+    return problems
+
+
 def not_scripts(root: Path) -> list[str]:
     """Modules at the top of a folder of scripts that `draftsmith` does not know: they belong into a sub-folder."""
     kinds = get_args(DrafterSection.model_fields["kind"].annotation)
@@ -181,7 +199,16 @@ def undeclared(root: Path) -> list[str]:
     return problems
 
 
-CHECKS = [unpackaged, shadowing, forbidden_imports, private_imports, shared_names, not_scripts, undeclared]
+CHECKS = [
+    unpackaged,
+    shadowing,
+    forbidden_imports,
+    private_imports,
+    shared_names,
+    named_scripts,
+    not_scripts,
+    undeclared,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -240,6 +267,18 @@ def test_names_with_two_meanings_are_caught(tree: Path):
     assert shared_names(tree) == [
         "Shape has two meanings, in eval/wrong.py and train/wrong.py",
         "cut has two meanings, in eval/wrong.py and train/wrong.py",
+    ]
+
+
+def test_messages_that_name_scripts_are_caught(tree: Path):
+    (tree / "eval" / "wrong.py").write_text(
+        '"""Behind eval/plan.py, which plans."""\n\n'
+        'FINE = "run `draftsmith plan` first"\nPATH = "eval/plan.py"\n'
+        'UNKNOWN = "run `draftsmith prune`"\nWRONG = f"{FINE}: eval/plan.py writes it"\n'
+    )
+    assert named_scripts(tree) == [
+        "eval/wrong.py:5: a message names prune",
+        "eval/wrong.py:6: a message names eval/plan.py",
     ]
 
 

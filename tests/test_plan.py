@@ -374,7 +374,7 @@ def test_plan_without_conversations_says_what_comes_first(tmp_path: Path, capsys
     bounded = plan(path, capsys, "data.prompts=hf:org/name", "data.max_prompts=1000")
     assert "about 1,000" in bounded["rows"] and "about 100,000" in bounded["tokens"]
     assert "assumed: data.max_prompts rows" in bounded["rows"] and "about" in bounded["steps"]
-    with pytest.raises(UserError, match=r"regenerate\.py writes it"):
+    with pytest.raises(UserError, match=r"run `draftsmith regenerate` first"):
         plan(path, capsys, "data.prompts=null")
 
 
@@ -451,11 +451,11 @@ def test_plan_of_the_evaluation_before_training(tmp_path: Path, capsys: pytest.C
         return capsys.readouterr().out
 
     text = printed("--plan")
-    assert "train/eagle3.py comes first" in text and "memory" in text and "CANNOT WORK" not in text
+    assert "run `draftsmith train`" in text and "memory" in text and "CANNOT WORK" not in text
     full = printed("eval.max_new_tokens=512", "--plan")
     assert "CANNOT WORK: eval.max_new_tokens 512 leaves no room for a prompt in the target's 512 positions" in full
     for arguments in ([], [f"eval.drafter={tmp_path / 'gone'}", "--plan"]):
-        with pytest.raises(UserError, match=r"no drafter|drafter: .* does not exist; train/eagle3.py writes it"):
+        with pytest.raises(UserError, match=r"no drafter|drafter: .* does not exist; run `draftsmith train` first"):
             printed(*arguments)
 
 

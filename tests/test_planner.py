@@ -440,7 +440,7 @@ def test_drawn_answers_of_several_are_nobody_s(
     [
         (None, {"tokenizer_fingerprint": "0" * 64}, "recorded from another target: tokenizer_fingerprint"),
         ([9999, 4], {}, "token 9999 is outside the target's vocabulary"),
-        ([4], {}, "holds no answer of two tokens or more"),
+        ([4], {}, "every answer is a single token"),
     ],
 )
 def test_answers_that_cannot_serve_are_refused_before_anything_is_loaded(

@@ -245,7 +245,7 @@ def test_no_whole_checkpoint_ends_all_ranks_with_one_message(place: Place, tmp_p
     shutil.copytree(place.whole(2)[0], output)
     for checkpoint in list_checkpoints(output / "checkpoints"):
         cut(checkpoint / "model.safetensors")
-    check_refused(place.run(output, 2), "[rank 0] error: 3 problems", "delete the folder to start anew")
+    check_refused(place.run(output, 2), "[rank 0] error: 3 problems", "delete the folder to start again")
 
 
 def check_refused(ending: Ending, *words: str) -> None:
@@ -264,7 +264,7 @@ def test_ranks_that_see_otherwise_do_not_wait_for_each_other(place: Place, tmp_p
         (2, "train.max_steps=9", ("train.max_steps: rank 0 has 12, rank 1 has 9",)),
         (0, f"output_dir={other}", ("draft vocabulary: rank 0 has '", ", rank 1 has '")),
     ):
-        check_refused(place.run(run, stage, more={1: [more]}), "do not train alike", *words)
+        check_refused(place.run(run, stage, more={1: [more]}), "the processes disagree", *words)
         assert not (run / "checkpoints").exists()
     shutil.copytree(place.whole(2)[0], run, dirs_exist_ok=True)
     to_train(other, CONVERSATIONS)

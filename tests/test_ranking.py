@@ -185,7 +185,7 @@ def test_answers_that_are_wanted_for_comparison_alone_block_nothing(place: Path,
     beyond = json.dumps({"id": "c", "messages": [{"role": "user", "content": "x"}], "turns": [turn]})
     for content, words in [
         ("", "data.conversations: "),
-        ("{torn\n", "holds no token to count|data.conversations: "),
+        ("{torn\n", "holds no tokens to count|data.conversations: "),
         (beyond, f"token {VOCAB_SIZE + 7} is outside"),
     ]:
         (place / "out").mkdir(exist_ok=True)
@@ -269,12 +269,12 @@ def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Scrip
         (2, "none*.txt: no such file"),
         (3, "is a folder; name its files by a pattern"),
         (4, "nothing.txt: empty"),
-        (5, "blank.jsonl: there is no record in it"),
+        (5, "blank.jsonl: it holds no records"),
         (6, "none of its first records can be used: .*nofield.jsonl:1: no text: no field `text` .* among body, n"),
         (7, "no field `text` and no conversation among body; name the field"),
-        (8, "fake.parquet:1: damaged file: cannot be read as parquet: .*; fetch it anew"),
+        (8, "fake.parquet:1: damaged file: cannot be read as parquet: .*; fetch it again"),
         (9, "array.json: a .json array cannot be read piece by piece"),
-        (10, "binary.bin:1: is no text"),
+        (10, "binary.bin:1: is not text"),
         (11, "good.jsonl is listed twice"),
         (13, "write hf:org/name"),
         (14, "datasets cannot load it"),
@@ -288,7 +288,7 @@ def test_all_sources_that_are_wrong_are_told_at_once(place: Path, rank_by: Scrip
 
 def test_a_source_of_bad_records_alone_is_told(place: Path, rank_by: Script) -> None:
     a = write_lines(place / "a.jsonl", [{"messages": [{"role": "user", "content": "alone"}]}] * 3)
-    with pytest.raises(UserError, match=r"a\.jsonl holds no token to count: 3 documents, 3 records rejected"):
+    with pytest.raises(UserError, match=r"a\.jsonl holds no tokens to count: 3 documents, 3 records rejected"):
         rank_by([{"source": str(a)}])
     assert not token_counts(place).exists()
 

@@ -198,25 +198,25 @@ def test_what_changed_is_counted_anew_with_a_word(place: Path, rank_by: Script, 
     b.write_text("the dog ran")
     sources = [{"source": str(a)}, {"source": str(b)}]
     printed = rank_by(sources)
-    assert "counted anew" not in printed and "counted before" not in printed
+    assert "counted again" not in printed and "counted before" not in printed
     # Weights and company change nothing.
     assert rank_by([{"source": str(b), "weight": 2.5}]).count("counted before") == 1
     write_lines(a, [{"text": "the mat"}])
     printed = rank_by(sources)
-    assert f"{a}: counted anew: its files changed" in printed and f"{b}: counted before" in printed
+    assert f"{a}: counted again: its files changed" in printed and f"{b}: counted before" in printed
     corpus = load_corpora(token_counts(place))[0]
     assert as_counter(corpus.counts) == counted(["the mat"], make_tokenizer()) and corpus.rejected == 0
     assert not list((place / "out/ranking").glob("*a-jsonl*.rejects.jsonl"))
-    assert f"{a}: counted anew: its max_documents changed" in rank_by([{"source": str(a), "max_documents": 1}])
+    assert f"{a}: counted again: its max_documents changed" in rank_by([{"source": str(a), "max_documents": 1}])
     state = corpus_counts.progress_path(place / "out/ranking", str(b))
     state.write_bytes(state.read_bytes()[:-7])
-    assert f"{b}: counted anew: {state} cannot be read" in rank_by([{"source": str(b)}])
+    assert f"{b}: counted again: {state} cannot be read" in rank_by([{"source": str(b)}])
     recipe = yaml.safe_load((place / "recipe.yaml").read_text())
     template = place / "other.jinja"
     template.write_text(make_tokenizer().get_chat_template() + " ")
     recipe["target"]["chat_template"] = str(template)
     (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert f"{b}: counted anew: its tokenizer changed" in rank_by([{"source": str(b)}])
+    assert f"{b}: counted again: its tokenizer changed" in rank_by([{"source": str(b)}])
 
 
 def test_a_dataset_that_breaks_off_goes_on(place: Path, rank_by: Script, monkeypatch: pytest.MonkeyPatch) -> None:

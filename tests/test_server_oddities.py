@@ -30,8 +30,11 @@ ODD = {
     "half a character in an error": (response(b'{"error": "so \\ud800"}', 500), "500: so"),
     "a terminal's escapes": (response(b'{"error": "so \\u001b[31mred"}', 500), "500: so [31mred"),
     "an id of 5,000 digits": (completion(logprobs={"tokens": ["token_id:" + "9" * 5000]}), "no stop token|the text|"),
-    "a number of 5,000 digits": (response(b"9" * 5000), "the reply is no JSON"),
-    "a reason that is no text": (completion(finish_reason={"type": "stop"}), "finish_reason of the reply is no text"),
+    "a number of 5,000 digits": (response(b"9" * 5000), "the reply is not JSON"),
+    "a reason that is not text": (
+        completion(finish_reason={"type": "stop"}),
+        "finish_reason of the reply is not a string",
+    ),
     "moved": (response(b"gone elsewhere", 302), "302: gone elsewhere"),
     "accepted": (response(b"later", 202), "202: later"),
     "a charset that is none": (response(b"ab", 500, "Content-Type: text/plain; charset=hex"), "500: ab"),

@@ -77,7 +77,7 @@ def test_names_of_the_model(place: Place) -> None:
         assert {record["generator"]["served_model"] for record in place.check()} == {"a"}
         place.ask(3)
         place.use(two)
-        with pytest.raises(UserError, match="with served_model a, what stands there now has b: the target was changed"):
+        with pytest.raises(UserError, match="with served_model a, the model there now has b: the target was changed"):
             place.run()
 
 
@@ -93,7 +93,7 @@ NO_IDS = b'{"error": {"message": "cannot unmarshal array into field prompt of ty
         (response(b'{"message": "The model `fake` does not exist."}', 404), "does it still serve data.generator"),
         (response(NO_IDS, 400), "{url}/completions refuses a prompt of one token id (refused: 400: cannot unmarshal"),
         (response(b'{"error": "Unexpected endpoint"}'), "{url}: error in the reply: Unexpected endpoint"),
-        (response(PAGE), "{url}: the reply is no JSON (malformed JSON: Expecting value"),
+        (response(PAGE), "{url}: the reply is not JSON (malformed JSON: Expecting value"),
         (response(PAGE, 502), "{url}: 502: an HTML page"),
     ],
 )
@@ -187,7 +187,7 @@ def test_stop_tokens_that_servers_strip(tokenizer: PreTrainedTokenizerBase) -> N
 def test_text_of_more_tokens_than_asked_for_is_cut(tokenizer: PreTrainedTokenizerBase) -> None:
     ids, reason, retokenised = read(tokenizer, text="zqxjvkwzqxjvk", finish_reason="stop")
     assert (len(ids), reason, retokenised) == (6, "length", True)
-    # Half a character at the end of a cut answer is no text of the target's.
+    # Half a character at the end of a cut answer is not text of the target's.
     assert read(tokenizer, text="the cat\ufffd", finish_reason="length")[0] == tokenizer("the cat")["input_ids"]
 
 

@@ -102,7 +102,7 @@ def test_the_page_s_target_answers_in_its_own_precision(tmp_path: Path, monkeypa
 def test_a_tree_that_cannot_be_drafted_is_said_before_it_is(target_dir: Path, drafter_dir: Path) -> None:
     speculator = Speculator.load(str(target_dir), drafter_dir)
     for tree, message in (
-        (TreeSection(policy="auto"), r"tree\.policy: auto measures this machine .* eval/plan\.py"),
+        (TreeSection(policy="auto"), r"tree\.policy: auto measures this machine .* `draftsmith plan`"),
         (TreeSection(nodes=700, top_k=100), r"tree: 700 nodes, .* in a target of 512 positions; set nodes and"),
         (TreeSection(policy="chain", nodes=600), "tree: 600 nodes, 599 draft calls deep, in a target of 512 pos"),
         (TreeSection(vocab_size=9), "tree.vocab_size needs token_counts"),

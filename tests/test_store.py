@@ -486,7 +486,7 @@ def test_the_plan_of_training_counts_no_target(
 
 def test_no_store_or_an_unfinished_one_is_told(recipe_path: Path, copy: Path, tmp_path: Path) -> None:
     nothing = refusals(recipe_path, f"data.states={tmp_path / 'nothing'}")
-    assert "no hidden states in" in nothing and "data_gen/capture.py writes them" in nothing
+    assert "no hidden states in" in nothing and "run `draftsmith capture` first" in nothing
     manifest = StoreManifest.read(copy)
     assert manifest is not None
     del manifest.shards[1]

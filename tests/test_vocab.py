@@ -90,7 +90,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 def test_load_refuses_what_is_no_draft_vocabulary(tmp_path: Path) -> None:
     path = tmp_path / "v.safetensors"
-    with pytest.raises(UserError, match=r"no such draft vocabulary; data_gen/rank_vocab\.py"):
+    with pytest.raises(UserError, match=r"no such draft vocabulary; run `draftsmith rank-vocab`"):
         DraftVocab.load(path)
     path.write_bytes(b"")
     with pytest.raises(UserError, match="not a readable safetensors file"):
@@ -284,12 +284,12 @@ def test_damaged_token_counts_are_refused(
     save_file(tensors, path, metadata=None if changed is None else GOOD | changed)
     with pytest.raises(UserError, match=message) as caught:
         load_token_counts(path)
-    assert str(path) in str(caught.value) and "data_gen/rank_vocab.py" in str(caught.value)
+    assert str(path) in str(caught.value) and "draftsmith rank-vocab" in str(caught.value)
 
 
 def test_files_that_are_no_token_counts_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "counts.safetensors"
-    with pytest.raises(UserError, match=r"no such token counts; `python data_gen/rank_vocab\.py <recipe>` writes"):
+    with pytest.raises(UserError, match=r"no such token counts; `draftsmith rank-vocab` writes"):
         load_token_counts(path)
     save_file({"counts": torch.arange(100)}, path, metadata=GOOD)
     whole = path.read_bytes()

@@ -12,7 +12,8 @@ the earlier classifier, if there was one. Then: eval.tree.policy=c2t eval.tree.c
 As published (arXiv 2502.13652, section 4.1): binary cross-entropy, Adam, 1e-3, batches of 1,024 rows, 10 epochs, 95 %
 of the data for training; calibration with 1e-4 on a tenth of the data. What the paper leaves open:
 - validation keeps out whole trees, because siblings share their entropy;
-- every epoch draws classifier.negative_ratio rejected rows for each accepted one anew; validation counts all rows;
+- training reads classifier.negative_ratio rejected rows for each accepted one, resampled every epoch; validation counts
+  all rows;
 - the epoch with the highest recall on validation trees is chosen; of equal ones that with the lowest positive rate,
   then the first. Both count C >= 0.5 as positive: a node more likely accepted than not, under the distribution of the
   sub-sampled rows. Recall alone favours an epoch that lets everything pass: watch the positive rate.

@@ -150,8 +150,8 @@ class ConversationLog:
             kept = "" if self.content.done else self._keep_torn()
             self._file.truncate(self.content.whole_bytes)
             print(
-                f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off{kept}; it is made "
-                "anew"
+                f"{path}: its last line was torn ({self.content.torn_bytes} bytes) and was cut off{kept}; it "
+                "is made again"
             )
         self._synced = time.monotonic()
         self.appended = 0  # lines of this run
@@ -167,7 +167,7 @@ class ConversationLog:
         others = self.content.learned.get(name, set()) - {value}
         if others:
             raise UserError(
-                f"{self.path}: written by {self._generator['target']} with {name} {min(others)[:64]}, what stands "
+                f"{self.path}: written by {self._generator['target']} with {name} {min(others)[:64]}, the model "
                 f"there now has {value[:64]}: the target was changed; use another output_dir"
             )
         self._generator[name] = value

@@ -262,10 +262,10 @@ class Progress:
             state = parse_json(metadata["progress"])
             was = state.pop("identity")
             if changed := sorted(key for key in {*was, *identity} if was.get(key) != identity.get(key)):
-                return fresh, f"counted anew: its {' and '.join(changed)} changed"
+                return fresh, f"counted again: its {' and '.join(changed)} changed"
             found = cls(path, identity, tensors["counts"], **state)
         except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return fresh, f"counted anew: {path} cannot be read ({str(error).splitlines()[0]})"
+            return fresh, f"counted again: {path} cannot be read ({str(error).splitlines()[0]})"
         return found, "counted before" if found.complete else f"resumes behind {found.documents:,} documents"
 
     def save(self) -> None:

@@ -61,7 +61,7 @@ def counts_path_of(recipe: Recipe) -> Path:
 
 def plan(recipe: Recipe, size: int, vocab_size: int) -> Iterator[str]:
     conversations, sources = recipe.conversations_path, recipe.data.ranking.sources
-    missing = "" if conversations.exists() else ", which data_gen/regenerate.py has yet to write"
+    missing = "" if conversations.exists() else ", which `draftsmith regenerate` has yet to write"
     answers = f"the supervised tokens of {conversations}{missing}"
     check_corpora(sources, look=False)
     if not sources:
@@ -134,8 +134,8 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
     problems: list[str] = []
     if ANSWERS in weights and not answers_there:
         problems.append(
-            f"data.ranking.sources: {ANSWERS}: {recipe.conversations_path} does not exist; data_gen/regenerate.py "
-            "writes it, or name a file in data.conversations"
+            f"data.ranking.sources: {ANSWERS}: {recipe.conversations_path} does not exist; run `draftsmith "
+            "regenerate` first, or name a file in data.conversations"
         )
     corpora: list[Corpus] = []
     with collected(problems):
@@ -155,7 +155,7 @@ def count_corpora(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size
         for corpus in corpora:
             found[corpus.name] = count_corpus(corpus, folder, fingerprint, processes)
     empty = [
-        f"data.ranking.sources: {corpus.source} holds no token to count: {corpus.documents:,} documents, "
+        f"data.ranking.sources: {corpus.source} holds no tokens to count: {corpus.documents:,} documents, "
         f"{corpus.rejected:,} records rejected"
         for corpus in found.values()
         if not corpus.tokens
@@ -183,7 +183,7 @@ def count_answers(
     if check:
         check.report()
     if not counts.any():
-        raise UserError(f"{recipe.conversations_path} holds no token to count; {rejects.summary()}")
+        raise UserError(f"{recipe.conversations_path} holds no tokens to count; {rejects.summary()}")
     print(f"{ANSWERS}: {int(counts.sum()):,} tokens in {len(ids):,} conversations; {rejects.summary()}")
     return CorpusCounts(ANSWERS, counts, weight, len(ids), rejects.total)
 

@@ -144,12 +144,12 @@ class Corpus:
         except UserError as error:
             return error.problems
         if not reason:
-            return [f"{self.name}: there is no record in it"]
+            return [f"{self.name}: it holds no records"]
         hint = ""
         if "no text" in reason:
             hint = "; name the field that holds the text in text_field"
         elif "damaged file" in reason:
-            hint = "; fetch it anew, or leave it out"
+            hint = "; fetch it again, or leave it out"
         return [f"{self.name}: none of its first records can be used: {reason}{hint}"]
 
 
@@ -215,7 +215,7 @@ class FileCorpus(Corpus):
                 for content in file if kind == "line" else _pieces(file):
                     opens, place = kind == "line" or offset == 0, line + 1
                     if kind == "piece" and opens and b"\0" in content:
-                        reason = "is no text; known are text, .jsonl and .parquet, and .gz of the first two"
+                        reason = "is not text; this reads text, .jsonl and .parquet, and .gz of the first two"
                         yield Item("bad", path, place, reason)
                         return
                     offset += len(content)

@@ -96,7 +96,7 @@ def training_rows(
         leave_out: for example the contamination check; called for every readable conversation.
     """
     path = Path(path)
-    need(("data.conversations", path, "data_gen/regenerate.py"))
+    need(("data.conversations", path, "regenerate"))
     if problem := check_source(str(path)):
         raise UserError(f"data.conversations: {problem}")
     fingerprint, usable = tokenizer_fingerprint(tokenizer), 0
@@ -119,7 +119,7 @@ def training_rows(
             usable += 1
             yield row
     if not usable:
-        raise UserError(f"data.conversations: {path} gives no training row; {rejects.summary()}")
+        raise UserError(f"data.conversations: {path} contains no usable training rows; {rejects.summary()}")
 
 
 def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow]:

@@ -57,7 +57,7 @@ class Completion:
         Raises BadAnswer for an error or a malformed reply.
         """
         if not isinstance(body, dict):
-            raise BadAnswer("the reply is no JSON object")
+            raise BadAnswer("the reply is not a JSON object")
         if body.get("error"):
             raise BadAnswer(f"error in the reply: {error_text(body)}")
         if isinstance(body.get("model"), str):
@@ -74,7 +74,7 @@ class Completion:
         choice = choices[0]
         text, ids = choice.get("text") or "", _token_ids(choice)
         if not isinstance(text, str):
-            raise BadAnswer("the text of the reply is no text")
+            raise BadAnswer("the text of the reply is not a string")
         if self.finish_reason and (text or ids):
             raise BadAnswer("the reply continues after its finish_reason")
         self.text += text
@@ -85,7 +85,7 @@ class Completion:
             self.prompt_token_ids = choice["prompt_token_ids"]
         reason = choice.get("finish_reason")
         if reason is not None and not isinstance(reason, str):
-            raise BadAnswer(f"the finish_reason of the reply is no text: {one_line(repr(reason))}")
+            raise BadAnswer(f"the finish_reason of the reply is not a string: {one_line(repr(reason))}")
         self.finish_reason = reason or self.finish_reason
         for key in ("stop_reason", "matched_stop"):  # vLLM, SGLang
             if choice.get(key) is not None:

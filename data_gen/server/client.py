@@ -224,7 +224,7 @@ def _parsed(data: bytes) -> Any:
     try:
         return parse_json(data)
     except ValueError as error:
-        raise BadAnswer(f"the reply is no JSON ({error}): {_text_of(data)}") from None
+        raise BadAnswer(f"the reply is not JSON ({error}): {_text_of(data)}") from None
 
 
 def _error_of(content: bytes) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from draftsmith.recipes.command.cli import tell
+from draftsmith.recipes.command.cli import print_problems
 from draftsmith.recipes.errors import UserError
 
 POLL_SECONDS = 0.1
@@ -125,7 +125,7 @@ class Team:
                 raise
             if self.count("speakers", 1) > 1:
                 self.wait(lambda: False)
-            tell(error.problems)
+            print_problems(error.problems)
             self.count(FAILED, 1)
             sys.exit(2)
         except Exception:

@@ -46,7 +46,7 @@ class Manifest:
     OF: ClassVar[str]
     COUNTS: ClassVar[tuple[str, ...]]
     KEY: ClassVar[str]  # of the recipe: names the folder
-    SCRIPT: ClassVar[str]  # writes such folders
+    COMMAND: ClassVar[str]  # writes such folders
     VERB: ClassVar[str]  # what the script does
     DONE: ClassVar[str]  # what it has done
 
@@ -83,7 +83,9 @@ class Manifest:
             raise UserError(f"{path}: {error}; delete the folder and {cls.VERB} again") from None
         if not isinstance(words, dict) or words.get("kind") != cls.KIND:
             what = cls.KIND.replace("_", " ")
-            raise UserError(f"{path}: not a manifest of {what} (kind: {cls.KIND}); {cls.SCRIPT} writes one")
+            raise UserError(
+                f"{path}: not a manifest of {what} (kind: {cls.KIND}); `draftsmith {cls.COMMAND}` writes one"
+            )
         try:
             check_counts("manifest", words, (cls.OF,))
             manifest = cls(words["made_of"], words[cls.OF])

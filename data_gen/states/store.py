@@ -234,7 +234,7 @@ class StoreManifest(Manifest):
 
     KIND, OF = "hidden_states", "of_shards"
     COUNTS = ("rows", "tokens", "teacher_tokens", "nonfinite_rows", "bytes")
-    KEY, SCRIPT, VERB, DONE = "data.states", "data_gen/capture.py", "capture", "captured"
+    KEY, COMMAND, VERB, DONE = "data.states", "capture", "capture", "captured"
 
     @property
     def complete(self) -> bool:
@@ -304,11 +304,11 @@ class Store:
         self.directory = directory
         manifest = StoreManifest.read(directory)
         if manifest is None:
-            raise UserError(f"data.states: no hidden states in {directory}; data_gen/capture.py writes them")
+            raise UserError(f"data.states: no hidden states in {directory}; run `draftsmith capture` first")
         if not manifest.complete:
             raise UserError(
                 f"data.states: {directory} has {len(manifest.shards):,} of {manifest.of:,} shards; run "
-                "data_gen/capture.py again"
+                "`draftsmith capture` again"
             )
         self.manifest = manifest
         files = [(directory / "target" / name, entry) for name, entry in manifest.files.items()]
@@ -384,7 +384,7 @@ class Store:
 
 
 OPEN_SHARDS = 16
-REPAIR = "copy it again, or run data_gen/capture.py --verify, which rewrites damaged files"
+REPAIR = "copy it again, or run `draftsmith capture --verify`, which rewrites damaged files"
 
 
 def _starts(shard: Any) -> tuple[list[int], list[int]]:

@@ -111,7 +111,7 @@ class TreesManifest(Manifest):
 
     KIND, OF = "labelled_trees", "of_answers"
     COUNTS = ("answers", "trees", "rows", "accepted", "dropped_nan", "dropped_beyond")
-    KEY, SCRIPT, VERB, DONE = "labels.out", "data_gen/label_trees.py", "label", "labelled"
+    KEY, COMMAND, VERB, DONE = "labels.out", "label-trees", "label", "labelled"
 
     def _facts(self) -> dict[str, Any]:
         return {"complete": self.complete}
@@ -144,7 +144,7 @@ def check_rows(directory: Path, manifest: TreesManifest | None, entropy_over: in
     """
     if manifest is None:
         raise UserError(
-            f"{directory}: no labelled trees here ({MANIFEST} is missing); data_gen/label_trees.py writes them"
+            f"{directory}: no labelled trees here ({MANIFEST} is missing); run `draftsmith label-trees` first"
         )
     problems = []
     convention, over = manifest.made_of.get("depth_convention"), manifest.made_of.get("entropy_over")
@@ -163,7 +163,7 @@ def check_rows(directory: Path, manifest: TreesManifest | None, entropy_over: in
     if not manifest.complete:
         problems.append(
             f"{directory}: labelled {manifest.total('answers'):,} of {manifest.of:,} answers so far; run "
-            "data_gen/label_trees.py again, or end it with labels.max_rows"
+            "`draftsmith label-trees` again, or end it with labels.max_rows"
         )
     rows, accepted = manifest.total("rows"), manifest.total("accepted")
     if not 0 < accepted < rows:

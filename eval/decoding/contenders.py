@@ -406,7 +406,7 @@ def _placed(problem: str, places: Sequence[str]) -> str:
         text = f"{place}.{problem.removeprefix('eval.')}"
     else:
         text = problem if place == "eval.tree" else f"{place}: {problem}"
-    return f"{text} (and so for {others} other contender{'s' if others > 1 else ''})" if others else text
+    return f"{text} (also affects {others} other contender{'s' if others > 1 else ''})" if others else text
 
 
 def check_size(tree: TreeSection, positions: int) -> None:

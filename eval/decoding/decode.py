@@ -440,7 +440,9 @@ def _admit(
 def _draws_of(requests: Sequence[Request]) -> list[Draws] | None:
     draws = [request.draws for request in requests if request.draws is not None]
     if draws and len(draws) < len(requests):
-        raise ValueError(f"{len(draws)} of {len(requests)} requests have draws: give all of them some, or none")
+        raise ValueError(
+            f"{len(draws)} of {len(requests)} requests have draws: either every request has draws or none does"
+        )
     return draws or None
 
 

@@ -93,11 +93,11 @@ class Speculator:
         """
         if tree.policy == "auto":
             raise UserError(
-                "tree.policy: auto measures this machine with a recipe's own answers: eval/plan.py does it and prints "
-                "the fastest; give that policy here"
+                "tree.policy: auto measures this machine with a recipe's own answers: `draftsmith plan` does it "
+                "and prints the fastest; give that policy here"
             )
         if tree.vocab_size is not None and token_counts is None:
-            raise UserError("tree.vocab_size needs token_counts: give the file that data_gen/rank_vocab.py wrote")
+            raise UserError("tree.vocab_size needs token_counts: give the file that `draftsmith rank-vocab` wrote")
         counts = None if token_counts is None else Path(token_counts)
         contender = replace(self.contender, tree=tree, token_counts=counts)
         try:

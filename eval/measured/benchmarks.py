@@ -185,7 +185,7 @@ class Bench:
                     progress.set_postfix(tau=f"{tokens / rounds:.2f}")
                 progress.update(len(talks))
         if not results[PLAIN]:
-            raise UserError(f"eval.prompts: not one of {len(asked)} prompts could be asked; {rejects.summary()}")
+            raise UserError(f"eval.prompts: none of the {len(asked)} prompts could be used; {rejects.summary()}")
         return results
 
     def _next_turn(self, talks: list["_Talk"], rejects: Rejects) -> list["_Talk"]:

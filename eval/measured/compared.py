@@ -1,6 +1,6 @@
 """--compare: each argument adds a contender, from another recipe or from overrides of the first.
 
-    B.yaml                                       the tree and drafter of that recipe, whose target must be the same
+    B.yaml                                       the tree and drafter of that recipe (same target required)
     "eval.tree.nodes=16"                         the first recipe with these overrides, any number of them
     "wide: eval.tree.top_k=16 eval.tree.nodes=100"                  with a name for its row
 
@@ -90,7 +90,7 @@ def _is_own(setting: str) -> bool:
 def _not_its_own(path: str, overrides: Sequence[str], setting: str) -> list[str]:
     key, equals, _ = setting.partition("=")
     if not equals:
-        return [f"{setting!r} is no override: write key.path=value, for example eval.tree.nodes=16"]
+        return [f"{setting!r} is not an override: write key.path=value, for example eval.tree.nodes=16"]
     found: list[str] = []
     _loaded(path, [*overrides, setting], found)
     if unknown := [problem for problem in found if problem.startswith(f"override '{setting}': unknown key")]:

@@ -227,9 +227,7 @@ def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Seq
     print(f"time         {likely_time(recipe, names, turns.total())}")
     weights = 0
     for directory in dict.fromkeys(c.drafter for c in contenders if c.drafter is not None):
-        missing = (
-            f": not there; train/{recipe.drafter.kind}.py comes first, with this recipe. Its memory is not counted"
-        )
+        missing = ": missing; run `draftsmith train` with this recipe first. Its memory is not counted"
         print(f"drafter      {directory}{'' if directory.exists() else missing}")
         weights += weight_bytes(directory)
     if models := {c.draft_model.model for c in contenders if c.draft_model is not None}:

@@ -34,7 +34,7 @@ def main(command: Command) -> None:
     acceptance = read_acceptance(recipe.eval_out / "acceptance.json")
     if command.plan:
         for path in (recipe.eval_out / "acceptance.json", generations_path(recipe), metrics_path(recipe)):
-            print(f"reads    {path}{'' if path.exists() else ': not there, the report does without'}")
+            print(f"reads    {path}{'' if path.exists() else ': missing; the report will omit it'}")
         print(f"writes   {recipe.eval_out / 'report.html'}{' and plots as PNG files' if recipe.eval.png else ''}")
         return
     written = write_report(recipe)
@@ -98,12 +98,12 @@ def read_acceptance(path: Path) -> dict[str, Any]:
         check(content, AcceptanceFile)
         return content
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; eval/acceptance.py writes it") from None
+        raise UserError(f"{path} does not exist; run `draftsmith evaluate` first") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(
-            f"{path}: {error}: damaged, or not written by this version of eval/acceptance.py; run that again"
+            f"{path}: {error}: damaged, or written by another version; run `draftsmith evaluate` again"
         ) from None
 
 

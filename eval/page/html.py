@@ -224,8 +224,8 @@ def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[st
     if not groups:
         raise UserError(
             f"{faults[0] + '; it' if faults else f'{path}:'} holds no answer of {contender!r} that can be shown: "
-            "damaged, or of another run or version; run eval/acceptance.py again, or move the file away for a report "
-            "without answers"
+            "damaged, or of another run or version; run `draftsmith evaluate` again, or move the file away for a "
+            "report without answers"
         )
     largest = max(map(len, groups.values()))
     in_turn = (group for i in range(largest) for group, members in groups.items() if i < len(members))

@@ -147,8 +147,8 @@ def read_answers(
         file = path.open("rb")
     except OSError as error:
         raise UserError(
-            f"eval.answers: {path} cannot be read ({error.strerror}); eval/acceptance.py writes a generations.jsonl, "
-            "data_gen/regenerate.py conversations"
+            f"eval.answers: {path} cannot be read ({error.strerror}); `draftsmith evaluate` writes a "
+            "generations.jsonl, `draftsmith regenerate` conversations"
         ) from None
     with file:
         for number, line in enumerate(file, start=1):
@@ -186,7 +186,7 @@ def read_answers(
         more = [f"eval.answers: {path}: {len(faults):,} lines cannot be used; these are the first {SHOWN_FAULTS}"]
         raise UserError([*(more if len(faults) > SHOWN_FAULTS else []), *faults[:SHOWN_FAULTS]])
     if not any(recording.answers.values()):
-        raise _not_lossless(path) if recording.relaxed else UserError(f"eval.answers: {path} holds no answer")
+        raise _not_lossless(path) if recording.relaxed else UserError(f"eval.answers: {path} holds no answers")
     return recording
 
 
@@ -246,8 +246,8 @@ def answers_or_conversations(named: str | None, recipe: Recipe, key: str) -> Pat
     path = Path(named) if named is not None else recipe.conversations_path
     if named is None and not path.exists():
         raise UserError(
-            f"{key}: not given, and there are no conversations in {path}; data_gen/regenerate.py writes them, or name "
-            "a generations.jsonl of eval/acceptance.py"
+            f"{key}: not given, and there are no conversations in {path}; run `draftsmith regenerate` first, or "
+            "name a generations.jsonl of `draftsmith evaluate`"
         )
     return path
 
@@ -256,7 +256,7 @@ def with_rounds(answers: Iterable[RecordedAnswer], path: Path, key: str) -> list
     """Those of two tokens or more. Raises UserError if there are none."""
     found = [answer for answer in answers if len(answer.tokens) > 1]
     if not found:
-        raise UserError(f"{key}: {path} holds no answer of two tokens or more; shorter ones take no round")
+        raise UserError(f"{key}: {path} every answer is a single token; at least two are needed")
     return found
 
 
@@ -308,8 +308,8 @@ def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | N
 
 
 def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
-    """What acceptance.json beside a generations.jsonl says: how answers were drawn, of which target they are, and which
-    contenders' rule is not lossless (`accept.Acceptance`).
+    """The sampling settings and the target of the answers, and the contenders with a rule that is not lossless
+    (`accept.Acceptance`), from acceptance.json beside a generations.jsonl.
 
     A token of theirs is not always what the target says; replay would count wrong tokens as right.
 

@@ -143,11 +143,11 @@ def _run(main: Callable[[], None], many_processes: bool) -> None:
         problems = error.problems if isinstance(error, UserError) else _unwritable(error)
         if not problems:
             raise
-        tell(problems)
+        print_problems(problems)
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C needs no traceback either
-        _tell_interrupted(str(interrupt))
+        _print_interrupted(str(interrupt))
         sys.exit(130)
 
 
@@ -176,7 +176,7 @@ def _no_finalization() -> Iterator[None]:
         raise
 
 
-def tell(problems: Sequence[str]) -> None:
+def print_problems(problems: Sequence[str]) -> None:
     """Prints problems on stderr, with the rank under a launcher, since a problem may concern one rank only."""
     who = f"[rank {rank()}] " if world_size() > 1 else ""
     if len(problems) == 1:
@@ -187,7 +187,7 @@ def tell(problems: Sequence[str]) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _tell_interrupted(words: str) -> None:
+def _print_interrupted(words: str) -> None:
     """Prints the interruption once for all processes.
 
     Args:

@@ -39,7 +39,7 @@ def main() -> None:
         close = difflib.get_close_matches(name, SCRIPTS, n=1)
         meant = f"; did you mean `{close[0]}`?" if close else ""
         meant = "; a command comes first, as in draftsmith run my.yaml" if name.endswith(".yaml") else meant
-        print(f"error: {name!r} is no command of draftsmith{meant} (draftsmith --help lists them)", file=sys.stderr)
+        print(f"error: {name!r} is not a draftsmith command{meant} (draftsmith --help lists them)", file=sys.stderr)
         sys.exit(2)
     else:
         sys.argv = [f"draftsmith {name}", *sys.argv[2:]]

@@ -11,14 +11,14 @@ def need(*inputs: tuple[str, Path, str]) -> None:
     """Checks that every input exists.
 
     Args:
-        inputs: (name, path, the script that writes it).
+        inputs: (name, path, the command that writes it).
 
     Raises:
         UserError: names all missing inputs.
     """
     missing = [
-        f"{what}: {path} does not exist; {writer} writes it"
-        for what, path, writer in inputs
+        f"{what}: {path} does not exist; run `draftsmith {command}` first"
+        for what, path, command in inputs
         if not written(path).exists()
     ]
     if missing:
@@ -27,14 +27,14 @@ def need(*inputs: tuple[str, Path, str]) -> None:
 
 def conversations(recipe: Recipe) -> tuple[str, Path, str]:
     """The regenerated conversations, as `need` takes them."""
-    return "data.conversations", recipe.conversations_path, "data_gen/regenerate.py"
+    return "data.conversations", recipe.conversations_path, "regenerate"
 
 
 def draft_vocab(recipe: Recipe) -> tuple[str, Path, str]:
     """The draft vocabulary, as `need` takes it."""
-    return "draft vocabulary", recipe.draft_vocab_path, "data_gen/rank_vocab.py"
+    return "draft vocabulary", recipe.draft_vocab_path, "rank-vocab"
 
 
 def drafter(recipe: Recipe) -> tuple[str, Path, str]:
     """The drafter that the recipe trains, as `need` takes it."""
-    return "drafter", recipe.drafter_dir, f"train/{recipe.drafter.kind}.py"
+    return "drafter", recipe.drafter_dir, "train"

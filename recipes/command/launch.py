@@ -40,7 +40,7 @@ def check_alone() -> None:
     if (started := world_size()) > 1:
         refuse_launch(
             f"{_script()} runs as one process, and {started} were started: they would do the same work and write the "
-            "same files. Start it with python; only the training scripts and data_gen/capture.py share their work "
+            "same files. Start it as one process; only `draftsmith train` and `draftsmith capture` share their work "
             "(if it is one process, and WORLD_SIZE is left over in the environment, unset that)"
         )
 

@@ -119,8 +119,8 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
     if not same or remembered["settings"] != _digest(_settings(recipe, "regenerate")):
         raise UserError(
             f"data: these are other prompts, or other answers, than those that {recipe.output_dir} was trained on. "
-            "Name another output_dir, or undo the change; to train anew here, delete conversations.jsonl, checkpoints, "
-            "draft_vocab.safetensors, drafter and stages.json first"
+            "Name another output_dir, or undo the change; to train again here, delete conversations.jsonl, "
+            "checkpoints, draft_vocab.safetensors, drafter and stages.json first"
         )
 
 

@@ -24,7 +24,7 @@ def check_model(model: str, revision: str | None) -> None:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    where = f"target.model: {model!r} is no folder in {Path.cwd()}"
+    where = f"target.model: {model!r} is not a folder in {Path.cwd()}"
     try:
         cached = isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
     except HFValidationError:
@@ -34,7 +34,7 @@ def check_model(model: str, revision: str | None) -> None:
             return
         raise UserError(f"{where} and not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub")
     if not cached:
-        print(f"{model!r} is no folder here; asking the Hugging Face Hub", file=sys.stderr, flush=True)
+        print(f"{model!r} is not a folder here; asking the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
         HfApi().model_info(model, revision=revision, timeout=SECONDS)
     except Exception as error:  # versions of the Hub's client use HTTP libraries with different exceptions

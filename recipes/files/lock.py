@@ -17,8 +17,8 @@ def alone_in(directory: Path) -> Iterator[None]:
     """Makes and locks a folder, if the file system can lock. Raises UserError if another run is writing there."""
     directory.mkdir(parents=True, exist_ok=True)
     refusal = (
-        f"{directory}: another run is writing there; wait for it, or name another folder. Start the processes of one "
-        "run together, by torchrun"
+        f"{directory}: another run is writing there; wait for it, or name another folder. Start all "
+        "processes of a run with torchrun"
     )
     with locked(directory / ".lock", refusal):
         yield

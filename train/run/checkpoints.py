@@ -71,7 +71,7 @@ def publish_checkpoint(partial: Path, final: Path) -> None:
 
 
 @contextmanager
-def full_disk_is_told(partial: Path) -> Iterator[None]:
+def disk_errors_as_user_errors(partial: Path) -> Iterator[None]:
     """Turns the errors of a full disk into a UserError. torch raises a RuntimeError from inline_container."""
     try:
         yield
@@ -148,7 +148,7 @@ def settle(directory: Path) -> None:
             raise UserError(
                 [
                     *(f"{checkpoint}: damaged: {problem}" for checkpoint, problem in damaged),
-                    f"no checkpoint in {directory} can be resumed: delete the folder to start anew, or choose another "
+                    f"no checkpoint in {directory} can be resumed: delete the folder to start again, or choose another "
                     "output_dir",
                 ]
             )
@@ -176,7 +176,7 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
             "that all of them see"
         ) from None
     if not {"windows", "name", "micro_batches"} <= state.keys():
-        raise UserError(f"{checkpoint}: was written by an older version; choose another output_dir to start anew")
+        raise UserError(f"{checkpoint}: was written by an older version; choose another output_dir to start again")
     here = json.loads(json.dumps(identity))  # as it was written, with lists for tuples
     different = [
         f"{key}: the checkpoint has {theirs!r}, this run has {mine!r}"
@@ -187,6 +187,6 @@ def read_state(checkpoint: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
     if different:
         raise UserError(
             f"{checkpoint} belongs to another run ({'; '.join(different)}); restore these values, or choose another "
-            "output_dir to start anew"
+            "output_dir to start again"
         )
     return state

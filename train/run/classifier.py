@@ -97,7 +97,7 @@ def problem_of_out(out: Path) -> str | None:
         kind = parse_json((out / "config.json").read_bytes())["kind"]
     except (OSError, ValueError, KeyError, TypeError):
         kind = None
-    return None if kind == KIND else f"{out} holds something that is no classifier; name another folder"
+    return None if kind == KIND else f"{out} holds something other than a classifier; name another folder"
 
 
 def share_of(section: ClassifierSection) -> float:

@@ -63,7 +63,7 @@ def train_kind(doc: str | None, kind: str) -> None:
     command = parse_command(doc, extra=_options)
     if command.recipe.drafter.kind != kind:
         other = command.recipe.drafter.kind
-        raise UserError(f"drafter.kind: {other}, which train/{other}.py trains")
+        raise UserError(f"drafter.kind: {other}; `draftsmith train` (or train/{other}.py) trains it")
     if not command.plan:
         _check_inputs(command)
     train_drafter(command)

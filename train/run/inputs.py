@@ -67,8 +67,8 @@ def read_rows(recipe: Recipe, tokenizer: Any, rejects: Rejects) -> tuple[list[Tr
     training = [row for row in usable if row.id not in kept_out]
     if not training:
         raise UserError(
-            f"data.conversations: {recipe.conversations_path} holds no answer of two tokens or more; there is nothing "
-            "to train on"
+            f"data.conversations: {recipe.conversations_path} every answer is a single token; at least two "
+            "are needed to train"
         )
     return training, [row for row in usable if row.id in kept_out]
 
@@ -95,7 +95,7 @@ def read_run_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> 
     if vocab.size != wanted:
         problems.append(f"it holds {vocab.size} draft tokens, drafter.vocab_size asks for {wanted}")
     if problems:
-        raise UserError(f"{path}: {'; '.join(problems)}; run data_gen/rank_vocab.py with this recipe")
+        raise UserError(f"{path}: {'; '.join(problems)}; run `draftsmith rank-vocab` with this recipe")
     return vocab
 
 

@@ -39,7 +39,7 @@ from draftsmith.train.run.checkpoints import (
     best_of,
     checkpoint_path,
     damage,
-    full_disk_is_told,
+    disk_errors_as_user_errors,
     keep_last,
     list_checkpoints,
     publish_checkpoint,
@@ -163,7 +163,7 @@ class Loop:
             resumption = f"{self._again} resumes from step {step_of(saved[-1]):,} ({saved[-1]})"
         else:
             first = min(self.settings.save_every_steps, self.schedule.steps)
-            resumption = f"no checkpoint yet (the first one comes at step {first:,}): the same command starts anew"
+            resumption = f"no checkpoint yet (the first one comes at step {first:,}): the same command starts again"
         return f"interrupted after step {done:,}; {resumption}"
 
     def _run(self, first: int, progress: Bar, tracer: torch.profiler.profile | None) -> bool:
@@ -244,7 +244,7 @@ class Loop:
         if done.taken:
             self.window.merge(tally)
         else:
-            self._tell_skipped(step, numbers, chosen)
+            self._report_skipped(step, numbers, chosen)
         # All ranks stop, or none.
         asked: Any = accelerator.reduce(torch.full_like(counted, float(self.stop_request.came)), "sum")
         return done.grad_norm, lr, bool(asked)
@@ -254,11 +254,11 @@ class Loop:
         epoch = number // self.order.batches_per_epoch
         return [f"{self.settings.seed}/{epoch}/{row}" for row in rows]
 
-    def _tell_skipped(self, step: int, numbers: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
+    def _report_skipped(self, step: int, numbers: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
         """Names the rows that made a step's gradient not finite; all ranks call it.
 
         Raises:
-            UserError: the drafter is lost, or more than train.max_skipped_steps steps were skipped.
+            UserError: training has diverged, or more than train.max_skipped_steps steps were skipped.
         """
         with self.engine.whole() as trainee, self.target.uneven_passes():
             found = [
@@ -274,9 +274,7 @@ class Loop:
             f"lower train.learning_rate or lengthen train.warmup_steps; {self.checkpoints} holds the last good state"
         )
         if len(everywhere) > 1 and all(problem == LOSS_IS_NOT_FINITE for _, problem in everywhere):
-            raise UserError(
-                f"step {step + 1}: the loss of every row is not a finite number, the drafter is lost: {remedy}"
-            )
+            raise UserError(f"step {step + 1}: the loss of every row is NaN or inf, training has diverged: {remedy}")
         self.skipped += 1
         self.accelerator.print(f"step {step + 1} skipped: its gradient is not finite ({told})")
         if self.skipped > self.settings.max_skipped_steps:
@@ -378,7 +376,7 @@ class Loop:
     def best(self) -> tuple[Path, float] | None:
         """The checkpoint with the highest tau, and its tau; on rank 0.
 
-        None: it is not asked for, or no checkpoint was validated. Damaged checkpoints are named and passed over.
+        None: it is not asked for, or no checkpoint was validated. Damaged checkpoints are named and skipped.
         """
         if self.settings.keep_best is None:
             return None
@@ -386,7 +384,7 @@ class Loop:
         for checkpoint in best_of(list_checkpoints(self.checkpoints), found):
             if (problem := damage(checkpoint)) is None:
                 return checkpoint, found[step_of(checkpoint)]
-            print(f"{checkpoint}: damaged: {problem}; passed over")
+            print(f"{checkpoint}: damaged ({problem}); skipped")
         return None
 
     def _keep(self, check: bool = False) -> None:
@@ -413,7 +411,7 @@ class Loop:
         partial = final.with_suffix(".partial")
         windows = self.window.of_ranks()
         with failing_together():
-            with full_disk_is_told(partial):
+            with disk_errors_as_user_errors(partial):
                 self.engine.save(partial)
                 if self.accelerator.is_main_process:
                     state = {"step": step, "identity": self.identity, "windows": windows, "waiting": waiting}

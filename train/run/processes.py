@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from torch import distributed
 
 from draftsmith.models.checkpoint import differences
-from draftsmith.recipes.command.cli import tell
+from draftsmith.recipes.command.cli import print_problems
 from draftsmith.recipes.errors import UserError
 
 # A scheduler signals all processes of a job, and the launcher among them signals the others again. SIGTERMs that come
@@ -80,7 +80,7 @@ def failing_together() -> Iterator[None]:
             raise problem
         rank = distributed.get_rank() if distributed.is_initialized() else 0
         if failed.index(True) == rank:
-            tell(problem.problems)
+            print_problems(problem.problems)
     gather_object([None])  # a launcher ends all processes once one has ended: the message must be out by then
     sys.exit(2)
 
@@ -99,6 +99,6 @@ def check_ranks_agree(here: dict[str, Any]) -> None:
                 for key, first, other in differences(by_rank[0], there)
             ]:
                 raise UserError(
-                    f"the processes do not train alike ({'; '.join(different)}); do all of them see the same recipe, "
+                    f"the processes disagree ({'; '.join(different)}); do all of them see the same recipe, "
                     "conversations, eval.prompts and draft vocabulary?"
                 )

@@ -218,7 +218,7 @@ def store_of(
     if problems:
         raise UserError(
             f"data.states: {store.directory} is not what the recipe asks for: {'; '.join(problems)}{covers}; restore "
-            "these values, or capture into another folder with data_gen/capture.py"
+            "these values, or capture into another folder with `draftsmith capture`"
         )
     return store
 

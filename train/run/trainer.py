@@ -33,7 +33,7 @@ from draftsmith.train.measure.step_profile import StepProfile
 from draftsmith.train.run import settings
 from draftsmith.train.run.accelerator import accelerator_of
 from draftsmith.train.run.batches import efficiency
-from draftsmith.train.run.checkpoints import full_disk_is_told, step_of
+from draftsmith.train.run.checkpoints import disk_errors_as_user_errors, step_of
 from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.initial_drafter import new_drafter
 from draftsmith.train.run.inputs import Inputs, read_inputs
@@ -195,6 +195,6 @@ def save(training: Training) -> None:
             loop.engine.load_weights(checkpoint, trained)
             made_by["checkpoint"] = {"step": step_of(checkpoint), str(recipe.train.keep_best): tau}
             chosen = f", of step {step_of(checkpoint):,}, which has the best {recipe.train.keep_best}: {tau:.2f}"
-        with full_disk_is_told(recipe.drafter_dir):
+        with disk_errors_as_user_errors(recipe.drafter_dir):
             save_drafter(recipe.drafter_dir, trained.drafter, training.target_facts, dump_recipe(recipe), made_by)
         print(f"drafter: {recipe.drafter_dir}{chosen}")

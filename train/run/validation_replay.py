@@ -60,7 +60,7 @@ def check_replay(recipe: Recipe) -> None:
     if tree.vocab_size is not None and not recipe.token_counts_path.exists():
         problems.append(
             f"train.eval_replay: eval.tree.vocab_size goes by {recipe.token_counts_path}, which does not exist; "
-            "data_gen/rank_vocab.py writes it"
+            "run `draftsmith rank-vocab` first"
         )
     if problems:
         raise UserError(problems)
