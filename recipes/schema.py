@@ -617,7 +617,7 @@ EAGLE1_PATHS = [
 ]
 
 
-ProposerName = Literal["drafter", "prompt_lookup", "causal_lm"]  # built by `eval.decoding.contenders.Lineup`
+ProposerName = Literal["drafter", "prompt_lookup", "causal_lm"]  # made by `eval.decoding.proposers`
 
 
 class ContenderSection(Section):

@@ -169,7 +169,7 @@ def test_who_can_be_labelled(place: Path) -> None:
     recipe = recipe_of(place)
     with pytest.raises(UserError, match=r"no contender is called 'x'; there are .*'lookup'"):
         labelling.labelled_contender(recipe, "x")
-    with pytest.raises(UserError, match="prompt lookup copies"):
+    with pytest.raises(UserError, match="prompt_lookup has no "):
         labelling.labelled_contender(recipe, "lookup")
     (place / "file").touch()
     with pytest.raises(UserError) as error:

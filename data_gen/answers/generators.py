@@ -16,8 +16,9 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_size
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
+from draftsmith.eval.decoding.proposers import check_drafter
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.sampling import Sampling, SeededDraws

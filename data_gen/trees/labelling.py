@@ -117,7 +117,7 @@ def labelled_contender(recipe: Recipe, name: str | None = None) -> Contender:
     """
     contender = contender_named(recipe, name)
     if not contender.has_distributions:
-        raise UserError("--contender: prompt lookup copies and has no distribution to compute P and H from")
+        raise UserError(f"--contender: {contender.proposer} has no distribution to compute P and H from")
     # Labelling verifies no tree. With two nodes, no tree exceeds the target's positions.
     tree = TreeSection(
         policy="eagle2",
@@ -215,18 +215,11 @@ def print_labelling_plan(
     most = nodes * (tokens - len(answers))  # one tree for every token except the first
     if section.max_rows is not None:
         most = min(most, section.max_rows + nodes * max(len(answer.tokens) for answer in answers))
-    print(
-        f"drafted by   {_model_of(contender)}, {nodes:,} nodes a tree ({section.draft_calls} calls, top "
-        f"{section.top_k})"
-    )
+    print(f"drafted by   {contender.model}, {nodes:,} nodes a tree ({section.draft_calls} calls, top {section.top_k})")
     print(f"answers      {len(answers):,} recorded in {recording.path}, {tokens:,} tokens")
     print(f"done         {trees_summary(manifest) if manifest.shards else 'nothing yet'}")
     print(f"rows         at most {most:,}, {gigabytes(most * ROW_BYTES)}; divided by tau if a round takes tau tokens")
     print(f"writes       {recipe.labelled_trees_dir}")
-
-
-def _model_of(contender: Contender) -> str | Path | None:
-    return contender.draft_model.model if contender.draft_model else contender.drafter
 
 
 def trees_summary(manifest: TreesManifest) -> str:
@@ -388,7 +381,7 @@ def label_all(
             dropped_nan = sum(answer.dropped_nan for answer in kept)
             if not trees.rows and dropped_nan:
                 raise UserError(
-                    f"{_model_of(contender)}: all {dropped_nan:,} nodes drafted along {len(kept)} answers have NaN "
+                    f"{contender.model}: all {dropped_nan:,} nodes drafted along {len(kept)} answers have NaN "
                     "among P and H, so there is no row to learn from. Are the drafter's weights finite? Train it "
                     "again, or set target.dtype=float32"
                 )

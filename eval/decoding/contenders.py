@@ -10,24 +10,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.decoding.proposers import PROPOSERS, ProposerEntry
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.models.c2t import check_made_for, drafter_identity
-from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
+from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
-    first_line,
-    load_config,
     load_tokenizer,
     stop_ids,
     tokenizer_fingerprint,
 )
 from draftsmith.models.checkpoint import (
-    check_identity,
     load_drafter,
     provenance,
     read_drafter_config,
@@ -37,12 +32,12 @@ from draftsmith.models.checkpoint import (
 from draftsmith.models.costs import hardware
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.drafters import kind_name, kind_text
-from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.sampling import GREEDY, Sampling
-from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
+from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, cut_by_file
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import ContenderSection, ProposerName, Recipe, TargetSection, TreeSection
+from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection, TreeSection
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Contender:
     """One row of the table. `name` is empty until `named` fills it in."""
 
     name: str
-    proposer: ProposerName
+    proposer: str  # its key in `proposers.PROPOSERS`
     tree: TreeSection
     place: str  # its key in the recipe, for messages
     kind: str = ""  # of the drafter, for its name
@@ -64,9 +59,18 @@ class Contender:
         return self.rule(sampling)
 
     @property
+    def entry(self) -> ProposerEntry:
+        return PROPOSERS[self.proposer]
+
+    @property
     def has_distributions(self) -> bool:
         """Whether the proposer gives probabilities that a policy can grow trees from."""
-        return self.drafter is not None or self.draft_model is not None
+        return self.entry.drafting is not None
+
+    @property
+    def model(self) -> str | None:
+        """The drafter's directory or the small model's name; None for a proposer without a model."""
+        return self.entry.model(self)
 
 
 def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:
@@ -123,11 +127,10 @@ def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any
         shape[own] = getattr(tree, own).model_dump()
     if tree.policy in ("chain", "svip"):
         shape["draw"] = tree.draw
-    who = contender.draft_model.model if contender.draft_model else contender.drafter
     lossless = contender.acceptance(sampling).lossless
     return {
         "proposer": contender.proposer,
-        "drafter": None if who is None else str(who),
+        "drafter": contender.model,
         "tree": shape,
         "lossless": lossless,
     }
@@ -165,7 +168,7 @@ def named(contenders: Sequence[Contender]) -> list[Contender]:
     """
     if repeated := repeated_names([(contender.name, contender.place) for contender in contenders]):
         raise UserError(repeated)
-    plain_names = [contender.name or _default_name(contender) for contender in contenders]
+    plain_names = [contender.name or contender.entry.name(contender) for contender in contenders]
     result: list[Contender] = []
     taken = {PLAIN} | {contender.name for contender in contenders if contender.name}
     for contender, name in zip(contenders, plain_names, strict=True):
@@ -192,28 +195,6 @@ def repeated_names(given: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{places}: names must differ; {', '.join(map(repr, repeated))} is given twice"]
 
 
-def _default_name(contender: Contender) -> str:
-    if not contender.has_distributions:
-        return f"prompt lookup of {contender.tree.most - 1}"
-    who = Path(contender.draft_model.model).name if contender.draft_model else contender.kind
-    return f"{who}, {tree_name(contender.tree)}"
-
-
-def tree_name(tree: TreeSection) -> str:
-    """Chains are counted in drafted tokens, trees in verified nodes."""
-    shape = {
-        "chain": f"{'sampled ' * (tree.draw == 'sampled')}chain of {tree.most - 1}",
-        "svip": f"{'sampled ' * (tree.draw == 'sampled')}svip of up to {tree.most - 1}",
-        "svip_tree": f"svip tree of {tree.most}",
-        "static": f"static tree of {tree.most}",
-        "eagle2": f"tree of {tree.most}",
-        "ddd": f"ddd of {tree.most}",
-        "c2t": f"c2t, beta {tree.c2t.beta:g}",
-        "auto": "auto",
-    }[tree.policy]
-    return f"{shape}, {tree.vocab_size:,} tokens" if tree.vocab_size is not None else shape
-
-
 def _details(contender: Contender) -> dict[str, str]:
     """Settings that the default name leaves out, in words by key."""
     tree = contender.tree
@@ -236,21 +217,6 @@ def _details(contender: Contender) -> dict[str, str]:
 
 
 # Checks before anything large is loaded.
-
-
-def check_drafter(target: TargetFacts, directory: Path) -> None:
-    """Checks a drafter against this target.
-
-    Raises:
-        UserError: no drafter there, its weights are missing or cut short, or it was trained for another target.
-    """
-    shape, trained_for = read_drafter_config(directory)
-    check_identity(directory, trained_for, target.identity)
-    try:
-        checked_capture_layers(shape.capture_layers, target.config.num_hidden_layers, final=True)
-    except UserError as error:
-        raise UserError(f"{directory}: the drafter cannot read this target: {error}") from None
-    read_drafter_vocab(directory, shape)
 
 
 def check_classifier(contender: Contender, vocab: DraftVocab, target: TargetSection) -> None:
@@ -308,47 +274,6 @@ def cut_of(contender: Contender, vocab: DraftVocab, fingerprint: str, stops: Ite
     return cut_by_file(contender.token_counts, fingerprint, vocab, contender.tree.vocab_size, stops)
 
 
-def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
-    """Checks that the draft model shares the target's token ids. It needs no chat template.
-
-    Raises:
-        UserError: no such model, or its tokenizer, vocabulary size or number of positions does not fit.
-    """
-    try:
-        small = load_config(draft_model).get_text_config(decoder=True)
-        its = AutoTokenizer.from_pretrained(
-            draft_model.model, revision=draft_model.revision, trust_remote_code=draft_model.trust_remote_code
-        ).get_vocab()
-    except UserError as error:
-        problems = [problem.replace("target.model", "draft_model.model", 1) for problem in error.problems]
-        raise UserError(problems) from None
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise UserError(
-            f"draft_model.model: cannot load a tokenizer from {draft_model.model!r}: {first_line(error)}"
-        ) from error
-    large, name = target.config, target.section.model
-    problems = []
-    if small.vocab_size != large.vocab_size:
-        problems.append(
-            f"draft_model: {draft_model.model} has a vocabulary of {small.vocab_size} tokens, the target "
-            f"{name} one of {large.vocab_size}"
-        )
-    if small.max_position_embeddings < large.max_position_embeddings:
-        problems.append(
-            f"draft_model: {draft_model.model} has {small.max_position_embeddings:,} positions, the target "
-            f"{name} {large.max_position_embeddings:,}; behind its last one it cannot draft"
-        )
-    mine = target.tokenizer.get_vocab()
-    if mine != its:
-        token = min(mine.items() ^ its.items(), key=lambda item: (item[1], item[0]))[0]
-        problems.append(
-            f"draft_model: {draft_model.model} has another tokenizer than the target {name}: {token!r} is "
-            f"token {its.get(token, 'none')} of the one and {mine.get(token, 'none')} of the other"
-        )
-    if problems:
-        raise UserError(problems)
-
-
 def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool = False) -> None:
     """Checks all contenders before weights are loaded and reports all problems at once.
 
@@ -379,10 +304,8 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
 
         tree, drafter = contender.tree, contender.drafter
         there = drafter is None or drafter != untrained
-        if drafter is not None and there:
-            there = passes("eval.drafter", check_drafter, target, drafter)
-        if contender.draft_model is not None:
-            passes("draft_model", check_draft_model, target, contender.draft_model)
+        if there:
+            there = passes(contender.entry.key, contender.entry.check, target, contender) or drafter is None
         known = True
         if tree.policy != "auto":
             known = passes("eval.tree.c2t.classifier", policy_of, tree, sampling)
@@ -460,20 +383,16 @@ class Lineup:
         Raises:
             UserError: one of its models or files is missing, or was made for another target.
         """
-        if contender.proposer == "prompt_lookup":
-            return PromptLookup(contender.tree.most - 1, self.target.device)
+        if contender.entry.make is not None:
+            return contender.entry.make(self, contender)
         drafting = self.drafting(contender)
         check_classifier(contender, drafting.vocab, self.section)
         return PolicyProposer(drafting, policy_of(contender.tree, sampling))
 
     def drafting(self, contender: Contender) -> Drafting:
         """The drafter of `proposer`, with its vocabulary cut as the tree says."""
-        if contender.draft_model is not None:
-            small = self.draft_model(contender.draft_model)
-            return CausalLMDrafting(small, self.cut(contender, DraftVocab.full(small.vocab_size)))
-        assert contender.drafter is not None
-        drafter = self.drafter(contender.drafter)
-        return FeatureDrafting(drafter, self.cut(contender, drafter.vocab))
+        assert contender.entry.drafting is not None
+        return contender.entry.drafting(self, contender)
 
     def drafter(self, directory: Path) -> FeatureDrafter:
         if directory not in self.drafters:

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_drafter, check_size
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_size
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
+from draftsmith.eval.decoding.proposers import check_drafter
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.metrics import tau
 from draftsmith.models.chat import Message, RenderError, decode_answer, render_prompt

@@ -84,7 +84,7 @@ def points_of(
     """
     main = contender_named(recipe, contender)
     if not main.has_distributions:
-        raise UserError("--contender: prompt lookup copies and has no probabilities that a tree could grow by")
+        raise UserError(f"--contender: {main.proposer} has no probabilities that a tree could grow by")
     base = main.tree
     section = base.c2t if base.policy == "c2t" else C2tSection()
     if section.classifier is None:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, tree_name
+from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.decoding.proposers import tree_name
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, load_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.measured.metrics import summarise_all

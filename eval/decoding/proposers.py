@@ -1,0 +1,162 @@
+"""The proposers that contenders choose from: what each needs, and how it is made, named and described.
+
+The schema has their names (`recipes.schema.ProposerName`) and the keys that go with each; a test compares the names.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import AutoTokenizer
+
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.decoding.target_facts import TargetFacts
+from draftsmith.models.causal_lm import CausalLMDrafting
+from draftsmith.models.chat import first_line, load_config
+from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
+from draftsmith.models.draft_tree import Drafting, Proposer
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.target import checked_capture_layers
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection, TreeSection
+
+if TYPE_CHECKING:
+    from draftsmith.eval.decoding.contenders import Contender, Lineup
+
+
+@dataclass(frozen=True)
+class ProposerEntry:
+    """One kind of proposer. It has either `drafting` or `make`."""
+
+    name: "Callable[[Contender], str]"  # of a contender without a given name
+    drafting: "Callable[[Lineup, Contender], Drafting] | None" = None  # policies grow trees from its distributions
+    make: "Callable[[Lineup, Contender], Proposer] | None" = None  # it has no distributions and drafts by itself
+    key: str = "eval.tree"  # of the recipe, to which problems of `check` belong
+    # Raises UserError, before weights are loaded, if the contender cannot draft for the target.
+    check: "Callable[[TargetFacts, Contender], None]" = lambda target, contender: None
+    model: "Callable[[Contender], str | None]" = lambda contender: None  # its directory or name, if it has a model
+
+
+# Checks.
+
+
+def check_drafter(target: TargetFacts, directory: Path) -> None:
+    """Checks a drafter against this target.
+
+    Raises:
+        UserError: no drafter there, its weights are missing or cut short, or it was trained for another target.
+    """
+    shape, trained_for = read_drafter_config(directory)
+    check_identity(directory, trained_for, target.identity)
+    try:
+        checked_capture_layers(shape.capture_layers, target.config.num_hidden_layers, final=True)
+    except UserError as error:
+        raise UserError(f"{directory}: the drafter cannot read this target: {error}") from None
+    read_drafter_vocab(directory, shape)
+
+
+def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
+    """Checks that the draft model shares the target's token ids. It needs no chat template.
+
+    Raises:
+        UserError: no such model, or its tokenizer, vocabulary size or number of positions does not fit.
+    """
+    try:
+        small = load_config(draft_model).get_text_config(decoder=True)
+        its = AutoTokenizer.from_pretrained(
+            draft_model.model, revision=draft_model.revision, trust_remote_code=draft_model.trust_remote_code
+        ).get_vocab()
+    except UserError as error:
+        problems = [problem.replace("target.model", "draft_model.model", 1) for problem in error.problems]
+        raise UserError(problems) from None
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise UserError(
+            f"draft_model.model: cannot load a tokenizer from {draft_model.model!r}: {first_line(error)}"
+        ) from error
+    large, name = target.config, target.section.model
+    problems = []
+    if small.vocab_size != large.vocab_size:
+        problems.append(
+            f"draft_model: {draft_model.model} has a vocabulary of {small.vocab_size} tokens, the target "
+            f"{name} one of {large.vocab_size}"
+        )
+    if small.max_position_embeddings < large.max_position_embeddings:
+        problems.append(
+            f"draft_model: {draft_model.model} has {small.max_position_embeddings:,} positions, the target "
+            f"{name} {large.max_position_embeddings:,}; behind its last one it cannot draft"
+        )
+    mine = target.tokenizer.get_vocab()
+    if mine != its:
+        token = min(mine.items() ^ its.items(), key=lambda item: (item[1], item[0]))[0]
+        problems.append(
+            f"draft_model: {draft_model.model} has another tokenizer than the target {name}: {token!r} is "
+            f"token {its.get(token, 'none')} of the one and {mine.get(token, 'none')} of the other"
+        )
+    if problems:
+        raise UserError(problems)
+
+
+# Names.
+
+
+def tree_name(tree: TreeSection) -> str:
+    """Chains are counted in drafted tokens, trees in verified nodes."""
+    shape = {
+        "chain": f"{'sampled ' * (tree.draw == 'sampled')}chain of {tree.most - 1}",
+        "svip": f"{'sampled ' * (tree.draw == 'sampled')}svip of up to {tree.most - 1}",
+        "svip_tree": f"svip tree of {tree.most}",
+        "static": f"static tree of {tree.most}",
+        "eagle2": f"tree of {tree.most}",
+        "ddd": f"ddd of {tree.most}",
+        "c2t": f"c2t, beta {tree.c2t.beta:g}",
+        "auto": "auto",
+    }[tree.policy]
+    return f"{shape}, {tree.vocab_size:,} tokens" if tree.vocab_size is not None else shape
+
+
+# The table.
+
+
+def _feature_drafting(lineup: "Lineup", contender: "Contender") -> Drafting:
+    assert contender.drafter is not None
+    drafter = lineup.drafter(contender.drafter)
+    return FeatureDrafting(drafter, lineup.cut(contender, drafter.vocab))
+
+
+def _check_own_drafter(target: TargetFacts, contender: "Contender") -> None:
+    assert contender.drafter is not None
+    check_drafter(target, contender.drafter)
+
+
+def _small_model(contender: "Contender") -> TargetSection:
+    assert contender.draft_model is not None
+    return contender.draft_model
+
+
+def _causal_lm_drafting(lineup: "Lineup", contender: "Contender") -> Drafting:
+    small = lineup.draft_model(_small_model(contender))
+    return CausalLMDrafting(small, lineup.cut(contender, DraftVocab.full(small.vocab_size)))
+
+
+PROPOSERS = {
+    "drafter": ProposerEntry(
+        name=lambda contender: f"{contender.kind}, {tree_name(contender.tree)}",
+        drafting=_feature_drafting,
+        key="eval.drafter",
+        check=_check_own_drafter,
+        model=lambda contender: None if contender.drafter is None else str(contender.drafter),
+    ),
+    "prompt_lookup": ProposerEntry(
+        name=lambda contender: f"prompt lookup of {contender.tree.most - 1}",
+        make=lambda lineup, contender: PromptLookup(contender.tree.most - 1, lineup.target.device),
+    ),
+    "causal_lm": ProposerEntry(
+        name=lambda contender: f"{Path(_small_model(contender).model).name}, {tree_name(contender.tree)}",
+        drafting=_causal_lm_drafting,
+        key="draft_model",
+        check=lambda target, contender: check_draft_model(target, _small_model(contender)),
+        model=lambda contender: _small_model(contender).model,
+    ),
+}
