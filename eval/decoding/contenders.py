@@ -4,15 +4,14 @@ A contender is one row of the table: a drafter, a tree and a vocabulary. `check_
 be wrong with contenders before weights are loaded. `Lineup` then loads each model once.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.proposers import PROPOSERS, ProposerEntry
+from draftsmith.eval.decoding.proposers import Contender
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.models.c2t import check_made_for, drafter_identity
@@ -38,39 +37,6 @@ from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, cut_by_file
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection, TreeSection
-
-
-@dataclass(frozen=True)
-class Contender:
-    """One row of the table. `name` is empty until `named` fills it in."""
-
-    name: str
-    proposer: str  # its key in `proposers.PROPOSERS`
-    tree: TreeSection
-    place: str  # its key in the recipe, for messages
-    kind: str = ""  # of the drafter, for its name
-    drafter: Path | None = None  # directory
-    draft_model: TargetSection | None = None  # of causal_lm
-    token_counts: Path | None = None  # tree.vocab_size ranks tokens by these
-    rule: Callable[[Sampling], Acceptance] = acceptance_of
-
-    def acceptance(self, sampling: Sampling) -> Acceptance:
-        """The rule that accepts its drafted tokens, for answers drawn by `sampling`."""
-        return self.rule(sampling)
-
-    @property
-    def entry(self) -> ProposerEntry:
-        return PROPOSERS[self.proposer]
-
-    @property
-    def has_distributions(self) -> bool:
-        """Whether the proposer gives probabilities that a policy can grow trees from."""
-        return self.entry.drafting is not None
-
-    @property
-    def model(self) -> str | None:
-        """The drafter's directory or the small model's name; None for a proposer without a model."""
-        return self.entry.model(self)
 
 
 def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:

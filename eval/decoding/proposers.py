@@ -6,37 +6,81 @@ The schema has their names (`recipes.schema.ProposerName`) and the keys that go 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from transformers import AutoTokenizer
 
+from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
-from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.target import checked_capture_layers
+from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.sampling import Sampling
+from draftsmith.models.target import Target, checked_capture_layers
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
 
-if TYPE_CHECKING:
-    from draftsmith.eval.decoding.contenders import Contender, Lineup
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of the table. `name` is empty until `named` fills it in."""
+
+    name: str
+    proposer: str  # its key in `proposers.PROPOSERS`
+    tree: TreeSection
+    place: str  # its key in the recipe, for messages
+    kind: str = ""  # of the drafter, for its name
+    drafter: Path | None = None  # directory
+    draft_model: TargetSection | None = None  # of causal_lm
+    token_counts: Path | None = None  # tree.vocab_size ranks tokens by these
+    rule: Callable[[Sampling], Acceptance] = acceptance_of
+
+    def acceptance(self, sampling: Sampling) -> Acceptance:
+        """The rule that accepts its drafted tokens, for answers drawn by `sampling`."""
+        return self.rule(sampling)
+
+    @property
+    def entry(self) -> "ProposerEntry":
+        return PROPOSERS[self.proposer]
+
+    @property
+    def has_distributions(self) -> bool:
+        """Whether the proposer gives probabilities that a policy can grow trees from."""
+        return self.entry.drafting is not None
+
+    @property
+    def model(self) -> str | None:
+        """The drafter's directory or the small model's name; None for a proposer without a model."""
+        return self.entry.model(self)
+
+
+class LoadedModels(Protocol):
+    """What a proposer is made of (`contenders.Lineup`)."""
+
+    target: Target
+
+    def drafter(self, directory: Path) -> FeatureDrafter: ...
+
+    def draft_model(self, section: TargetSection) -> Target: ...
+
+    def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None: ...
 
 
 @dataclass(frozen=True)
 class ProposerEntry:
     """One kind of proposer. It has either `drafting` or `make`."""
 
-    name: "Callable[[Contender], str]"  # of a contender without a given name
-    drafting: "Callable[[Lineup, Contender], Drafting] | None" = None  # policies grow trees from its distributions
-    make: "Callable[[Lineup, Contender], Proposer] | None" = None  # it has no distributions and drafts by itself
+    name: Callable[[Contender], str]  # of a contender without a given name
+    drafting: Callable[[LoadedModels, Contender], Drafting] | None = None  # policies grow trees from its distributions
+    make: Callable[[LoadedModels, Contender], Proposer] | None = None  # it has no distributions and drafts by itself
     key: str = "eval.tree"  # of the recipe, to which problems of `check` belong
     # Raises UserError, before weights are loaded, if the contender cannot draft for the target.
-    check: "Callable[[TargetFacts, Contender], None]" = lambda target, contender: None
-    model: "Callable[[Contender], str | None]" = lambda contender: None  # its directory or name, if it has a model
+    check: Callable[[TargetFacts, Contender], None] = lambda target, contender: None
+    model: Callable[[Contender], str | None] = lambda contender: None  # its directory or name, if it has a model
 
 
 # Checks.
@@ -119,23 +163,23 @@ def tree_name(tree: TreeSection) -> str:
 # The table.
 
 
-def _feature_drafting(lineup: "Lineup", contender: "Contender") -> Drafting:
+def _feature_drafting(lineup: LoadedModels, contender: Contender) -> Drafting:
     assert contender.drafter is not None
     drafter = lineup.drafter(contender.drafter)
     return FeatureDrafting(drafter, lineup.cut(contender, drafter.vocab))
 
 
-def _check_own_drafter(target: TargetFacts, contender: "Contender") -> None:
+def _check_own_drafter(target: TargetFacts, contender: Contender) -> None:
     assert contender.drafter is not None
     check_drafter(target, contender.drafter)
 
 
-def _small_model(contender: "Contender") -> TargetSection:
+def _small_model(contender: Contender) -> TargetSection:
     assert contender.draft_model is not None
     return contender.draft_model
 
 
-def _causal_lm_drafting(lineup: "Lineup", contender: "Contender") -> Drafting:
+def _causal_lm_drafting(lineup: LoadedModels, contender: Contender) -> Drafting:
     small = lineup.draft_model(_small_model(contender))
     return CausalLMDrafting(small, lineup.cut(contender, DraftVocab.full(small.vocab_size)))
 
