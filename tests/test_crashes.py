@@ -412,7 +412,7 @@ def test_a_drafter_is_there_whenever_its_replacement_is_killed(
     assert killed_at("rename", 3) == {"drafter.replaced", "drafter.partial"}  # neither stands in its place
     found = load_drafter_of(recipe, drafter)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert killed_at("mkdir", 3) == {"drafter"}  # the next writer put the new one there before it began its own
+    assert killed_at("mkdir", 4) == {"drafter"}  # the next writer puts the new one there before it began its own
     assert (drafter / "provenance.json").read_text() != "older"
     assert killed_at("rename", 3) == {"drafter.replaced", "drafter.partial"}
     assert lab.run(TRAIN, run).status == 0
