@@ -273,7 +273,7 @@ def test_outputs_that_cannot_be_written(write, tmp_path: Path):
         ("eval.out", "taken", "is a file; name a folder"),
         ("data.conversations", "taken/c.jsonl", f"{tmp_path / 'taken'} is a file"),
         ("data.conversations", "folder", "is a folder; name a file"),
-        ("output_dir", "x" * 300, "no possible path: File name too long"),
+        ("output_dir", "x" * 300, "is not a valid path: File name too long"),
         ("output_dir", "/proc/x", "nothing can be written to /proc"),  # where rights forbid nothing
     ]:
         if name.startswith("/proc") and not Path("/proc/self").exists():

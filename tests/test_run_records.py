@@ -92,7 +92,7 @@ def test_a_damaged_best_checkpoint_is_passed_over(
     damaged = output / "checkpoints/step-00000003"
     flip(damaged / "model.safetensors")
     train(recipe_path, *BY_REPLAY)
-    assert f"{damaged}: damaged: model.safetensors is not what was written" in capsys.readouterr().out
+    assert f"{damaged}: damaged (model.safetensors is not what was written" in capsys.readouterr().out
     assert drafter_is_of(output, 6)
 
 
