@@ -114,7 +114,7 @@ class C2tClassifier(nn.Module):
         tensors = {name: tensor.detach().float().cpu().contiguous() for name, tensor in self.state_dict().items()}
         with atomic_folder(Path(directory), {*CLASSIFIER_FILES, *(beside or {})}) as partial:
             save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-            words = {
+            fields = {
                 "kind": KIND,
                 "hidden": self.config.hidden,
                 "entropy_over": self.config.entropy_over,
@@ -123,7 +123,7 @@ class C2tClassifier(nn.Module):
                 "drafter": self.config.drafter,
                 "weights_sha256": file_digest(partial / "model.safetensors"),
             }
-            for name, text in {**(beside or {}), "config.json": json.dumps(words, indent=2) + "\n"}.items():
+            for name, text in {**(beside or {}), "config.json": json.dumps(fields, indent=2) + "\n"}.items():
                 (partial / name).write_text(text, encoding="utf-8")
 
     @staticmethod
@@ -168,7 +168,7 @@ def read_c2t_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
     """
     path = written(Path(directory)) / "config.json"
     try:
-        words = parse_json(path.read_bytes())
+        fields = parse_json(path.read_bytes())
     except FileNotFoundError:
         raise UserError(
             f"{directory}: no C2T classifier here (config.json is missing); run `draftsmith train-c2t` first"
@@ -177,30 +177,30 @@ def read_c2t_config(directory: str | Path) -> tuple[C2tConfig, str | None]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    if not isinstance(words, dict) or words.get("kind") != KIND:
+    if not isinstance(fields, dict) or fields.get("kind") != KIND:
         raise UserError(f"{path}: not a C2T classifier (kind: {KIND})")
-    convention = words.get("depth_convention")
+    convention = fields.get("depth_convention")
     if convention != DEPTH_CONVENTION:
         raise UserError(
             f"{path}: depth_convention is {short(convention)}, understood is {DEPTH_CONVENTION!r}: the classifier "
             "would read wrong depths"
         )
     problems = [
-        f"{path}: {key}: {short(words.get(key))} must be a whole number from 1 to {LARGEST_NUMBER:,}"
+        f"{path}: {key}: {short(fields.get(key))} must be a whole number from 1 to {LARGEST_NUMBER:,}"
         for key in ("hidden", "entropy_over")
-        if type(words.get(key)) is not int or not 1 <= words[key] <= LARGEST_NUMBER
+        if type(fields.get(key)) is not int or not 1 <= fields[key] <= LARGEST_NUMBER
     ]
-    ratio = words.get("negative_ratio")
+    ratio = fields.get("negative_ratio")
     if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio <= LARGEST_NUMBER):
         problems.append(
             f"{path}: negative_ratio: {short(ratio)} must be a number above 0 and up to {LARGEST_NUMBER:,}, or null"
         )
-    drafter = words.get("drafter", {})
+    drafter = fields.get("drafter", {})
     if not isinstance(drafter, dict):
         problems.append(f"{path}: drafter: {short(drafter)} must be an object")
     if problems:
         raise UserError(problems)
-    return C2tConfig(words["hidden"], words["entropy_over"], ratio, drafter), words.get("weights_sha256")
+    return C2tConfig(fields["hidden"], fields["entropy_over"], ratio, drafter), fields.get("weights_sha256")
 
 
 def _shapes(shapes: dict[str, tuple[int, ...]]) -> str:
@@ -226,11 +226,11 @@ def drafter_identity(
         UserError: the drafter's files are missing.
     """
     if draft_model is not None:
-        words: dict[str, Any] = {"kind": "causal_lm", "model": draft_model.model, "revision": draft_model.revision}
+        identity: dict[str, Any] = {"kind": "causal_lm", "model": draft_model.model, "revision": draft_model.revision}
         if Path(draft_model.model).is_dir():  # as transformers tells a folder from a name
-            words["weights_sha256"] = weights_digest(Path(draft_model.model))
+            identity["weights_sha256"] = weights_digest(Path(draft_model.model))
         folder = Path(target.model)
-        words["target"] = weights_digest(folder) if folder.is_dir() else f"{target.model}@{target.revision}"
+        identity["target"] = weights_digest(folder) if folder.is_dir() else f"{target.model}@{target.revision}"
     else:
         assert directory is not None
         weights = written(directory) / "model.safetensors"
@@ -240,11 +240,11 @@ def drafter_identity(
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{directory}: no drafter here that could be read: {error}") from None
         digest = _digest(weights, status.st_mtime_ns, status.st_size)
-        words = {"kind": kind, "directory": str(directory), "weights_sha256": digest}
+        identity = {"kind": kind, "directory": str(directory), "weights_sha256": digest}
     if cut_to is None:
-        return words | {"vocab_size": None, "vocab_sha256": None}
+        return identity | {"vocab_size": None, "vocab_sha256": None}
     ids = cut_to.target_ids.sort().values.to("cpu", torch.int64)
-    return words | {"vocab_size": cut_to.size, "vocab_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
+    return identity | {"vocab_size": cut_to.size, "vocab_sha256": hashlib.sha256(ids.numpy().tobytes()).hexdigest()}
 
 
 @lru_cache(maxsize=64)  # many contenders share one drafter

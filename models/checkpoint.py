@@ -155,35 +155,35 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
     kind = config_class(config.get("kind"), config.get("base")) if isinstance(config, dict) else None
     if kind is None or not {"drafter", "target"} <= config.keys():
         raise UserError(f"{directory / 'config.json'}: not a drafter of a kind known here ({known_kinds()})")
-    words, trained_for = config["drafter"], config["target"]
+    values, trained_for = config["drafter"], config["target"]
     try:
-        if not isinstance(words, dict) or not isinstance(trained_for, dict):
+        if not isinstance(values, dict) or not isinstance(trained_for, dict):
             raise ValueError("drafter and target must be objects")
-        _check_values(kind, words)
-        shape = kind.from_dict(words)
+        _check_values(kind, values)
+        shape = kind.from_dict(values)
         _check_shape(shape, trained_for)
     except (TypeError, ValueError, KeyError, UserError) as error:
         raise UserError(f"{directory / 'config.json'}: damaged: {error}") from error
     return shape, trained_for
 
 
-def _check_values(kind: type[DrafterConfig], words: dict[str, Any]) -> None:
+def _check_values(kind: type[DrafterConfig], values: dict[str, Any]) -> None:
     """Raises ValueError with all values that are impossible for their field."""
     wrong = []
     for each in fields(kind):
-        if each.name not in words:
+        if each.name not in values:
             continue  # it has a default, or `from_dict` raises
-        value = words[each.name]
+        value = values[each.name]
         if each.type is int and not (type(value) is int and 1 <= value <= LARGEST_NUMBER):
             wrong.append(f"{each.name} is {short(value)}, not a whole number from 1 to {LARGEST_NUMBER:,}")
         elif each.type is float and not (type(value) in (int, float) and 0 < value <= LARGEST_NUMBER):
             wrong.append(f"{each.name} is {short(value)}, not a number above 0 and up to {LARGEST_NUMBER:,}")
         elif each.type is bool and type(value) is not bool:
             wrong.append(f"{each.name} is {short(value)}, neither true nor false")
-    layers = words.get("capture_layers", [])
+    layers = values.get("capture_layers", [])
     if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer <= LARGEST_NUMBER for layer in layers):
         wrong.append(f"capture_layers are {short(layers)}, not a list of whole numbers")
-    activation = words.get("hidden_act", "silu")
+    activation = values.get("hidden_act", "silu")
     if not isinstance(activation, str) or activation not in ACT2FN:
         wrong.append(f"hidden_act is {short(activation)}, not the name of an activation of transformers")
     if wrong:

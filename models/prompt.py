@@ -147,8 +147,8 @@ class Prompt(Sequence[int]):
 
 def digest_of(inserts: Sequence[Insert]) -> bytes:
     """sha256 of inserts and their places; empty where there are none."""
-    words = [f"{insert.first}+{insert.length}:{insert.digest}" for insert in inserts]
-    return hashlib.sha256(" ".join(words).encode()).digest() if words else b""
+    places = [f"{insert.first}+{insert.length}:{insert.digest}" for insert in inserts]
+    return hashlib.sha256(" ".join(places).encode()).digest() if places else b""
 
 
 @dataclass(frozen=True)

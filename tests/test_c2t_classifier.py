@@ -130,9 +130,9 @@ def test_a_tree_without_a_second_pruning_ends_somewhere(tmp_path: Path) -> None:
         assert isinstance(policy, C2T) and policy.nodes == nodes
 
 
-def change_config(directory: Path, **words: Any) -> None:
+def change_config(directory: Path, **changes: Any) -> None:
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | words))
+    (directory / "config.json").write_text(json.dumps(config | changes))
 
 
 def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:

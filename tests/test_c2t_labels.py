@@ -198,11 +198,11 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert same_trees(trees.chosen(torch.arange(7)), trees)
 
 
-def change_manifest(directory: Path, **words: Any) -> None:
+def change_manifest(directory: Path, **changes: Any) -> None:
     path = directory / "manifest.json"
     content = json.loads(path.read_text())
-    made_of = content["made_of"] | {key: words.pop(key) for key in list(words) if key in content["made_of"]}
-    path.write_text(json.dumps(content | words | {"made_of": made_of}))
+    made_of = content["made_of"] | {key: changes.pop(key) for key in list(changes) if key in content["made_of"]}
+    path.write_text(json.dumps(content | changes | {"made_of": made_of}))
 
 
 def change_shard(directory: Path) -> None:

@@ -80,8 +80,8 @@ def flip_a_key(path: Path) -> None:
 def _flip(path: Path, tensor: str) -> None:
     content = bytearray(path.read_bytes())
     length = int.from_bytes(content[:8], "little")
-    words = json.loads(content[8 : 8 + length])
-    content[8 + length + words.get(tensor, words.get("head"))["data_offsets"][0] + 5] ^= 1
+    header = json.loads(content[8 : 8 + length])
+    content[8 + length + header.get(tensor, header.get("head"))["data_offsets"][0] + 5] ^= 1
     path.write_bytes(content)
 
 
@@ -125,20 +125,20 @@ def test_damaged_files_are_named_and_written_anew(
 )
 def test_a_damaged_manifest_is_told(copy: Path, change: str, problem: str) -> None:
     path = copy / "manifest.json"
-    words = json.loads(path.read_text())
+    manifest = json.loads(path.read_text())
     if change == "shard":
-        words["shards"][2]["file"] = "../x"
+        manifest["shards"][2]["file"] = "../x"
         problem = "damaged"
     elif change == "bytes":
-        words["shards"][2]["bytes"] = -1
+        manifest["shards"][2]["bytes"] = -1
     elif change == "made_of":
-        words["made_of"] = {}
+        manifest["made_of"] = {}
     elif change == "of_shards":
-        words |= {"of_shards": "x", "shards": []}
+        manifest |= {"of_shards": "x", "shards": []}
     elif change == "capture_layers":
-        words["made_of"]["capture_layers"] = 3
-    is_edited = change in words or change in ("shard", "bytes", "capture_layers")
-    path.write_text(json.dumps(words) if is_edited else change)
+        manifest["made_of"]["capture_layers"] = 3
+    is_edited = change in manifest or change in ("shard", "bytes", "capture_layers")
+    path.write_text(json.dumps(manifest) if is_edited else change)
     with pytest.raises(UserError, match=r"manifest\.json: ") as raised:
         Store(copy)
     assert problem in str(raised.value)

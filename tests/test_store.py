@@ -440,10 +440,10 @@ def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path
     tokenizer.chat_template = "{# other #}" + str(tokenizer.chat_template)
     tokenizer.save_pretrained(other)
     lines = (recipe_path.parent / "run/conversations.jsonl").read_text().splitlines()
-    words = [json.loads(line) for line in lines]
-    words[4]["turns"][0]["output_token_ids"][0] ^= 1
+    conversations = [json.loads(line) for line in lines]
+    conversations[4]["turns"][0]["output_token_ids"][0] ^= 1
     output = to_train(tmp_path / "run", CONVERSATIONS)
-    (output / "conversations.jsonl").write_text("\n".join(map(json.dumps, words)) + "\n")
+    (output / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations)) + "\n")
     said = refusals(recipe_path, from_store, f"target.model={other}", f"output_dir={output}")
     assert "target.num_layers: 7 there, 8 now" in said
     assert "target.final_logit_softcapping: None there, 1.0 now" in said

@@ -55,7 +55,7 @@ class Manifest:
         return sum(shard[name] for shard in self.shards.values())
 
     def write(self, directory: Path) -> None:
-        words = {
+        fields = {
             "kind": self.KIND,
             self.OF: self.of,
             **{name: self.total(name) for name in self.COUNTS},
@@ -63,7 +63,7 @@ class Manifest:
             "made_of": self.made_of,
             "shards": [self.shards[number] for number in sorted(self.shards)],
         }
-        atomic_write(directory / MANIFEST, json.dumps(words, indent=2) + "\n")
+        atomic_write(directory / MANIFEST, json.dumps(fields, indent=2) + "\n")
 
     def _facts(self) -> dict[str, Any]:
         """What a subclass adds to the file."""
@@ -74,22 +74,22 @@ class Manifest:
         """None if there is no manifest yet. Raises UserError for a damaged manifest or another kind of file."""
         path = directory / MANIFEST
         try:
-            words = parse_json(path.read_bytes())
+            fields = parse_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}") from None
         except ValueError as error:
             raise UserError(f"{path}: {error}; delete the folder and {cls.VERB} again") from None
-        if not isinstance(words, dict) or words.get("kind") != cls.KIND:
+        if not isinstance(fields, dict) or fields.get("kind") != cls.KIND:
             what = cls.KIND.replace("_", " ")
             raise UserError(
                 f"{path}: not a manifest of {what} (kind: {cls.KIND}); `draftsmith {cls.COMMAND}` writes one"
             )
         try:
-            check_counts("manifest", words, (cls.OF,))
-            manifest = cls(words["made_of"], words[cls.OF])
-            for shard in words["shards"]:
+            check_counts("manifest", fields, (cls.OF,))
+            manifest = cls(fields["made_of"], fields[cls.OF])
+            for shard in fields["shards"]:
                 named = SHARD_NAME.fullmatch(shard["file"])
                 if named is None or (number := int(named[1])) in manifest.shards:
                     raise ValueError(f"{short(shard['file'])} is no file of it")
@@ -97,13 +97,13 @@ class Manifest:
                     raise ValueError(f"{shard['file']} has no sha256")
                 check_counts(shard["file"], shard, cls.COUNTS)
                 manifest.shards[number] = shard
-            manifest._check(words)
+            manifest._check(fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             problem = f"{error} is missing" if isinstance(error, KeyError) else error
             raise UserError(f"{path}: damaged: {problem}; delete the folder and {cls.VERB} again") from None
         return manifest
 
-    def _check(self, words: dict[str, Any]) -> None:
+    def _check(self, fields: dict[str, Any]) -> None:
         """Reads `_facts` from the file. Raises KeyError, TypeError or ValueError for values that are never written."""
         raise NotImplementedError
 
@@ -154,8 +154,8 @@ def file_problem(path: Path, entry: dict[str, Any], digest: bool = False) -> str
     return None
 
 
-def check_counts(name: str, words: dict[str, Any], keys: Iterable[str]) -> None:
+def check_counts(name: str, fields: dict[str, Any], keys: Iterable[str]) -> None:
     """Raises ValueError unless each value is a whole number of 0 or more."""
     for key in keys:
-        if type(words[key]) is not int or words[key] < 0:
-            raise ValueError(f"{name}: {key}: {short(words[key])} must be a whole number, 0 or more")
+        if type(fields[key]) is not int or fields[key] < 0:
+            raise ValueError(f"{name}: {key}: {short(fields[key])} must be a whole number, 0 or more")

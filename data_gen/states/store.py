@@ -244,14 +244,14 @@ class StoreManifest(Manifest):
         size = self.total("bytes") + sum(each["bytes"] for each in self.files.values())
         return {"bytes": size, "complete": self.complete, "target_files": self.files}
 
-    def _check(self, words: dict[str, Any]) -> None:
+    def _check(self, fields: dict[str, Any]) -> None:
         if any(number >= self.of or type(shard["keys_sha256"]) is not str for number, shard in self.shards.items()):
             raise ValueError(f"it has {self.of} shards, each with keys_sha256")
-        for name, file in words["target_files"].items():
+        for name, file in fields["target_files"].items():
             check_counts(name, file, ("bytes",))
             if Path(name).name != name or type(file["sha256"]) is not str:
                 raise ValueError(f"{name!r} is no file of it")
-        self.files, made_of = words["target_files"], self.made_of
+        self.files, made_of = fields["target_files"], self.made_of
         if not {"target", "dtype", "capture_layers", "rows"} <= made_of.keys() or made_of["dtype"] not in ENCODINGS:
             raise ValueError(f"made_of is {short(made_of)}")
         layers = made_of["capture_layers"]

@@ -116,7 +116,7 @@ class TreesManifest(Manifest):
     def _facts(self) -> dict[str, Any]:
         return {"complete": self.complete}
 
-    def _check(self, words: dict[str, Any]) -> None:
+    def _check(self, fields: dict[str, Any]) -> None:
         if not isinstance(self.made_of, dict) or not isinstance(self.made_of.get("drafter", {}), dict):
             raise ValueError("made_of, and drafter inside it, must be objects")
         if list(self.shards) != list(range(len(self.shards))):
@@ -124,7 +124,7 @@ class TreesManifest(Manifest):
         for shard in self.shards.values():
             if shard["accepted"] > shard["rows"]:
                 raise ValueError(f"{shard['file']}: {shard['accepted']:,} of {shard['rows']:,} rows are accepted")
-        self.complete = words.get("complete") is True
+        self.complete = fields.get("complete") is True
 
 
 def write_tree_shard(directory: Path, number: int, trees: Trees, counts: dict[str, int]) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def check_sharding(recipe: Recipe) -> None:
     config = load_config(recipe.target)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
-        words = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
         problems.append(
             f"train.shard_target: ZeRO-3 shards plain weights, and {recipe.target.model!r} is quantised "
-            f"({words.get('quant_method', 'unknown')}); name its plain checkpoint, or leave train.shard_target out"
+            f"({settings.get('quant_method', 'unknown')}); name its plain checkpoint, or leave train.shard_target out"
         )
     if recipe.target.dtype == "auto" and named_dtype(config) is None:
         problems.append(
