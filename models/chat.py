@@ -33,6 +33,7 @@ LARGEST = {
     "vocab_size": 100_000_000,
     "max_position_embeddings": 1_000_000_000,
 }
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "*.bpe")  # one of them at least
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 # Template variables that rendering sets.
 _SET_BY_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
@@ -57,7 +58,12 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
             target.model, revision=target.revision, trust_remote_code=target.trust_remote_code
         )
     except (OSError, ValueError, ImportError, KeyError, StrictDataclassError) as error:
-        raise UserError(f"target.model: cannot load a tokenizer from {target.model!r}: {first_line(error)}") from error
+        folder = Path(target.model)
+        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+            reason = "the folder has no tokenizer; copy the target's tokenizer.json and tokenizer_config.json there"
+        else:
+            reason = first_line(error)
+        raise UserError(f"target.model: cannot load a tokenizer from {target.model!r}: {reason}") from error
     if target.chat_template is not None:
         try:
             tokenizer.chat_template = Path(target.chat_template).read_text(encoding="utf-8")

@@ -51,6 +51,7 @@ MOST_CHARACTERS = 60_000
 MOST_VALUES = 10_000
 MOST_DIGITS = 400
 MOST_PROBLEMS = 50
+PASSWORD = re.compile(r"//[^/\s]*@")  # and user name, in a URL
 
 
 @dataclass
@@ -188,7 +189,7 @@ def _yaml_problem(error: yaml.YAMLError, where: str) -> str:
 
 
 def _apply_override(source: _Source, override: str) -> None:
-    where = f"override '{_cut(override)}'"
+    where = f"override '{_cut(PASSWORD.sub('//...@', override))}'"
     dotted, equals, text = override.partition("=")
     names = dotted.strip().split(".")
     if not equals or "" in names:
@@ -251,7 +252,7 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
             raised = item["ctx"]["error"]  # type: ignore[typeddict-item]
             if isinstance(raised, ImpossibleSettings):
                 parts = (problem.partition(": ") for problem in raised.problems)
-                problems += [source.at((*location, *key.split(".")), said) for key, _, said in parts]
+                problems += [source.at((*location, *_path_below(key)), said) for key, _, said in parts]
             else:
                 problems.append(source.at(location, str(raised)))
         else:
@@ -270,6 +271,10 @@ def _problems(source: _Source, error: ValidationError) -> list[str]:
             expected = " or ".join(dict.fromkeys(unions[problem]))
             sentences.append(source.at(problem, f"expected {expected}, given {given[problem]}"))
     return sentences
+
+
+def _path_below(dotted: str) -> KeyPath:
+    return tuple(int(key) if key.isdecimal() else key for key in dotted.split("."))
 
 
 def _given(value: Any) -> str:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from draftsmith.recipes.server_urls import normalised_urls
+
 
 class Section(BaseModel):
     model_config = ConfigDict(
@@ -125,13 +127,16 @@ class GeneratorSection(Section):
     """Seed of the sampling."""
 
     @model_validator(mode="after")
-    def _who_drafts(self) -> "GeneratorSection":
+    def _possible(self) -> "GeneratorSection":
+        problems = normalised_urls(self.base_urls)[1] if self.kind == "openai" else []
         if self.drafter is None and "draft_tokens" in self.meant:
-            raise ValueError("draft_tokens needs a drafter: give one, or leave draft_tokens out")
+            problems.append("draft_tokens: needs a drafter: give one, or leave draft_tokens out")
         if self.drafter is not None and self.kind == "openai":
-            raise ValueError(
-                "drafter drafts in this process; servers have settings of their own: leave it out of kind openai"
+            problems.append(
+                "drafter: drafts in this process, and servers have settings of their own: leave it out of kind openai"
             )
+        if problems:
+            raise ImpossibleSettings(problems)
         return self
 
 
@@ -803,6 +808,11 @@ class Recipe(Section):
             problems.append(
                 "train.keep_best: replay_tau needs train.eval_replay, the number of conversations to replay; set that, "
                 "or take simulated_tau"
+            )
+        if train.max_steps is not None and train.warmup_steps >= train.max_steps:
+            problems.append(
+                f"train.warmup_steps: {train.warmup_steps:,} is not shorter than the run of {train.max_steps:,} steps "
+                "(train.max_steps): the learning rate never reaches train.learning_rate"
             )
         if train.feature_loss and drafter.extends == "eagle3":
             problems.append(

@@ -269,8 +269,8 @@ def test_evaluation_prompts_that_cannot_be_read(
 
     assert len(screen(recipe("list", sources), conversations, Rejects())) == 6
     printed = capsys.readouterr().out
-    assert "no contamination check against eval.prompts mt_bench: mt_bench: datasets cannot fetch" in printed
-    assert f"no contamination check against eval.prompts {tmp_path / 'gone.jsonl'}: no such file" in printed
+    assert "no contamination check against eval.prompts: mt_bench: datasets cannot fetch" in printed
+    assert f"no contamination check against eval.prompts: no such file: {tmp_path / 'gone.jsonl'}" in printed
     assert "2 of 6 training conversations" in printed
     assert len(screen(recipe("list", sources[:1]), conversations, Rejects())) == 6
     printed = capsys.readouterr().out

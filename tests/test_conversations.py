@@ -367,7 +367,8 @@ def test_tokenizer_without_template_is_refused(tmp_path: Path) -> None:
     bare.save_pretrained(tmp_path / "bare")
     with pytest.raises(UserError, match="no chat template"):
         load_tokenizer(TargetSection(model=str(tmp_path / "bare")))
-    with pytest.raises(UserError, match="cannot load a tokenizer"):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(UserError, match=r"cannot load a tokenizer from .*nothing': the folder has no tokenizer; copy"):
         load_tokenizer(TargetSection(model=str(tmp_path / "nothing")))
 
 

@@ -461,7 +461,7 @@ def test_plan_of_the_evaluation_before_training(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.usefixtures("no_dry_run")
 def test_plan_says_plainly_what_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recipe_file(tmp_path, train={"max_steps": 5, "warmup_steps": 5})
+    path = recipe_file(tmp_path, train={"epochs": 5, "warmup_steps": 5})
     write_conversations(tmp_path / "run/conversations.jsonl", 4)
     problems = plan(path, capsys, "drafter.vocab_size=300")["CANNOT WORK"]
     assert "train.warmup_steps 5 is not shorter than the run of 5 steps" in problems

@@ -506,8 +506,16 @@ def test_sources_are_checked_before_anything_is_read(tmp_path: Path):
     for problem, name, reason in zip(caught.value.problems, [*names, "stdlib:x", "hf:"], reasons, strict=True):
         assert name in problem
         assert reason in problem
-    with pytest.raises(UserError, match="no prompts"):
+    with pytest.raises(UserError, match="no source given"):
         read_conversations([], Rejects())
+
+
+def test_problems_of_training_prompts_name_their_key(tmp_path: Path):
+    with pytest.raises(UserError, match=r"^data\.prompts: no source given"):
+        read_training_prompts(DataSection(prompts=[]), Rejects(), None)
+    bad = write_lines(tmp_path / "bad.jsonl", "{")
+    with pytest.raises(UserError, match=rf"^data\.prompts: {bad}: no usable conversation: 1 record rejected"):
+        list(read_training_prompts(DataSection(prompts=bad), Rejects(), None))
 
 
 def test_source_without_a_usable_record_is_an_error_after_the_others_were_read(tmp_path: Path):
@@ -520,8 +528,7 @@ def test_source_without_a_usable_record_is_an_error_after_the_others_were_read(t
             found.append(conversation.id)
     assert found == ["good"]
     assert [problem.split(":")[0] for problem in caught.value.problems] == [bad, str(tmp_path / "none.json")]
-    assert "no usable conversation" in caught.value.problems[0]
-    assert "1 malformed JSON, 1 no user turn" in caught.value.problems[0]
+    assert "no usable conversation: 2 records rejected (1 malformed JSON, 1 no user turn)" in caught.value.problems[0]
 
 
 # The rejects file.

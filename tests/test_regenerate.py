@@ -323,7 +323,7 @@ def test_finished_file_is_left_alone(place: Workspace, monkeypatch: pytest.Monke
     before = place.path.read_bytes()
     monkeypatch.setattr(generators, "Lineup", None)  # not needed
     assert "all 5 conversations are done" in place.run()
-    assert "holds 3 conversations that are not in data.prompts" in place.run("data.max_prompts=2")
+    assert "conversations that are not in data.prompts: 3; kept" in place.run("data.max_prompts=2")
     assert place.path.read_bytes() == before
 
 
@@ -335,7 +335,7 @@ def test_equal_questions_are_asked_once_and_older_files_that_hold_them_go_on(pla
         printed = place.run(*arguments)
         assert "repeated questions dropped: 1 (" in printed
     assert (
-        "holds 1 conversations that are not in data.prompts" in printed
+        "conversations that are not in data.prompts: 1; kept" in printed
         and "all 4 conversations are done; 1 record" in printed
     )
     assert place.path.read_bytes() == whole

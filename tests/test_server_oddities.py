@@ -9,8 +9,9 @@ import pytest
 
 from draftsmith.data_gen.server import client as server_client
 from draftsmith.data_gen.server import generator as server_generator
-from draftsmith.data_gen.server.client import Client, normalised_urls
+from draftsmith.data_gen.server.client import Client
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.server_urls import normalised_urls
 from tests.fake_server import FakeServer, Reply, response
 from tests.server_place import Place
 from tests.server_place import place as place
@@ -210,5 +211,5 @@ def test_an_environment_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, nam
 
 
 def test_hosts_that_are_none() -> None:
-    with pytest.raises(UserError, match=r"base_urls\[0\]: no URL"):
-        normalised_urls(["http://xn--a:1"])
+    (problem,) = normalised_urls(["http://xn--a:1"])[1]
+    assert problem.startswith("base_urls.0: not a URL: ")

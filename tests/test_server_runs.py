@@ -13,8 +13,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Vocabulary, read_answer
-from draftsmith.data_gen.server.client import normalised_urls
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.server_urls import normalised_urls
 from tests.crash import CAN_FORK, CrashLab, Ending
 from tests.fake_server import STOP, FakeServer, response
 from tests.server_place import Place
@@ -118,16 +118,20 @@ def test_nothing_answered_is_an_error_alone(place: Place) -> None:
 
 def test_urls() -> None:
     urls = ["http://a:8000", "http://b:8000/v1/", " https://c/api/v1 ", "http://[::1]:8000/"]
-    assert normalised_urls(urls) == ["http://a:8000/v1", "http://b:8000/v1", "https://c/api/v1", "http://[::1]:8000/v1"]
-    with pytest.raises(UserError) as error:
-        normalised_urls(
-            ["localhost:8000", "http://me:hunter2@a/v1", "http://a?x=1", "ftp://a", "http://a", "http://a/v1"]
-        )
-    assert len(error.value.problems) == 5
-    assert "base_urls[1]: holds a user name" in error.value.problems[1] and "hunter2" not in str(error.value)
-    assert "is there twice" in error.value.problems[4]
-    with pytest.raises(UserError, match="none given"):
-        normalised_urls([])
+    found = ["http://a:8000/v1", "http://b:8000/v1", "https://c/api/v1", "http://[::1]:8000/v1"]
+    assert normalised_urls(urls) == (found, [])
+
+
+def test_a_recipe_with_wrong_urls_is_refused_before_prompts_are_read(place: Place) -> None:
+    place.prompts.write_text("not JSON\n")
+    place.use()
+    wrong = ["localhost:8000", "http://me:hunter2@a/v1", "http://a?x=1", "ftp://a", "http://a", "http://a/v1"]
+    problems, _ = place.fails(f"data.generator.base_urls=[{', '.join(map(json.dumps, wrong))}]", "train.max_steps=0")
+    assert len(problems) == 6 and "hunter2" not in "".join(problems)
+    assert "`data.generator.base_urls.1`: holds a user name" in problems[1]
+    assert "`data.generator.base_urls.5`: http://a/v1 is there twice" in problems[4]
+    problems, _ = place.fails()
+    assert len(problems) == 1 and "`data.generator.base_urls`: none given" in problems[0]
 
 
 def test_a_file_belongs_to_one_kind_of_writer(place: Place) -> None:

@@ -160,7 +160,10 @@ def check_generator_drafter(recipe: Recipe) -> None:
     try:
         check_size(contender.tree, target.positions)
     except UserError:
-        raise UserError("data.generator.draft_tokens: more than the target has positions") from None
+        raise UserError(
+            f"data.generator.draft_tokens: {recipe.data.generator.draft_tokens:,} tokens do not fit the target's "
+            f"{target.positions:,} positions; set it to less"
+        ) from None
 
 
 def _contender(recipe: Recipe) -> Contender:

@@ -90,7 +90,7 @@ def main(command: Command) -> int:
         todo = not_done(conversations, log.content)
         done = len(conversations) - len(todo)
         if others := len(log.content.done) - done:
-            print(f"{path}: holds {others:,} conversations that are not in data.prompts; kept")
+            print(f"{path}: conversations that are not in data.prompts: {others:,}; kept")
         if not todo:
             print(f"all {done:,} conversations are done; {rejects.summary()}")
             return 0

@@ -168,7 +168,7 @@ class Check:
         unread: list[str] = []
         self.index = EvaluationIndex(self._evaluation(recipe, unread))
         if unread and remove:
-            advice = "data.contamination is `remove`: fetch it once, name a file, or set data.contamination=list"
+            advice = "data.contamination: remove needs all of eval.prompts: fetch them, name files, or set data.contamination=list"
             raise UserError([*unread, advice])
 
     def _evaluation(self, recipe: Recipe, unread: list[str]) -> Iterator[Conversation]:
@@ -180,7 +180,7 @@ class Check:
                     count += 1
                     yield conversation
             except UserError as error:
-                unread.append(f"no contamination check against eval.prompts {source}: {error.problems[0]}")
+                unread.append(f"no contamination check against eval.prompts: {error.problems[0]}")
                 self.notes.append(f"note: {unread[-1]}")
             if count == limit:
                 self.notes.append(
@@ -271,7 +271,7 @@ def screen(
     check.report(write)
     if conversations and not clean:
         raise UserError(
-            f"data.prompts: all {len(conversations):,} conversations ask what eval.prompts ask; nothing is left to ask"
+            f"data.prompts: all {len(conversations):,} conversations ask what eval.prompts ask; none is left to answer"
         )
     return clean
 
@@ -313,7 +313,9 @@ def main(command: Command) -> None:
     prompts = _listed(recipe.data.prompts)
     file = recipe.conversations_path if _from_elsewhere(recipe) else None
     if file is not None and not file.exists():
-        raise UserError(f"data.conversations: {file} does not exist, and there is nothing else to compare")
+        raise UserError(
+            f"data.conversations: {file} does not exist; run `draftsmith regenerate` first, or name data.prompts"
+        )
     if command.plan:
         compared = [*prompts, *([str(file)] if file else [])]
         print(f"compares  {', '.join(compared)}\nwith      {', '.join(_listed(recipe.eval.prompts))}")

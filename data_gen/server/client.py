@@ -251,37 +251,6 @@ def _retry_after(reply: httpx.Response) -> float:
 # The recipe's settings.
 
 
-def normalised_urls(urls: list[str]) -> list[str]:
-    """The URLs, each ending with /v1. Raises UserError with every problem."""
-    problems, found = [], []
-    for number, url in enumerate(urls):
-        where = f"data.generator.base_urls[{number}]"
-        try:
-            parsed = httpx.URL(url.strip())
-            host = parsed.host
-        except (httpx.InvalidURL, ValueError) as error:  # ValueError: IDNA refuses the host name
-            problems.append(f"{where}: no URL: {error}")
-            continue
-        if parsed.scheme not in ("http", "https") or not host or parsed.query or parsed.fragment:
-            problems.append(f"{where}: must be like http://host:8000/v1")
-        elif parsed.userinfo:
-            problems.append(
-                f"{where}: holds a user name or password; put the key into an environment variable and set "
-                "data.generator.api_key_env to its name"
-            )
-        else:
-            normal = str(parsed).rstrip("/")
-            normal += "" if normal.endswith("/v1") else "/v1"
-            if normal in found:
-                problems.append(f"{where}: {normal} is there twice")
-            found.append(normal)
-    if not urls:
-        problems.append("data.generator.base_urls: none given; kind openai needs one, like [http://localhost:8000/v1]")
-    if problems:
-        raise UserError(problems)
-    return found
-
-
 def _api_key(variable: str | None) -> str | None:
     if variable is None:
         return None

@@ -25,9 +25,10 @@ from typing import Any
 
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer, GenerationSettings
 from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Unfinished, Vocabulary, read_answer
-from draftsmith.data_gen.server.client import CONNECT_SECONDS, NEEDED, Client, Failed, normalised_urls
+from draftsmith.data_gen.server.client import CONNECT_SECONDS, NEEDED, Client, Failed
 from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.schema import GeneratorSection
+from draftsmith.recipes.server_urls import normalised_urls
 
 FIRST_PAUSE_SECONDS = 0.5  # before the second try of a request; doubles, with jitter
 FIRST_LOOK_SECONDS = 1.0  # before a server that was set aside is tried again; doubles
@@ -75,11 +76,11 @@ def _retrieve_exception(task: asyncio.Task) -> None:
 class Servers:
     """The endpoints of a recipe and the connections to them. Leaving the context drops open requests.
 
-    Raises UserError for missing or malformed base_urls, or if the variable of api_key_env holds no key.
+    Raises UserError if the variable of api_key_env holds no key.
     """
 
     def __init__(self, section: GeneratorSection, settings: GenerationSettings, vocabulary: Vocabulary):
-        self.servers = [Server(url) for url in normalised_urls(section.base_urls)]
+        self.servers = [Server(url) for url in normalised_urls(section.base_urls)[0]]
         self.concurrency = section.concurrency
         self.retries = 0  # tries beyond the first
         self.tokens_received = 0  # includes unfinished answers that are streamed

@@ -57,7 +57,7 @@ def load_questions(
     names = [sources] if isinstance(sources, str) else sources
     found, shown = [], short_names(names)
     for source in names:  # one by one: benchmarks number their questions, all from 0
-        for conversation in read_conversations(source, rejects, limit):
+        for conversation in read_conversations(source, rejects, limit, before="eval.prompts: "):
             try:
                 as_text(conversation.messages, conversation.images)
             except RenderError as error:

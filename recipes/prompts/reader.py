@@ -48,7 +48,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import check_source, records, short_names
@@ -58,20 +58,20 @@ DUPLICATE = "duplicate question"  # kind of reject
 
 
 def read_conversations(
-    sources: str | Sequence[str], rejects: Rejects, limit: int | None = None
+    sources: str | Sequence[str], rejects: Rejects, limit: int | None = None, before: str = ""
 ) -> Iterator[Conversation]:
     """The usable conversations of `sources`, in order, at most `limit`; the others go to `rejects`.
 
     Reads records lazily. Raises UserError at once for missing or empty sources, and at the end for sources without a
-    usable record.
+    usable record. Each problem begins with `before`, such as "data.prompts: ".
     """
     names = [sources] if isinstance(sources, str) else list(sources)
     problems = [problem for name in names if (problem := check_source(name)) is not None]
     if not names:
-        problems.append("no prompts: name a file, `stdlib:train` or `hf:org/name`")
+        problems.append("no source given: name a file, `stdlib:train` or `hf:org/name`")
     if problems:
-        raise UserError(problems)
-    return islice(_read(names, rejects), limit)
+        raise UserError([before + problem for problem in problems])
+    return islice(_read_as(before, names, rejects), limit)
 
 
 def read_training_prompts(data: DataSection, rejects: Rejects, limit: int | None) -> Iterator[Conversation]:
@@ -80,7 +80,7 @@ def read_training_prompts(data: DataSection, rejects: Rejects, limit: int | None
     Unless data.duplicates is `keep`, a conversation that asks the same as an earlier one goes to `rejects` and does not
     count towards `limit`.
     """
-    conversations = read_conversations(data.prompts or [], rejects)
+    conversations = read_conversations(data.prompts or [], rejects, before="data.prompts: ")
     return islice(conversations if data.duplicates == "keep" else _asked_once(conversations, rejects), limit)
 
 
@@ -134,6 +134,14 @@ def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield [*pending, *behind]
 
 
+def _read_as(before: str, names: list[str], rejects: Rejects) -> Iterator[Conversation]:
+    problems: list[str] = []
+    with collected(problems, before):
+        yield from _read(names, rejects)
+    if problems:
+        raise UserError(problems)
+
+
 def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
     places: dict[str, str] = {}  # id -> first place
     contents: dict[str, int] = {}  # id -> hash of the conversation
@@ -166,7 +174,8 @@ def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
         if not usable:
             problem = "no record in it"
             if rejected := rejects.total - rejected_before:
-                problem = f"no usable conversation ({rejected} rejected: {rejects.summary()})"
+                count = f"{rejected} rejected; in all, " if rejected < rejects.total else ""
+                problem = f"no usable conversation: {count}{rejects.summary()}"
             barren.append(f"{name}: {problem}")
     if barren:
         raise UserError(barren)

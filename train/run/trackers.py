@@ -2,7 +2,7 @@
 
     tensorboard     <output_dir>/tensorboard           tensorboard --logdir runs shows all runs side by side
     wandb, trackio  project draftsmith, a run named after output_dir
-    others          comet_ml, mlflow, clearml, dvclive, aim, swanlab: project draftsmith, as they set themselves up
+    others          comet_ml, mlflow, clearml, dvclive, aim, swanlab: project draftsmith, with their own defaults
 
 A run that is resumed after a kill continues in the same place. TensorBoard hides lines of the killed run after its last
 checkpoint. wandb and trackio get the same run name again, and trackio shows the repeated steps twice.
@@ -28,7 +28,7 @@ def check_trackers(names: Sequence[str]) -> None:
     problems = []
     for name in dict.fromkeys(names):
         if name not in known:
-            problems.append(f"train.trackers: {name!r} is none of {', '.join(known)}")
+            problems.append(f"train.trackers: {name!r} is unknown; known are {', '.join(known)}")
         elif name not in installed:
             package = PACKAGES.get(name, name)
             problems.append(f"train.trackers: {name} is not installed: pip install {package}, or leave it out")
@@ -57,7 +57,7 @@ class Trackers:
     def start(self, first: int, run: str) -> None:
         """
         Args:
-            first: number of steps done. Later steps that an earlier process logged are void.
+            first: number of steps done. TensorBoard hides later steps that an earlier process logged.
             run: the run's name, from `new_run`.
         """
         for name in self.names:
