@@ -168,7 +168,9 @@ class Check:
         unread: list[str] = []
         self.index = EvaluationIndex(self._evaluation(recipe, unread))
         if unread and remove:
-            advice = "data.contamination: remove needs all of eval.prompts: fetch them, name files, or set data.contamination=list"
+            advice = (
+                "data.contamination: remove needs all of them: fetch them, name files, or set data.contamination=list"
+            )
             raise UserError([*unread, advice])
 
     def _evaluation(self, recipe: Recipe, unread: list[str]) -> Iterator[Conversation]:
