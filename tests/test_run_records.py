@@ -159,7 +159,7 @@ def test_trackers_that_are_not_there_are_told_together(recipe_path: Path, monkey
     with pytest.raises(UserError) as raised:
         train(recipe_path, "train.trackers=[tensorborad, comet_ml, comet_ml]")
     unknown, missing = raised.value.problems
-    assert unknown.startswith("train.trackers: 'tensorborad' is none of aim, ") and "tensorboard" in unknown
+    assert unknown.startswith("train.trackers: 'tensorborad' is unknown; known are aim, ") and "tensorboard" in unknown
     assert missing == "train.trackers: comet_ml is not installed: pip install comet-ml, or leave it out"
 
 
