@@ -112,6 +112,8 @@ def _read_file(path: Path) -> _Source:
             text = file.read(MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: a folder; name a recipe file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     if len(text) > MOST_CHARACTERS:
@@ -146,7 +148,11 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
         if isinstance(node, yaml.ScalarNode):
             if node.tag != TEXT_TAG and len(node.value) > MOST_DIGITS:
                 raise _refused(node.start_mark, f"a value of {len(node.value):,} characters that is not text")
-            return loader.construct_object(node)
+            try:
+                return loader.construct_object(node)
+            except (ValueError, KeyError, AttributeError) as error:  # 2024-13-45, !!bool maybe, !!timestamp abc
+                why = error if isinstance(error, ValueError) else f"{node.value!r} is not a {node.tag.split(':')[-1]}"
+                raise _refused(node.start_mark, str(why)) from None
         if node.tag not in PLAIN_TAGS:
             raise _refused(node.start_mark, f"unknown tag {node.tag}")
         if isinstance(node, yaml.SequenceNode):
@@ -175,8 +181,6 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
         return None if node is None else value_of(node, path, node.start_mark.line + 1)
     except RecursionError:
         raise yaml.YAMLError("nested too deeply, or an alias that contains itself") from None
-    except ValueError as error:  # a scalar that looks like a date or a number: 2024-13-45
-        raise yaml.YAMLError(str(error)) from None
     finally:
         loader.dispose()
 

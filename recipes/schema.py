@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 def _number(value: Any) -> Any:
     """`1e-4`, which YAML 1.1 reads as text, as the number that it is."""
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value)
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", value)
     return float(value) if is_number else value
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -61,14 +61,14 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
     if not plan:
         check_automatic(recipe, contenders)
         make_out(recipe)
-    rejects = Rejects(None if plan else recipe.eval_out / "prompts.rejects.jsonl")
-    asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
-    if plan:
-        print_evaluation_plan(recipe, asked, contenders)
-        if full:
-            print(f"CANNOT WORK: {full}")
-        return
-    with alone_in(recipe.eval_out):
+    with nullcontext() if plan else alone_in(recipe.eval_out):
+        rejects = Rejects(None if plan else recipe.eval_out / "prompts.rejects.jsonl")
+        asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
+        if plan:
+            print_evaluation_plan(recipe, asked, contenders)
+            if full:
+                print(f"CANNOT WORK: {full}")
+            return
         lineup = Lineup(recipe.target)
         contenders = [chosen(lineup, recipe, contender) for contender in contenders]
         with keeping_answers(partial_log(recipe)) as file:
