@@ -176,8 +176,8 @@ def test_bad_override_is_quoted(write, override, text):
         ("output_dir: [1\ntarget: {}\n", "recipe.yaml:2: not valid YAML"),
         ("- a\n- b\n", "given"),
         ("", "`output_dir` is missing"),
-        (SMALLEST + "train: {seed: 2024-13-45}\n", r":\d+: not valid YAML: month must be"),
-        (SMALLEST + "train: {packing: !!bool maybe}\n", r":\d+: not valid YAML: 'maybe' is not a bool"),
+        (SMALLEST + "train: {seed: 2024-13-45}\n", "not valid YAML: month must be"),
+        (SMALLEST + "train: {packing: !!bool maybe}\n", "not valid YAML: 'maybe' is not a bool"),
         (SMALLEST + "train: &a {seed: *a}\n", "not valid YAML: nested too deeply, or an alias"),
         (SMALLEST + "? [a, b]\n: 3\n", "recipe.yaml:4: a key must be a single word"),
         (SMALLEST + "---\na: 1\n", "not valid YAML"),
@@ -254,7 +254,7 @@ def test_numbers_beyond_any_use_are_refused(write, override, expected):
 
 def test_recipe_file_that_cannot_be_read(tmp_path: Path):
     assert "no such recipe file" in problems_of(str(tmp_path / "none.yaml"))[0]
-    assert "cannot be read" in problems_of(str(tmp_path))[0]
+    assert "a folder; name a recipe file" in problems_of(str(tmp_path))[0]
     (tmp_path / "latin.yaml").write_bytes(b"output_dir: \xe9\n")
     assert "cannot be read as UTF-8" in problems_of(str(tmp_path / "latin.yaml"))[0]
 

@@ -96,8 +96,8 @@ def _not_its_own(path: str, overrides: Sequence[str], setting: str) -> list[str]
     if unknown := [problem for problem in found if problem.startswith(f"override '{setting}': unknown key")]:
         return unknown
     return [
-        f"{key} is the same for all contenders; they may differ only in {', '.join(OWN)}; give it before --compare to set "
-        "it for all"
+        f"{key} is the same for all contenders; they may differ only in {', '.join(OWN)}; give it before --compare "
+        "to set it for all"
     ]
 
 
