@@ -138,8 +138,10 @@ def _read_as(before: str, names: list[str], rejects: Rejects) -> Iterator[Conver
     problems: list[str] = []
     with collected(problems, before):
         yield from _read(names, rejects)
-    if problems:
-        raise UserError(problems)
+    if problems:  # a full disk under the rejects is no mistake of the sources
+        raise UserError(
+            [problem.removeprefix(before) if f"{rejects.path}: " in problem else problem for problem in problems]
+        )
 
 
 def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
