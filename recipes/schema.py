@@ -716,6 +716,18 @@ class EvalSection(Section):
     subfolder `replay`."""
 
 
+class ExportSection(Section):
+    to: Literal["vllm", "sglang", "tensorrt-llm", "eagle", "speculators", "llama.cpp"] = "vllm"
+    """Engine, or format, to export to. Several engines read the folder of vllm."""
+    dtype: Literal["trained", "float32", "bfloat16", "float16"] = "trained"
+    """Precision of the exported weights. Engines cast them to their own."""
+    license: str | None = None
+    """Licence of the drafter for its model card, an identifier of the Hub (apache-2.0, llama3.1). Drafters inherit
+    obligations from their target and from their training data."""
+    out: str | None = None
+    """Folder to write. Default: <output_dir>/export/<to>."""
+
+
 HASS_TRAINING = {
     "step_weight": 1.0,
     "token_loss": 0.1,
@@ -787,6 +799,7 @@ class Recipe(Section):
     labels: LabelSection = LabelSection()
     classifier: ClassifierSection = ClassifierSection()
     eval: EvalSection = EvalSection()
+    export: ExportSection = ExportSection()
 
     @model_validator(mode="before")
     @classmethod

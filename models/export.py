@@ -1,0 +1,43 @@
+"""Write a trained drafter in the format of a serving engine, and prove that the engine would read it as it was trained.
+
+    python models/export.py recipes/demo.yaml --to vllm
+    python models/export.py recipes/demo.yaml --to vllm --dry-run                # check everything, write nothing
+    python models/export.py runs/demo/drafter --to sglang --out served/demo      # a checkpoint instead of a recipe
+    python models/export.py recipes/demo.yaml --to vllm --push-to-hub me/demo-eagle3 --public
+
+Engines: vllm, sglang, tensorrt-llm, eagle (the reference code), speculators, llama.cpp. Many read one format: the
+command says which others serve the same folder. An engine that would serve another drafter than the trained one is
+refused with the reason.
+
+Writes config.json, model.safetensors, a model card (README.md) with the measured acceptance, and
+speculation_profile.json into <output_dir>/export/<engine>, and prints the command that serves it.
+"""
+
+from argparse import ArgumentParser
+from pathlib import Path
+
+from draftsmith.recipes.command.cli import parse_arguments, run
+from draftsmith.recipes.loader import load_recipe
+
+
+def main() -> None:
+    command = parse_arguments(__doc__, extra=_options)
+    recipe = None if Path(command.recipe_path).is_dir() else load_recipe(command.recipe_path, command.overrides)
+    from draftsmith.models.formats import command as formats
+
+    formats.export_main(command, recipe)
+
+
+def _options(parser: ArgumentParser) -> None:
+    parser.add_argument("--to", metavar="ENGINE", help="default: the recipe's export.to")
+    parser.add_argument("--out", type=Path, help="folder to write; default: <output_dir>/export/<engine>")
+    parser.add_argument("--dry-run", dest="plan", action="store_true", help="the same as --plan")
+    parser.add_argument("--push-to-hub", metavar="USER/NAME", help="also upload the folder to this repository")
+    visible = parser.add_mutually_exclusive_group()
+    visible.add_argument("--private", dest="private", action="store_true", default=True, help="default")
+    visible.add_argument("--public", dest="private", action="store_false", help="let everyone see the repository")
+    parser.add_argument("--revision", help="branch of the repository to upload to; default: its main branch")
+
+
+if __name__ == "__main__":
+    run(main)

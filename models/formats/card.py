@@ -1,0 +1,176 @@
+"""The model card (README.md) and speculation_profile.json of an export."""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from draftsmith.models.drafters import kind_text, trainable_parameters
+from draftsmith.models.eagle3 import Eagle3Config
+from draftsmith.models.formats.engines import Engine
+from draftsmith.models.formats.exporting import Source
+from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.json_text import parse_json
+
+PICTURE = "acceptance.png"
+# Licences whose terms reach models made with a model's outputs; the part of a Hub id that tells the family.
+BINDING = {
+    "llama": "the Llama community licence asks that models trained with a Llama's outputs be called Llama and carry it",
+    "gemma": "Gemma's terms of use bind models trained with Gemma's outputs",
+}
+
+
+def read_measurement(path: Path, source: Source) -> dict[str, Any] | None:
+    """acceptance.json, if it was measured with this drafter's weights; None: there is none, or it is of others."""
+    try:
+        content = parse_json(path.read_bytes())
+        weights = file_digest(source.directory / "model.safetensors")
+        data = content["made"]["data"]
+        ours = any(entry.get("sha256") == weights for name, entry in data.items() if "drafter" in name)
+        return content if ours else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def own_contenders(measured: dict[str, Any]) -> list[str]:
+    """Names of the rows that draft with the exported drafter."""
+    return [
+        name
+        for name, row in measured["contenders"].items()
+        if row["proposer"] == "drafter" and row["drafter"] == measured["drafter"]
+    ]
+
+
+def profile(source: Source, measured: dict[str, Any]) -> dict[str, Any]:
+    """speculation_profile.json: for each way to draft and each benchmark, how often each position was accepted."""
+    keys = ("prompts", "rounds", "new_tokens", "tau", "tau_interval", "acceptance_by_position")
+    keys = (*keys, "acceptance_by_position_interval", "accepted_per_round")
+    return {
+        "target": source.target["model"],
+        "drafter": kind_text(source.shape),
+        "sampling": {key: measured[key] for key in ("temperature", "top_p", "top_k", "max_new_tokens")},
+        "lossless": measured["lossless"],
+        "date": measured["made"]["date"],
+        "acceptance_by_position": "conditional: of the rounds that accepted all earlier positions",
+        "drafts": {
+            name: {
+                "tree": measured["contenders"][name]["tree"],
+                "benchmarks": {
+                    benchmark: {key: rows[name][key] for key in keys}
+                    for benchmark, rows in measured["benchmarks"].items()
+                },
+            }
+            for name in own_contenders(measured)
+        },
+    }
+
+
+def card(
+    source: Source,
+    engines: Sequence[Engine],
+    measured: dict[str, Any] | None,
+    folder_name: str,
+    license: str | None,
+    recipe_path: str | None,
+) -> str:
+    """README.md of an export.
+
+    Args:
+        engines: those that serve the folder, the one it was made for first.
+        folder_name: how serve commands call the folder: a path, or a Hub id.
+        license: of the drafter, an identifier of the Hub; recipe_path: the recipe's, for the command to measure again.
+    """
+    shape, target = source.shape, source.target
+    name = target["model"]
+    is_hub = not Path(name).exists()
+    made = parse_json((source.directory / "provenance.json").read_bytes())
+    weights = next(tensor.dtype for tensor in source.tensors.values() if tensor.is_floating_point())
+    facts = [
+        ("target", f"`{name}`" + (f", revision `{target['revision']}`" if target.get("revision") else "")),
+        ("kind", f"{kind_text(shape)}, {shape.num_layers} layer" + "s" * (shape.num_layers > 1)),
+        ("parameters", f"{trainable_parameters(shape):,}, trained in {str(weights).removeprefix('torch.')}"),
+        ("draft vocabulary", f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"),
+    ]
+    if isinstance(shape, Eagle3Config):
+        states = ", ".join(str(state) for state in shape.capture_layers)
+        facts.append(("target states", f"{states} of `hidden_states` (0 is the embedding)"))
+    origin = [("with", ", ".join(f"{key} {value}" for key, value in made["versions"].items()))]
+    origin += [("command", f"`{' '.join(made['command'])}`")] if made.get("command") else []
+    origin += [
+        (f"{key} (`{entry['file']}`)", f"sha256 `{entry['sha256']}`") for key, entry in made.get("data", {}).items()
+    ]
+    binding = next((words for family, words in BINDING.items() if family in name.lower()), None)
+    template = Environment(
+        loader=PackageLoader("draftsmith.models.formats", "."), undefined=StrictUndefined, keep_trailing_newline=True
+    ).get_template("card.md.jinja")
+    again = f"draftsmith evaluate {recipe_path or 'your-recipe.yaml'}"
+    if recipe_path is None:
+        again += f" eval.drafter={folder_name}"
+    return template.render(
+        base_model=json.dumps(name) if is_hub else None,  # the Hub refuses a card whose base model is a path
+        license=None if license is None else json.dumps(license),
+        library="transformers",
+        kind=kind_text(shape),
+        kind_tag=shape.kind,
+        target_name=name,
+        target_link=f"[{name}](https://huggingface.co/{name})" if is_hub else f"`{name}`",
+        licence_warning=binding,
+        facts=facts,
+        rows=[] if measured is None else _rows(measured),
+        how_measured="" if measured is None else _how(measured),
+        hardware="" if measured is None else measured["made"]["hardware"],
+        picture=PICTURE if measured is not None else None,
+        command="" if measured is None else " ".join(measured["made"]["command"]),
+        again=again,
+        commands=[
+            (engine.title, engine.command(shape, name, folder_name), "" if i == 0 else " reads the same folder")
+            for i, engine in enumerate(engines)
+        ],
+        tied=None,
+        made=origin,
+    )
+
+
+def _rows(measured: dict[str, Any]) -> list[list[str]]:
+    rows = []
+    for name in own_contenders(measured):
+        for benchmark, contenders in measured["benchmarks"].items():
+            row = contenders[name]
+            low, high = row["tau_interval"]
+            speed = row.get("speedup")
+            fast = ["", ""] if speed is None else [f"{speed:.2f}", "[{:.2f}, {:.2f}]".format(*row["speedup_interval"])]
+            rows.append([name, benchmark, str(row["prompts"]), f"{row['tau']:.2f}", f"[{low:.2f}, {high:.2f}]", *fast])
+    return rows
+
+
+def _how(measured: dict[str, Any]) -> str:
+    temperature = measured["temperature"]
+    way = "Greedy" if temperature == 0 else f"Temperature {temperature:g}"
+    exact = "" if measured["lossless"] else ", with a relaxed acceptance rule, which changes the target's output"
+    return f"{way}{exact}, at most {measured['max_new_tokens']:,} new tokens, {measured['made']['date']}."
+
+
+def picture(source: Source, measured: dict[str, Any]) -> bytes:
+    """PNG: how often the target accepts the drafted token of each position, one line a way to draft, with intervals."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for name in own_contenders(measured):
+        row = measured["contenders"][name]
+        accepted = row["acceptance_by_position"]
+        places = range(1, len(accepted) + 1)
+        [line] = axes.plot(places, accepted, marker="o", label=f"{name}, tau {row['tau']:.2f}")
+        low, high = zip(*row["acceptance_by_position_interval"], strict=True)
+        axes.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    axes.set(xlabel="drafted position", ylabel="accepted, given the one before", ylim=(0, 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()

@@ -1,0 +1,86 @@
+"""The commands `export` and `import-drafter`."""
+
+import json
+import sys
+from pathlib import Path
+
+from draftsmith.models.drafters import kind_text
+from draftsmith.models.formats import card as cards
+from draftsmith.models.formats.engines import ENGINES, Engine
+from draftsmith.models.formats.exporting import DTYPES, Source, able_engines, check_engine, export
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.inputs import drafter, need
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import ExportSection, Recipe
+
+
+def export_main(command: Command, recipe: Recipe | None) -> None:
+    """Exports the recipe's drafter, or the checkpoint that the command line names.
+
+    Raises:
+        UserError: no drafter there, an unknown engine, or one that cannot serve this drafter.
+    """
+    section = ExportSection() if recipe is None else recipe.export
+    engine = _engine(command.to or section.to)
+    if recipe is None:
+        if command.overrides:
+            raise UserError(
+                f"{command.overrides[0]}: {command.recipe_path} is a checkpoint, which has no keys to replace"
+            )
+        directory = Path(command.recipe_path)
+        beside, measured_file = directory.parent, directory.parent / "eval" / "acceptance.json"
+    else:
+        need(drafter(recipe))
+        directory, beside = recipe.drafter_dir, Path(recipe.output_dir)
+        measured_file = recipe.eval_out / "acceptance.json"
+    source = Source.read(directory)
+    out = command.out or (Path(section.out) if section.out else beside / "export" / engine.name)
+    check_engine(source, engine)
+    measured = cards.read_measurement(measured_file, source)
+    print(f"drafter     {directory}: {kind_text(source.shape)} for {source.target['model']}")
+    print(f"engine      {engine.title}; also able: {_titles(source, engine) or 'none'}")
+    print(f"acceptance  {measured_file if measured else _unmeasured(measured_file)}")
+    if command.plan:
+        print(f"writes      {out} (not written: this is a plan)")
+        return
+    name = command.push_to_hub or str(out)
+    recipe_path = command.recipe_path if recipe is not None else None
+
+    def beside_weights(serves: list[Engine]) -> dict[str, str | bytes]:
+        texts: dict[str, str | bytes] = {
+            "README.md": cards.card(source, serves, measured, name, section.license, recipe_path)
+        }
+        if measured is not None:
+            texts["speculation_profile.json"] = json.dumps(cards.profile(source, measured), indent=2) + "\n"
+            texts[cards.PICTURE] = cards.picture(source, measured)
+        return texts
+
+    serves = export(source, engine, out, DTYPES[section.dtype] if section.dtype != "trained" else None, beside_weights)
+    print(f"wrote       {out}: read back, logits equal")
+    if len(serves) > 1:
+        print(f"            {', '.join(other.title for other in serves[1:])} read the same folder")
+    if command.push_to_hub:
+        from draftsmith.models.formats.hub import push
+
+        where = push(out, command.push_to_hub, command.private, command.revision)
+        print(f"uploaded    {where}")
+    for other in serves:
+        print(f"{other.title}:\n  {other.command(source.shape, source.target['model'], name)}")
+    if recipe is not None and recipe.target.dtype == "float32" and engine.name == "vllm":
+        print("Equal answers need the precision of the measurement: add --dtype float32", file=sys.stderr)
+
+
+def _engine(name: str) -> Engine:
+    if name not in ENGINES:
+        raise UserError(f"--to {name}: no engine of that name; one of {', '.join(ENGINES)}")
+    return ENGINES[name]
+
+
+def _titles(source: Source, engine: Engine) -> str:
+    return ", ".join(other.title for other in able_engines(source) if other is not engine)
+
+
+def _unmeasured(path: Path) -> str:
+    if path.exists():
+        return f"none: {path} was measured with other weights; run draftsmith evaluate for a card with numbers"
+    return f"none: {path} does not exist; run draftsmith evaluate for a card with numbers"

@@ -1,0 +1,389 @@
+"""Serving engines: what each can serve, how each reads an exported folder, and the command that serves it.
+
+    drafter --refusals--> reasons why an engine would serve it wrongly, or not at all
+    folder  --loaded----> what the engine's loader makes of config.json and the tensors' names and shapes
+    both    --problems--> every difference between the two
+
+Loaders are followed rule by rule: the names that they rename, skip, require, or silently leave random. An engine that
+would not complain about a missing tensor or an unknown name gets a complaint here. Versions that were read: vLLM 0.32,
+SGLang 0.5.23, TensorRT-LLM 1.2, and EAGLE's reference code.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from draftsmith.models.drafters import kind_text
+from draftsmith.models.eagle import EagleConfig
+from draftsmith.models.eagle3 import Eagle3Config
+from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.formats.eagle import AUX_IDS
+from draftsmith.models.formats.folder import FLOATS, TensorInfo
+from draftsmith.recipes.errors import short
+
+Sizes = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A folder as an engine reads it."""
+
+    values: dict[str, Any]  # by the names of `DrafterConfig`
+    wanted: Sizes  # the engine's parameters, by the file's names after its renames
+    renamed: dict[str, str]  # name in the file -> name for the engine; skipped tensors are absent
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine and format."""
+
+    name: str
+    title: str
+    architectures: dict[type[DrafterConfig], str]  # of the kinds that it serves
+    refusals: Callable[[DrafterConfig, int], list[str]]
+    load: Callable[[dict[str, Any], Mapping[str, TensorInfo], Mapping[str, Any]], Loaded]
+    command: Callable[[DrafterConfig, str, str], str]  # of drafter, target and folder
+    raises_on_unknown: bool  # else it drops unknown tensors without a word
+
+    def reasons(self, shape: DrafterConfig, target: Mapping[str, Any]) -> list[str]:
+        """Why the engine cannot serve this drafter; empty: it can."""
+        if type(shape) not in self.architectures:
+            return [f"{self.title} has no loader for {kind_text(shape)}"]
+        reasons = []
+        if shape.embedding_scale != 1:
+            reasons.append(
+                f"the target's embeddings are scaled by {shape.embedding_scale:g} before the drafter reads them, and "
+                f"{self.title} gives a drafter the unscaled table"
+            )
+        if shape.hidden_act != "silu":
+            reasons.append(f"{self.title} knows silu alone, the drafter has {shape.hidden_act}")
+        return reasons + self.refusals(shape, int(target["num_layers"]))
+
+
+def problems(
+    engine: Engine,
+    config: dict[str, Any],
+    tensors: Mapping[str, TensorInfo],
+    shape: DrafterConfig,
+    target: Mapping[str, Any],
+) -> list[str]:
+    """Every way in which the engine would serve another drafter than `shape` from this folder."""
+    found = [f"{key} is null; engines take a null for a value" for key in _nulls(config)]
+    architecture = engine.architectures[type(shape)]
+    if config.get("architectures") != [architecture]:
+        found.append(f"architectures is {short(config.get('architectures'))}, {engine.title} wants ['{architecture}']")
+    try:
+        loaded = engine.load(config, tensors, target)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return [*found, f"{engine.title} cannot read config.json: {type(error).__name__} {error}"]
+    for each in fields(shape):
+        want, have = getattr(shape, each.name), loaded.values.get(each.name, getattr(shape, each.name))
+        if each.name == "rope_parameters":
+            want, have = _rope(want), _rope(have)
+        if (list(want) if isinstance(want, tuple) else want) != (list(have) if isinstance(have, tuple) else have):
+            found.append(f"{each.name}: {engine.title} takes {short(have)}, the drafter was trained with {short(want)}")
+    for key, (have, want) in loaded.values.get("_fixed", {}).items():
+        if have != want:
+            found.append(f"{key}: {engine.title} takes {short(have)}, the drafter was trained with {short(want)}")
+    arrived = {new: (old, tensors[old]) for old, new in loaded.renamed.items()}
+    found += [
+        f"{name} is missing; {engine.title} would " + ("fail" if name.startswith("d2t") else "leave it random")
+        for name in loaded.wanted.keys() - arrived.keys()
+    ]
+    for new, (old, info) in arrived.items():
+        if new not in loaded.wanted:
+            found.append(f"{old}: {engine.title} {'refuses' if engine.raises_on_unknown else 'ignores'} this name")
+        elif info.sizes != loaded.wanted[new]:
+            found.append(f"{old} is {info.sizes}, {engine.title} wants {loaded.wanted[new]}")
+        elif (info.dtype != "I64") if new == "d2t" else (info.dtype not in FLOATS):
+            found.append(f"{old} is of type {info.dtype}, {engine.title} wants {'I64' if new == 'd2t' else 'a float'}")
+    return sorted(found)
+
+
+def _nulls(config: Any, before: str = "") -> Iterator[str]:
+    if isinstance(config, dict):
+        for key, value in config.items():
+            if value is None:
+                yield f"{before}{key}"
+            yield from _nulls(value, f"{before}{key}.")
+
+
+def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Without keys that a plain rotation of the whole head ignores."""
+    plain = parameters.get("rope_type", "default") == "default"
+    ignored = {"partial_rotary_factor"} if plain else set()
+    return {key: value for key, value in parameters.items() if value is not None and key not in ignored}
+
+
+# How engines build the two families. Sizes are those of the files, so q, k, v and gate, up stand alone.
+
+
+def _layer(config: Mapping[str, Any], name: str, entry: int, norms: tuple[str, ...], bias: tuple[str, ...]) -> Sizes:
+    hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], _head_dim(config)
+    groups = config.get("num_key_value_heads", heads)
+    rows = {"q": heads * dim, "k": groups * dim, "v": groups * dim, "o": hidden}
+    columns = {"q": entry, "k": entry, "v": entry, "o": heads * dim}
+    sizes = {f"{name}.self_attn.{each}_proj.weight": [rows[each], columns[each]] for each in rows}
+    sizes |= {f"{name}.self_attn.{each}_proj.bias": [rows[each]] for each in bias}
+    sizes |= {f"{name}.mlp.{each}_proj.weight": [config["intermediate_size"], hidden] for each in ("gate", "up")}
+    sizes[f"{name}.mlp.down_proj.weight"] = [hidden, config["intermediate_size"]]
+    return sizes | {f"{name}.{norm}.weight": [hidden] for norm in (*norms, "post_attention_layernorm")}
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
+def _common(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What all engines take from the Llama config that they parse."""
+    rope = config.get("rope_parameters")
+    if rope is None:
+        rope = {"rope_type": "default", **config.get("rope_scaling", {}), "rope_theta": config["rope_theta"]}
+    elif "rope_theta" in config and rope["rope_theta"] != config["rope_theta"]:
+        raise ValueError(f"rope_theta is {config['rope_theta']}, rope_parameters says {rope['rope_theta']}")
+    wholes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    for key in wholes:
+        if type(config[key]) is not int:
+            raise TypeError(f"{key} is {config[key]!r}, not a whole number")
+    return {
+        **{key: config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")},
+        "num_layers": config["num_hidden_layers"],
+        "num_key_value_heads": config.get("num_key_value_heads", config["num_attention_heads"]),
+        "head_dim": _head_dim(config),
+        "rms_norm_eps": config["rms_norm_eps"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "hidden_act": config["hidden_act"],
+        "rope_parameters": rope,
+    }
+
+
+def _eagle3(
+    config: dict[str, Any], target: Mapping[str, Any], states: list[int], upper: tuple[str, ...], bias: tuple[str, ...]
+) -> tuple[dict[str, Any], Sizes]:
+    """(values, parameters) of an EAGLE-3 drafter.
+
+    Args:
+        states: captured, in `hidden_states` numbering.
+        upper: norms of the layers above the first; bias: projections with one.
+    """
+    hidden, above = config["hidden_size"], range(1, config["num_hidden_layers"])
+    draft = config.get("draft_vocab_size", config["vocab_size"])
+    wide = config.get("target_hidden_size", hidden)
+    count = config.get("num_aux_hidden_states") or len(states)
+    wanted = {"fc.weight": [hidden, count * wide], "norm.weight": [hidden], "lm_head.weight": [draft, hidden]}
+    wanted |= _layer(config, "layers.0", 2 * hidden, ("hidden_norm", "input_layernorm"), bias)
+    for i in above:
+        wanted |= _layer(config, f"layers.{i}", hidden, upper, bias)
+    if config.get("fc_norm"):
+        wanted |= {f"fc_norm.{i}.weight": [wide] for i in range(count)}
+    nested = config.get("eagle_config", {})
+    if before_fc := nested.get("norm_before_fc", config.get("norm_before_fc", False)):
+        wanted["input_norm.weight"] = [count * wide]
+    if draft != target["vocab_size"]:
+        wanted["d2t"] = [draft]
+    values = _common(config) | {
+        "draft_vocab_size": draft,
+        "capture_layers": states,
+        "fc_norm": bool(config.get("fc_norm", False)),
+        "norm_output": bool(config.get("norm_output", False)),
+        "attention_bias": bool(bias),
+        "_fixed": {"norm_before_fc": (bool(before_fc), False)},
+    }
+    return values, wanted
+
+
+def _eagle(config: dict[str, Any], fc_bias: bool, bias: tuple[str, ...]) -> tuple[dict[str, Any], Sizes]:
+    hidden = config["hidden_size"]
+    wanted = {"fc.weight": [hidden, 2 * hidden]} | ({"fc.bias": [hidden]} if fc_bias else {})
+    for i in range(config["num_hidden_layers"]):
+        wanted |= _layer(config, f"layers.{i}", hidden, ("input_layernorm",) if i else (), bias)
+    return _common(config) | {"fc_bias": fc_bias, "attention_bias": bool(bias)}, wanted
+
+
+def _renamed(tensors: Mapping[str, Any], *, skip: tuple[str, ...], embedding: bool = True) -> dict[str, str]:
+    """Names for the engine, without tensors that it skips; a table of embeddings may be there or not."""
+    kept = [name for name in tensors if not any(part in name for part in skip)]
+    if embedding:
+        kept = [name for name in kept if name != "embed_tokens.weight"]
+    return {name: name.replace("midlayer.", "layers.0.") for name in kept}
+
+
+def _default_states(target: Mapping[str, Any]) -> list[int]:
+    return [2, target["num_layers"] // 2, target["num_layers"] - 3]
+
+
+# vLLM.
+
+
+def _vllm_load(config: dict[str, Any], tensors: Mapping[str, TensorInfo], target: Mapping[str, Any]) -> Loaded:
+    # attention_bias covers o_proj, too, whose parameter a file without it would leave unset.
+    bias = tuple("qkvo" if config.get("attention_bias") or config.get("bias") else "")
+    if config["architectures"][0] == _VLLM[EagleConfig]:
+        values, wanted = _eagle(config, False, bias)
+        return Loaded(values, wanted, _renamed(tensors, skip=()))
+    states = list(config.get(AUX_IDS) or _default_states(target))
+    # Layers above the first have a hidden_norm, which they never use.
+    values, wanted = _eagle3(config, target, states, ("input_layernorm",), bias)
+    unused = {f"layers.{i}.hidden_norm.weight" for i in range(1, config["num_hidden_layers"])}
+    values["_fixed"]["norm_before_residual"] = (config.get("norm_before_residual", False), False)
+    values["_fixed"]["logit_scale"] = (config.get("logit_scale", 1.0), 1.0)
+    values["_fixed"]["use_aux_hidden_state"] = (
+        config.get("eagle_config", {}).get("use_aux_hidden_state", True),
+        True,
+    )
+    renamed = {old: new for old, new in _renamed(tensors, skip=("t2d",)).items() if new not in unused}
+    return Loaded(values, wanted, renamed)
+
+
+def _vllm_refusals(shape: DrafterConfig, layers: int) -> list[str]:
+    if isinstance(shape, EagleConfig):
+        if shape.fc_bias:
+            return ["vLLM's EAGLE-1 has no bias in fc; train with drafter.fc_bias=false"]
+        if shape.attention_bias:
+            return ["vLLM reads a bias of o_proj with those of q, k, v, which EAGLE-1's file has no place for"]
+    return []
+
+
+def _vllm_command(shape: DrafterConfig, target: str, folder: str) -> str:
+    method = "eagle3" if isinstance(shape, Eagle3Config) else "eagle"
+    speculative = f'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": 4}}'
+    return f"vllm serve {target} --speculative-config '{speculative}'"
+
+
+_VLLM: dict[type[DrafterConfig], str] = {Eagle3Config: "LlamaForCausalLMEagle3", EagleConfig: "EagleLlamaForCausalLM"}
+
+
+# SGLang.
+
+
+def _sglang_load(config: dict[str, Any], tensors: Mapping[str, TensorInfo], target: Mapping[str, Any]) -> Loaded:
+    if config["tie_word_embeddings"]:
+        raise ValueError("tie_word_embeddings is true, so the head would be the embedding table")
+    if config["architectures"][0] == _SGLANG[EagleConfig]:
+        values, wanted = _eagle(config, True, ())  # fc always has a bias
+        return Loaded(values, wanted, _renamed(tensors, skip=("lm_head",)))
+    outputs = config.get("eagle_config", {}).get(AUX_IDS)
+    states = [each + 1 for each in outputs] if outputs else _default_states(target)
+    # Layers above the first norm their input with hidden_norm; their input_layernorm is loaded and never used.
+    values, wanted = _eagle3(config | {"draft_vocab_size": config["draft_vocab_size"]}, target, states, _UPPER, ())
+    values["_fixed"]["norm_before_residual"] = (False, config.get("norm_before_residual", False))
+    values["_fixed"]["bias"] = (config.get("bias", False), False)
+    return Loaded(values, wanted, _renamed(tensors, skip=("t2d",)))
+
+
+def _sglang_refusals(shape: DrafterConfig, layers: int) -> list[str]:
+    reasons = []
+    if shape.attention_bias:
+        reasons.append("SGLang's drafters have no bias in q, k, v; train with drafter.attention_bias=false")
+    if isinstance(shape, Eagle3Config) and len(shape.capture_layers) == 1:
+        reasons.append("SGLang skips fc where one target state is captured")
+    return reasons
+
+
+def _sglang_command(shape: DrafterConfig, target: str, folder: str) -> str:
+    algorithm = "EAGLE3" if isinstance(shape, Eagle3Config) else "EAGLE"
+    return (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} "
+        f"--speculative-draft-model-path {folder} --speculative-num-steps 4 --speculative-eagle-topk 1 "
+        "--speculative-num-draft-tokens 5"
+    )
+
+
+_UPPER = ("hidden_norm", "input_layernorm")
+_SGLANG: dict[type[DrafterConfig], str] = {Eagle3Config: "LlamaForCausalLMEagle3", EagleConfig: "LlamaForCausalLMEagle"}
+
+
+# TensorRT-LLM.
+
+
+def _tensorrt_load(config: dict[str, Any], tensors: Mapping[str, TensorInfo], target: Mapping[str, Any]) -> Loaded:
+    outputs = config.get("eagle_config", {}).get(AUX_IDS)
+    states = [each + 1 for each in outputs] if outputs else _default_states(target)
+    values, wanted = _eagle3(config, target, states, ("input_layernorm",), ())
+    values["_fixed"]["norm_before_residual"] = (False, config.get("norm_before_residual", False))
+    return Loaded(values, wanted, _renamed(tensors, skip=("t2d",)))
+
+
+def _tensorrt_refusals(shape: DrafterConfig, layers: int) -> list[str]:
+    reasons = []
+    if shape.num_layers > 1:
+        reasons.append("TensorRT-LLM's loader has not been followed for more than one layer")
+    if shape.attention_bias:
+        reasons.append("TensorRT-LLM's loader has not been followed with a bias in q, k, v")
+    if layers <= 5:
+        reasons.append(f"TensorRT-LLM captures states of targets with more than 5 layers, this one has {layers}")
+    return reasons
+
+
+def _tensorrt_command(shape: DrafterConfig, target: str, folder: str) -> str:
+    return (
+        f"trtllm-serve {target} --extra_llm_api_options <(echo 'speculative_config: "
+        f"{{decoding_type: Eagle3, max_draft_len: 4, speculative_model: {folder}}}')"
+    )
+
+
+# EAGLE's reference code.
+
+
+def _reference_load(config: dict[str, Any], tensors: Mapping[str, TensorInfo], target: Mapping[str, Any]) -> Loaded:
+    config = {"max_position_embeddings": 2048} | config
+    if config["architectures"][0] == _REFERENCE[EagleConfig]:
+        values, wanted = _eagle(config, config.get("bias", True), tuple("qkv" if config.get("qkv_bias") else ""))
+        return Loaded(values, wanted, _renamed(tensors, skip=()))
+    values, wanted = _eagle3(config | {"fc_norm": False, "norm_output": False}, target, _default_states(target), (), ())
+    if "d2t" in wanted:
+        wanted["t2d"] = [config["vocab_size"]]
+    return Loaded(values, wanted, _renamed(tensors, skip=()))
+
+
+def _reference_refusals(shape: DrafterConfig, layers: int) -> list[str]:
+    reasons = []
+    if shape.num_layers > 1 or shape.attention_bias:
+        reasons.append("EAGLE's code has one layer without a bias in q, k, v")
+    if isinstance(shape, Eagle3Config):
+        if shape.fc_norm or shape.norm_output:
+            reasons.append("EAGLE's code knows neither fc_norm nor norm_output")
+        if list(shape.capture_layers) != [2, layers // 2, layers - 3]:
+            reasons.append(
+                f"EAGLE's code always captures states {[2, layers // 2, layers - 3]}, the drafter reads "
+                f"{list(shape.capture_layers)}"
+            )
+    return reasons
+
+
+def _reference_command(shape: DrafterConfig, target: str, folder: str) -> str:
+    use = isinstance(shape, Eagle3Config)
+    return (
+        f"python -m eagle.evaluation.gen_ea_answer_llama3chat --base-model-path {target} --ea-model-path {folder}"
+        + " --use_eagle3" * use
+    )
+
+
+_REFERENCE: dict[type[DrafterConfig], str] = {Eagle3Config: "LlamaForCausalLMEagle3", EagleConfig: "LlamaForCausalLM"}
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine("vllm", "vLLM", _VLLM, _vllm_refusals, _vllm_load, _vllm_command, True),
+        Engine("sglang", "SGLang", _SGLANG, _sglang_refusals, _sglang_load, _sglang_command, False),
+        Engine(
+            "tensorrt-llm",
+            "TensorRT-LLM",
+            {Eagle3Config: "LlamaForCausalLMEagle3"},
+            _tensorrt_refusals,
+            _tensorrt_load,
+            _tensorrt_command,
+            True,
+        ),
+        Engine(
+            "eagle",
+            "EAGLE's code",
+            _REFERENCE,
+            _reference_refusals,
+            _reference_load,
+            _reference_command,
+            False,
+        ),
+    )
+}

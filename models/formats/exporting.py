@@ -1,0 +1,166 @@
+"""Writes a drafter as a folder that an engine serves, and proves it before the folder gets its name.
+
+checkpoint --config_of, tensors--> <out>.partial --follow the engine's loader, read back, compare logits--> <out>
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from draftsmith.models.checkpoint import read_config, read_tensors, read_vocab
+from draftsmith.models.eagle3 import Eagle3Config
+from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.formats import eagle
+from draftsmith.models.formats.engines import ENGINES, Engine, problems
+from draftsmith.models.formats.folder import read_folder
+from draftsmith.models.formats.foreign import Foreign, TargetFacts, probe_head, probe_log_probs, read_foreign
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_folder
+
+FILES = ("config.json", "model.safetensors", "README.md", "speculation_profile.json", "acceptance.png")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trained drafter, as exports need it."""
+
+    directory: Path
+    shape: DrafterConfig
+    target: dict[str, Any]  # its identity and layout (`checkpoint.target_identity`, `target_layout`)
+    vocab: DraftVocab
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, directory: Path) -> "Source":
+        """Raises UserError where there is no whole checkpoint."""
+        shape, target = read_config(directory)
+        return cls(directory, shape, target, read_vocab(directory, shape), read_tensors(directory))
+
+
+def able_engines(source: Source) -> list[Engine]:
+    """The engines that can serve the drafter."""
+    return [engine for engine in ENGINES.values() if not engine.reasons(source.shape, source.target)]
+
+
+def check_engine(source: Source, engine: Engine) -> None:
+    """Raises UserError with every reason why the engine cannot serve the drafter, and who can."""
+    reasons = engine.reasons(source.shape, source.target)
+    if reasons:
+        able = ", ".join(other.name for other in able_engines(source))
+        instead = f"it can be exported to {able}" if able else "no engine can; draftsmith's own loop (eval/) runs it"
+        raise UserError([*(f"{source.directory}: {reason}" for reason in reasons), instead])
+
+
+def export(
+    source: Source,
+    engine: Engine,
+    out: Path,
+    dtype: torch.dtype | None,
+    beside: Callable[[list[Engine]], Mapping[str, str | bytes]],
+) -> list[Engine]:
+    """Writes the folder and returns all engines that it serves, `engine` first.
+
+    Args:
+        dtype: of the weights; None: as trained.
+        beside: further files by name, for the engines that the folder serves.
+
+    Raises:
+        UserError: the engine cannot serve the drafter, or would read the folder otherwise than it is meant.
+    """
+    check_engine(source, engine)
+    with atomic_folder(out, FILES) as partial:
+        write(source, engine, partial, dtype)
+        serves = prove(source, engine, partial, dtype)
+        for name, content in beside(serves).items():
+            (partial / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return serves
+
+
+def write(source: Source, engine: Engine, folder: Path, dtype: torch.dtype | None) -> None:
+    """config.json and model.safetensors in the engine's spelling."""
+    tensors = {
+        name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        for name, tensor in engine_tensors(source, engine).items()
+    }
+    stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    config = eagle.config_of(source.shape, engine.architectures[type(source.shape)], stored)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def engine_tensors(source: Source, engine: Engine) -> dict[str, torch.Tensor]:
+    """The drafter's tensors, with those added that engines ask for and that change nothing.
+
+    vLLM's layers above the first norm their input with `input_layernorm`, SGLang's with `hidden_norm`; the other one is
+    loaded and not used. vLLM's attention_bias covers o_proj. SGLang's EAGLE-1 has a bias in fc.
+    """
+    tensors = eagle.tensors_of(source.shape, source.tensors)
+    hidden = source.shape.hidden_size
+    if isinstance(source.shape, Eagle3Config):
+        for i in range(1, source.shape.num_layers):
+            tensors[f"layers.{i}.hidden_norm.weight"] = tensors[f"layers.{i}.input_layernorm.weight"].clone()
+    if source.shape.attention_bias and engine.name == "vllm":
+        for name in [name for name in tensors if name.endswith(".o_proj.weight")]:
+            tensors[name.replace(".weight", ".bias")] = tensors[name].new_zeros(hidden)
+    if engine.name == "sglang" and "fc.bias" not in tensors and not source.shape.own_head:
+        tensors["fc.bias"] = tensors["fc.weight"].new_zeros(hidden)
+    return tensors
+
+
+def prove(source: Source, engine: Engine, folder: Path, dtype: torch.dtype | None) -> list[Engine]:
+    """Follows every engine's loader over the folder, reads it back and compares log-probabilities along a chain.
+
+    Returns:
+        the engines that serve the drafter from this folder, `engine` first.
+
+    Raises:
+        UserError: `engine` is not among them, or the folder reads back as another drafter.
+    """
+    read = read_folder(folder)
+    wrong = problems(engine, read.config, read.tensors, source.shape, source.target)
+    if wrong:
+        raise UserError([f"{folder}: {engine.title} would not serve this drafter: {each}" for each in wrong])
+    back = read_foreign(read, facts(source))
+    if difference := differs(source, back, dtype):
+        raise UserError(f"{folder}: reads back as another drafter ({difference}); please report this as a defect")
+    others = [
+        other
+        for other in able_engines(source)
+        if other is not engine and not problems(other, read.config, read.tensors, source.shape, source.target)
+    ]
+    return [engine, *others]
+
+
+def facts(source: Source) -> TargetFacts:
+    shape = source.shape
+    return TargetFacts(shape.vocab_size, source.target["num_layers"], shape.max_position_embeddings, shape.hidden_size)
+
+
+def differs(source: Source, back: Foreign, dtype: torch.dtype | None) -> str | None:
+    """How a folder that was read back differs from its source; None: every bit of its logits is the same."""
+    for key, value in source.shape.to_dict().items():
+        if back.shape.to_dict()[key] != value and key != "rope_parameters":
+            return f"{key} {back.shape.to_dict()[key]}, not {value}"
+    if not back.vocab.same_as(source.vocab):
+        return "another draft vocabulary"
+    rounded = {
+        name: tensor.to(dtype or tensor.dtype).float() if tensor.is_floating_point() else tensor
+        for name, tensor in source.tensors.items()
+    }
+    before = Foreign(source.shape, source.vocab, rounded, None)
+    after = replace(
+        back,
+        tensors={
+            name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in back.tensors.items()
+        },
+    )
+    head = probe_head(source.shape)
+    one, other = (probe_log_probs(each.drafter(head)) for each in (before, after))
+    return None if torch.equal(one, other) else f"logits up to {(one - other).abs().max():.2g} apart"

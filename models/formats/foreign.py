@@ -1,0 +1,195 @@
+"""Drafters in other projects' formats: the EAGLE format (EAGLE, HASS, SpecForge, SGLang, ModelOpt, TensorRT-LLM) and
+speculators'.
+
+    folder --which format?--> config keys, tensor names --> shape, draft vocabulary, tensors by our names
+
+Nothing is guessed: a tensor without a place, a missing one, or a key that would change the arithmetic is an error.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.models.draft_tree import Committed
+from draftsmith.models.drafters import build_drafter, kind_text, tensor_shapes
+from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FeatureDrafting, FrozenHead
+from draftsmith.models.formats import eagle, speculators
+from draftsmith.models.formats.folder import Folder
+from draftsmith.models.prompt import DecoderInputs, PlacedInsert
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError, short
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a foreign config leaves to the target."""
+
+    vocab_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A drafter that was read from another project's format."""
+
+    shape: DrafterConfig
+    vocab: DraftVocab
+    tensors: dict[str, torch.Tensor]  # by our names, d2t and t2d included
+    embeddings: torch.Tensor | None  # the table that came along, to compare with the target's
+
+    def drafter(self, head: FrozenHead | None) -> FeatureDrafter:
+        """The module on the CPU, in evaluation mode."""
+        drafter = build_drafter(self.shape, self.vocab, head)
+        drafter.load_state_dict(self.tensors)
+        return drafter.eval().requires_grad_(False)
+
+
+def read_foreign(folder: Folder, target: TargetFacts) -> Foreign:
+    """The drafter in a foreign folder.
+
+    Raises:
+        UserError: everything about the folder that does not fit together or does not fit the target.
+    """
+    config = folder.config
+    if speculators.is_speculators(config):
+        try:
+            config = speculators.plain_config(config)
+        except eagle.Contradiction as error:
+            raise UserError(f"{folder.path / 'config.json'}: {error}") from None
+    try:
+        shape = eagle.read_config(config, target, folder.tensors)
+    except eagle.Contradiction as error:
+        raise UserError(f"{folder.path / 'config.json'}: {error}") from None
+    for key, ours, theirs in (
+        ("vocab_size", shape.vocab_size, target.vocab_size),
+        ("hidden_size", shape.hidden_size, target.hidden_size),
+    ):
+        if ours != theirs:
+            raise UserError(f"{folder.path}: {key} is {ours:,}, the target's is {theirs:,}; name its own target")
+    names = _names(folder, shape)
+    vocab, order = _vocabulary(folder, shape)
+    wanted = tensor_shapes(shape, vocab)
+    problems = [f"{name} is missing" for name in wanted.keys() - names.keys() - set(eagle.WEIGHTLESS)]
+    problems += [f"{old} has no place in {kind_text(shape)}" for new, old in names.items() if new not in wanted]
+    problems += [
+        f"{old} is {folder.tensors[old].sizes}, not {wanted[new]}"
+        for new, old in names.items()
+        if new in wanted and folder.tensors[old].sizes != wanted[new]
+    ]
+    if problems:
+        more = [f"and {len(problems) - 5} more"] if len(problems) > 5 else []
+        raise UserError([*(f"{folder.path}: {each}" for each in sorted(problems)[:5]), *more])
+    tensors = {new: folder.tensor(old) for new, old in names.items() if new not in eagle.WEIGHTLESS}
+    if order is not None:
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
+    tensors |= {"d2t": vocab.d2t.clone(), "t2d": vocab.t2d.clone()}
+    embedding = next((name for name in folder.tensors if name.endswith("embed_tokens.weight")), None)
+    return Foreign(shape, vocab, tensors, None if embedding is None else folder.tensor(embedding))
+
+
+def _names(folder: Folder, shape: DrafterConfig) -> dict[str, str]:
+    """Our name -> name in the folder."""
+    names: dict[str, str] = {}
+    for old, new in eagle.our_names(shape, folder.tensors):
+        if new in names:
+            raise UserError(f"{folder.path}: {names[new]} and {old} are two tensors for one place ({new})")
+        names[new] = old
+    return names
+
+
+def _vocabulary(folder: Folder, shape: DrafterConfig) -> tuple[DraftVocab, torch.Tensor | None]:
+    """(draft vocabulary, order in which the head's rows ascend by target id; None: they do already)."""
+    size, whole = shape.draft_vocab_size, shape.vocab_size
+    if not shape.own_head or "d2t" not in folder.tensors:
+        if size != whole:
+            raise UserError(f"{folder.path}: draft_vocab_size is {size:,} of {whole:,}, but there is no d2t")
+        return DraftVocab.full(whole), None
+    d2t = folder.tensor("d2t")
+    if d2t.is_floating_point() or list(d2t.shape) != [size]:
+        raise UserError(f"{folder.path}: d2t is {d2t.dtype} of shape {list(d2t.shape)}, not {size:,} whole numbers")
+    ids = d2t.long() + torch.arange(size)
+    if int(ids.min()) < 0 or int(ids.max()) >= whole:
+        raise UserError(
+            f"{folder.path}: d2t leads to target ids {int(ids.min()):,} to {int(ids.max()):,} of a vocabulary of "
+            f"{whole:,}; it must hold offsets (target = i + d2t[i])"
+        )
+    ascending, order = ids.sort()
+    if bool((ascending[1:] == ascending[:-1]).any()):
+        raise UserError(f"{folder.path}: d2t leads two draft tokens to one target token")
+    if "t2d" in folder.tensors:
+        marked = folder.tensor("t2d").bool()
+        if list(marked.shape) != [whole] or not torch.equal(marked.nonzero().flatten(), ascending):
+            raise UserError(f"{folder.path}: t2d marks other target tokens than d2t leads to")
+    return DraftVocab(ascending, whole), None if torch.equal(order, torch.arange(size)) else order
+
+
+class _Table:
+    """An embedding table in a target's place."""
+
+    def __init__(self, table: torch.Tensor):
+        self.table = table
+
+    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self.table[ids].to(dtype or self.table.dtype)
+
+    def inputs(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        inserts: Sequence[PlacedInsert] = (),
+        dtype: torch.dtype | None = None,
+    ) -> DecoderInputs:
+        places = torch.arange(ids.shape[1])[None] if positions is None else positions
+        return DecoderInputs(self.embed(ids, dtype), places)
+
+
+@torch.no_grad()
+def probe_log_probs(drafter: FeatureDrafter, steps: int = 3, columns: int = 12) -> torch.Tensor:
+    """[steps, Vd] log-probabilities along a drafted chain over random features and embeddings, the same in each call.
+
+    Equal results of two drafters mean equal weights in equal places: it compares an export with its source.
+    """
+    config = drafter.config
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
+    width = config.hidden_size * len(config.capture_layers)
+    features = torch.randn(1, columns, width, generator=generator)
+    tokens = torch.randint(config.vocab_size, (1, columns + 1), generator=generator).tolist()
+    drafting: Any = FeatureDrafting(drafter)
+    drafting.reset(1)
+    drafting.observe(Committed(_Table(table), tokens, features, [columns]))
+    found = [drafting.root_log_probs()[0]]
+    for depth in range(1, steps):
+        best = drafting.vocab.to_target(found[-1].argmax())[None, None]
+        found.append(drafting.expand(torch.tensor([[depth - 1]]), best, depth)[0, 0])
+    return torch.stack(found)
+
+
+def probe_head(shape: DrafterConfig) -> FrozenHead | None:
+    """A random head in the target's place, for kinds that use it."""
+    if shape.own_head:
+        return None
+    weight = torch.randn(shape.vocab_size, shape.hidden_size, generator=torch.Generator().manual_seed(1))
+    return FrozenHead(weight, None, lambda logits: logits)
+
+
+def check_embeddings(foreign: Foreign, target_table: torch.Tensor, where: str) -> None:
+    """Raises UserError for a drafter with its own embedding table. Drafters here read the target's.
+
+    Tables are compared in bfloat16, since files are often rounded.
+    """
+    own = foreign.embeddings
+    if own is None:
+        return
+    same = own.shape == target_table.shape and torch.equal(
+        own.to(torch.bfloat16), target_table.detach().cpu().to(torch.bfloat16)
+    )
+    if not same:
+        raise UserError(
+            f"{where}: embed_tokens is {short(list(own.shape))} and not the target's table; a drafter with embeddings "
+            "of its own is not supported. Was it trained for this target?"
+        )
