@@ -11,12 +11,14 @@ SGLang 0.5.23, TensorRT-LLM 1.2, and EAGLE's reference code.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from draftsmith.models.drafters import kind_text
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.formats import speculators
 from draftsmith.models.formats.eagle import AUX_IDS
 from draftsmith.models.formats.folder import FLOATS, TensorInfo
 from draftsmith.recipes.errors import short
@@ -95,8 +97,8 @@ def problems(
             found.append(f"{old}: {engine.title} {'refuses' if engine.raises_on_unknown else 'ignores'} this name")
         elif info.sizes != loaded.wanted[new]:
             found.append(f"{old} is {info.sizes}, {engine.title} wants {loaded.wanted[new]}")
-        elif (info.dtype != "I64") if new == "d2t" else (info.dtype not in FLOATS):
-            found.append(f"{old} is of type {info.dtype}, {engine.title} wants {'I64' if new == 'd2t' else 'a float'}")
+        elif info.dtype not in (kinds := {"d2t": ("I64",), "t2d": ("BOOL",)}.get(new, FLOATS)):
+            found.append(f"{old} is of type {info.dtype}, {engine.title} wants {' or '.join(kinds)}")
     return sorted(found)
 
 
@@ -362,6 +364,33 @@ def _reference_command(shape: DrafterConfig, target: str, folder: str) -> str:
 _REFERENCE: dict[type[DrafterConfig], str] = {Eagle3Config: "LlamaForCausalLMEagle3", EagleConfig: "LlamaForCausalLM"}
 
 
+# The speculators package, whose format vLLM serves by itself.
+
+
+def _speculators_load(config: dict[str, Any], tensors: Mapping[str, TensorInfo], target: Mapping[str, Any]) -> Loaded:
+    plain = speculators.plain_config(config)
+    states = list(config.get(AUX_IDS) or _default_states(target))
+    values, wanted = _eagle3(
+        plain, target, states, ("input_layernorm",), tuple("qkv" if plain.get("attention_bias") else "")
+    )
+    values["_fixed"]["norm_before_residual"] = (plain["norm_before_residual"], False)
+    verifier = config["speculators_config"]["verifier"]
+    values["_fixed"]["speculators_config.verifier.name_or_path"] = (verifier["name_or_path"], target["model"])
+    if "d2t" in wanted:
+        wanted["t2d"] = [plain["vocab_size"]]
+    return Loaded(values, wanted, _renamed(tensors, skip=()))
+
+
+def _speculators_refusals(shape: DrafterConfig, layers: int) -> list[str]:
+    return ["speculators' layers have a bias of o_proj with those of q, k, v"] if shape.attention_bias else []
+
+
+def _speculators_command(shape: DrafterConfig, target: str, folder: str) -> str:
+    if Path(target).exists():  # vLLM takes the verifier of such a folder from the Hub alone
+        return _vllm_command(shape, target, folder)
+    return f"vllm serve {folder}"
+
+
 ENGINES = {
     engine.name: engine
     for engine in (
@@ -383,6 +412,15 @@ ENGINES = {
             _reference_refusals,
             _reference_load,
             _reference_command,
+            False,
+        ),
+        Engine(
+            "speculators",
+            "speculators",
+            {Eagle3Config: "Eagle3DraftModel"},
+            _speculators_refusals,
+            _speculators_load,
+            _speculators_command,
             False,
         ),
     )

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from draftsmith.models.checkpoint import read_config, read_tensors, read_vocab
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
-from draftsmith.models.formats import eagle
+from draftsmith.models.formats import eagle, speculators
 from draftsmith.models.formats.engines import ENGINES, Engine, problems
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.models.formats.foreign import Foreign, TargetFacts, probe_head, probe_log_probs, read_foreign
@@ -90,7 +90,13 @@ def write(source: Source, engine: Engine, folder: Path, dtype: torch.dtype | Non
         for name, tensor in engine_tensors(source, engine).items()
     }
     stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
-    config = eagle.config_of(source.shape, engine.architectures[type(source.shape)], stored)
+    if engine.name == "speculators":
+        assert isinstance(source.shape, Eagle3Config)
+        architectures = source.target.get("layout", {}).get("architectures", [])
+        config = speculators.config_of(source.shape, stored, source.target["model"], architectures)
+        tensors = speculators.names_of(tensors)
+    else:
+        config = eagle.config_of(source.shape, engine.architectures[type(source.shape)], stored)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 

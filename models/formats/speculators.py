@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import eagle
 from draftsmith.recipes.errors import short
 
@@ -80,6 +79,6 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return missing | dict(layer) | own
 
 
-def tensors_of(shape: DrafterConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A drafter's tensors by the names of this format."""
-    return {name.replace("midlayer.", "layers.0."): each for name, each in eagle.tensors_of(shape, tensors).items()}
+def names_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the EAGLE format by the names of this one, which knows no midlayer."""
+    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}

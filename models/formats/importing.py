@@ -1,0 +1,107 @@
+"""Turns a foreign drafter, in a folder or on the Hub, into a drafter folder of ours.
+
+    folder or Hub id --fetch--> folder --read_foreign--> shape, tensors --the target's identity--> our checkpoint
+
+`local_drafters` does this for the recipe's `eval.drafter`, `drafter.init_from` and contenders, once a run.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.checkpoint import provenance, read_config, save_drafter, target_identity, target_layout
+from draftsmith.models.eagle import EagleConfig
+from draftsmith.models.eagle3 import Eagle3Config
+from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.formats.folder import Folder, read_folder
+from draftsmith.models.formats.foreign import Foreign, TargetFacts, check_embeddings, read_foreign
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.loader import dump_recipe
+from draftsmith.recipes.schema import Recipe, TargetSection
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether a folder holds a drafter in our own format."""
+    try:
+        config = parse_json((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and {"drafter", "target"} <= config.keys()
+
+
+def read_for(folder: Folder, section: TargetSection) -> Foreign:
+    """The drafter in a foreign folder, for a target by its config alone. Raises UserError where they do not fit."""
+    config = load_config(section).get_text_config()
+    facts = TargetFacts(config.vocab_size, config.num_hidden_layers, config.max_position_embeddings, config.hidden_size)
+    return read_foreign(folder, facts)
+
+
+def import_drafter(folder: Folder, section: TargetSection, out: Path) -> DrafterConfig:
+    """Writes the drafter of a foreign folder as one of ours, with the identity of the loaded target.
+
+    Raises:
+        UserError: it is not for this target, or nothing here could compute it.
+    """
+    foreign = read_for(folder, section)
+    config = load_config(section)
+    target = Target(load_causal_lm(section), capture_layers=(0,))
+    if target.embedding_scale != 1:
+        raise UserError(
+            f"{folder.path}: the target scales its embeddings by {target.embedding_scale:g}, and other projects feed "
+            "drafters the unscaled table; drafters here are trained with the scaled one"
+        )
+    check_embeddings(foreign, target.embedding_table, str(folder.path))
+    fingerprint = tokenizer_fingerprint(load_tokenizer(section))
+    identity = target_identity(target, section.model, section.revision, fingerprint)
+    identity |= {"layout": target_layout(config, target.dtype, section.trust_remote_code)}
+    weights = {path.name: path for path in sorted(folder.path.glob("*.safetensors"))}
+    made = provenance(weights) | {"imported": {"from": str(folder.path), "config": folder.config}}
+    recipe = Recipe.model_validate(
+        {"output_dir": str(out.parent), "target": section.model_dump(), "drafter": drafter_keys(foreign.shape)}
+    )
+    save_drafter(out, foreign.drafter(target.frozen_head), identity, dump_recipe(recipe), made)
+    return foreign.shape
+
+
+def drafter_keys(shape: DrafterConfig) -> dict[str, Any]:
+    """The recipe's `drafter` section that trains a drafter of this shape."""
+    keys: dict[str, Any] = {
+        "kind": shape.kind,
+        "num_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "intermediate_size": shape.intermediate_size,
+        "attention_bias": shape.attention_bias,
+    }
+    if isinstance(shape, Eagle3Config):
+        keys |= {"capture_layers": list(shape.capture_layers), "fc_norm": shape.fc_norm}
+        keys |= {"norm_output": shape.norm_output}
+        if shape.draft_vocab_size != shape.vocab_size:
+            keys["vocab_size"] = shape.draft_vocab_size
+    if isinstance(shape, EagleConfig):
+        keys["fc_bias"] = shape.fc_bias
+    return keys
+
+
+def local_drafter(given: str, section: TargetSection, imports: Path, allow_bin: bool = False) -> Path:
+    """A folder of ours with the drafter that a recipe names: itself, or imported into `imports` once.
+
+    Args:
+        given: a folder of ours, a foreign one, or a Hub id of either.
+    """
+    directory = Path(given)
+    if not directory.is_dir():
+        if directory.exists() or "/" not in given or given.count("/") > 1 or given.startswith((".", "/", "~")):
+            return directory  # the reader of our own format says what is wrong with it
+        from draftsmith.models.formats.hub import fetch
+
+        directory = fetch(given, None)
+    if is_ours(directory):
+        return directory
+    out = imports / given.strip("/.").replace("/", "--")
+    folder = read_folder(directory, allow_bin)
+    if not (out / "config.json").exists() or read_config(out)[0] != read_for(folder, section).shape:
+        import_drafter(folder, section, out)
+    return out
