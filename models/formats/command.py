@@ -2,16 +2,19 @@
 
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import card as cards
+from draftsmith.models.formats import importing
 from draftsmith.models.formats.engines import ENGINES, Engine
 from draftsmith.models.formats.exporting import DTYPES, Source, able_engines, check_engine, export
+from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import drafter, need
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import ExportSection, Recipe
+from draftsmith.recipes.schema import ExportSection, Recipe, TargetSection
 
 
 def export_main(command: Command, recipe: Recipe | None) -> None:
@@ -84,3 +87,29 @@ def _unmeasured(path: Path) -> str:
     if path.exists():
         return f"none: {path} was measured with other weights; run draftsmith evaluate for a card with numbers"
     return f"none: {path} does not exist; run draftsmith evaluate for a card with numbers"
+
+
+def import_main(arguments: Namespace) -> None:
+    """Imports the drafter that the command line names.
+
+    Raises:
+        UserError: it cannot be read, is not for this target, or is ours already.
+    """
+    section = TargetSection(model=arguments.target, revision=arguments.target_revision)
+    directory = Path(arguments.drafter)
+    if not directory.is_dir():
+        from draftsmith.models.formats.hub import fetch
+
+        directory = fetch(arguments.drafter, arguments.revision)
+    if importing.is_ours(directory):
+        raise UserError(f"{directory}: already a drafter of draftsmith; name it as eval.drafter or drafter.init_from")
+    folder = read_folder(directory, arguments.allow_bin)
+    foreign = importing.read_for(folder, section)
+    shape = foreign.shape
+    print(f"drafter  {directory}: {kind_text(shape)}, {shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens")
+    if arguments.plan:
+        print(f"writes   {arguments.out} (not written: this is a plan)")
+        return
+    importing.import_drafter(folder, section, arguments.out)
+    print(f"wrote    {arguments.out}")
+    print(f"next: draftsmith evaluate your-recipe.yaml eval.drafter={arguments.out}")

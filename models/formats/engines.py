@@ -378,7 +378,8 @@ def _speculators_load(config: dict[str, Any], tensors: Mapping[str, TensorInfo],
     values["_fixed"]["speculators_config.verifier.name_or_path"] = (verifier["name_or_path"], target["model"])
     if "d2t" in wanted:
         wanted["t2d"] = [plain["vocab_size"]]
-    return Loaded(values, wanted, _renamed(tensors, skip=()))
+    wanted["embed_tokens.weight"] = [plain["vocab_size"], plain["hidden_size"]]
+    return Loaded(values, wanted, _renamed(tensors, skip=(), embedding=False))
 
 
 def _speculators_refusals(shape: DrafterConfig, layers: int) -> list[str]:

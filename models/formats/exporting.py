@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.models.checkpoint import read_config, read_tensors, read_vocab
+from draftsmith.models.checkpoint import read_config, read_tensors, read_vocab, tensor_digest
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import eagle, speculators
 from draftsmith.models.formats.engines import ENGINES, Engine, problems
-from draftsmith.models.formats.folder import read_folder
+from draftsmith.models.formats.folder import INDEX, SINGLE, read_folder
 from draftsmith.models.formats.foreign import Foreign, TargetFacts, probe_head, probe_log_probs, read_foreign
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_folder
+from draftsmith.recipes.files.hub import check_model
+from draftsmith.recipes.files.json_text import parse_json
 
 FILES = ("config.json", "model.safetensors", "README.md", "speculation_profile.json", "acceptance.png")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -101,11 +103,49 @@ def write(source: Source, engine: Engine, folder: Path, dtype: torch.dtype | Non
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def target_embeddings(target: Mapping[str, Any]) -> torch.Tensor:
+    """The target's embedding table, alone, from its checkpoint on disk or on the Hub.
+
+    Args:
+        target: identity and layout, from a drafter's config.json.
+
+    Raises:
+        UserError: the target is not there, or its table is not the one that the drafter was trained with.
+    """
+    name, revision, directory = target["model"], target.get("revision"), Path(target["model"])
+    wanted = target.get("layout", {}).get("embeddings", "model.embed_tokens.weight")
+    try:
+        if not directory.is_dir():
+            check_model(name, revision)
+            directory = _shard_folder(name, revision, wanted)
+        table = read_folder(directory).tensor(wanted)
+    except (KeyError, OSError) as error:
+        raise UserError(f"{name}: its checkpoint has no readable {wanted}: {error}") from None
+    if tensor_digest(table) != target["embedding_digest"]:
+        raise UserError(f"{name}: {wanted} is not the table that the drafter was trained with; was the target changed?")
+    return table
+
+
+def _shard_folder(name: str, revision: str | None, wanted: str) -> Path:
+    """The Hub's cached snapshot with the one file that holds a tensor."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    hf_hub_download(name, "config.json", revision=revision)
+    try:
+        index = Path(hf_hub_download(name, INDEX, revision=revision))
+        shard = parse_json(index.read_bytes())["weight_map"][wanted]
+    except EntryNotFoundError:
+        shard = SINGLE
+    return Path(hf_hub_download(name, shard, revision=revision)).parent
+
+
 def engine_tensors(source: Source, engine: Engine) -> dict[str, torch.Tensor]:
     """The drafter's tensors, with those added that engines ask for and that change nothing.
 
     vLLM's layers above the first norm their input with `input_layernorm`, SGLang's with `hidden_norm`; the other one is
-    loaded and not used. vLLM's attention_bias covers o_proj. SGLang's EAGLE-1 has a bias in fc.
+    loaded and not used. vLLM's attention_bias covers o_proj. SGLang's EAGLE-1 has a bias in fc. Speculators keeps the
+    target's embeddings in the file.
     """
     tensors = eagle.tensors_of(source.shape, source.tensors)
     hidden = source.shape.hidden_size
@@ -115,6 +155,8 @@ def engine_tensors(source: Source, engine: Engine) -> dict[str, torch.Tensor]:
     if source.shape.attention_bias and engine.name == "vllm":
         for name in [name for name in tensors if name.endswith(".o_proj.weight")]:
             tensors[name.replace(".weight", ".bias")] = tensors[name].new_zeros(hidden)
+    if engine.name == "speculators":  # a table that is left out stays uninitialised memory there
+        tensors["embed_tokens.weight"] = target_embeddings(source.target).to(tensors["fc.weight"].dtype)
     if engine.name == "sglang" and "fc.bias" not in tensors and not source.shape.own_head:
         tensors["fc.bias"] = tensors["fc.weight"].new_zeros(hidden)
     return tensors

@@ -31,6 +31,8 @@ def main(folder: str, asked_file: str, answered_file: str, target: str | None) -
     config = SpeculatorModelConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "sdpa"  # the default runs on GPUs alone
     model = SpeculatorModel.from_pretrained(folder, config=config, torch_dtype=torch.float32).float().eval()
+    if target is not None:  # speculators 0.9 leaves the table of a converted drafter uninitialised
+        model._load_verifier_weights(overwrite_embed_tokens=True)
     steps: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: steps.append(output.detach().clone()))
     with torch.no_grad():
