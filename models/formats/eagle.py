@@ -232,10 +232,12 @@ def our_names(shape: DrafterConfig, names: Mapping[str, Any]) -> Iterator[tuple[
     """(name in the file, our name) of the tensors that a drafter consists of; the target's own are left out."""
     for name in names:
         ours = name.removeprefix("model.")
-        if ours in ("embed_tokens.weight",) or (not shape.own_head and ours in ("lm_head.weight", *WEIGHTLESS)):
+        if ours == "embed_tokens.weight" or (not shape.own_head and ours in ("lm_head.weight", *WEIGHTLESS)):
             continue
         for old, new in (("aux_norm_low", "fc_norm.0"), ("aux_norm_mid", "fc_norm.1"), ("aux_norm_high", "fc_norm.2")):
             ours = ours.replace(old, new)
         if shape.own_head:
             ours = ours.replace("layers.0.", "midlayer.")
+            if ours.startswith("layers."):  # SGLang's name of the norm before attention
+                ours = ours.replace(".hidden_norm.", ".input_layernorm.")
         yield name, ours

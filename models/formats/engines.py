@@ -262,7 +262,8 @@ def _sglang_load(config: dict[str, Any], tensors: Mapping[str, TensorInfo], targ
     if config["tie_word_embeddings"]:
         raise ValueError("tie_word_embeddings is true, so the head would be the embedding table")
     if config["architectures"][0] == _SGLANG[EagleConfig]:
-        values, wanted = _eagle(config, True, ())  # fc always has a bias
+        values, wanted = _eagle(config, True, ())  # fc always has a bias; zeros, where the drafter has none
+        del values["fc_bias"]
         return Loaded(values, wanted, _renamed(tensors, skip=("lm_head",)))
     outputs = config.get("eagle_config", {}).get(AUX_IDS)
     states = [each + 1 for each in outputs] if outputs else _default_states(target)

@@ -1,0 +1,169 @@
+"""Exports are the trained drafter for every engine that takes them, and every way of being another one is named."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftsmith.models.formats.engines import ENGINES, problems
+from draftsmith.models.formats.exporting import Source, able_engines, differs, export, facts
+from draftsmith.models.formats.folder import read_folder
+from draftsmith.models.formats.foreign import read_foreign
+from draftsmith.recipes.errors import UserError
+from tests.export_cases import DRAFTERS, drafter_named, save_target, target_of, trained, write_folder
+
+ABLE = {
+    "eagle3": ["vllm", "sglang", "tensorrt-llm", "speculators"],
+    "eagle3, whole vocabulary": ["vllm", "sglang", "tensorrt-llm", "speculators"],
+    "eagle3, two layers": ["vllm", "sglang", "speculators"],
+    "eagle3, biases": ["vllm"],
+    "eagle3.1": ["vllm", "sglang", "tensorrt-llm", "speculators"],
+    "eagle": ["vllm", "sglang", "eagle"],
+    "eagle, biases": [],
+    "poss": [],
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("exports") / "target").parent
+
+
+def nothing_beside(_: Any) -> dict[str, str]:
+    return {}
+
+
+def source_of(name: str, home: Path) -> Source:
+    directory = home / name
+    return Source.read(directory) if directory.exists() else trained(directory, home / "target", drafter_named(name))
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_engine_that_can_gets_the_trained_drafter(name: str, home: Path, tmp_path: Path) -> None:
+    source = source_of(name, home)
+    assert [engine.name for engine in able_engines(source) if engine.name != "llama.cpp"] == ABLE[name]
+    for engine in able_engines(source):
+        for dtype in (None, torch.bfloat16):
+            out = tmp_path / engine.name
+            serves = export(source, engine, out, dtype, nothing_beside)
+            if engine.name == "llama.cpp":
+                continue
+            assert serves[0] is engine
+            config = json.loads((out / "config.json").read_text())
+            assert "null" not in (out / "config.json").read_text() and config["tie_word_embeddings"] is False
+            names = load_file(out / "model.safetensors")
+            assert ("d2t" in names) == ("t2d" in names) == (source.vocab.size < source.vocab.target_vocab_size)
+            assert ("embed_tokens.weight" in names) == (engine.name == "speculators")
+            assert differs(source, read_foreign(read_folder(out), facts(source)), dtype) is None
+    for engine in ENGINES.values():
+        if engine not in able_engines(source):
+            with pytest.raises(UserError, match="can be exported to|no engine can"):
+                export(source, engine, tmp_path / "refused", None, nothing_beside)
+            assert not (tmp_path / "refused").exists()
+
+
+def test_one_folder_serves_several_engines(home: Path, tmp_path: Path) -> None:
+    for name, others in (("eagle3", ["vllm", "sglang", "tensorrt-llm"]), ("eagle", ["vllm"])):
+        serves = export(source_of(name, home), ENGINES["vllm"], tmp_path / name, None, nothing_beside)
+        assert [engine.name for engine in serves] == others
+
+
+def test_states_in_both_spellings_and_the_target_s_rotation(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    own = {"rope_parameters": rope, "rms_norm_eps": 3e-5, "tie_word_embeddings": True}
+    target = save_target(tmp_path / "target", sharded=True, **own)
+    source = trained(tmp_path / "drafter", target, drafter_named("eagle3", **own), **own)
+    for engine in ("vllm", "speculators"):
+        export(source, ENGINES[engine], tmp_path / engine, None, nothing_beside)
+    config = json.loads((tmp_path / "vllm/config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 6]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
+    assert config["rope_theta"] == 5e5 and config["rope_scaling"]["factor"] == 8.0 and config["rms_norm_eps"] == 3e-5
+    assert config["rope_parameters"] == rope
+    table = load_file(tmp_path / "speculators/model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(table, target_of(**own).embedding_table)
+
+
+Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
+Q = "midlayer.self_attn.q_proj.weight"
+MUTATIONS: dict[str, tuple[Change, str]] = {
+    "a lost tensor": (lambda config, tensors: tensors.pop("norm.weight"), "norm.weight is missing"),
+    "a renamed one": (
+        lambda config, tensors: tensors.update({"midlayer.norm.weight": tensors.pop("midlayer.hidden_norm.weight")}),
+        "midlayer.norm.weight",
+    ),
+    "a transposed one": (
+        lambda config, tensors: tensors.update({Q: tensors[Q].T}),
+        r"q_proj.weight is \[64, 32\]",
+    ),
+    "an integer weight": (
+        lambda config, tensors: tensors.update({Q: tensors[Q].int()}),
+        "q_proj.weight is of type I32",
+    ),
+    "ids for offsets": (lambda config, tensors: tensors.update({"d2t": tensors["d2t"].int()}), "d2t is of type I32"),
+    "no d2t": (lambda config, tensors: tensors.pop("d2t"), "d2t is missing"),
+    "a null": (lambda config, tensors: config.update(target_hidden_size=None), "target_hidden_size is null"),
+    "another rope base": (
+        lambda config, tensors: config["rope_parameters"].update(rope_theta=1e6) or config.update(rope_theta=1e6),
+        "rope_parameters",
+    ),
+    "two rope bases": (lambda config, tensors: config.update(rope_theta=1e6), "rope_theta"),
+    "another epsilon": (lambda config, tensors: config.update(rms_norm_eps=1e-5), "rms_norm_eps"),
+    "a normed residual": (lambda config, tensors: config.update(norm_before_residual=True), "norm_before_residual"),
+    "a norm before fc": (
+        lambda config, tensors: config["eagle_config"].update(norm_before_fc=True),
+        "norm_before_fc",
+    ),
+    "an output norm": (lambda config, tensors: config.update(norm_output=True), "norm_output"),
+    "another architecture": (
+        lambda config, tensors: config.update(architectures=["LlamaForCausalLM"]),
+        "architectures",
+    ),
+    "text for a number": (lambda config, tensors: config.update(hidden_size="32"), "hidden_size"),
+    "another activation": (lambda config, tensors: config.update(hidden_act="gelu"), "hidden_act"),
+    "a smaller vocabulary": (lambda config, tensors: config.update(draft_vocab_size=100), "draft_vocab_size"),
+}
+
+
+def mutated(source: Source, engine: str, change: Change, home: Path, tmp_path: Path) -> list[str]:
+    out = home / f"mutated-{engine}"
+    if not out.exists():
+        export(source, ENGINES[engine], out, None, nothing_beside)
+    config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
+    change(config, tensors)
+    read = read_folder(write_folder(tmp_path / engine, config, tensors))
+    return problems(ENGINES[engine], read.config, read.tensors, source.shape, source.target)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "tensorrt-llm"])
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_checker_names_every_mutation(engine: str, mutation: str, home: Path, tmp_path: Path) -> None:
+    source = source_of("eagle3", home)
+    change, named = MUTATIONS[mutation]
+    found = mutated(source, engine, change, home, tmp_path)
+    assert any(re.search(named, problem) for problem in found), found
+
+
+def test_a_shifted_layer_is_named_by_the_engine_that_reads_that_spelling(home: Path, tmp_path: Path) -> None:
+    source, key = source_of("eagle3", home), "eagle_aux_hidden_state_layer_ids"
+    for engine, change in (
+        ("vllm", lambda config, tensors: config.update({key: [2, 3, 6]})),
+        ("sglang", lambda config, tensors: config["eagle_config"].update({key: [1, 2, 5]})),
+        ("tensorrt-llm", lambda config, tensors: config["eagle_config"].update({key: [1, 3, 6]})),
+    ):
+        found = mutated(source, engine, change, home, tmp_path / engine)
+        assert [problem for problem in found if problem.startswith("capture_layers")], (engine, found)
+        with pytest.raises(UserError, match="name different states"):
+            read_foreign(read_folder(tmp_path / engine / engine), facts(source))

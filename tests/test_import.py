@@ -1,0 +1,256 @@
+"""Foreign drafters: published ones draft here, exported ones come back as they were, hostile ones are refused by name."""
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.checkpoint import load_drafter, target_identity
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.formats.engines import ENGINES
+from draftsmith.models.formats.exporting import export
+from draftsmith.models.formats.folder import read_folder
+from draftsmith.models.formats.importing import import_drafter, is_ours, local_drafter
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection, TreeSection
+from tests.conftest import VOCAB_SIZE, make_tokenizer
+from tests.decoding import decode_batch
+from tests.export_cases import (
+    CUT,
+    drafter_named,
+    published_eagle,
+    published_eagle3,
+    save_target,
+    target_of,
+    trained,
+    write_folder,
+)
+
+PROMPTS = [[11, 12, 13, 14], [21, 22, 23, 24, 25, 26]]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_target(tmp_path_factory.mktemp("imports") / "target").parent
+
+
+def section(home: Path) -> TargetSection:
+    return TargetSection(model=str(home / "target"), device="cpu", dtype="float32")
+
+
+def rounds(directory: Path) -> list[list[int]]:
+    """Accepted tokens of every round with the drafter in `directory`."""
+    target = target_of()
+    identity = target_identity(target, "", None, tokenizer_fingerprint(make_tokenizer()))
+    shape_states = json.loads((directory / "config.json").read_text())["drafter"]["capture_layers"]
+    drafter = load_drafter(directory, target, identity, shape_states)
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(TreeSection(nodes=12, draft_calls=3, top_k=4)))
+    plain = decode_batch(target, None, PROMPTS, {-1}, 24)
+    answers = decode_batch(target, proposer, PROMPTS, {-1}, 24)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in plain]
+    return [answer.accepted_per_round for answer in answers]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3, two layers", "eagle3, biases", "eagle3.1", "eagle"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "speculators"])
+def test_an_export_comes_back_with_the_same_acceptance(name: str, engine: str, home: Path, tmp_path: Path) -> None:
+    source = trained(tmp_path / "own", home / "target", drafter_named(name))
+    if ENGINES[engine].reasons(source.shape, source.target):
+        return
+    export(source, ENGINES[engine], tmp_path / "export", None, lambda serves: {})
+    import_drafter(read_folder(tmp_path / "export"), section(home), tmp_path / "back")
+    assert rounds(tmp_path / "back") == rounds(tmp_path / "own")
+    assert "draft_vocab" not in (tmp_path / "back").iterdir()
+
+
+def test_published_checkpoints_draft_here(home: Path, tmp_path: Path) -> None:
+    published_eagle3(tmp_path / "eagle3")
+    shape = import_drafter(read_folder(tmp_path / "eagle3"), section(home), tmp_path / "three")
+    assert shape.capture_layers == (2, 3, 4) and shape.draft_vocab_size == CUT  # the published default of 7 layers
+    assert shape.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0} and shape.rms_norm_eps == 1e-5
+    given = published_eagle(tmp_path / "eagle", target_of().embedding_table.detach())
+    import_drafter(read_folder(tmp_path / "eagle"), section(home), tmp_path / "two")
+    back = load_file(tmp_path / "two/model.safetensors")
+    assert all(torch.equal(back[name], tensor) for name, tensor in given.items() if name != "embed_tokens.weight")
+    for directory in ("three", "two"):
+        assert sum(map(len, rounds(tmp_path / directory))) >= 2
+
+
+def test_draft_ids_in_any_order_keep_their_rows(home: Path, tmp_path: Path) -> None:
+    tensors = published_eagle3(tmp_path / "ascending")
+    config = json.loads((tmp_path / "ascending/config.json").read_text())
+    order = torch.randperm(CUT)
+    ids = (tensors["d2t"] + torch.arange(CUT))[order]
+    shuffled = tensors | {"d2t": ids - torch.arange(CUT), "lm_head.weight": tensors["lm_head.weight"][order]}
+    write_folder(tmp_path / "shuffled", config, shuffled)
+    for name in ("ascending", "shuffled"):
+        import_drafter(read_folder(tmp_path / name), section(home), tmp_path / f"{name}-imported")
+    one, other = (load_file(tmp_path / f"{name}-imported/model.safetensors") for name in ("ascending", "shuffled"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_a_sharded_checkpoint_is_read_whole(home: Path, tmp_path: Path) -> None:
+    tensors = published_eagle3(tmp_path / "one")
+    folder = write_folder(tmp_path / "two", json.loads((tmp_path / "one/config.json").read_text()), {})
+    (folder / "model.safetensors").unlink()
+    places = {name: f"model-0000{1 + (i % 2)}-of-00002.safetensors" for i, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name, place in places.items() if place == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    read = read_folder(folder)
+    assert all(torch.equal(read.tensor(name), tensor) for name, tensor in tensors.items())
+
+
+Change = Callable[[Path, dict[str, Any], dict[str, torch.Tensor]], None]
+
+
+def changed(config: dict[str, Any], tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    write_folder(folder, config, tensors)
+
+
+def with_index(folder: Path, places: dict[str, str]) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def header_bomb(folder: Path, size: int) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", size) + b"{}")
+
+
+def of_config(**keys: Any) -> Change:
+    return lambda folder, config, tensors: changed(config | keys, tensors, folder)
+
+
+def of_tensors(**given: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Change:
+    def change(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        new = {name.replace("__", "."): make(tensors) for name, make in given.items()}
+        changed(config, tensors | new, folder)
+
+    return change
+
+
+HOSTILE: dict[str, tuple[Change, str]] = {
+    "a path out of the folder": (
+        lambda folder, config, tensors: with_index(folder, {"fc.weight": "../outside.safetensors"}),
+        "plain names in its folder",
+    ),
+    "an absolute path": (
+        lambda folder, config, tensors: with_index(folder, {"fc.weight": "/etc/passwd"}),
+        "plain names in its folder",
+    ),
+    "a link out of the folder": (
+        lambda folder, config, tensors: (
+            (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+            and (folder / "model.safetensors").symlink_to(folder.parent / "outside.safetensors")
+        ),
+        "a link that leads out of the folder",
+    ),
+    "an index of a missing file": (
+        lambda folder, config, tensors: with_index(folder, {"fc.weight": "gone.safetensors"}),
+        "gone.safetensors, which is missing",
+    ),
+    "an index that is none": (
+        lambda folder, config, tensors: with_index(folder, []),  # type: ignore[arg-type]
+        "no weight_map",
+    ),
+    "a header of an exabyte": (lambda folder, config, tensors: header_bomb(folder, 1 << 60), "its header claims"),
+    "a header beyond the file": (lambda folder, config, tensors: header_bomb(folder, 1 << 20), "its header claims"),
+    "no safetensors": (
+        lambda folder, config, tensors: (folder / "model.safetensors").write_bytes(b"PK\x03\x04" * 9) and None,
+        "not a whole safetensors file",
+    ),
+    "a config of a gigabyte": (
+        lambda folder, config, tensors: (folder / "config.json").write_text(" " * (1 << 21)) and None,
+        "no drafter's config is that large",
+    ),
+    "a config that is a list": (
+        lambda folder, config, tensors: (folder / "config.json").write_text("[]") and None,
+        "not an object",
+    ),
+    "a deep config": (
+        lambda folder, config, tensors: (folder / "config.json").write_text("[" * 5000 + "]" * 5000) and None,
+        "nested too deeply|malformed",
+    ),
+    "a NaN": (
+        of_tensors(fc__weight=lambda t: t["fc.weight"] * torch.nan),
+        "fc.weight holds numbers that are not finite",
+    ),
+    "a wrong shape": (
+        of_tensors(fc__weight=lambda t: t["fc.weight"][:, :5]),
+        r"fc.weight is \[32, 5\], not \[32, 96\]",
+    ),
+    "a tensor too many": (of_tensors(extra=lambda t: t["fc.weight"]), "extra has no place in eagle3"),
+    "ids beyond the vocabulary": (of_tensors(d2t=lambda t: t["d2t"] + VOCAB_SIZE), "d2t leads to target ids"),
+    "one target token twice": (
+        of_tensors(d2t=lambda t: torch.cat((t["d2t"][:1], t["d2t"][:1] - 1, t["d2t"][2:]))),
+        "two draft tokens to one target token",
+    ),
+    "another t2d": (of_tensors(t2d=lambda t: ~t["t2d"]), "t2d marks other target tokens"),
+    "a fractional d2t": (of_tensors(d2t=lambda t: t["d2t"].float()), "d2t is torch.float32"),
+    "its own embeddings": (
+        of_tensors(embed_tokens__weight=lambda t: torch.randn(VOCAB_SIZE, 32)),
+        "not the target's table",
+    ),
+    "another vocabulary": (of_config(vocab_size=VOCAB_SIZE + 8), "vocab_size is 328, the target's is 320"),
+    "a huge layer count": (of_config(num_hidden_layers=1_000_000), "layers|tensors"),
+    "a negative size": (of_config(intermediate_size=-4), "intermediate_size is -4, not a whole number"),
+    "text for a number": (of_config(hidden_size="32"), "hidden_size is '32', not a whole number"),
+    "heads that do not divide": (of_config(num_key_value_heads=3), "cannot share"),
+    "another residual": (of_config(norm_before_residual=True), "norm_before_residual is True"),
+    "a strange activation": (of_config(hidden_act="__import__"), "hidden_act"),
+    "states beyond the target": (of_config(eagle_aux_hidden_state_layer_ids=[2, 3, 99]), "must ascend within 0 to 6"),
+    "a strange rotation": (of_config(rope_scaling={"rope_type": "banana"}), "rope"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_or_damaged_checkpoint_is_refused_by_name(kind: str, home: Path, tmp_path: Path) -> None:
+    tensors = published_eagle3(tmp_path / "hostile")
+    config = json.loads((tmp_path / "hostile/config.json").read_text())
+    change, named = HOSTILE[kind]
+    change(tmp_path / "hostile", config, dict(tensors))
+    with pytest.raises(UserError, match=named):
+        import_drafter(read_folder(tmp_path / "hostile"), section(home), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, ("exploded", "w"))
+
+
+def test_a_pickle_is_read_only_on_request_and_runs_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tensors = published_eagle3(tmp_path / "bin")
+    (tmp_path / "bin/model.safetensors").unlink()
+    torch.save(tensors, tmp_path / "bin/pytorch_model.bin")
+    with pytest.raises(UserError, match="--allow-bin"):
+        read_folder(tmp_path / "bin")
+    import_drafter(read_folder(tmp_path / "bin", allow_bin=True), section(home), tmp_path / "out")
+    for content in ({"fc.weight": Bomb()}, [1, 2]):
+        with (tmp_path / "bin/pytorch_model.bin").open("wb") as file:
+            pickle.dump(content, file)
+        with pytest.raises(UserError, match="weights_only reader refuses it|not a table of tensors"):
+            read_folder(tmp_path / "bin", allow_bin=True)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_recipe_may_name_a_foreign_folder(home: Path, tmp_path: Path) -> None:
+    published_eagle3(tmp_path / "theirs")
+    own = trained(tmp_path / "own", home / "target", drafter_named("eagle"))
+    assert local_drafter(str(tmp_path / "own"), section(home), tmp_path / "imports") == own.directory
+    found = local_drafter(str(tmp_path / "theirs"), section(home), tmp_path / "imports")
+    assert is_ours(found) and found.parent == tmp_path / "imports"
+    before = (found / "model.safetensors").stat().st_mtime_ns
+    assert local_drafter(str(tmp_path / "theirs"), section(home), tmp_path / "imports") == found
+    assert (found / "model.safetensors").stat().st_mtime_ns == before  # imported once
