@@ -3,6 +3,7 @@
 import json
 import sys
 from argparse import Namespace
+from importlib.metadata import version
 from pathlib import Path
 
 from draftsmith.models.drafters import kind_text
@@ -65,7 +66,10 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     if command.push_to_hub:
         from draftsmith.models.formats.hub import push
 
-        where = push(out, command.push_to_hub, command.private, command.revision)
+        message = (
+            f"{kind_text(source.shape)} drafter for {source.target['model']}, by draftsmith {version('draftsmith')}"
+        )
+        where = push(out, command.push_to_hub, command.private, command.revision, message)
         print(f"uploaded    {where}")
     for other in serves:
         print(f"{other.title}:\n  {other.command(source.shape, source.target['model'], name)}")

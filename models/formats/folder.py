@@ -126,13 +126,19 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _inside(path: Path, name: str) -> Path:
-    """`path / name`, if it lies in the folder. A link may also lead to another file of the same Hub cache entry."""
+    """`path / name`, if it lies in the folder. In the Hub's cache, links may also lead to blobs.
+
+    hub/models--org--name/snapshots/<commit>/model.safetensors    the file
+    hub/models--org--name/blobs/<etag>                            where its link leads
+    hub/blobs/<prefix>/<hash>                                     where that leads, for content that repositories share
+    """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
         raise UserError(f"{path}: names a file {short(name)}; a checkpoint's files are plain names in its folder")
     file = path / name
     real, home = file.resolve(), path.resolve()
-    cache = home.parent.parent if home.parent.name == "snapshots" else home
-    if not (real.is_relative_to(home) or real.is_relative_to(cache)):
+    entry = home.parent.parent
+    places = [entry, entry.parent / "blobs"] if home.parent.name == "snapshots" else []
+    if not any(real.is_relative_to(place) for place in (home, *places)):
         raise UserError(f"{file}: a link that leads out of the folder, to {real}; copy the file itself")
     return file
 

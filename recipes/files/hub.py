@@ -39,7 +39,7 @@ def check_model(model: str, revision: str | None) -> None:
         HfApi().model_info(model, revision=revision, timeout=SECONDS)
     except Exception as error:  # versions of the Hub's client use HTTP libraries with different exceptions
         if not cached:
-            raise UserError(f"{where}, {_why(error, revision)}") from error
+            raise UserError(f"{where}, {why_unread(error, revision)}") from error
         go_offline(f"the Hub does not serve {model!r}; its cached files are taken")
 
 
@@ -56,7 +56,7 @@ def check_dataset(name: str) -> None:
     except HfHubHTTPError:
         return  # the Hub answered; datasets reports the error
     except Exception as error:  # as above
-        go_offline(f"the Hub cannot be reached ({_first_words(error)}); only cached datasets can be read")
+        go_offline(f"the Hub cannot be reached ({first_words(error)}); only cached datasets can be read")
 
 
 def go_offline(why: str) -> None:
@@ -69,8 +69,14 @@ def go_offline(why: str) -> None:
     config.HF_HUB_OFFLINE = True
 
 
-def _why(error: Exception, revision: str | None) -> str:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+def why_unread(error: Exception, revision: str | None) -> str:
+    """Why a model of the Hub cannot be read and what to do, to follow "<name> is no folder here, "."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     if isinstance(error, GatedRepoError):
         return "and the Hub asks you to accept its licence first: do so on the model's page, then run `hf auth login`"
@@ -81,8 +87,43 @@ def _why(error: Exception, revision: str | None) -> str:
             "and the Hub has no model of this name that you may read; check the spelling (org/name), or run `hf auth "
             "login` for a private one"
         )
-    return f"and the Hub cannot be reached ({_first_words(error)}); name a folder, or try again with a network"
+    if isinstance(error, OfflineModeIsEnabled):
+        return "and not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub"
+    if answered := refusal(error):
+        return f"and {answered}"
+    return f"and the Hub cannot be reached ({first_words(error)}); name a folder, or try again with a network"
 
 
-def _first_words(error: Exception) -> str:
+def refusal(error: Exception) -> str | None:
+    """What the Hub answered with an error status, and what to do; None: it did not answer.
+
+    The Hub's client wraps some answers: those to the upload of one file, or to a card that the Hub refuses.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
+    if not isinstance(answer, HfHubHTTPError):
+        return None
+    status, token = answer.response.status_code, get_token()
+    words = (answer.server_message or answer.response.reason_phrase).splitlines()[0][:200]
+    said = f"{status}: {words.replace(token, '<token>') if token else words}"
+    if status == 401:
+        problem = "refuses the token" if token else "wants a token"
+        return f"the Hub {problem} ({said}); run `hf auth login`, or set HF_TOKEN"
+    if status == 403:
+        return (
+            f"the Hub does not let this token do it ({said}); see its permissions on the Hub's page of settings/tokens"
+        )
+    if status in (409, 412):
+        return f"the repository is being changed by somebody else ({said})"
+    if status == 429:
+        after = answer.response.headers.get("Retry-After")
+        return f"the Hub has had too many requests ({said}); wait {f'{after} s' if after else 'a few minutes'}"
+    if status >= 500:
+        return f"the Hub is out of order ({said}); wait a few minutes"
+    return f"the Hub answers {said}"
+
+
+def first_words(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}".splitlines()[0]

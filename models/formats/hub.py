@@ -1,0 +1,190 @@
+"""Drafters on the Hugging Face Hub: `push` uploads an export, `fetch` downloads a drafter, ours or a foreign one.
+
+The token is read by huggingface_hub from its own places (HF_TOKEN, `hf auth login`) and is never seen here.
+"""
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.models.checkpoint import FILES as CHECKPOINT_FILES
+from draftsmith.models.formats.engines import ENGINES
+from draftsmith.models.formats.exporting import FILES as EXPORT_FILES
+from draftsmith.models.formats.folder import BIN, INDEX, SINGLE
+from draftsmith.models.formats.speculators import is_speculators
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.hub import SECONDS, first_words, go_offline, refusal, why_unread
+from draftsmith.recipes.files.json_text import parse_json
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, ModelInfo
+
+TOLD_BYTES = 100 << 20  # a download above this is announced
+MOST_BYTES = 32 << 30  # a drafter for a 405B target has some 6 GB
+
+
+def push(folder: Path, repo_id: str, private: bool, revision: str | None, message: str) -> str:
+    """Uploads an export as one commit of the files that changed; without changes, there is no commit.
+
+    Files of an earlier export that this one does not have are deleted, all others in the repository stay.
+
+    Args:
+        private: the new repository is; an existing one must be.
+        revision: branch, made if it does not exist; None: the main one.
+        message: of the commit.
+
+    Returns:
+        the address.
+
+    Raises:
+        UserError: the repository holds something else than a drafter, or the upload failed. Trying again is safe:
+            uploaded weights are not uploaded twice, and nothing is visible before the commit.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    if not re.fullmatch(r"[^/]+/[^/]+", repo_id):
+        raise UserError(f"--push-to-hub {repo_id}: name the repository as USER/NAME; {folder} is complete")
+    api = HfApi()
+    try:
+        there = _repository(api, repo_id, private, revision)
+        old = {file.rfilename for file in there.siblings or ()}
+        _check_content(api, repo_id, there, old)
+        new = [name for name in EXPORT_FILES if (folder / name).exists()]
+        operations = [
+            *(CommitOperationAdd(name, folder / name) for name in new),
+            *(CommitOperationDelete(name) for name in EXPORT_FILES if name in old and name not in new),
+        ]
+        # With the parent named, the Hub refuses a commit on top of one that was not looked at.
+        made = api.create_commit(
+            repo_id, operations, commit_message=message, revision=revision, parent_commit=there.sha
+        )
+    except UserError as error:
+        raise UserError([*error.problems, f"{folder} is complete and was not uploaded"]) from None
+    except Exception as error:  # versions of the Hub's client use HTTP libraries with different exceptions
+        why = refusal(error) or f"the upload broke off ({first_words(error)})"
+        raise UserError(
+            f"{api.endpoint}/{repo_id}: {why}. {folder} is complete; the same command again uploads what is missing"
+        ) from error
+    where = f"{api.endpoint}/{repo_id}" + (f"/tree/{revision}" if revision else "")
+    return where if made.oid != there.sha else f"{where} (the same files were there already)"
+
+
+def _repository(api: "HfApi", repo_id: str, private: bool, revision: str | None) -> "ModelInfo":
+    """The repository at the branch, both made where they do not exist."""
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        there = api.model_info(repo_id)
+    except RepositoryNotFoundError:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        there = api.model_info(repo_id)
+    if private and not there.private:
+        raise UserError(f"{repo_id}: this repository is public; pass --public to upload to it")
+    if not private and there.private:
+        print(f"note: {repo_id} is private and stays so; its settings on the Hub change that", file=sys.stderr)
+    if revision is None:
+        return there
+    try:
+        return api.model_info(repo_id, revision=revision)
+    except RevisionNotFoundError:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+        return api.model_info(repo_id, revision=revision)
+
+
+def _check_content(api: "HfApi", repo_id: str, there: "ModelInfo", names: set[str]) -> None:
+    """Raises UserError unless the repository is new, or holds a drafter or an export alone."""
+    if "config.json" in names:
+        file = api.hf_hub_download(repo_id, "config.json", revision=there.sha)
+        try:
+            found = (
+                "a config.json that is not a drafter's" if not is_drafter(parse_json(Path(file).read_bytes())) else ""
+            )
+        except ValueError:
+            found = "a config.json that cannot be read"
+    else:
+        found = ", ".join(sorted(names - {".gitattributes", *EXPORT_FILES})[:3])
+    if found:
+        raise UserError(f"{repo_id}: this repository holds {found}; name another one, so that nothing is overwritten")
+
+
+def is_drafter(config: Any) -> bool:
+    """Whether a config.json is a drafter's, ours or in a format that is known here."""
+    if not isinstance(config, dict):
+        return False
+    names = {name for engine in ENGINES.values() for name in engine.architectures.values()}
+    # EAGLE's code calls drafters LlamaForCausalLM, too; but no whole Llama has one of these keys.
+    eagle = bool(names.intersection(config.get("architectures") or ())) and bool(
+        {"bias", "draft_vocab_size"} & set(config)
+    )
+    return "drafter" in config or is_speculators(config) or eagle
+
+
+def fetch(repo_id: str, revision: str | None = None, allow_bin: bool = False) -> Path:
+    """Downloads a drafter's files into the Hub's cache, as far as they are not there, and returns their folder.
+
+    If they are there and the Hub does not answer, this process goes offline.
+
+    Args:
+        allow_bin: also download pytorch_model.bin where there are no safetensors.
+
+    Raises:
+        UserError: no such repository or revision, one that may not be read, one without a drafter's files, more than
+            MOST_BYTES, or no connection.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    where = f"{repo_id!r} is no folder in {Path.cwd()}"
+    try:
+        info = HfApi().model_info(repo_id, revision=revision, files_metadata=True, timeout=SECONDS)
+    except HFValidationError:
+        raise UserError(f"{where}, and no name that a model of the Hub could have") from None
+    except Exception as error:  # as above
+        cached = _cached(repo_id, revision)
+        if cached is None:
+            raise UserError(f"{where}, {why_unread(error, revision)}") from error
+        go_offline(f"the Hub does not serve {repo_id!r}; its cached files are taken")
+        return cached
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    wanted = _drafter_files(sizes, allow_bin)
+    if "config.json" not in wanted or not any(name == BIN or name.endswith(".safetensors") for name in wanted):
+        pickle = f" (its weights are in {BIN}, a pickle; pass --allow-bin to read it)" * (
+            BIN in sizes and not allow_bin
+        )
+        raise UserError(f"{repo_id}: this repository of the Hub has no config.json with safetensors beside it{pickle}")
+    total = sum(sizes[name] for name in wanted)
+    if total > MOST_BYTES:
+        raise UserError(f"{repo_id}: {total / 1e9:,.0f} GB, and no drafter is that large; is it a target?")
+    if total > TOLD_BYTES and _cached(repo_id, info.sha) is None:
+        print(f"{repo_id}: {total / 1e9:.1f} GB to download from the Hugging Face Hub", file=sys.stderr, flush=True)
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
+    except RepositoryNotFoundError as error:  # gated: the list of its files may be read, they may not
+        raise UserError(f"{where}, {why_unread(error, revision)}") from error
+    except Exception as error:  # as above
+        why = refusal(error) or first_words(error)
+        raise UserError(f"{repo_id}: the download broke off: {why}; try again, which continues it") from error
+
+
+def _drafter_files(sizes: Mapping[str, int], allow_bin: bool) -> list[str]:
+    """Files of the repository that a drafter needs. Other folders and other names are never downloaded."""
+    plain = [name for name in sizes if re.fullmatch(r"[A-Za-z0-9][\w.-]*", name)]
+    weights = [SINGLE] if SINGLE in plain else [name for name in plain if name.endswith(".safetensors")]
+    if not weights and allow_bin:
+        weights = [BIN]
+    return [name for name in plain if name in (*CHECKPOINT_FILES, *([INDEX] if SINGLE not in sizes else []), *weights)]
+
+
+def _cached(repo_id: str, revision: str | None) -> Path | None:
+    """The cache's folder of the repository; None: it has no config or no weights of it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(repo_id, revision=revision, local_files_only=True, allow_patterns="config.json")
+    except LocalEntryNotFoundError:
+        return None
+    folder = Path(found)
+    return folder if any(folder.glob("*.safetensors")) or (folder / BIN).exists() else None
