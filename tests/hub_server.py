@@ -198,7 +198,8 @@ class HubServer:
             return wrong
         if repo is None or (repo.private and user != owner):
             if user is None:  # the Hub does not tell strangers what exists
-                return _error(401, "Invalid username or password.")
+                # The Hub sends no code; its client takes such a 401 for a missing repository, but on https alone.
+                return _error(401, "Invalid username or password.", "RepoNotFound")
             return _error(404, "Repository not found", "RepoNotFound")
         if content and repo.gated and user != owner:
             words = (

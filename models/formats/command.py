@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import card as cards
-from draftsmith.models.formats import importing
+from draftsmith.models.formats import hub, importing
 from draftsmith.models.formats.engines import ENGINES, Engine
 from draftsmith.models.formats.exporting import DTYPES, Source, able_engines, check_engine, export
 from draftsmith.models.formats.folder import read_folder
@@ -40,6 +40,8 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     source = Source.read(directory)
     out = command.out or (Path(section.out) if section.out else beside / "export" / engine.name)
     check_engine(source, engine)
+    if command.push_to_hub:
+        hub.check_name(command.push_to_hub)
     measured = cards.read_measurement(measured_file, source)
     print(f"drafter     {directory}: {kind_text(source.shape)} for {source.target['model']}")
     print(f"engine      {engine.title}; also able: {_titles(source, engine) or 'none'}")
@@ -64,12 +66,10 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     if len(serves) > 1:
         print(f"            {', '.join(other.title for other in serves[1:])} read the same folder")
     if command.push_to_hub:
-        from draftsmith.models.formats.hub import push
-
         message = (
             f"{kind_text(source.shape)} drafter for {source.target['model']}, by draftsmith {version('draftsmith')}"
         )
-        where = push(out, command.push_to_hub, command.private, command.revision, message)
+        where = hub.push(out, command.push_to_hub, command.private, command.revision, message)
         print(f"uploaded    {where}")
     for other in serves:
         print(f"{other.title}:\n  {other.command(source.shape, source.target['model'], name)}")
@@ -102,9 +102,7 @@ def import_main(arguments: Namespace) -> None:
     section = TargetSection(model=arguments.target, revision=arguments.target_revision)
     directory = Path(arguments.drafter)
     if not directory.is_dir():
-        from draftsmith.models.formats.hub import fetch
-
-        directory = fetch(arguments.drafter, arguments.revision)
+        directory = hub.fetch(arguments.drafter, arguments.revision, arguments.allow_bin)
     if importing.is_ours(directory):
         raise UserError(f"{directory}: already a drafter of draftsmith; name it as eval.drafter or drafter.init_from")
     folder = read_folder(directory, arguments.allow_bin)

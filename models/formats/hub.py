@@ -25,6 +25,19 @@ TOLD_BYTES = 100 << 20  # a download above this is announced
 MOST_BYTES = 32 << 30  # a drafter for a 405B target has some 6 GB
 
 
+def check_name(repo_id: str) -> None:
+    """Raises UserError for a name that no repository could have."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"--push-to-hub {repo_id}: {error}") from None
+    if "/" not in repo_id:
+        raise UserError(f"--push-to-hub {repo_id}: name the repository as USER/NAME")
+
+
 def push(folder: Path, repo_id: str, private: bool, revision: str | None, message: str) -> str:
     """Uploads an export as one commit of the files that changed; without changes, there is no commit.
 
@@ -44,8 +57,6 @@ def push(folder: Path, repo_id: str, private: bool, revision: str | None, messag
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    if not re.fullmatch(r"[^/]+/[^/]+", repo_id):
-        raise UserError(f"--push-to-hub {repo_id}: name the repository as USER/NAME; {folder} is complete")
     api = HfApi()
     try:
         there = _repository(api, repo_id, private, revision)
@@ -78,7 +89,7 @@ def _repository(api: "HfApi", repo_id: str, private: bool, revision: str | None)
     try:
         there = api.model_info(repo_id)
     except RepositoryNotFoundError:
-        api.create_repo(repo_id, private=private, exist_ok=True)
+        api.create_repo(repo_id, private=private)
         there = api.model_info(repo_id)
     if private and not there.private:
         raise UserError(f"{repo_id}: this repository is public; pass --public to upload to it")
@@ -89,24 +100,28 @@ def _repository(api: "HfApi", repo_id: str, private: bool, revision: str | None)
     try:
         return api.model_info(repo_id, revision=revision)
     except RevisionNotFoundError:
-        api.create_branch(repo_id, branch=revision, exist_ok=True)
+        api.create_branch(repo_id, branch=revision)
         return api.model_info(repo_id, revision=revision)
 
 
 def _check_content(api: "HfApi", repo_id: str, there: "ModelInfo", names: set[str]) -> None:
-    """Raises UserError unless the repository is new, or holds a drafter or an export alone."""
+    """Raises UserError unless the repository is new, an export, or a drafter with one file of weights.
+
+    Engines would read further weights together with the new config.json. A README.md alone is taken for new: the
+    website makes one.
+    """
+    found = sorted(names - {".gitattributes", *EXPORT_FILES})
     if "config.json" in names:
+        found = [name for name in found if name.endswith((".safetensors", ".bin", INDEX))]
         file = api.hf_hub_download(repo_id, "config.json", revision=there.sha)
         try:
-            found = (
-                "a config.json that is not a drafter's" if not is_drafter(parse_json(Path(file).read_bytes())) else ""
-            )
+            if not is_drafter(parse_json(Path(file).read_bytes())):
+                found = ["a config.json that is not a drafter's"]
         except ValueError:
-            found = "a config.json that cannot be read"
-    else:
-        found = ", ".join(sorted(names - {".gitattributes", *EXPORT_FILES})[:3])
+            found = ["a config.json that cannot be read"]
     if found:
-        raise UserError(f"{repo_id}: this repository holds {found}; name another one, so that nothing is overwritten")
+        what = ", ".join(found[:3])
+        raise UserError(f"{repo_id}: this repository holds {what}; name another one, so that nothing is overwritten")
 
 
 def is_drafter(config: Any) -> bool:
@@ -133,7 +148,7 @@ def fetch(repo_id: str, revision: str | None = None, allow_bin: bool = False) ->
         UserError: no such repository or revision, one that may not be read, one without a drafter's files, more than
             MOST_BYTES, or no connection.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     where = f"{repo_id!r} is no folder in {Path.cwd()}"
@@ -145,7 +160,8 @@ def fetch(repo_id: str, revision: str | None = None, allow_bin: bool = False) ->
         cached = _cached(repo_id, revision)
         if cached is None:
             raise UserError(f"{where}, {why_unread(error, revision)}") from error
-        go_offline(f"the Hub does not serve {repo_id!r}; its cached files are taken")
+        if not constants.HF_HUB_OFFLINE:
+            go_offline(f"the Hub does not serve {repo_id!r}; its cached files are taken")
         return cached
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = _drafter_files(sizes, allow_bin)

@@ -99,7 +99,7 @@ def refusal(error: Exception) -> str | None:
 
     The Hub's client wraps some answers: those to the upload of one file, or to a card that the Hub refuses.
     """
-    from huggingface_hub import get_token
+    from huggingface_hub import constants, get_token
     from huggingface_hub.errors import HfHubHTTPError
 
     answer = error if isinstance(error, HfHubHTTPError) else error.__cause__
@@ -112,9 +112,7 @@ def refusal(error: Exception) -> str | None:
         problem = "refuses the token" if token else "wants a token"
         return f"the Hub {problem} ({said}); run `hf auth login`, or set HF_TOKEN"
     if status == 403:
-        return (
-            f"the Hub does not let this token do it ({said}); see its permissions on the Hub's page of settings/tokens"
-        )
+        return f"the Hub forbids it to this token ({said}); see its permissions at {constants.ENDPOINT}/settings/tokens"
     if status in (409, 412):
         return f"the repository is being changed by somebody else ({said})"
     if status == 429:
