@@ -112,7 +112,7 @@ def _check_content(api: "HfApi", repo_id: str, there: "ModelInfo", names: set[st
     """
     found = sorted(names - {".gitattributes", *EXPORT_FILES})
     if "config.json" in names:
-        found = [name for name in found if name.endswith((".safetensors", ".bin", INDEX))]
+        found = [name for name in found if "/" not in name and name.endswith((".safetensors", ".bin", INDEX))]
         file = api.hf_hub_download(repo_id, "config.json", revision=there.sha)
         try:
             if not is_drafter(parse_json(Path(file).read_bytes())):
@@ -128,12 +128,11 @@ def is_drafter(config: Any) -> bool:
     """Whether a config.json is a drafter's, ours or in a format that is known here."""
     if not isinstance(config, dict):
         return False
-    names = {name for engine in ENGINES.values() for name in engine.architectures.values()}
+    known = {name for engine in ENGINES.values() for name in engine.architectures.values()}
     # EAGLE's code calls drafters LlamaForCausalLM, too; but no whole Llama has one of these keys.
-    eagle = bool(names.intersection(config.get("architectures") or ())) and bool(
-        {"bias", "draft_vocab_size"} & set(config)
-    )
-    return "drafter" in config or is_speculators(config) or eagle
+    own_keys = {"bias", "draft_vocab_size"} & config.keys()
+    is_eagle = own_keys and known.intersection(config.get("architectures") or ())
+    return "drafter" in config or is_speculators(config) or bool(is_eagle)
 
 
 def fetch(repo_id: str, revision: str | None = None, allow_bin: bool = False) -> Path:
@@ -166,9 +165,8 @@ def fetch(repo_id: str, revision: str | None = None, allow_bin: bool = False) ->
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = _drafter_files(sizes, allow_bin)
     if "config.json" not in wanted or not any(name == BIN or name.endswith(".safetensors") for name in wanted):
-        pickle = f" (its weights are in {BIN}, a pickle; pass --allow-bin to read it)" * (
-            BIN in sizes and not allow_bin
-        )
+        bin_only = BIN in sizes and not allow_bin
+        pickle = f" (its weights are in {BIN}, a pickle: draftsmith import-drafter --allow-bin reads it)" * bin_only
         raise UserError(f"{repo_id}: this repository of the Hub has no config.json with safetensors beside it{pickle}")
     total = sum(sizes[name] for name in wanted)
     if total > MOST_BYTES:
