@@ -1,0 +1,199 @@
+"""Drafters that come from the Hub, against a Hub on loopback."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from draftsmith.models.formats import hub as on_hub
+from draftsmith.models.formats.exporting import Source
+from draftsmith.models.formats.folder import read_folder
+from draftsmith.recipes.errors import UserError
+from tests.hub_cases import CARD, READER
+from tests.hub_cases import checkpoint as checkpoint
+from tests.hub_cases import hub as hub
+from tests.hub_server import Fault, HubServer
+
+
+def drafter_files(checkpoint: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+
+
+def test_a_drafter_is_fetched_without_the_rest(hub: HubServer, checkpoint: Path) -> None:
+    ours = drafter_files(checkpoint)
+    more = {
+        "optimizer.pt": b"0",
+        "README.md": CARD,
+        "old/model.safetensors": b"0",
+        "run.py": b"",
+        "x.safetensors": b"0",
+    }
+    hub.add_repo("me/drafter", ours | more | {"pytorch_model.bin": b"0", "model.safetensors.index.json": b"{}"})
+    folder = on_hub.fetch("me/drafter")
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == ours
+    assert Source.read(folder).shape == Source.read(checkpoint).shape
+    downloads = hub.counted("GET", "/resolve/")
+    assert downloads == sum(len(content) > 0 for content in ours.values())
+    assert on_hub.fetch("me/drafter") == folder and hub.counted("GET", "/resolve/") == downloads
+
+
+def test_shards_and_revisions(hub: HubServer) -> None:
+    repo = hub.add_repo("me/drafter", {"config.json": b"{}", "model.safetensors": b"old"})
+    first = repo.commits()[-1].oid
+    shards = {"model.safetensors.index.json": b"{}", "model-1-of-2.safetensors": b"1", "model-2-of-2.safetensors": b"2"}
+    hub._commit(repo, "main", "shards", {"model.safetensors": None, **shards})
+    assert {file.name for file in on_hub.fetch("me/drafter").iterdir()} == {"config.json", *shards}
+    assert (on_hub.fetch("me/drafter", first) / "model.safetensors").read_bytes() == b"old"
+
+
+def test_a_pickle_is_fetched_on_request_alone(hub: HubServer) -> None:
+    hub.add_repo("me/drafter", {"config.json": b"{}", "pytorch_model.bin": b"0"})
+    with pytest.raises(UserError, match=r"no config.json with safetensors .* a pickle: .* --allow-bin reads it"):
+        on_hub.fetch("me/drafter")
+    assert hub.counted("GET", "/resolve/") == 0
+    assert (on_hub.fetch("me/drafter", allow_bin=True) / "pytorch_model.bin").read_bytes() == b"0"
+
+
+@pytest.mark.parametrize("files", [{}, {"config.json": b"{}"}, {"model.safetensors": b"0"}, {"d/config.json": b"{}"}])
+def test_a_repository_without_a_drafter(hub: HubServer, files: dict[str, bytes]) -> None:
+    hub.add_repo("me/drafter", files)
+    with pytest.raises(UserError, match=r"^me/drafter: this repository of the Hub has no config.json with safetensors"):
+        on_hub.fetch("me/drafter")
+
+
+def test_sizes_are_told_before_the_download(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.add_repo("me/drafter", {"config.json": b"{}", "model.safetensors": b"0" * 6_000_000})
+    monkeypatch.setattr(on_hub, "MOST_BYTES", 5_000_000)
+    with pytest.raises(UserError, match=r"^me/drafter: 0 GB, and no drafter is that large; is it a target\?"):
+        on_hub.fetch("me/drafter")
+    assert hub.counted("GET", "/resolve/") == 0
+    monkeypatch.setattr(on_hub, "MOST_BYTES", 10**9)
+    monkeypatch.setattr(on_hub, "TOLD_BYTES", 5_000_000)
+    on_hub.fetch("me/drafter")
+    assert "me/drafter: 0.0 GB to download from the Hugging Face Hub\n" in capsys.readouterr().err
+    on_hub.fetch("me/drafter")
+    assert "to download" not in capsys.readouterr().err
+
+
+def nobody(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("HF_TOKEN")
+
+
+def stranger(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("HF_TOKEN", READER)
+
+
+def unknown(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("HF_TOKEN", "hf_unknown")
+
+
+def offline(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def unreachable(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+
+
+def overloaded(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
+    hub.faults.append(Fault("GET", "/api/", 503, times=9))
+
+
+def cut(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
+    hub.faults.append(Fault("GET", "/api/", None, times=9))
+
+
+def nothing(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "said"),
+    [
+        (nothing, "me/nothere", "the Hub has no model of this name that you may read; check the spelling"),
+        (nobody, "me/private", "the Hub has no model of this name that you may read; .* or run `hf auth login` for a"),
+        (stranger, "me/private", "the Hub has no model of this name that you may read"),
+        (unknown, "me/drafter", "the Hub refuses the token .401: Invalid credentials.*; run `hf auth login`"),
+        (nobody, "me/gated", "the Hub asks you to accept its licence first"),
+        (stranger, "me/gated", "the Hub asks you to accept its licence first"),
+        (nothing, "me/drafter@v9", "the Hub has no revision 'v9' of it"),
+        (offline, "me/drafter", "not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub"),
+        (unreachable, "me/drafter", "the Hub cannot be reached .ConnectError: .*; name a folder, or try again"),
+        (cut, "me/drafter", "the Hub cannot be reached .RemoteProtocolError"),
+        (overloaded, "me/drafter", "the Hub is out of order .503: out of order.; wait a few minutes"),
+        (nothing, "me/a--b", "no name that a model of the Hub could have"),
+    ],
+)
+def test_a_drafter_that_cannot_be_had(
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[HubServer, pytest.MonkeyPatch], None],
+    name: str,
+    said: str,
+) -> None:
+    files = {"config.json": b"{}", "model.safetensors": b"0"}
+    hub.add_repo("me/drafter", files)
+    hub.add_repo("me/private", files, private=True)
+    hub.add_repo("me/gated", files, gated=True)
+    change(hub, monkeypatch)
+    name, _, revision = name.partition("@")
+    with pytest.raises(UserError, match=rf"^'{name}' is no folder in {re.escape(os.getcwd())}, and {said}") as told:
+        on_hub.fetch(name, revision or None)
+    assert "hf_unknown" not in str(told.value)
+
+
+@pytest.mark.parametrize("change", [offline, unreachable, overloaded])
+@pytest.mark.parametrize("revision", [None, "main", "commit"])
+def test_without_the_hub_cached_files_are_taken(
+    hub: HubServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: Callable[[HubServer, pytest.MonkeyPatch], None],
+    revision: str | None,
+) -> None:
+    repo = hub.add_repo("me/drafter", {"config.json": b"{}", "model.safetensors": b"0", "README.md": CARD})
+    revision = repo.commits()[-1].oid if revision == "commit" else revision
+    folder = on_hub.fetch("me/drafter", revision)
+    change(hub, monkeypatch)
+    capsys.readouterr()
+    assert on_hub.fetch("me/drafter", revision) == folder
+    assert constants.HF_HUB_OFFLINE
+    told = "note: the Hub does not serve 'me/drafter'; its cached files are taken\n"
+    assert capsys.readouterr().err == ("" if change is offline else told)  # who is offline knows it
+
+
+def test_a_download_that_breaks_off_is_continued(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = os.urandom(3_000_000)
+    hub.add_repo("me/drafter", {"config.json": b"{}", "model.safetensors": weights})
+    hub.faults.append(Fault("GET", "/resolve/.*/model.safetensors", None, after=True, sent=1_000_000))
+    hub.faults.append(Fault("GET", "/resolve/.*/model.safetensors", 503))
+    with pytest.raises(UserError, match=r"^me/drafter: the download broke off: .*503.*; try again, which continues it"):
+        on_hub.fetch("me/drafter")
+    offline(hub, monkeypatch)
+    with pytest.raises(UserError, match="not in the Hub's cache"):  # half a download is none
+        on_hub.fetch("me/drafter")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert (on_hub.fetch("me/drafter") / "model.safetensors").read_bytes() == weights
+
+
+def test_weights_that_repositories_share_are_read(hub: HubServer, checkpoint: Path, tmp_path: Path) -> None:
+    """With Xet the cache's blob is a link to the content of all repositories."""
+    hub.add_repo("me/drafter", drafter_files(checkpoint))
+    folder = on_hub.fetch("me/drafter")
+    blob = (folder / "model.safetensors").resolve()
+    shared = tmp_path / "cache/blobs/ab" / ("ab" * 32)
+    shared.parent.mkdir(parents=True)
+    blob.rename(shared)
+    blob.symlink_to(os.path.relpath(shared, blob.parent))
+    assert read_folder(folder).tensor("fc.weight").isfinite().all()
+    outside = tmp_path / "outside.safetensors"
+    shared.rename(outside)
+    blob.unlink()
+    blob.symlink_to(outside)
+    with pytest.raises(UserError, match="a link that leads out of the folder"):
+        read_folder(folder)
