@@ -4,13 +4,14 @@
     python models/export.py recipes/demo.yaml --to vllm --dry-run                # check everything, write nothing
     python models/export.py runs/demo/drafter --to sglang --out served/demo      # a checkpoint instead of a recipe
     python models/export.py recipes/demo.yaml --to vllm --push-to-hub me/demo-eagle3 --public
+    python models/export.py recipes/demo.yaml --to llama.cpp --with-target ~/llama.cpp   # drafter.gguf and target.gguf
 
 Engines: vllm, sglang, tensorrt-llm, eagle (the reference code), speculators, llama.cpp. Many read one format: the
 command says which others serve the same folder. An engine that would serve another drafter than the trained one is
 refused with the reason.
 
-Writes config.json, model.safetensors, a model card (README.md) with the measured acceptance, and
-speculation_profile.json into <output_dir>/export/<engine>, and prints the command that serves it.
+Writes config.json, model.safetensors (for llama.cpp: drafter.gguf), a model card (README.md) with the measured
+acceptance, and speculation_profile.json into <output_dir>/export/<engine>, and prints the command that serves it.
 """
 
 from argparse import ArgumentParser
@@ -31,6 +32,14 @@ def main() -> None:
 def _options(parser: ArgumentParser) -> None:
     parser.add_argument("--to", metavar="ENGINE", help="default: the recipe's export.to")
     parser.add_argument("--out", type=Path, help="folder to write; default: <output_dir>/export/<engine>")
+    target = parser.add_mutually_exclusive_group()
+    target.add_argument(
+        "--with-target",
+        type=Path,
+        metavar="LLAMA_CPP",
+        help="also write target.gguf, with the converter in this folder of llama.cpp's sources",
+    )
+    target.add_argument("--target-gguf", type=Path, metavar="FILE", help="copy the tokenizer from the target's GGUF")
     parser.add_argument("--dry-run", dest="plan", action="store_true", help="the same as --plan")
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="also upload the folder to this repository")
     visible = parser.add_mutually_exclusive_group()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import card as cards
-from draftsmith.models.formats import hub, importing
+from draftsmith.models.formats import hub, importing, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, Engine
 from draftsmith.models.formats.exporting import DTYPES, Source, able_engines, check_engine, export
 from draftsmith.models.formats.folder import read_folder
@@ -42,6 +42,10 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     check_engine(source, engine)
     if command.push_to_hub:
         hub.check_name(command.push_to_hub)
+    if engine.name == "llama.cpp":
+        llama_cpp.check(source, command.with_target, command.target_gguf)
+    elif command.with_target or command.target_gguf:
+        raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
     measured = cards.read_measurement(measured_file, source)
     print(f"drafter     {directory}: {kind_text(source.shape)} for {source.target['model']}")
     print(f"engine      {engine.title}; also able: {_titles(source, engine) or 'none'}")
@@ -50,6 +54,12 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         print(f"writes      {out} (not written: this is a plan)")
         return
     name = command.push_to_hub or str(out)
+    dtype = DTYPES[section.dtype] if section.dtype != "trained" else None
+    target_gguf = command.target_gguf
+    if command.with_target:
+        target_gguf = out / llama_cpp.TARGET
+        llama_cpp.convert_target(source, command.with_target, target_gguf, dtype)
+        print(f"wrote       {target_gguf}: the target, by {command.with_target}")
     recipe_path = command.recipe_path if recipe is not None else None
 
     def beside_weights(serves: list[Engine]) -> dict[str, str | bytes]:
@@ -61,7 +71,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
             texts[cards.PICTURE] = cards.picture(source, measured)
         return texts
 
-    serves = export(source, engine, out, DTYPES[section.dtype] if section.dtype != "trained" else None, beside_weights)
+    serves = export(source, engine, out, dtype, beside_weights, target_gguf)
     print(f"wrote       {out}: read back, logits equal")
     if len(serves) > 1:
         print(f"            {', '.join(other.title for other in serves[1:])} read the same folder")
@@ -72,7 +82,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         where = hub.push(out, command.push_to_hub, command.private, command.revision, message)
         print(f"uploaded    {where}")
     for other in serves:
-        print(f"{other.title}:\n  {other.command(source.shape, source.target['model'], name)}")
+        print(f"{other.title}:\n  {other.command(source.shape, str(target_gguf or source.target['model']), name)}")
     if recipe is not None and recipe.target.dtype == "float32" and engine.name == "vllm":
         print("Equal answers need the precision of the measurement: add --dtype float32", file=sys.stderr)
 

@@ -6,13 +6,15 @@
 
 Loaders are followed rule by rule: the names that they rename, skip, require, or silently leave random. An engine that
 would not complain about a missing tensor or an unknown name gets a complaint here. Versions that were read: vLLM 0.32,
-SGLang 0.5.23, TensorRT-LLM 1.2, and EAGLE's reference code.
+SGLang 0.5.23, TensorRT-LLM 1.2, llama.cpp of llama-cpp-python 0.3.36, and EAGLE's reference code.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from draftsmith.models.drafters import kind_text
 from draftsmith.models.eagle import EagleConfig
@@ -46,6 +48,7 @@ class Engine:
     load: Callable[[dict[str, Any], Mapping[str, TensorInfo], Mapping[str, Any]], Loaded]
     command: Callable[[DrafterConfig, str, str], str]  # of drafter, target and folder
     raises_on_unknown: bool  # else it drops unknown tensors without a word
+    raises_on_missing: bool = False  # else it leaves them random
 
     def reasons(self, shape: DrafterConfig, target: Mapping[str, Any]) -> list[str]:
         """Why the engine cannot serve this drafter; empty: it can."""
@@ -89,7 +92,8 @@ def problems(
             found.append(f"{key}: {engine.title} takes {short(have)}, the drafter was trained with {short(want)}")
     arrived = {new: (old, tensors[old]) for old, new in loaded.renamed.items()}
     found += [
-        f"{name} is missing; {engine.title} would " + ("fail" if name.startswith("d2t") else "leave it random")
+        f"{name} is missing; {engine.title} would "
+        + ("fail" if engine.raises_on_missing or name.startswith("d2t") else "leave it random")
         for name in loaded.wanted.keys() - arrived.keys()
     ]
     for new, (old, info) in arrived.items():
@@ -393,6 +397,96 @@ def _speculators_command(shape: DrafterConfig, target: str, folder: str) -> str:
     return f"vllm serve {folder}"
 
 
+# llama.cpp. Its folder holds drafter.gguf (`formats.gguf_file`): `config` is the file's metadata.
+
+
+def _llama_cpp_load(config: dict[str, Any], tensors: Mapping[str, TensorInfo], target: Mapping[str, Any]) -> Loaded:
+    def key(name: str, default: Any = None) -> Any:
+        return config[f"eagle3.{name}"] if default is None else config.get(f"eagle3.{name}", default)
+
+    hidden, heads, inner = key("embedding_length"), key("attention.head_count"), key("feed_forward_length")
+    groups, dim = key("attention.head_count_kv", heads), key("attention.key_length", hidden // heads)
+    states = key("target_layers")
+    if len(states) != 3:
+        raise ValueError(f"target_layers has {len(states)} entries, not 3")
+    named = config["tokenizer.ggml.model"] != "none"
+    vocab = len(config["tokenizer.ggml.tokens"]) if named else key("vocab_size")
+    draft = tensors["d2t"].sizes[0] if "d2t" in tensors else vocab
+    layer = {
+        **dict.fromkeys(("attn_norm", "attn_norm_2", "ffn_norm"), [hidden]),
+        "attn_q": [heads * dim, 2 * hidden],
+        **dict.fromkeys(("attn_k", "attn_v"), [groups * dim, 2 * hidden]),
+        "attn_output": [hidden, heads * dim],
+        **dict.fromkeys(("ffn_gate", "ffn_up"), [inner, hidden]),
+        "ffn_down": [hidden, inner],
+    }
+    wanted: Sizes = {
+        "fc.weight": [hidden, 3 * key("target_hidden_size")],
+        "output_norm.weight": [hidden],
+        "output.weight": [draft, hidden],
+        **{f"blk.0.{name}.weight": sizes for name, sizes in layer.items()},
+        **({"d2t": [draft]} if "d2t" in tensors else {}),
+        **({"rope_freqs.weight": [dim // 2]} if "rope_freqs.weight" in tensors else {}),
+    }
+    values = {
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": dim,
+        "vocab_size": vocab,
+        "draft_vocab_size": draft,
+        "capture_layers": states,
+        "rms_norm_eps": _decimal(key("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": key("context_length"),
+        "num_layers": key("block_count"),
+        "fc_norm": False,
+        "norm_output": False,
+        "attention_bias": False,
+        "_fixed": {
+            "target_hidden_size": (key("target_hidden_size"), target["hidden_size"]),
+            "attention.value_length": (key("attention.value_length", hidden // heads), dim),
+            "rope.dimension_count": (key("rope.dimension_count", dim), dim),
+            "rope.scaling.factor": (key("rope.scaling.factor", 1.0), 1.0),  # scaling is in rope_freqs
+            "norm_before_residual": (key("norm_before_residual", False), False),
+            "norm_before_fc": (key("norm_before_fc", False), False),
+        },
+    }
+    values["_fixed"] |= {f"type of {name}": (info.dtype, "F32") for name, info in tensors.items() if "norm" in name}
+    return Loaded(values, wanted, {name: name for name in tensors})
+
+
+def _decimal(single: float) -> float:
+    """The shortest decimal number that float32 rounds to this one: files hold 9.99999997e-07 for 1e-06."""
+    return float(str(np.float32(single)))
+
+
+def _llama_cpp_refusals(shape: DrafterConfig, layers: int) -> list[str]:
+    reasons = []
+    if len(shape.capture_layers) != 3:
+        reasons.append(f"llama.cpp captures exactly 3 of the target's states, the drafter reads {len(shape.capture_layers)}")
+    elif max(shape.capture_layers) >= layers:
+        reasons.append(f"llama.cpp takes state {layers} before the target's final norm, the drafter reads it after")
+    if shape.num_layers > 1:
+        reasons.append(f"llama.cpp's EAGLE-3 has one layer, the drafter {shape.num_layers}")
+    if shape.attention_bias:
+        reasons.append("llama.cpp's EAGLE-3 has no bias in q, k, v; train with drafter.attention_bias=false")
+    if isinstance(shape, Eagle3Config) and (shape.fc_norm or shape.norm_output):
+        reasons.append("llama.cpp's EAGLE-3 knows neither fc_norm nor norm_output")
+    rope = shape.rope_parameters.get("rope_type", "default")
+    if rope not in ("default", "linear", "llama3"):
+        reasons.append(f"llama.cpp's rotary scaling has been followed for linear and llama3, the drafter has {rope}")
+    return reasons
+
+
+def _llama_cpp_command(shape: DrafterConfig, target: str, folder: str) -> str:
+    file = target if target.endswith(".gguf") else "target.gguf"
+    return (
+        f"llama-server -m {file} -md {folder}/drafter.gguf --spec-type draft-eagle3 --spec-draft-n-max 4 "
+        "--spec-draft-p-min 0"
+    )
+
+
 ENGINES = {
     engine.name: engine
     for engine in (
@@ -424,6 +518,16 @@ ENGINES = {
             _speculators_load,
             _speculators_command,
             False,
+        ),
+        Engine(
+            "llama.cpp",
+            "llama.cpp",
+            {Eagle3Config: "eagle3"},
+            _llama_cpp_refusals,
+            _llama_cpp_load,
+            _llama_cpp_command,
+            True,
+            True,
         ),
     )
 }

@@ -6,6 +6,7 @@ checkpoint --config_of, tensors--> <out>.partial --follow the engine's loader, r
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 from draftsmith.models.checkpoint import read_config, read_tensors, read_vocab, tensor_digest
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
-from draftsmith.models.formats import eagle, speculators
+from draftsmith.models.formats import eagle, gguf_file, speculators
 from draftsmith.models.formats.engines import ENGINES, Engine, problems
 from draftsmith.models.formats.folder import INDEX, SINGLE, read_folder
 from draftsmith.models.formats.foreign import Foreign, TargetFacts, probe_head, probe_log_probs, read_foreign
@@ -25,7 +26,7 @@ from draftsmith.recipes.files.atomic import atomic_folder
 from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.files.json_text import parse_json
 
-FILES = ("config.json", "model.safetensors", "README.md", "speculation_profile.json", "acceptance.png")
+FILES = ("config.json", "model.safetensors", gguf_file.NAME, "README.md", "speculation_profile.json", "acceptance.png")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -66,31 +67,37 @@ def export(
     out: Path,
     dtype: torch.dtype | None,
     beside: Callable[[list[Engine]], Mapping[str, str | bytes]],
+    target_gguf: Path | None = None,
 ) -> list[Engine]:
     """Writes the folder and returns all engines that it serves, `engine` first.
 
     Args:
         dtype: of the weights; None: as trained.
         beside: further files by name, for the engines that the folder serves.
+        target_gguf: the target as llama.cpp serves it; its tokenizer goes into the drafter's file.
 
     Raises:
         UserError: the engine cannot serve the drafter, or would read the folder otherwise than it is meant.
     """
     check_engine(source, engine)
-    with atomic_folder(out, FILES) as partial:
-        write(source, engine, partial, dtype)
-        serves = prove(source, engine, partial, dtype)
+    with atomic_folder(out, FILES) as unfinished:
+        write(source, engine, unfinished, dtype, target_gguf)
+        serves = prove(source, engine, unfinished, dtype)
         for name, content in beside(serves).items():
-            (partial / name).write_bytes(content.encode() if isinstance(content, str) else content)
+            (unfinished / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return serves
 
 
-def write(source: Source, engine: Engine, folder: Path, dtype: torch.dtype | None) -> None:
-    """config.json and model.safetensors in the engine's spelling."""
+def write(
+    source: Source, engine: Engine, folder: Path, dtype: torch.dtype | None, target_gguf: Path | None = None
+) -> None:
+    """config.json and model.safetensors, or drafter.gguf, in the engine's spelling."""
     tensors = {
         name: tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
         for name, tensor in engine_tensors(source, engine).items()
     }
+    if engine.name == "llama.cpp":
+        return gguf_file.write(folder / gguf_file.NAME, source.shape, source.vocab, tensors, target_gguf)
     stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     if engine.name == "speculators":
         assert isinstance(source.shape, Eagle3Config)
@@ -171,17 +178,23 @@ def prove(source: Source, engine: Engine, folder: Path, dtype: torch.dtype | Non
     Raises:
         UserError: `engine` is not among them, or the folder reads back as another drafter.
     """
-    read = read_folder(folder)
-    wrong = problems(engine, read.config, read.tensors, source.shape, source.target)
+    if engine.name == "llama.cpp":
+        file = folder / gguf_file.NAME
+        config, tensors = gguf_file.describe(file)
+        read_back = partial(gguf_file.read_back, file, source.shape)
+    else:
+        found = read_folder(folder)
+        config, tensors = found.config, found.tensors
+        read_back = partial(read_foreign, found, facts(source))
+    wrong = problems(engine, config, tensors, source.shape, source.target)
     if wrong:
         raise UserError([f"{folder}: {engine.title} would not serve this drafter: {each}" for each in wrong])
-    back = read_foreign(read, facts(source))
-    if difference := differs(source, back, dtype):
+    if difference := differs(source, read_back(), dtype):
         raise UserError(f"{folder}: reads back as another drafter ({difference}); please report this as a defect")
     others = [
         other
         for other in able_engines(source)
-        if other is not engine and not problems(other, read.config, read.tensors, source.shape, source.target)
+        if other is not engine and not problems(other, config, tensors, source.shape, source.target)
     ]
     return [engine, *others]
 
