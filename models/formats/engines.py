@@ -413,11 +413,15 @@ def _llama_cpp_load(config: dict[str, Any], tensors: Mapping[str, TensorInfo], t
     vocab = len(config["tokenizer.ggml.tokens"]) if named else key("vocab_size")
     draft = tensors["d2t"].sizes[0] if "d2t" in tensors else vocab
     layer = {
-        **dict.fromkeys(("attn_norm", "attn_norm_2", "ffn_norm"), [hidden]),
+        "attn_norm": [hidden],  # of the embedding
+        "attn_norm_2": [hidden],  # of the feature
         "attn_q": [heads * dim, 2 * hidden],
-        **dict.fromkeys(("attn_k", "attn_v"), [groups * dim, 2 * hidden]),
+        "attn_k": [groups * dim, 2 * hidden],
+        "attn_v": [groups * dim, 2 * hidden],
         "attn_output": [hidden, heads * dim],
-        **dict.fromkeys(("ffn_gate", "ffn_up"), [inner, hidden]),
+        "ffn_norm": [hidden],
+        "ffn_gate": [inner, hidden],
+        "ffn_up": [inner, hidden],
         "ffn_down": [hidden, inner],
     }
     wanted: Sizes = {
@@ -464,7 +468,9 @@ def _decimal(single: float) -> float:
 def _llama_cpp_refusals(shape: DrafterConfig, layers: int) -> list[str]:
     reasons = []
     if len(shape.capture_layers) != 3:
-        reasons.append(f"llama.cpp captures exactly 3 of the target's states, the drafter reads {len(shape.capture_layers)}")
+        reasons.append(
+            f"llama.cpp captures exactly 3 of the target's states, the drafter reads {len(shape.capture_layers)}"
+        )
     elif max(shape.capture_layers) >= layers:
         reasons.append(f"llama.cpp takes state {layers} before the target's final norm, the drafter reads it after")
     if shape.num_layers > 1:

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
+from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.folder import TensorInfo
 from draftsmith.models.formats.foreign import Foreign
-from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.layers import rotary
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -61,7 +61,9 @@ def package() -> Any:
     try:
         import gguf
     except ImportError as error:
-        raise UserError(f"--to llama.cpp needs the package gguf ({error}): pip install 'draftsmith[llama-cpp]'") from None
+        raise UserError(
+            f"--to llama.cpp needs the package gguf ({error}): pip install 'draftsmith[llama-cpp]'"
+        ) from None
     return gguf
 
 
@@ -157,7 +159,9 @@ def read_back(path: Path, shape: DrafterConfig) -> Foreign:
     """
     reader = open_gguf(path)
     raw = {each.name: torch.from_numpy(each.data.copy()) for each in reader.tensors}
-    raw |= {each.name: raw[each.name].view(torch.bfloat16) for each in reader.tensors if each.tensor_type.name == "BF16"}
+    raw |= {
+        each.name: raw[each.name].view(torch.bfloat16) for each in reader.tensors if each.tensor_type.name == "BF16"
+    }
     tensors = {}
     for ours, name in NAMES.items():
         heads = _rotated_heads(shape, ours)
@@ -171,7 +175,9 @@ def read_back(path: Path, shape: DrafterConfig) -> Foreign:
     frequencies = field.contents() ** -exponents / raw.get(ROPE, torch.ones(len(exponents))).double()
     table = rotary(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
     if table.attention_scaling != 1 or not torch.allclose(frequencies.float(), table.inv_freq, rtol=1e-5, atol=0):
-        raise UserError(f"{path}: it would rotate by other frequencies than the drafter; please report this as a defect")
+        raise UserError(
+            f"{path}: it would rotate by other frequencies than the drafter; please report this as a defect"
+        )
     return Foreign(shape, vocab, tensors | {"d2t": vocab.d2t, "t2d": vocab.t2d}, None)
 
 

@@ -17,10 +17,31 @@ CONVERTER = "convert_hf_to_gguf.py"
 OUT_TYPES = {None: "auto", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 TARGET_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.safetensors")
 # Architectures with `t_layer_inp` in llama.cpp's src/models: those that hand a drafter their layers' inputs.
-WITH_STATES = """
-    bailingmoe3 deepseek4 gemma3n gemma4 gpt-oss hunyuan-dense hunyuan_vl lfm2 lfm2moe llama mimo2 minimax-01 minimax-m2
-    muse-glimmer nanbeige nemotron_h nemotron_h_moe qwen3 qwen35 qwen35moe qwen3moe qwen3next qwen4exp
-""".split()
+WITH_STATES = [
+    "bailingmoe3",
+    "deepseek4",
+    "gemma3n",
+    "gemma4",
+    "gpt-oss",
+    "hunyuan-dense",
+    "hunyuan_vl",
+    "lfm2",
+    "lfm2moe",
+    "llama",
+    "mimo2",
+    "minimax-01",
+    "minimax-m2",
+    "muse-glimmer",
+    "nanbeige",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "qwen3",
+    "qwen35",
+    "qwen35moe",
+    "qwen3moe",
+    "qwen3next",
+    "qwen4exp",
+]
 
 
 def check(source: Source, checkout: Path | None, target_gguf: Path | None) -> None:
