@@ -9,6 +9,7 @@ refuses all others. tokenizers' ByteLevel pre-tokenizer with its own regex is GP
 import json
 import runpy
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,10 @@ def main() -> None:
     # As if it was called itself: its own packages are found first.
     sys.argv = [str(Path(checkout) / "convert_hf_to_gguf.py"), *sys.argv[2:]]
     sys.path[0] = checkout
-    try:
-        from conversion.base import TextModel  # type: ignore[import-not-found]
-    except ImportError:  # other versions: one file, which cannot be changed from here
-        pass
-    else:
-        known = TextModel.get_vocab_base_pre
-        TextModel.get_vocab_base_pre = lambda model, tokenizer: _pre_tokenizer(known, model, tokenizer)
+    if (Path(checkout) / "conversion/base.py").exists():  # older versions are one file
+        text_model = import_module("conversion.base").TextModel
+        known = text_model.get_vocab_base_pre
+        text_model.get_vocab_base_pre = lambda model, tokenizer: _pre_tokenizer(known, model, tokenizer)
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
