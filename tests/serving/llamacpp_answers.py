@@ -5,7 +5,8 @@
 asked.json: {"server": path of llama-server, "target", "drafter" (GGUF files; drafter may be null), "draft_tokens",
     "max_new_tokens", "max_model_len", "threads", "cache": "f32" or "f16", "prompts": [[token id]]}
 answered.json: {"answers": [{"token_ids", "drafted", "accepted", "accepted_per_round"}] in the order of the prompts,
-    "seconds": of decoding without prompts, as the server measures it}
+    "seconds": of decoding without prompts, as the server measures it,
+    "processor_seconds": of the whole server, to compare one thread with one thread on a machine with other work}
 
 The server counts drafted and accepted tokens; its log (LLAMA_TRACE) tells those of each round.
 """
@@ -13,6 +14,7 @@ The server counts drafted and accepted tokens; its log (LLAMA_TRACE) tells those
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -111,7 +113,9 @@ def main(asked_file: str, answered_file: str) -> None:
         rounds[task].append(int(accepted))
     for answer, per_round in zip(answers, rounds.values(), strict=True):
         answer["accepted_per_round"] = per_round
-    Path(answered_file).write_text(json.dumps({"answers": answers, "seconds": seconds}))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    answered = {"answers": answers, "seconds": seconds, "processor_seconds": used.ru_utime + used.ru_stime}
+    Path(answered_file).write_text(json.dumps(answered))
 
 
 if __name__ == "__main__":
