@@ -39,9 +39,8 @@ def tell(generations: str, contender: str, answered_file: str) -> None:
     tokens = sum(len(theirs["token_ids"]) for theirs, _ in pairs)
     print(f"tokens                  {tokens:,}, {tokens / answered['seconds']:,.0f} a second")
     if "processor_seconds" in answered:
-        print(
-            f"                        {tokens / answered['processor_seconds']:,.0f} a processor second, prompts included"
-        )
+        speed = tokens / answered["processor_seconds"]
+        print(f"                        {speed:,.0f} a second of processor time, prompts included")
     if not any(theirs.get("drafted") for theirs, _ in pairs):
         return
     rounds = [(theirs["accepted_per_round"], ours["accepted_per_round"]) for theirs, ours in pairs]
