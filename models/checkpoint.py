@@ -14,7 +14,7 @@ import math
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -260,19 +260,8 @@ def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:
 def _check_tensors(directory: Path, found: dict[str, list[int]], shape: DrafterConfig, vocab: DraftVocab) -> None:
     """Raises UserError for wrong rotary parameters, or tensors that are missing, too many or of another shape."""
     mend = "copy the whole folder again, or train again"
-    # Sizes come first: even on the meta device, a million layers take minutes, and some sizes overflow.
-    widest = max((size for sizes in found.values() if 0 not in sizes for size in sizes), default=0)
-    described = max(
-        shape.hidden_size * max(2, len(shape.capture_layers)),
-        shape.intermediate_size,
-        max(shape.num_attention_heads, shape.num_key_value_heads) * shape.head_dim,
-    )
-    if shape.cached_layers > len(found) or described > widest:
-        raise UserError(
-            f"{directory}: config.json describes {shape.cached_layers:,} layers, up to {described:,} wide; "
-            f"model.safetensors has {len(found):,} tensors, up to {widest:,} wide; {mend}"
-        )
-    _check_rotary(directory, shape)
+    check_sizes(directory, shape, found)
+    check_rotary(directory, shape)
     wanted = tensor_shapes(shape, vocab)
     problems = [f"{name} is missing" for name in wanted.keys() - found.keys()]
     problems += [f"{name} has no place" for name in found.keys() - wanted.keys()]
@@ -289,7 +278,25 @@ def _check_tensors(directory: Path, found: dict[str, list[int]], shape: DrafterC
         )
 
 
-def _check_rotary(directory: Path, shape: DrafterConfig) -> None:
+def check_sizes(directory: Path, shape: DrafterConfig, found: Mapping[str, list[int]]) -> None:
+    """Raises UserError for a shape with more layers or wider ones than the file can hold.
+
+    It comes before any module is made: even on the meta device, a million layers take minutes, and some sizes overflow.
+    """
+    widest = max((size for sizes in found.values() if 0 not in sizes for size in sizes), default=0)
+    described = max(
+        shape.hidden_size * max(2, len(shape.capture_layers)),
+        shape.intermediate_size,
+        max(shape.num_attention_heads, shape.num_key_value_heads) * shape.head_dim,
+    )
+    if shape.cached_layers > len(found) or described > widest:
+        raise UserError(
+            f"{directory}: config.json describes {shape.cached_layers:,} layers, up to {described:,} wide; "
+            f"its weights are {len(found):,} tensors, up to {widest:,} wide; copy the whole folder again, or train again"
+        )
+
+
+def check_rotary(directory: Path, shape: DrafterConfig) -> None:
     """Raises UserError unless the rotary parameters give finite frequencies."""
     try:
         if not isinstance(shape.rope_parameters, dict):

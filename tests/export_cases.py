@@ -80,8 +80,8 @@ def trained(directory: Path, target_dir: Path | str, drafter: FeatureDrafter, **
     return Source.read(directory)
 
 
-def published_eagle3(directory: Path, layers: int = 7) -> dict[str, torch.Tensor]:
-    """An EAGLE-3 checkpoint as its authors publish them: their names, offsets, no rotary base, their own config keys."""
+def published_eagle3(directory: Path) -> dict[str, torch.Tensor]:
+    """An EAGLE-3 checkpoint as its authors publish them: their names, offsets, config keys, no rotary base."""
     hidden, heads, groups, dim, wide = 32, 4, 2, 8, 40
     generator = torch.Generator().manual_seed(5)
 

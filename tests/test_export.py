@@ -62,7 +62,7 @@ def test_every_engine_that_can_gets_the_trained_drafter(name: str, home: Path, t
             assert differs(source, read_foreign(read_folder(out), facts(source)), dtype) is None
     for engine in ENGINES.values():
         if engine not in able_engines(source):
-            with pytest.raises(UserError, match="can be exported to|no engine can"):
+            with pytest.raises(UserError, match=r"can be exported to|no engine can"):
                 export(source, engine, tmp_path / "refused", None, nothing_beside)
             assert not (tmp_path / "refused").exists()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.models.checkpoint import check_rotary, check_sizes
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafters import build_drafter, kind_text, tensor_shapes
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FeatureDrafting, FrozenHead
@@ -70,6 +71,8 @@ def read_foreign(folder: Folder, target: TargetFacts) -> Foreign:
     ):
         if ours != theirs:
             raise UserError(f"{folder.path}: {key} is {ours:,}, the target's is {theirs:,}; name its own target")
+    check_sizes(folder.path, shape, {name: info.sizes for name, info in folder.tensors.items()})
+    check_rotary(folder.path, shape)
     names = _names(folder, shape)
     vocab, order = _vocabulary(folder, shape)
     wanted = tensor_shapes(shape, vocab)
