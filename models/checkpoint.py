@@ -292,7 +292,7 @@ def check_sizes(directory: Path, shape: DrafterConfig, found: Mapping[str, list[
     if shape.cached_layers > len(found) or described > widest:
         raise UserError(
             f"{directory}: config.json describes {shape.cached_layers:,} layers, up to {described:,} wide; "
-            f"its weights are {len(found):,} tensors, up to {widest:,} wide; copy the whole folder again, or train again"
+            f"its weights are {len(found):,} tensors, up to {widest:,} wide; copy the whole folder again"
         )
 
 

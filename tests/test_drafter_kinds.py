@@ -426,7 +426,7 @@ def test_weights_of_another_layout_without_a_word_of_it_are_refused(
     [
         ("eagle3", {"num_layers": 1_000_000}, r"describes 1,000,000 layers, .*; model\.safetensors has 15 tensors"),
         ("poss", {"specialists": 1_000_000}, "describes 1,000,000 layers"),
-        ("eagle3", {"intermediate_size": 10**9}, "up to 1,000,000,000 wide; model.safetensors has .* up to 320 wide"),
+        ("eagle3", {"intermediate_size": 10**9}, "up to 1,000,000,000 wide; its weights are .* up to 320 wide"),
         ("eagle3", {"num_attention_heads": 10**9, "head_dim": 10**9}, "up to 1,000,000,000,000,000,000 wide"),
         ("eagle3", {"hidden_size": 10**12}, "hidden_size is 1000000000000, not a whole number from 1 to 2,147,483,647"),
         ("eagle3", {"num_key_value_heads": 0}, "num_key_value_heads is 0, not a whole number"),
