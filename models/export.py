@@ -1,7 +1,7 @@
 """Write a trained drafter in the format of a serving engine, and prove that the engine would read it as it was trained.
 
     python models/export.py recipes/demo.yaml --to vllm
-    python models/export.py recipes/demo.yaml --to vllm --dry-run                # check everything, write nothing
+    python models/export.py recipes/demo.yaml --to vllm --plan                   # check everything, write nothing
     python models/export.py runs/demo/drafter --to sglang --out served/demo      # a checkpoint instead of a recipe
     python models/export.py recipes/demo.yaml --to vllm --push-to-hub me/demo-eagle3 --public
     python models/export.py recipes/demo.yaml --to llama.cpp --with-target ~/llama.cpp   # drafter.gguf and target.gguf

@@ -34,7 +34,9 @@ def test_every_script_is_a_command() -> None:
         for path in (ROOT / folder).glob("*.py")
         if re.search(r"^ +run\(main", path.read_text(), re.MULTILINE)
     }
-    shared = [script.path for name, script in SCRIPTS.items() if name not in ("init", "run", "completion")]
+    shared = [
+        script.path for name, script in SCRIPTS.items() if name not in ("init", "run", "import-drafter", "completion")
+    ]
     named = {path.format(kind=kind) for path in shared for kind in ("eagle", "eagle3", "poss")}
     assert scripts - OF_DEVELOPERS == named
     assert all(name in console.help_text() for name in SCRIPTS)
@@ -54,7 +56,7 @@ needs = {{"train": "run `draftsmith regenerate` first", "rank-vocab": "draftsmit
          "conversations": "draftsmith regenerate", "contamination": "eval.prompts", "report": "draftsmith evaluate"}}
 for name, script in console.SCRIPTS.items():
     main = importlib.import_module(script.module).main
-    wrong = [["--help"], ["nothere.yaml"] * (name not in ("init", "completion")), ["r.yaml"] * (name in needs)]
+    wrong = [["--help"], ["nothere.yaml"] * (name not in ("init", "import-drafter", "completion")), ["r.yaml"] * (name in needs)]
     for arguments in filter(None, wrong):
         sys.argv = [f"draftsmith {{name}}", *arguments]
         out, err = io.StringIO(), io.StringIO()

@@ -165,7 +165,7 @@ def test_the_file_reads_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype | No
     for name, tensor in source.tensors.items():
         rounded = tensor.to(dtype or tensor.dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor
         assert torch.equal(back.tensors[name].to(tensor.dtype), rounded), name
-    config, infos = gguf_file.describe(path)
+    config, infos = gguf_file.gguf_layout(path)
     assert config["eagle3.target_layers"] == [2, 4, 5]
     kinds = {None: "F32", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
     assert {info.dtype for info in infos.values()} == {"F32", "I64", kinds[dtype]}
@@ -191,7 +191,7 @@ def test_frequencies_are_divided_as_by_the_converter(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found.copy()), torch.tensor(wanted))
     assert len({round(each, 3) for each in wanted}) > 2
     plain = exported(make_source(), tmp_path / "plain")
-    assert "rope_freqs.weight" not in gguf_file.describe(plain)[1]
+    assert "rope_freqs.weight" not in gguf_file.gguf_layout(plain)[1]
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_the_loader_s_rules_find_a_wrong_file(tmp_path: Path, name: str) -> None:
     source = make_source()
-    config, tensors = gguf_file.describe(exported(source, tmp_path / "out"))
+    config, tensors = gguf_file.gguf_layout(exported(source, tmp_path / "out"))
     assert problems(ENGINE, config, tensors, source.shape, source.target) == []
     change, told = WRONG[name]
     change(config, tensors)
@@ -280,7 +280,7 @@ def test_a_file_of_another_drafter_gets_no_name(
 ) -> None:
     source = make_source()
     own = {"shape": source.shape, "vocab": source.vocab, "tensors": source.tensors}
-    gguf_file.write(tmp_path / gguf_file.NAME, **(own | changed(source)), target_gguf=None)
+    gguf_file.write_gguf(tmp_path / gguf_file.NAME, **(own | changed(source)), target_gguf=None)
     with pytest.raises(UserError, match=told):
         prove(source, ENGINE, tmp_path, None)
 
@@ -319,7 +319,7 @@ def target_file(path: Path, architecture: str = "llama", layers: int = LAYERS, t
 def test_the_tokenizer_is_copied_from_the_target_s_file(tmp_path: Path) -> None:
     target = target_file(tmp_path / "target.gguf")
     source = make_source()
-    llama_cpp.check(source, None, target)
+    llama_cpp.check_target_gguf(source, None, target)
     path = exported(source, tmp_path / "out", target_gguf=target)
     theirs, ours = gguf.GGUFReader(target).fields, gguf.GGUFReader(path).fields
     keys = [key for key in theirs if key.startswith("tokenizer.")]
@@ -338,13 +338,13 @@ def test_the_tokenizer_is_copied_from_the_target_s_file(tmp_path: Path) -> None:
 )
 def test_the_file_of_another_target_is_refused(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
-        llama_cpp.check(make_source(), None, target_file(tmp_path / "t.gguf", **changed))
+        llama_cpp.check_target_gguf(make_source(), None, target_file(tmp_path / "t.gguf", **changed))
 
 
 def test_a_target_that_gives_no_states_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    llama_cpp.check(make_source(), None, target_file(tmp_path / "t.gguf", "qwen2"))
+    llama_cpp.check_target_gguf(make_source(), None, target_file(tmp_path / "t.gguf", "qwen2"))
     assert "no states of qwen2 models" in capsys.readouterr().err
-    llama_cpp.check(make_source(), None, target_file(tmp_path / "t.gguf", "qwen3"))
+    llama_cpp.check_target_gguf(make_source(), None, target_file(tmp_path / "t.gguf", "qwen3"))
     assert capsys.readouterr().err == ""
 
 
@@ -352,13 +352,13 @@ def test_a_target_that_gives_no_states_is_told(tmp_path: Path, capsys: pytest.Ca
 def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "t.gguf").write_bytes(content)
     with pytest.raises(UserError, match=r"t.gguf: not a whole GGUF file"):
-        llama_cpp.check(make_source(), None, tmp_path / "t.gguf")
+        llama_cpp.check_target_gguf(make_source(), None, tmp_path / "t.gguf")
 
 
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(UserError, match=r"needs the package gguf .*pip install 'draftsmith\[llama-cpp\]'"):
-        llama_cpp.check(make_source(), None, None)
+        llama_cpp.check_target_gguf(make_source(), None, None)
 
 
 # A converter in llama.cpp's place, that names a tokenizer's regex by a list of known ones, as llama.cpp's does.
@@ -435,10 +435,10 @@ def test_the_command_writes_both_files(
     printed = capsys.readouterr().out
     assert f"llama-server -m {out}/target.gguf -md {out}/drafter.gguf --spec-type draft-eagle3" in printed
     assert {each.name for each in out.iterdir()} == {"drafter.gguf", "target.gguf", "README.md"}
-    config = gguf_file.describe(out / "target.gguf")[0]
+    config = gguf_file.gguf_layout(out / "target.gguf")[0]
     # The converter does not know this tokenizer, which splits text as GPT-2's does.
     assert (config["tokenizer.ggml.pre"], config["test.outtype"]) == ("gpt-2", "auto")
-    assert gguf_file.describe(out / "drafter.gguf")[0]["tokenizer.ggml.pre"] == "gpt-2"
+    assert gguf_file.gguf_layout(out / "drafter.gguf")[0]["tokenizer.ggml.pre"] == "gpt-2"
     assert "llama-server" in (out / "README.md").read_text()
 
 

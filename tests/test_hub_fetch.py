@@ -32,12 +32,12 @@ def test_a_drafter_is_fetched_without_the_rest(hub: HubServer, checkpoint: Path)
         "x.safetensors": b"0",
     }
     hub.add_repo("me/drafter", ours | more | {"pytorch_model.bin": b"0", "model.safetensors.index.json": b"{}"})
-    folder = on_hub.fetch("me/drafter")
+    folder = on_hub.fetch_drafter("me/drafter")
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == ours
     assert Source.read(folder).shape == Source.read(checkpoint).shape
     downloads = hub.counted("GET", "/resolve/")
     assert downloads == sum(len(content) > 0 for content in ours.values())
-    assert on_hub.fetch("me/drafter") == folder and hub.counted("GET", "/resolve/") == downloads
+    assert on_hub.fetch_drafter("me/drafter") == folder and hub.counted("GET", "/resolve/") == downloads
 
 
 def test_shards_and_revisions(hub: HubServer) -> None:
@@ -45,23 +45,23 @@ def test_shards_and_revisions(hub: HubServer) -> None:
     first = repo.commits()[-1].oid
     shards = {"model.safetensors.index.json": b"{}", "model-1-of-2.safetensors": b"1", "model-2-of-2.safetensors": b"2"}
     hub._commit(repo, "main", "shards", {"model.safetensors": None, **shards})
-    assert {file.name for file in on_hub.fetch("me/drafter").iterdir()} == {"config.json", *shards}
-    assert (on_hub.fetch("me/drafter", first) / "model.safetensors").read_bytes() == b"old"
+    assert {file.name for file in on_hub.fetch_drafter("me/drafter").iterdir()} == {"config.json", *shards}
+    assert (on_hub.fetch_drafter("me/drafter", first) / "model.safetensors").read_bytes() == b"old"
 
 
 def test_a_pickle_is_fetched_on_request_alone(hub: HubServer) -> None:
     hub.add_repo("me/drafter", {"config.json": b"{}", "pytorch_model.bin": b"0"})
     with pytest.raises(UserError, match=r"no config.json with safetensors .* a pickle: .* --allow-bin reads it"):
-        on_hub.fetch("me/drafter")
+        on_hub.fetch_drafter("me/drafter")
     assert hub.counted("GET", "/resolve/") == 0
-    assert (on_hub.fetch("me/drafter", allow_bin=True) / "pytorch_model.bin").read_bytes() == b"0"
+    assert (on_hub.fetch_drafter("me/drafter", allow_bin=True) / "pytorch_model.bin").read_bytes() == b"0"
 
 
 @pytest.mark.parametrize("files", [{}, {"config.json": b"{}"}, {"model.safetensors": b"0"}, {"d/config.json": b"{}"}])
 def test_a_repository_without_a_drafter(hub: HubServer, files: dict[str, bytes]) -> None:
     hub.add_repo("me/drafter", files)
     with pytest.raises(UserError, match=r"^me/drafter: this repository of the Hub has no config.json with safetensors"):
-        on_hub.fetch("me/drafter")
+        on_hub.fetch_drafter("me/drafter")
 
 
 def test_sizes_are_told_before_the_download(
@@ -70,13 +70,13 @@ def test_sizes_are_told_before_the_download(
     hub.add_repo("me/drafter", {"config.json": b"{}", "model.safetensors": b"0" * 6_000_000})
     monkeypatch.setattr(on_hub, "MOST_BYTES", 5_000_000)
     with pytest.raises(UserError, match=r"^me/drafter: 0 GB, and no drafter is that large; is it a target\?"):
-        on_hub.fetch("me/drafter")
+        on_hub.fetch_drafter("me/drafter")
     assert hub.counted("GET", "/resolve/") == 0
     monkeypatch.setattr(on_hub, "MOST_BYTES", 10**9)
     monkeypatch.setattr(on_hub, "TOLD_BYTES", 5_000_000)
-    on_hub.fetch("me/drafter")
+    on_hub.fetch_drafter("me/drafter")
     assert "me/drafter: 0.0 GB to download from the Hugging Face Hub\n" in capsys.readouterr().err
-    on_hub.fetch("me/drafter")
+    on_hub.fetch_drafter("me/drafter")
     assert "to download" not in capsys.readouterr().err
 
 
@@ -143,7 +143,7 @@ def test_a_drafter_that_cannot_be_had(
     change(hub, monkeypatch)
     name, _, revision = name.partition("@")
     with pytest.raises(UserError, match=rf"^'{name}' is no folder in {re.escape(os.getcwd())}, and {said}") as told:
-        on_hub.fetch(name, revision or None)
+        on_hub.fetch_drafter(name, revision or None)
     assert "hf_unknown" not in str(told.value)
 
 
@@ -158,10 +158,10 @@ def test_without_the_hub_cached_files_are_taken(
 ) -> None:
     repo = hub.add_repo("me/drafter", {"config.json": b"{}", "model.safetensors": b"0", "README.md": CARD})
     revision = repo.commits()[-1].oid if revision == "commit" else revision
-    folder = on_hub.fetch("me/drafter", revision)
+    folder = on_hub.fetch_drafter("me/drafter", revision)
     change(hub, monkeypatch)
     capsys.readouterr()
-    assert on_hub.fetch("me/drafter", revision) == folder
+    assert on_hub.fetch_drafter("me/drafter", revision) == folder
     assert constants.HF_HUB_OFFLINE
     told = "note: the Hub does not serve 'me/drafter'; its cached files are taken\n"
     assert capsys.readouterr().err == ("" if change is offline else told)  # who is offline knows it
@@ -173,18 +173,18 @@ def test_a_download_that_breaks_off_is_continued(hub: HubServer, monkeypatch: py
     hub.faults.append(Fault("GET", "/resolve/.*/model.safetensors", None, after=True, sent=1_000_000))
     hub.faults.append(Fault("GET", "/resolve/.*/model.safetensors", 503))
     with pytest.raises(UserError, match=r"^me/drafter: the download broke off: .*503.*; try again, which continues it"):
-        on_hub.fetch("me/drafter")
+        on_hub.fetch_drafter("me/drafter")
     offline(hub, monkeypatch)
     with pytest.raises(UserError, match="not in the Hub's cache"):  # half a download is none
-        on_hub.fetch("me/drafter")
+        on_hub.fetch_drafter("me/drafter")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert (on_hub.fetch("me/drafter") / "model.safetensors").read_bytes() == weights
+    assert (on_hub.fetch_drafter("me/drafter") / "model.safetensors").read_bytes() == weights
 
 
 def test_weights_that_repositories_share_are_read(hub: HubServer, checkpoint: Path, tmp_path: Path) -> None:
     """With Xet the cache's blob is a link to the content of all repositories."""
     hub.add_repo("me/drafter", drafter_files(checkpoint))
-    folder = on_hub.fetch("me/drafter")
+    folder = on_hub.fetch_drafter("me/drafter")
     blob = (folder / "model.safetensors").resolve()
     shared = tmp_path / "cache/blobs/ab" / ("ab" * 32)
     shared.parent.mkdir(parents=True)

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from draftsmith.models import export as script
 from draftsmith.models.formats import hub as on_hub
-from draftsmith.models.formats.exporting import FILES, Source, able_engines, write
+from draftsmith.models.formats.exporting import FILES, Source, able_engines, write_folder
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.command import cli
 from draftsmith.recipes.errors import UserError
@@ -184,7 +184,7 @@ def test_every_export_is_known_as_a_drafters(checkpoint: Path) -> None:
     for engine in able_engines(source):
         folder = checkpoint.parent / engine.name
         folder.mkdir()
-        write(source, engine, folder, None)
+        write_folder(source, engine, folder, None)
         assert on_hub.is_drafter(json.loads((folder / "config.json").read_text())), engine.name
 
 
@@ -309,7 +309,7 @@ from draftsmith.models import export
 from draftsmith.models.formats import hub
 sys.argv = {["export", *arguments]!r}
 run(export.main)
-folder = hub.fetch("me/drafter")
+folder = hub.fetch_drafter("me/drafter")
 assert (folder / "model.safetensors").read_bytes() == open({str(tmp_path / "out/model.safetensors")!r}, "rb").read()
 """
     done = subprocess.run(

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from draftsmith.models.drafters import kind_text, trainable_parameters
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.formats.engines import Engine
+from draftsmith.models.formats.engines import ServingEngine
 from draftsmith.models.formats.exporting import Source
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
@@ -70,7 +70,7 @@ def profile(source: Source, measured: dict[str, Any]) -> dict[str, Any]:
 
 def card(
     source: Source,
-    engines: Sequence[Engine],
+    engines: Sequence[ServingEngine],
     measured: dict[str, Any] | None,
     folder_name: str,
     license: str | None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from draftsmith.models.drafters import kind_text
 from draftsmith.models.formats import card as cards
 from draftsmith.models.formats import hub, importing, llama_cpp
-from draftsmith.models.formats.engines import ENGINES, Engine
+from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.exporting import DTYPES, Source, able_engines, check_engine, export
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.command.cli import Command
@@ -43,7 +43,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     if command.push_to_hub:
         hub.check_name(command.push_to_hub)
     if engine.name == "llama.cpp":
-        llama_cpp.check(source, command.with_target, command.target_gguf)
+        llama_cpp.check_target_gguf(source, command.with_target, command.target_gguf)
     elif command.with_target or command.target_gguf:
         raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
     measured = cards.read_measurement(measured_file, source)
@@ -62,7 +62,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         print(f"wrote       {target_gguf}: the target, by {command.with_target}")
     recipe_path = command.recipe_path if recipe is not None else None
 
-    def beside_weights(serves: list[Engine]) -> dict[str, str | bytes]:
+    def beside_weights(serves: list[ServingEngine]) -> dict[str, str | bytes]:
         texts: dict[str, str | bytes] = {
             "README.md": cards.card(source, serves, measured, name, section.license, recipe_path)
         }
@@ -87,13 +87,13 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         print("Equal answers need the precision of the measurement: add --dtype float32", file=sys.stderr)
 
 
-def _engine(name: str) -> Engine:
+def _engine(name: str) -> ServingEngine:
     if name not in ENGINES:
         raise UserError(f"--to {name}: no engine of that name; one of {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
-def _titles(source: Source, engine: Engine) -> str:
+def _titles(source: Source, engine: ServingEngine) -> str:
     return ", ".join(other.title for other in able_engines(source) if other is not engine)
 
 
@@ -112,7 +112,7 @@ def import_main(arguments: Namespace) -> None:
     section = TargetSection(model=arguments.target, revision=arguments.target_revision)
     directory = Path(arguments.drafter)
     if not directory.is_dir():
-        directory = hub.fetch(arguments.drafter, arguments.revision, arguments.allow_bin)
+        directory = hub.fetch_drafter(arguments.drafter, arguments.revision, arguments.allow_bin)
     if importing.is_ours(directory):
         raise UserError(f"{directory}: already a drafter of draftsmith; name it as eval.drafter or drafter.init_from")
     folder = read_folder(directory, arguments.allow_bin)

@@ -41,7 +41,7 @@ FIXED = {
 WEIGHTLESS = ("d2t", "t2d")
 
 
-def config_of(shape: DrafterConfig, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+def eagle_config(shape: DrafterConfig, architecture: str, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of a drafter in this format. It holds no null: engines read a null as a value."""
     rope = {key: value for key, value in shape.rope_parameters.items() if value is not None}
     if rope.get("rope_type", "default") == "default":

@@ -38,7 +38,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class Engine:
+class ServingEngine:
     """One engine and format."""
 
     name: str
@@ -66,7 +66,7 @@ class Engine:
 
 
 def problems(
-    engine: Engine,
+    engine: ServingEngine,
     config: dict[str, Any],
     tensors: Mapping[str, TensorInfo],
     shape: DrafterConfig,
@@ -496,9 +496,9 @@ def _llama_cpp_command(shape: DrafterConfig, target: str, folder: str) -> str:
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine("vllm", "vLLM", _VLLM, _vllm_refusals, _vllm_load, _vllm_command, True),
-        Engine("sglang", "SGLang", _SGLANG, _sglang_refusals, _sglang_load, _sglang_command, False),
-        Engine(
+        ServingEngine("vllm", "vLLM", _VLLM, _vllm_refusals, _vllm_load, _vllm_command, True),
+        ServingEngine("sglang", "SGLang", _SGLANG, _sglang_refusals, _sglang_load, _sglang_command, False),
+        ServingEngine(
             "tensorrt-llm",
             "TensorRT-LLM",
             {Eagle3Config: "LlamaForCausalLMEagle3"},
@@ -507,7 +507,7 @@ ENGINES = {
             _tensorrt_command,
             True,
         ),
-        Engine(
+        ServingEngine(
             "eagle",
             "EAGLE's code",
             _REFERENCE,
@@ -516,7 +516,7 @@ ENGINES = {
             _reference_command,
             False,
         ),
-        Engine(
+        ServingEngine(
             "speculators",
             "speculators",
             {Eagle3Config: "Eagle3DraftModel"},
@@ -525,7 +525,7 @@ ENGINES = {
             _speculators_command,
             False,
         ),
-        Engine(
+        ServingEngine(
             "llama.cpp",
             "llama.cpp",
             {Eagle3Config: "eagle3"},

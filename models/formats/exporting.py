@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.models.checkpoint import read_config, read_tensors, read_vocab, tensor_digest
+from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights, tensor_digest
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import eagle, gguf_file, speculators
-from draftsmith.models.formats.engines import ENGINES, Engine, problems
+from draftsmith.models.formats.engines import ENGINES, ServingEngine, problems
 from draftsmith.models.formats.folder import INDEX, SINGLE, read_folder
-from draftsmith.models.formats.foreign import Foreign, TargetFacts, probe_head, probe_log_probs, read_foreign
+from draftsmith.models.formats.foreign import Foreign, TargetShape, probe_head, probe_log_probs, read_foreign
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_folder
@@ -43,16 +43,16 @@ class Source:
     @classmethod
     def read(cls, directory: Path) -> "Source":
         """Raises UserError where there is no whole checkpoint."""
-        shape, target = read_config(directory)
-        return cls(directory, shape, target, read_vocab(directory, shape), read_tensors(directory))
+        shape, target = read_drafter_config(directory)
+        return cls(directory, shape, target, read_drafter_vocab(directory, shape), read_weights(directory))
 
 
-def able_engines(source: Source) -> list[Engine]:
+def able_engines(source: Source) -> list[ServingEngine]:
     """The engines that can serve the drafter."""
     return [engine for engine in ENGINES.values() if not engine.reasons(source.shape, source.target)]
 
 
-def check_engine(source: Source, engine: Engine) -> None:
+def check_engine(source: Source, engine: ServingEngine) -> None:
     """Raises UserError with every reason why the engine cannot serve the drafter, and who can."""
     reasons = engine.reasons(source.shape, source.target)
     if reasons:
@@ -63,12 +63,12 @@ def check_engine(source: Source, engine: Engine) -> None:
 
 def export(
     source: Source,
-    engine: Engine,
+    engine: ServingEngine,
     out: Path,
     dtype: torch.dtype | None,
-    beside: Callable[[list[Engine]], Mapping[str, str | bytes]],
+    beside: Callable[[list[ServingEngine]], Mapping[str, str | bytes]],
     target_gguf: Path | None = None,
-) -> list[Engine]:
+) -> list[ServingEngine]:
     """Writes the folder and returns all engines that it serves, `engine` first.
 
     Args:
@@ -81,15 +81,15 @@ def export(
     """
     check_engine(source, engine)
     with atomic_folder(out, FILES) as unfinished:
-        write(source, engine, unfinished, dtype, target_gguf)
+        write_folder(source, engine, unfinished, dtype, target_gguf)
         serves = prove(source, engine, unfinished, dtype)
         for name, content in beside(serves).items():
             (unfinished / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return serves
 
 
-def write(
-    source: Source, engine: Engine, folder: Path, dtype: torch.dtype | None, target_gguf: Path | None = None
+def write_folder(
+    source: Source, engine: ServingEngine, folder: Path, dtype: torch.dtype | None, target_gguf: Path | None = None
 ) -> None:
     """config.json and model.safetensors, or drafter.gguf, in the engine's spelling."""
     tensors = {
@@ -97,15 +97,15 @@ def write(
         for name, tensor in engine_tensors(source, engine).items()
     }
     if engine.name == "llama.cpp":
-        return gguf_file.write(folder / gguf_file.NAME, source.shape, source.vocab, tensors, target_gguf)
+        return gguf_file.write_gguf(folder / gguf_file.NAME, source.shape, source.vocab, tensors, target_gguf)
     stored = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
     if engine.name == "speculators":
         assert isinstance(source.shape, Eagle3Config)
         architectures = source.target.get("layout", {}).get("architectures", [])
-        config = speculators.config_of(source.shape, stored, source.target["model"], architectures)
+        config = speculators.speculators_config(source.shape, stored, source.target["model"], architectures)
         tensors = speculators.names_of(tensors)
     else:
-        config = eagle.config_of(source.shape, engine.architectures[type(source.shape)], stored)
+        config = eagle.eagle_config(source.shape, engine.architectures[type(source.shape)], stored)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -147,7 +147,7 @@ def _shard_folder(name: str, revision: str | None, wanted: str) -> Path:
     return Path(hf_hub_download(name, shard, revision=revision)).parent
 
 
-def engine_tensors(source: Source, engine: Engine) -> dict[str, torch.Tensor]:
+def engine_tensors(source: Source, engine: ServingEngine) -> dict[str, torch.Tensor]:
     """The drafter's tensors, with those added that engines ask for and that change nothing.
 
     vLLM's layers above the first norm their input with `input_layernorm`, SGLang's with `hidden_norm`; the other one is
@@ -169,7 +169,7 @@ def engine_tensors(source: Source, engine: Engine) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def prove(source: Source, engine: Engine, folder: Path, dtype: torch.dtype | None) -> list[Engine]:
+def prove(source: Source, engine: ServingEngine, folder: Path, dtype: torch.dtype | None) -> list[ServingEngine]:
     """Follows every engine's loader over the folder, reads it back and compares log-probabilities along a chain.
 
     Returns:
@@ -180,7 +180,7 @@ def prove(source: Source, engine: Engine, folder: Path, dtype: torch.dtype | Non
     """
     if engine.name == "llama.cpp":
         file = folder / gguf_file.NAME
-        config, tensors = gguf_file.describe(file)
+        config, tensors = gguf_file.gguf_layout(file)
         read_back = partial(gguf_file.read_back, file, source.shape)
     else:
         found = read_folder(folder)
@@ -199,9 +199,9 @@ def prove(source: Source, engine: Engine, folder: Path, dtype: torch.dtype | Non
     return [engine, *others]
 
 
-def facts(source: Source) -> TargetFacts:
+def facts(source: Source) -> TargetShape:
     shape = source.shape
-    return TargetFacts(shape.vocab_size, source.target["num_layers"], shape.max_position_embeddings, shape.hidden_size)
+    return TargetShape(shape.vocab_size, source.target["num_layers"], shape.max_position_embeddings, shape.hidden_size)
 
 
 def differs(source: Source, back: Foreign, dtype: torch.dtype | None) -> str | None:

@@ -24,7 +24,7 @@ from draftsmith.recipes.errors import UserError, short
 
 
 @dataclass(frozen=True)
-class TargetFacts:
+class TargetShape:
     """What a foreign config leaves to the target."""
 
     vocab_size: int
@@ -49,7 +49,7 @@ class Foreign:
         return drafter.eval().requires_grad_(False)
 
 
-def read_foreign(folder: Folder, target: TargetFacts) -> Foreign:
+def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
     """The drafter in a foreign folder.
 
     Raises:

@@ -67,7 +67,7 @@ def package() -> Any:
     return gguf
 
 
-def write(
+def write_gguf(
     path: Path,
     shape: DrafterConfig,
     vocab: DraftVocab,
@@ -141,7 +141,7 @@ def open_gguf(path: Path) -> Any:
         raise UserError(f"{path}: not a whole GGUF file: {error}") from None
 
 
-def describe(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+def gguf_layout(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """(metadata, tensors by llama.cpp's names) of a file. `architectures` is added, as other formats have it."""
     reader = open_gguf(path)
     config = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}

@@ -1,4 +1,4 @@
-"""Drafters on the Hugging Face Hub: `push` uploads an export, `fetch` downloads a drafter, ours or a foreign one.
+"""Drafters on the Hugging Face Hub: `push` uploads an export, `fetch_drafter` downloads a drafter, ours or a foreign one.
 
 The token is read by huggingface_hub from its own places (HF_TOKEN, `hf auth login`) and is never seen here.
 """
@@ -135,7 +135,7 @@ def is_drafter(config: Any) -> bool:
     return "drafter" in config or is_speculators(config) or bool(is_eagle)
 
 
-def fetch(repo_id: str, revision: str | None = None, allow_bin: bool = False) -> Path:
+def fetch_drafter(repo_id: str, revision: str | None = None, allow_bin: bool = False) -> Path:
     """Downloads a drafter's files into the Hub's cache, as far as they are not there, and returns their folder.
 
     If they are there and the Hub does not answer, this process goes offline.

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import provenance, read_config, save_drafter, target_identity, target_layout
+from draftsmith.models.checkpoint import provenance, read_drafter_config, save_drafter, target_identity, target_layout
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.folder import Folder, read_folder
-from draftsmith.models.formats.foreign import Foreign, TargetFacts, check_embeddings, read_foreign
+from draftsmith.models.formats.foreign import Foreign, TargetShape, check_embeddings, read_foreign
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.json_text import parse_json
@@ -34,7 +34,7 @@ def is_ours(directory: Path) -> bool:
 def read_for(folder: Folder, section: TargetSection) -> Foreign:
     """The drafter in a foreign folder, for a target by its config alone. Raises UserError where they do not fit."""
     config = load_config(section).get_text_config()
-    facts = TargetFacts(config.vocab_size, config.num_hidden_layers, config.max_position_embeddings, config.hidden_size)
+    facts = TargetShape(config.vocab_size, config.num_hidden_layers, config.max_position_embeddings, config.hidden_size)
     return read_foreign(folder, facts)
 
 
@@ -95,13 +95,13 @@ def local_drafter(given: str, section: TargetSection, imports: Path, allow_bin: 
     if not directory.is_dir():
         if directory.exists() or "/" not in given or given.count("/") > 1 or given.startswith((".", "/", "~")):
             return directory  # the reader of our own format says what is wrong with it
-        from draftsmith.models.formats.hub import fetch
+        from draftsmith.models.formats.hub import fetch_drafter
 
-        directory = fetch(given, None)
+        directory = fetch_drafter(given, None)
     if is_ours(directory):
         return directory
     out = imports / given.strip("/.").replace("/", "--")
     folder = read_folder(directory, allow_bin)
-    if not (out / "config.json").exists() or read_config(out)[0] != read_for(folder, section).shape:
+    if not (out / "config.json").exists() or read_drafter_config(out)[0] != read_for(folder, section).shape:
         import_drafter(folder, section, out)
     return out

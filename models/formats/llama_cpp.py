@@ -44,7 +44,7 @@ WITH_STATES = [
 ]
 
 
-def check(source: Source, checkout: Path | None, target_gguf: Path | None) -> None:
+def check_target_gguf(source: Source, checkout: Path | None, target_gguf: Path | None) -> None:
     """Checks what an export to llama.cpp needs, before anything is written.
 
     Args:

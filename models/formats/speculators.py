@@ -29,13 +29,15 @@ def is_speculators(config: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in config or "transformer_layer_config" in config
 
 
-def config_of(shape: Eagle3Config, dtype: torch.dtype, verifier: str, architectures: list[str]) -> dict[str, Any]:
+def speculators_config(
+    shape: Eagle3Config, dtype: torch.dtype, verifier: str, architectures: list[str]
+) -> dict[str, Any]:
     """config.json in this format.
 
     Args:
         verifier: Hub id or folder of the target; architectures: the target's.
     """
-    plain = eagle.config_of(shape, "Eagle3DraftModel", dtype)
+    plain = eagle.eagle_config(shape, "Eagle3DraftModel", dtype)
     layer = {key: plain[key] for key in LAYER_KEYS if key in plain}
     return {
         "architectures": ["Eagle3DraftModel"],
