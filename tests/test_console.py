@@ -56,7 +56,8 @@ needs = {{"train": "run `draftsmith regenerate` first", "rank-vocab": "draftsmit
          "conversations": "draftsmith regenerate", "contamination": "eval.prompts", "report": "draftsmith evaluate"}}
 for name, script in console.SCRIPTS.items():
     main = importlib.import_module(script.module).main
-    wrong = [["--help"], ["nothere.yaml"] * (name not in ("init", "import-drafter", "completion")), ["r.yaml"] * (name in needs)]
+    reads = name not in ("init", "import-drafter", "completion")
+    wrong = [["--help"], ["nothere.yaml"] * reads, ["r.yaml"] * (name in needs)]
     for arguments in filter(None, wrong):
         sys.argv = [f"draftsmith {{name}}", *arguments]
         out, err = io.StringIO(), io.StringIO()

@@ -1,4 +1,4 @@
-"""Drafters on the Hugging Face Hub: `push` uploads an export, `fetch_drafter` downloads a drafter, ours or a foreign one.
+"""Drafters on the Hugging Face Hub: `push` uploads exports, `fetch_drafter` downloads drafters, ours and foreign ones.
 
 The token is read by huggingface_hub from its own places (HF_TOKEN, `hf auth login`) and is never seen here.
 """

@@ -11,6 +11,8 @@ import sys
 import torch
 from safetensors.torch import load_file, save_file
 
+# pyright: reportMissingImports=false
+
 STEPS = 3
 
 

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+# pyright: reportMissingImports=false
+
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
