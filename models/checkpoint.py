@@ -154,7 +154,11 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
         raise UserError(f"{directory / 'config.json'}: {error}") from None
     kind = config_class(config.get("kind"), config.get("base")) if isinstance(config, dict) else None
     if kind is None or not {"drafter", "target"} <= config.keys():
-        raise UserError(f"{directory / 'config.json'}: not a drafter of a kind known here ({known_kinds()})")
+        foreign = isinstance(config, dict) and "architectures" in config
+        raise UserError(
+            f"{directory / 'config.json'}: not a drafter of a kind known here ({known_kinds()})"
+            + "; `draftsmith import-drafter` reads drafters of other projects" * foreign
+        )
     values, trained_for = config["drafter"], config["target"]
     try:
         if not isinstance(values, dict) or not isinstance(trained_for, dict):

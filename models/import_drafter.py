@@ -5,7 +5,7 @@
 
 Formats: EAGLE, EAGLE-3, HASS, SpecForge, SGLang, TensorRT-LLM and ModelOpt checkpoints, and speculators' (vLLM's own).
 The draft vocabulary comes along. Writes a drafter folder, to be named as eval.drafter or drafter.init_from in a recipe
-for the same target. (Both keys also take a foreign folder or a Hub id directly.)
+for the same target.
 """
 
 import argparse

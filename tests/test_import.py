@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import load_drafter, target_identity
+from draftsmith.models.checkpoint import load_drafter, read_drafter_config, target_identity
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.formats.engines import ENGINES
 from draftsmith.models.formats.exporting import export
 from draftsmith.models.formats.folder import read_folder
-from draftsmith.models.formats.importing import import_drafter, is_ours, local_drafter
+from draftsmith.models.formats.importing import import_drafter, is_ours
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
 from tests.conftest import VOCAB_SIZE, make_tokenizer
@@ -244,12 +244,8 @@ def test_a_pickle_is_read_only_on_request_and_runs_nothing(
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_recipe_may_name_a_foreign_folder(home: Path, tmp_path: Path) -> None:
+def test_our_own_reader_says_how_a_foreign_folder_is_read(tmp_path: Path) -> None:
     published_eagle3(tmp_path / "theirs")
-    own = trained(tmp_path / "own", home / "target", drafter_named("eagle"))
-    assert local_drafter(str(tmp_path / "own"), section(home), tmp_path / "imports") == own.directory
-    found = local_drafter(str(tmp_path / "theirs"), section(home), tmp_path / "imports")
-    assert is_ours(found) and found.parent == tmp_path / "imports"
-    before = (found / "model.safetensors").stat().st_mtime_ns
-    assert local_drafter(str(tmp_path / "theirs"), section(home), tmp_path / "imports") == found
-    assert (found / "model.safetensors").stat().st_mtime_ns == before  # imported once
+    assert not is_ours(tmp_path / "theirs")
+    with pytest.raises(UserError, match="draftsmith import-drafter"):
+        read_drafter_config(tmp_path / "theirs")

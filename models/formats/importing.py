@@ -1,19 +1,17 @@
 """Turns a foreign drafter, in a folder or on the Hub, into a drafter folder of ours.
 
-    folder or Hub id --fetch--> folder --read_foreign--> shape, tensors --the target's identity--> our checkpoint
-
-`local_drafters` does this for the recipe's `eval.drafter`, `drafter.init_from` and contenders, once a run.
+folder or Hub id --fetch--> folder --read_foreign--> shape, tensors --the target's identity--> our checkpoint
 """
 
 from pathlib import Path
 from typing import Any
 
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import provenance, read_drafter_config, save_drafter, target_identity, target_layout
+from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout
 from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
-from draftsmith.models.formats.folder import Folder, read_folder
+from draftsmith.models.formats.folder import Folder
 from draftsmith.models.formats.foreign import Foreign, TargetShape, check_embeddings, read_foreign
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.errors import UserError
@@ -83,25 +81,3 @@ def drafter_keys(shape: DrafterConfig) -> dict[str, Any]:
     if isinstance(shape, EagleConfig):
         keys["fc_bias"] = shape.fc_bias
     return keys
-
-
-def local_drafter(given: str, section: TargetSection, imports: Path, allow_bin: bool = False) -> Path:
-    """A folder of ours with the drafter that a recipe names: itself, or imported into `imports` once.
-
-    Args:
-        given: a folder of ours, a foreign one, or a Hub id of either.
-    """
-    directory = Path(given)
-    if not directory.is_dir():
-        if directory.exists() or "/" not in given or given.count("/") > 1 or given.startswith((".", "/", "~")):
-            return directory  # the reader of our own format says what is wrong with it
-        from draftsmith.models.formats.hub import fetch_drafter
-
-        directory = fetch_drafter(given, None)
-    if is_ours(directory):
-        return directory
-    out = imports / given.strip("/.").replace("/", "--")
-    folder = read_folder(directory, allow_bin)
-    if not (out / "config.json").exists() or read_drafter_config(out)[0] != read_for(folder, section).shape:
-        import_drafter(folder, section, out)
-    return out

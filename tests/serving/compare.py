@@ -41,6 +41,8 @@ def tell(generations: str, contender: str, answered_file: str) -> None:
     if "processor_seconds" in answered:
         speed = tokens / answered["processor_seconds"]
         print(f"                        {speed:,.0f} a second of processor time, prompts included")
+    if any(theirs.get("accepted_at") for theirs, _ in pairs):
+        _tell_places(pairs)
     if not any(theirs.get("drafted") for theirs, _ in pairs):
         return
     rounds = [(theirs["accepted_per_round"], ours["accepted_per_round"]) for theirs, ours in pairs]
@@ -55,6 +57,21 @@ def tell(generations: str, contender: str, answered_file: str) -> None:
         for theirs, ours in rounds
     )
     print(f"every round equal       {equal} answers; {ended} but for an end token at the last accepted place")
+
+
+def _tell_places(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Rounds, and how many of them accepted the drafted token of each place, for an engine that counts by place."""
+    mine = [
+        (len(ours["accepted_per_round"]), [sum(n > i for n in ours["accepted_per_round"]) for i in range(len(at))])
+        for theirs, ours in pairs
+        if (at := theirs["accepted_at"])
+    ]
+    counted = [(theirs["rounds"], theirs["accepted_at"]) for theirs, _ in pairs]
+    for name, side in (("its", counted), ("our", mine)):
+        by_place = [sum(place) for place in zip(*(accepted for _, accepted in side), strict=True)]
+        print(f"{name} rounds              {sum(count for count, _ in side):,}")
+        print(f"{name} accepted            {sum(by_place):,}, by place {by_place}")
+    print(f"every count equal       {sum(one == other for one, other in zip(counted, mine, strict=True))} answers")
 
 
 if __name__ == "__main__":
