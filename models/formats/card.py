@@ -16,6 +16,7 @@ from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 
 PICTURE = "acceptance.png"
+KEY = "acceptance_by_position"
 # Licences whose terms reach models made with a model's outputs; the part of a Hub id that tells the family.
 BINDING = {
     "llama": "the Llama community licence asks that models trained with a Llama's outputs be called Llama and carry it",
@@ -139,11 +140,20 @@ def _rows(measured: dict[str, Any]) -> list[list[str]]:
     for name in own_contenders(measured):
         for benchmark, contenders in measured["benchmarks"].items():
             row = contenders[name]
-            low, high = row["tau_interval"]
-            speed = row.get("speedup")
-            fast = ["", ""] if speed is None else [f"{speed:.2f}", "[{:.2f}, {:.2f}]".format(*row["speedup_interval"])]
-            rows.append([name, benchmark, str(row["prompts"]), f"{row['tau']:.2f}", f"[{low:.2f}, {high:.2f}]", *fast])
+            speed = "" if row.get("speedup") is None else f"{row['speedup']:.2f}"
+            numbers = [
+                f"{row['tau']:.2f}",
+                _interval(row["tau_interval"]),
+                speed,
+                _interval(row.get("speedup_interval")),
+            ]
+            rows.append([name, benchmark, str(row["prompts"]), *numbers])
     return rows
+
+
+def _interval(ends: list[float] | None) -> str:
+    """Empty where a single prompt gives none."""
+    return "" if ends is None else f"[{ends[0]:.2f}, {ends[1]:.2f}]"
 
 
 def _how(measured: dict[str, Any]) -> str:
@@ -162,10 +172,11 @@ def picture(source: Source, measured: dict[str, Any]) -> bytes:
     axes = figure.subplots()
     for name in own_contenders(measured):
         row = measured["contenders"][name]
-        accepted = row["acceptance_by_position"]
+        accepted = row[KEY]
         places = range(1, len(accepted) + 1)
         [line] = axes.plot(places, accepted, marker="o", label=f"{name}, tau {row['tau']:.2f}")
-        low, high = zip(*row["acceptance_by_position_interval"], strict=True)
+        ends = [each or [value, value] for each, value in zip(row[f"{KEY}_interval"], accepted, strict=True)]
+        low, high = zip(*ends, strict=True)
         axes.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set(xlabel="drafted position", ylabel="accepted, given the one before", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
