@@ -182,6 +182,8 @@ def test_every_export_is_known_as_a_drafters(checkpoint: Path) -> None:
     """A second push finds the first one's config.json."""
     source = Source.read(checkpoint)
     for engine in able_engines(source):
+        if engine.name == "llama.cpp":  # its repository has no config.json
+            continue
         folder = checkpoint.parent / engine.name
         folder.mkdir()
         write_folder(source, engine, folder, None)
