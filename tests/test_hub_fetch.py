@@ -6,12 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
 
+from draftsmith.models.checkpoint import tensor_digest
 from draftsmith.models.formats import hub as on_hub
-from draftsmith.models.formats.exporting import Source
+from draftsmith.models.formats.exporting import Source, target_embeddings
 from draftsmith.models.formats.folder import read_folder
 from draftsmith.recipes.errors import UserError
+from tests.export_cases import save_target, target_of
 from tests.hub_cases import CARD, READER
 from tests.hub_cases import checkpoint as checkpoint
 from tests.hub_cases import hub as hub
@@ -197,3 +200,12 @@ def test_weights_that_repositories_share_are_read(hub: HubServer, checkpoint: Pa
     blob.symlink_to(outside)
     with pytest.raises(UserError, match="a link that leads out of the folder"):
         read_folder(folder)
+
+
+def test_the_embeddings_of_a_sharded_target_come_alone(hub: HubServer, tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "target", sharded=True)
+    hub.add_repo("org/target", {path.name: path.read_bytes() for path in folder.iterdir()})
+    table = target_of().embedding_table
+    found = target_embeddings({"model": "org/target", "embedding_digest": tensor_digest(table)})
+    assert torch.equal(found, table)
+    assert len(list(folder.glob("*.safetensors"))) > 2 and hub.counted("GET", r"/resolve/.*\.safetensors$") == 1

@@ -113,7 +113,6 @@ def card(
     return template.render(
         base_model=json.dumps(name) if is_hub else None,  # the Hub refuses a card whose base model is a path
         license=None if license is None else json.dumps(license),
-        library="transformers",
         kind=kind_text(shape),
         kind_tag=shape.kind,
         target_name=name,
@@ -130,7 +129,6 @@ def card(
             (engine.title, engine.command(shape, name, folder_name), "" if i == 0 else " reads the same folder")
             for i, engine in enumerate(engines)
         ],
-        tied=None,
         made=origin,
     )
 

@@ -5,8 +5,9 @@
     both    --problems--> every difference between the two
 
 Loaders are followed rule by rule: the names that they rename, skip, require, or silently leave random. An engine that
-would not complain about a missing tensor or an unknown name gets a complaint here. Versions that were read: vLLM 0.32,
-SGLang 0.5.23, TensorRT-LLM 1.2, llama.cpp of llama-cpp-python 0.3.36, and EAGLE's reference code.
+would not complain about a missing tensor or an unknown name gets a complaint here. Sources that were read: vLLM 0.32,
+SGLang 0.5.23, speculators 0.9 and llama.cpp of llama-cpp-python 0.3.36. TensorRT-LLM's loader and EAGLE's own code are
+followed from descriptions of them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,9 @@ Sizes = dict[str, list[int]]
 class Loaded:
     """A folder as an engine reads it."""
 
-    values: dict[str, Any]  # by the names of `DrafterConfig`
+    values: dict[
+        str, Any
+    ]  # by the names of `DrafterConfig`; `_fixed`: key -> (what the engine takes, what drafters have)
     wanted: Sizes  # the engine's parameters, by the file's names after its renames
     renamed: dict[str, str]  # name in the file -> name for the engine; skipped tensors are absent
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights, tensor_digest
@@ -122,29 +123,30 @@ def target_embeddings(target: Mapping[str, Any]) -> torch.Tensor:
     name, revision, directory = target["model"], target.get("revision"), Path(target["model"])
     wanted = target.get("layout", {}).get("embeddings", "model.embed_tokens.weight")
     try:
-        if not directory.is_dir():
+        if directory.is_dir():
+            table = read_folder(directory).tensor(wanted)
+        else:
             check_model(name, revision)
-            directory = _shard_folder(name, revision, wanted)
-        table = read_folder(directory).tensor(wanted)
-    except (KeyError, OSError) as error:
+            with safe_open(_file_on_hub(name, revision, wanted), framework="pt") as file:
+                table = file.get_tensor(wanted)
+    except (KeyError, OSError, SafetensorError) as error:
         raise UserError(f"{name}: its checkpoint has no readable {wanted}: {error}") from None
     if tensor_digest(table) != target["embedding_digest"]:
         raise UserError(f"{name}: {wanted} is not the table that the drafter was trained with; was the target changed?")
     return table
 
 
-def _shard_folder(name: str, revision: str | None, wanted: str) -> Path:
-    """The Hub's cached snapshot with the one file that holds a tensor."""
+def _file_on_hub(name: str, revision: str | None, wanted: str) -> str:
+    """The one file of a repository that holds a tensor, downloaded."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
-    hf_hub_download(name, "config.json", revision=revision)
     try:
         index = Path(hf_hub_download(name, INDEX, revision=revision))
         shard = parse_json(index.read_bytes())["weight_map"][wanted]
     except EntryNotFoundError:
         shard = SINGLE
-    return Path(hf_hub_download(name, shard, revision=revision)).parent
+    return hf_hub_download(name, shard, revision=revision)
 
 
 def engine_tensors(source: Source, engine: ServingEngine) -> dict[str, torch.Tensor]:
