@@ -105,4 +105,4 @@ def recipe_of(place: Path, *overrides: str) -> Recipe:
 
 
 def content_of(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != ".lock"}

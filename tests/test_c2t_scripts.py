@@ -247,4 +247,4 @@ def test_a_drafter_of_nan_is_told_after_the_first_shard(
     with pytest.raises(UserError, match=r"drafter: all [\d,]+ nodes drafted along 3 answers have NaN") as error:
         script(label_trees, f"labels.out={tmp_path / 'rows'}", f"eval.drafter={tmp_path / 'drafter'}")
     assert str(tmp_path / "drafter") in str(error.value)
-    assert not list((tmp_path / "rows").iterdir())
+    assert not content_of(tmp_path / "rows")

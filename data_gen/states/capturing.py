@@ -40,6 +40,7 @@ from draftsmith.models.target import Target, checked_capture_layers, load_causal
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import clear_partial_files
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -189,10 +190,7 @@ def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
 
 def clear_leftovers(directory: Path, manifest: StoreManifest) -> None:
     """Removes files that a kill left half-written or half-deleted."""
-    for pattern in ("*.partial", ".tmp*", "*.tmp"):  # of `atomic_path`, of safetensors, of older versions
-        for leftover in directory.glob(pattern):
-            if leftover.is_file():
-                leftover.unlink()
+    clear_partial_files(directory)
     if manifest.files:  # else `save_target` writes it again and clears up
         for leftover in (directory / "target.partial", directory / "target.replaced"):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ from draftsmith.models.target import Target
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import clear_partial_files
+from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import output_problem
 from draftsmith.recipes.schema import LabelSection, Recipe, TreeSection
 
@@ -65,32 +68,37 @@ def main(command: Command) -> None:
         recording, answers = answers_to_label(recipe)
     made_of = made_of_labels(recipe, contender, answers, drafter_exists=not yet_to_train)
     directory = recipe.labelled_trees_dir
-    manifest = trees_so_far(directory, made_of, len(answers))
-    if recording.note:
-        print(f"note: {recording.note}")
-    if said := other_sampling(answers, Sampling.of(recipe.eval)):
-        print(
-            f"note: labels.answers were drawn with other settings ({said}) than eval.temperature, top_p and top_k. A "
-            "node counts as accepted where the answer has its token, so the classifier learns what such answers accept"
-        )
-    if command.plan:
-        print_labelling_plan(recipe, contender, recording, answers, manifest)
-        return
-    manifest.make_folder(directory)
-    batches = answer_batches(answers, recipe.labels.batch_size)
-    if not remaining(manifest, batches, recipe.labels.max_rows):
-        if not manifest.complete:
-            manifest.complete = True
-            manifest.write(directory)
-        print(f"all is labelled: {trees_summary(manifest)}")
-        return
-    if manifest.shards:
-        print(f"{directory}: {manifest.total('answers'):,} of {len(answers):,} answers are done, going on")
-    lineup = Lineup(recipe.target)
-    with errors_naming("labels.answers"):
-        check_recorded_from(recording, lineup.identity)
-        label_all(lineup, contender, recipe.labels, batches, manifest, directory)
-    print(f"{directory}: {trees_summary(manifest)}")
+    with ExitStack() as held:
+        if not command.plan:
+            TreesManifest.make_folder(directory)
+            held.enter_context(alone_in(directory))
+            clear_partial_files(directory)
+        manifest = trees_so_far(directory, made_of, len(answers))
+        if recording.note:
+            print(f"note: {recording.note}")
+        if said := other_sampling(answers, Sampling.of(recipe.eval)):
+            print(
+                f"note: labels.answers were drawn with other settings ({said}) than eval.temperature, top_p and top_k. "
+                "A node counts as accepted where the answer has its token, so the classifier learns what such answers "
+                "accept"
+            )
+        if command.plan:
+            print_labelling_plan(recipe, contender, recording, answers, manifest)
+            return
+        batches = answer_batches(answers, recipe.labels.batch_size)
+        if not remaining(manifest, batches, recipe.labels.max_rows):
+            if not manifest.complete:
+                manifest.complete = True
+                manifest.write(directory)
+            print(f"all is labelled: {trees_summary(manifest)}")
+            return
+        if manifest.shards:
+            print(f"{directory}: {manifest.total('answers'):,} of {len(answers):,} answers are done, going on")
+        lineup = Lineup(recipe.target)
+        with errors_naming("labels.answers"):
+            check_recorded_from(recording, lineup.identity)
+            label_all(lineup, contender, recipe.labels, batches, manifest, directory)
+        print(f"{directory}: {trees_summary(manifest)}")
 
 
 # Input.

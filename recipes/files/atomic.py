@@ -41,6 +41,14 @@ def atomic_path(path: Path) -> Iterator[Path]:
     sync_to_disk(path.parent, inside=False)
 
 
+def clear_partial_files(directory: Path) -> None:
+    """Removes files that a kill left half-written in a folder. Its writer holds the folder's lock."""
+    for pattern in ("*.partial", ".tmp*", "*.tmp"):  # of `atomic_path`, of safetensors, of older versions
+        for leftover in directory.glob(pattern):
+            if leftover.is_file():
+                leftover.unlink()
+
+
 def sync_to_disk(path: Path, inside: bool = True) -> None:
     """Syncs a file, or a folder and its content, to disk. Call it before the rename."""
     for each in (*(path.rglob("*") if inside else ()), path):
