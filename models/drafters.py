@@ -10,6 +10,7 @@ from draftsmith.models.eagle import EagleConfig, EagleDrafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter
+from draftsmith.models.target import checked_capture_layers
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection
@@ -66,6 +67,13 @@ def on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> FeatureDr
     with torch.device("meta"):
         table = torch.empty(config.vocab_size, config.hidden_size)
         return build_drafter(config, vocab, FrozenHead(table, None, lambda logits: logits))
+
+
+def drafter_shape(section: DrafterSection, target_config: Any) -> DrafterConfig:
+    """The shape of a recipe's drafter, for a target with this text config. Raises UserError where they do not fit."""
+    fused = section.extends == "eagle3"
+    layers = checked_capture_layers(section.capture_layers, target_config.num_hidden_layers) if fused else ()
+    return drafter_config(section, target_config, layers)
 
 
 def drafter_config(section: DrafterSection, target_config: Any, capture_layers: tuple[int, ...]) -> DrafterConfig:

@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _options(parser: ArgumentParser) -> None:
-    parser.add_argument("--to", metavar="ENGINE", help="default: the recipe's export.to")
+    parser.add_argument("--to", metavar="ENGINE", help="default: the recipe's export.to, or vllm")
     parser.add_argument("--out", type=Path, help="folder to write; default: <output_dir>/export/<engine>")
     target = parser.add_mutually_exclusive_group()
     target.add_argument(

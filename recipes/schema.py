@@ -717,15 +717,16 @@ class EvalSection(Section):
 
 
 class ExportSection(Section):
-    to: Literal["vllm", "sglang", "tensorrt-llm", "eagle", "speculators", "llama.cpp"] = "vllm"
-    """Engine, or format, to export to. Several engines read the folder of vllm."""
+    to: Literal["vllm", "sglang", "tensorrt-llm", "eagle", "speculators", "llama.cpp"] | None = None
+    """Engine, or format, that `draftsmith run` exports the drafter to at its end. Several engines read the folder of
+    vllm. None: the run does not export, and `draftsmith export` takes vllm."""
     dtype: Literal["trained", "float32", "bfloat16", "float16"] = "trained"
     """Precision of the exported weights. Engines cast them to their own."""
     license: str | None = None
     """Licence of the drafter for its model card, an identifier of the Hub (apache-2.0, llama3.1). Drafters inherit
     obligations from their target and from their training data."""
     out: str | None = None
-    """Folder to write. Default: <output_dir>/export/<to>."""
+    """Folder to write. Default: <output_dir>/export/<engine>."""
 
 
 HASS_TRAINING = {
@@ -928,3 +929,7 @@ class Recipe(Section):
     def eval_out(self) -> Path:
         """Folder of acceptance.json, generations.jsonl and report.html."""
         return Path(self.eval.out or Path(self.output_dir) / "eval")
+
+    def export_dir(self, engine: str) -> Path:
+        """The drafter as an engine reads it."""
+        return Path(self.export.out or Path(self.output_dir) / "export" / engine)

@@ -213,6 +213,25 @@ def test_other_prompts_are_refused_where_a_drafter_was_trained(stages: Stages, t
     assert stages.run() == []
 
 
+def test_an_export_is_made_again_after_the_weights_and_the_measurement(stages: Stages) -> None:
+    to = "export.to=vllm"
+    assert stages.run() == ALL
+    assert stages.run(to) == ["export"] and stages.run(to) == []
+    exported = stages.recipe_path.parent / "run/export/vllm"
+    assert {path.name for path in exported.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    assert stages.run(to, "eval.max_prompts=3") == ["evaluate", "export"]
+    assert stages.run(to, "eval.max_prompts=3", "train.max_steps=9") == ["train", "evaluate", "export"]
+    assert stages.run(to, "eval.max_prompts=3", "train.max_steps=9", "export.license=mit") == ["export"]
+    stages.fails["export"] = lambda: 0  # it ended well, but the folder is the older one
+    with pytest.raises(SystemExit):
+        stages.run(to, "eval.max_prompts=3", "train.max_steps=9")
+    stages.fails.clear()
+    (exported / "config.json").unlink()
+    assert stages.run(to, "eval.max_prompts=3", "train.max_steps=9") == ["export"]
+    assert stages.run("export.to=llama.cpp", "eval.max_prompts=3", "train.max_steps=9") == ["export"]
+    assert (exported.parent / "llama.cpp/drafter.gguf").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_stage_ends_with_the_command_that_started_it(name: str, tmp_path: Path) -> None:

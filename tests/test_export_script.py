@@ -13,6 +13,8 @@ from draftsmith.models import export as script
 from draftsmith.models import import_drafter as import_script
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import read_drafter_config
+from draftsmith.models.formats import card as cards
+from draftsmith.models.formats.exporting import Source
 from draftsmith.recipes.command import cli
 from draftsmith.recipes.files.digest import file_digest
 from tests.conftest import make_tokenizer
@@ -82,6 +84,20 @@ def test_an_export_of_a_recipe_has_a_card_with_what_was_measured(
         ends = rows[MAIN]["tau_interval"]
         interval = "" if ends is None else f"[{ends[0]:.2f}, {ends[1]:.2f}]"
         assert f"| {MAIN} | {benchmark} | {rows[MAIN]['prompts']} | {rows[MAIN]['tau']:.2f} | {interval} |" in card
+    row = measured["contenders"][MAIN]  # of a drafter whose tokens are never accepted
+    row["acceptance_by_position"] = row["acceptance_by_position_interval"] = []
+    assert cards.picture(Source.read(run_dir / "drafter"), measured).startswith(b"\x89PNG")
+
+
+def test_a_plan_comes_before_the_training(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "recipe.yaml", "output_dir=new", "--plan"
+    code, said = call(monkeypatch, capsys, script.main, *words, "export.to=sglang")
+    assert code == 0 and "new/drafter: eagle3 for target, yet to be trained" in said, said
+    assert "writes      new/export/sglang (not written" in said
+    code, said = call(monkeypatch, capsys, script.main, *words, "export.to=sglang", "drafter.kind=poss")
+    assert code == 2 and "no engine can" in said
 
 
 def test_numbers_of_other_weights_are_not_told(

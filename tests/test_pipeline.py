@@ -1,4 +1,4 @@
-"""The four commands one after another, as processes, on the tiny target: what a user types."""
+"""The commands of a run one after another, as processes, on the tiny target: what a user types."""
 
 import json
 import subprocess
@@ -49,6 +49,7 @@ def recipe_path(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -> P
                 {"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 6}},
             ],
         },
+        "export": {"to": "vllm"},
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
@@ -106,16 +107,17 @@ def test_one_command_goes_through_all_and_finds_what_the_scripts_made(trained: P
     run = trained.parent / "run"
     answers, drafter = (run / "conversations.jsonl").read_bytes(), load_file(run / "drafter/model.safetensors")
     first = command("-m draftsmith.recipes.command.console run", str(trained))
-    stages = ("regenerate", "rank-vocab", "train", "evaluate")
-    assert [f"[{i}/4] draftsmith {stage} {trained}" in first.stdout for i, stage in enumerate(stages, 1)] == [True] * 4
+    stages = ("regenerate", "rank-vocab", "train", "evaluate", "export")
+    assert [f"[{i}/5] draftsmith {stage} {trained}" in first.stdout for i, stage in enumerate(stages, 1)] == [True] * 5
     assert "all 12 conversations are done" in first.stdout and "next: " not in first.stdout
     assert "\r" not in first.stdout + first.stderr
     assert (run / "conversations.jsonl").read_bytes() == answers
     again = load_file(run / "drafter/model.safetensors")  # the file's own header has no fixed order
     assert again.keys() == drafter.keys() and all(torch.equal(again[name], drafter[name]) for name in drafter)
     assert json.loads((run / "eval/acceptance.json").read_text())["matches_target"] is True
+    assert f"wrote       {run}/export/vllm: read back, logits equal" in first.stdout
     again = command("-m draftsmith.recipes.command.console run", str(trained))
-    assert again.stdout.count("  done ") == 4 and "nothing is left to do" in again.stdout
+    assert again.stdout.count("  done ") == 5 and "nothing is left to do" in again.stdout
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from draftsmith.models.costs import (
     target_size,
     torch_dtype,
 )
-from draftsmith.models.drafters import trainable_parameters
+from draftsmith.models.drafters import drafter_shape, trainable_parameters
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -48,7 +48,6 @@ from draftsmith.train.measure.dry_run import LAYER, LOGITS, unroll_peak
 from draftsmith.train.measure.memory import RESERVE, Memory, memory_of
 from draftsmith.train.measure.plan import last_logged, plan_lines
 from draftsmith.train.measure.planned_run import DataSize, PlannedRun, counted_data, expected_data
-from draftsmith.train.run.initial_drafter import drafter_shape
 from draftsmith.train.run.settings import schedule_of, trainee_of
 from tests.conftest import make_target, make_tokenizer
 from tests.training_runs import run_main, train, write_conversations
@@ -346,7 +345,7 @@ def test_plan_tells_the_steps_and_files_of_the_run(tmp_path: Path, capsys: pytes
     assert "CANNOT WORK" not in printed
 
     recipe = load_recipe(path)
-    shape = drafter_shape(recipe, make_target().config)
+    shape = drafter_shape(recipe.drafter, make_target().config)
     parameters = trainable_parameters(shape)
     checkpoints = sorted((output / "checkpoints").iterdir())
     assert len(checkpoints) == 2
@@ -480,7 +479,9 @@ def lines_of(path: Path, data: DataSize, device: Device, **settings: Any) -> str
     size = target_size(config, "float32")
     return "\n".join(
         plan_lines(
-            PlannedRun(recipe, drafter_shape(recipe, config), config, size, data, True, False, device, **settings)
+            PlannedRun(
+                recipe, drafter_shape(recipe.drafter, config), config, size, data, True, False, device, **settings
+            )
         )
     )
 

@@ -174,7 +174,7 @@ def picture(source: Source, measured: dict[str, Any]) -> bytes:
         places = range(1, len(accepted) + 1)
         [line] = axes.plot(places, accepted, marker="o", label=f"{name}, tau {row['tau']:.2f}")
         ends = [each or [value, value] for each, value in zip(row[f"{KEY}_interval"], accepted, strict=True)]
-        low, high = zip(*ends, strict=True)
+        low, high = ([each[i] for each in ends] for i in (0, 1))
         axes.fill_between(places, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     axes.set(xlabel="drafted position", ylabel="accepted, given the one before", ylim=(0, 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

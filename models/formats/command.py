@@ -6,15 +6,18 @@ from argparse import Namespace
 from importlib.metadata import version
 from pathlib import Path
 
-from draftsmith.models.drafters import kind_text
+from draftsmith.models.chat import load_config
+from draftsmith.models.drafters import drafter_shape, kind_text
 from draftsmith.models.formats import card as cards
 from draftsmith.models.formats import hub, importing, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, ServingEngine
 from draftsmith.models.formats.exporting import DTYPES, Source, able_engines, check_engine, export
 from draftsmith.models.formats.folder import read_folder
+from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.inputs import drafter, need
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import written
 from draftsmith.recipes.schema import ExportSection, Recipe, TargetSection
 
 
@@ -25,20 +28,23 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         UserError: no drafter there, an unknown engine, or one that cannot serve this drafter.
     """
     section = ExportSection() if recipe is None else recipe.export
-    engine = _engine(command.to or section.to)
+    engine = _engine(command.to or section.to or "vllm")
     if recipe is None:
         if command.overrides:
             raise UserError(
                 f"{command.overrides[0]}: {command.recipe_path} is a checkpoint, which has no keys to replace"
             )
         directory = Path(command.recipe_path)
-        beside, measured_file = directory.parent, directory.parent / "eval" / "acceptance.json"
+        measured_file = directory.parent / "eval" / "acceptance.json"
+        out = directory.parent / "export" / engine.name
     else:
-        need(drafter(recipe))
-        directory, beside = recipe.drafter_dir, Path(recipe.output_dir)
-        measured_file = recipe.eval_out / "acceptance.json"
-    source = Source.read(directory)
-    out = command.out or (Path(section.out) if section.out else beside / "export" / engine.name)
+        directory, measured_file = recipe.drafter_dir, recipe.eval_out / "acceptance.json"
+        out = recipe.export_dir(engine.name)
+        if not command.plan:
+            need(drafter(recipe))
+    yet_to_train = recipe is not None and not written(directory).exists()
+    source = _planned(recipe) if recipe is not None and yet_to_train else Source.read(directory)
+    out = command.out or out
     check_engine(source, engine)
     if command.push_to_hub:
         hub.check_name(command.push_to_hub)
@@ -47,7 +53,8 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     elif command.with_target or command.target_gguf:
         raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
     measured = cards.read_measurement(measured_file, source)
-    print(f"drafter     {directory}: {kind_text(source.shape)} for {source.target['model']}")
+    which = f"{kind_text(source.shape)} for {source.target['model']}" + ", yet to be trained" * yet_to_train
+    print(f"drafter     {directory}: {which}")
     print(f"engine      {engine.title}; also able: {_titles(source, engine) or 'none'}")
     print(f"acceptance  {measured_file if measured else _unmeasured(measured_file)}")
     if command.plan:
@@ -85,6 +92,14 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         print(f"{other.title}:\n  {other.command(source.shape, str(target_gguf or source.target['model']), name)}")
     if recipe is not None and recipe.target.dtype == "float32" and engine.name == "vllm":
         print("Equal answers need the precision of the measurement: add --dtype float32", file=sys.stderr)
+
+
+def _planned(recipe: Recipe) -> Source:
+    """The drafter that the recipe will train, without weights."""
+    config = load_config(recipe.target).get_text_config()
+    shape = drafter_shape(recipe.drafter, config)
+    target = {"model": recipe.target.model, "num_layers": config.num_hidden_layers}
+    return Source(recipe.drafter_dir, shape, target, DraftVocab.full(shape.vocab_size), {})
 
 
 def _engine(name: str) -> ServingEngine:

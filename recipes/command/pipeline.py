@@ -5,8 +5,8 @@
     draftsmith run recipes/demo.yaml --plan             # which stages are done, and what the others would do
 
 The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate` (with `capture` if the recipe names
-data.states, and C2T's two if a tree uses the classifier that the recipe trains). Each is a command of its own. After
-Ctrl-C or a kill, the same command continues.
+data.states, C2T's two if a tree uses the classifier that the recipe trains, and `export` if it names export.to). Each
+is a command of its own. After Ctrl-C or a kill, the same command continues.
 
 <output_dir>/stages.json records the inputs of each stage. A stage runs again if a setting that affects its result or
 the content of a file that it reads or wrote has changed; the printed list of stages shows which. Hub datasets, folders
@@ -36,7 +36,7 @@ from draftsmith.recipes.prompts.benchmarks import benchmark_of
 from draftsmith.recipes.schema import Recipe
 
 REMEMBERED = "stages.json"
-REWRITTEN = ("train", "evaluate")
+REWRITTEN = ("train", "evaluate", "export")
 """Stages that rewrite their files on every run; the others may have nothing left to do."""
 SECONDS_TO_END = 3.0  # for a stage after Ctrl-C, before it is interrupted again
 
@@ -186,20 +186,27 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
                 *evaluated,
                 *replayed,
             ],
+            "export": [*_trained(recipe), recipe.eval_out / "acceptance.json"],
         }[stage]
     )
 
 
+def _trained(recipe: Recipe) -> list[Path]:
+    return [recipe.drafter_dir / "model.safetensors", recipe.drafter_dir / "config.json"]
+
+
 def _writes(recipe: Recipe, stage: str) -> list[Path]:
-    output = Path(recipe.output_dir)
+    output, exported = Path(recipe.output_dir), recipe.export_dir(recipe.export.to or "")
+    weights = ["drafter.gguf"] if recipe.export.to == "llama.cpp" else ["config.json", "model.safetensors"]
     return {
         "regenerate": [recipe.conversations_path],
         "rank-vocab": [recipe.draft_vocab_path, output / "token_counts.safetensors"],
         "capture": [recipe.states_dir / "manifest.json"],
-        "train": [recipe.drafter_dir / "model.safetensors", recipe.drafter_dir / "config.json"],
+        "train": _trained(recipe),
         "label-trees": [recipe.labelled_trees_dir / "manifest.json"],
         "train-c2t": [recipe.classifier_dir / "model.safetensors", recipe.classifier_dir / "config.json"],
         "evaluate": [recipe.eval_out / ("replay" * _replays(recipe)) / "acceptance.json"],
+        "export": [exported / name for name in (*weights, "README.md")],
     }[stage]
 
 
@@ -213,6 +220,7 @@ def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
         "label-trees": ("target", "data", "eval", "labels"),
         "train-c2t": ("classifier",),
         "evaluate": ("target", "eval"),
+        "export": ("export",),
     }[stage]
     # Defaults are left out, so a key added by a later version changes nothing.
     found = recipe.model_dump(include=set(sections), exclude_defaults=True)

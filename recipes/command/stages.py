@@ -51,7 +51,7 @@ SCRIPTS = {
 
 
 def stages_of(recipe: Recipe) -> list[str]:
-    """The commands from prompts to a measured drafter, in order, as the recipe needs them."""
+    """The commands from prompts to a measured and exported drafter, in order, as the recipe needs them."""
     trees = [recipe.eval.tree, *(contender.tree for contender in recipe.eval.also)]
     classifiers = {Path(tree.c2t.classifier) for tree in trees if tree.policy == "c2t" and tree.c2t.classifier}
     c2t = ["label-trees", "train-c2t"] if recipe.classifier_dir in classifiers else []
@@ -62,6 +62,7 @@ def stages_of(recipe: Recipe) -> list[str]:
         "train",
         *c2t,
         *(["evaluate"] if recipe.eval.prompts is not None or recipe.eval.mode == "replay" else []),
+        *(["export"] if recipe.export.to is not None else []),
     ]
 
 

@@ -7,21 +7,14 @@ from typing import Any
 import torch
 
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab, read_weights
-from draftsmith.models.drafters import build_drafter, drafter_config, kind_text, padded
+from draftsmith.models.drafters import build_drafter, kind_text, padded
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import specialists_of
-from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DrafterSection, Recipe
-
-
-def drafter_shape(recipe: Recipe, config: Any) -> DrafterConfig:
-    """The drafter's shape for a target with this text config. Raises UserError where they do not fit."""
-    fused = recipe.drafter.extends == "eagle3"
-    layers = checked_capture_layers(recipe.drafter.capture_layers, config.num_hidden_layers) if fused else ()
-    return drafter_config(recipe.drafter, config, layers)
+from draftsmith.recipes.schema import DrafterSection
 
 
 def new_drafter(

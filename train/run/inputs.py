@@ -8,6 +8,7 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.store import Store
 from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
+from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.vocab import DraftVocab, load_metadata
 from draftsmith.recipes.command.inputs import draft_vocab, need
@@ -16,7 +17,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.validation import validation_rank
-from draftsmith.train.run.initial_drafter import check_start, drafter_shape
+from draftsmith.train.run.initial_drafter import check_start
 from draftsmith.train.run.state_sources import store_of
 
 
@@ -51,7 +52,7 @@ def read_inputs(recipe: Recipe, tokenizer: Any) -> Inputs:
     if rejects.total and rank() == 0:
         print(rejects.summary())
     config, fingerprint = load_config(recipe.target).get_text_config(), tokenizer_fingerprint(tokenizer)
-    shape = drafter_shape(recipe, config)
+    shape = drafter_shape(recipe.drafter, config)
     vocab = read_run_vocab(recipe, config.vocab_size, fingerprint)
     check_start_of_recipe(recipe, config, shape, vocab, fingerprint)
     store = store_of(recipe, config, shape.capture_layers, [*rows, *validation_rows], fingerprint)
