@@ -59,7 +59,8 @@ def test_a_push_is_one_private_commit_of_the_exports_own_files(
     repo = hub.repos["me/drafter"]
     assert repo.private and list(repo.branches) == ["main"]
     _, made = repo.commits()
-    assert re.fullmatch(r"eagle3 drafter for \S+, by draftsmith \d+\.\d+\.\d+", made.title), made.title
+    assert re.fullmatch(r"eagle3 drafter for [^\s/]+, by draftsmith \d+\.\d+\.\d+", made.title), made.title
+    assert b"vllm serve /" not in made.files["README.md"]  # the target's own path is nobody's business
     assert made.files == contents(tmp_path / "out") | {".gitattributes": ATTRIBUTES}
     assert {"config.json", "model.safetensors", "README.md"} < made.files.keys()
     assert (tmp_path / "out/notes.txt").read_text() == "mine"

@@ -50,7 +50,7 @@ def profile(source: Source, measured: dict[str, Any]) -> dict[str, Any]:
     keys = ("prompts", "rounds", "new_tokens", "tau", "tau_interval", "acceptance_by_position")
     keys = (*keys, "acceptance_by_position_interval", "accepted_per_round")
     return {
-        "target": source.target["model"],
+        "target": source.target_name,
         "drafter": kind_text(source.shape),
         "sampling": {key: measured[key] for key in ("temperature", "top_p", "top_k", "max_new_tokens")},
         "lossless": measured["lossless"],
@@ -74,6 +74,7 @@ def card(
     engines: Sequence[ServingEngine],
     measured: dict[str, Any] | None,
     folder_name: str,
+    pushed: bool,
     license: str | None,
     recipe_path: str | None,
 ) -> str:
@@ -82,11 +83,12 @@ def card(
     Args:
         engines: those that serve the folder, the one it was made for first.
         folder_name: how serve commands call the folder: a path, or a Hub id.
+        pushed: the card goes to the Hub, where a path of a local target says nothing and is left out.
         license: of the drafter, an identifier of the Hub; recipe_path: the recipe's, for the command to measure again.
     """
     shape, target = source.shape, source.target
-    name = target["model"]
-    is_hub = not Path(name).exists()
+    is_hub = not Path(target["model"]).exists()
+    name = source.target_name if pushed else target["model"]
     made = parse_json((source.directory / "provenance.json").read_bytes())
     weights = next(tensor.dtype for tensor in source.tensors.values() if tensor.is_floating_point())
     facts = [

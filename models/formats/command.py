@@ -61,6 +61,8 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         print(f"writes      {out} (not written: this is a plan)")
         return
     name = command.push_to_hub or str(out)
+    if command.push_to_hub and engine.name == "llama.cpp":
+        name = f"$(hf download {name})"  # llama-server's -md takes a file
     dtype = DTYPES[section.dtype] if section.dtype != "trained" else None
     target_gguf = command.target_gguf
     if command.with_target:
@@ -71,7 +73,9 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
 
     def beside_weights(serves: list[ServingEngine]) -> dict[str, str | bytes]:
         texts: dict[str, str | bytes] = {
-            "README.md": cards.card(source, serves, measured, name, section.license, recipe_path)
+            "README.md": cards.card(
+                source, serves, measured, name, command.push_to_hub is not None, section.license, recipe_path
+            )
         }
         if measured is not None:
             texts["speculation_profile.json"] = json.dumps(cards.profile(source, measured), indent=2) + "\n"
@@ -83,9 +87,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     if len(serves) > 1:
         print(f"            {', '.join(other.title for other in serves[1:])} read the same folder")
     if command.push_to_hub:
-        message = (
-            f"{kind_text(source.shape)} drafter for {source.target['model']}, by draftsmith {version('draftsmith')}"
-        )
+        message = f"{kind_text(source.shape)} drafter for {source.target_name}, by draftsmith {version('draftsmith')}"
         where = hub.push(out, command.push_to_hub, command.private, command.revision, message)
         print(f"uploaded    {where}")
     for other in serves:

@@ -47,6 +47,12 @@ class Source:
         shape, target = read_drafter_config(directory)
         return cls(directory, shape, target, read_drafter_vocab(directory, shape), read_weights(directory))
 
+    @property
+    def target_name(self) -> str:
+        """The target's name for other people: of a local folder, its last part."""
+        name = self.target["model"]
+        return Path(name).name if Path(name).exists() else name
+
 
 def able_engines(source: Source) -> list[ServingEngine]:
     """The engines that can serve the drafter."""

@@ -132,7 +132,7 @@ def _vocabulary(folder: Folder, shape: DrafterConfig) -> tuple[DraftVocab, torch
     return DraftVocab(ascending, whole), None if torch.equal(order, torch.arange(size)) else order
 
 
-class _Table:
+class EmbeddingTable:
     """An embedding table in a target's place."""
 
     def __init__(self, table: torch.Tensor):
@@ -148,7 +148,7 @@ class _Table:
         inserts: Sequence[PlacedInsert] = (),
         dtype: torch.dtype | None = None,
     ) -> DecoderInputs:
-        places = torch.arange(ids.shape[1])[None] if positions is None else positions
+        places = torch.arange(ids.shape[1], device=ids.device)[None] if positions is None else positions
         return DecoderInputs(self.embed(ids, dtype), places)
 
 
@@ -166,7 +166,7 @@ def probe_log_probs(drafter: FeatureDrafter, steps: int = 3, columns: int = 12) 
     tokens = torch.randint(config.vocab_size, (1, columns + 1), generator=generator).tolist()
     drafting: Any = FeatureDrafting(drafter)
     drafting.reset(1)
-    drafting.observe(Committed(_Table(table), tokens, features, [columns]))
+    drafting.observe(Committed(EmbeddingTable(table), tokens, features, [columns]))
     found = [drafting.root_log_probs()[0]]
     for depth in range(1, steps):
         best = drafting.vocab.to_target(found[-1].argmax())[None, None]

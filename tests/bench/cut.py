@@ -12,14 +12,13 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 
 import torch
 
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.prompt import DecoderInputs, PlacedInsert
+from draftsmith.models.formats.foreign import EmbeddingTable
 from draftsmith.models.vocab import DraftVocab
 
 
@@ -46,7 +45,7 @@ def main() -> None:
         1, wanted.context, drafter.fc.in_features, device=wanted.device, dtype=drafter.fc.weight.dtype
     )
     tokens = list(range(wanted.context + 1))
-    target = RandomEmbeddings(wanted.vocab, features.new_zeros(wanted.hidden))
+    target = EmbeddingTable(torch.randn(wanted.vocab, wanted.hidden, dtype=features.dtype, device=wanted.device))
     fed = torch.arange(wanted.nodes, device=wanted.device)[None]
     seconds: dict[str, list[float]] = defaultdict(list)
     with torch.inference_mode():
@@ -66,26 +65,6 @@ def main() -> None:
     for name, measured in seconds.items():
         median = statistics.median(measured)
         print(f"{name:>10}  {1e3 * median:9.2f}  {median / whole:12.2f}")
-
-
-class RandomEmbeddings:
-    """In a target's place."""
-
-    def __init__(self, vocab_size: int, like_H: torch.Tensor):
-        self.table = torch.randn(vocab_size, len(like_H), dtype=like_H.dtype, device=like_H.device)
-
-    def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self.table[ids].to(dtype or self.table.dtype)
-
-    def inputs(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        inserts: Sequence[PlacedInsert] = (),
-        dtype: torch.dtype | None = None,
-    ) -> DecoderInputs:
-        assert positions is not None
-        return DecoderInputs(self.embed(ids, dtype), positions)
 
 
 def random_drafter(hidden: int, vocab_size: int) -> Eagle3Drafter:
