@@ -183,9 +183,8 @@ def load_config(target: TargetSection) -> Any:
     """
     if (Path(target.model) / "adapter_config.json").exists():
         raise UserError(
-            f"target.model: {target.model!r} holds an adapter (adapter_config.json), not a whole model; merge it into "
-            "its base first (peft: PeftModel.from_pretrained(base, adapter).merge_and_unload()), save that with its "
-            "tokenizer, and name the directory"
+            f"target.model: {target.model!r} holds an adapter (adapter_config.json), not a whole model; name its "
+            "base as target.model and this folder as target.adapter (docs/adapting.md)"
         )
     check_model(target.model, target.revision)
     try:

@@ -38,12 +38,15 @@ from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 
 
-def config_identity(config: Any, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:
+def config_identity(
+    config: Any, model: str, revision: str | None, fingerprint: str, adapter: str | None = None
+) -> dict[str, Any]:
     """The part of a target's identity that is known before loading it.
 
     Args:
         config: its text config.
         fingerprint: `chat.tokenizer_fingerprint` of its tokenizer.
+        adapter: `models.adapter.adapter_digest`.
     """
     return {
         "model": model,
@@ -52,12 +55,15 @@ def config_identity(config: Any, model: str, revision: str | None, fingerprint: 
         "hidden_size": config.hidden_size,
         "num_layers": config.num_hidden_layers,
         "tokenizer_fingerprint": fingerprint,
+        "adapter": adapter,
     }
 
 
-def target_identity(target: Target, model: str, revision: str | None, fingerprint: str) -> dict[str, Any]:
-    """Facts in which a drafter's training target and the target that it serves must agree."""
-    identity = config_identity(target.config, model, revision, fingerprint)
+def target_identity(
+    target: Target, model: str, revision: str | None, fingerprint: str, adapter: str | None = None
+) -> dict[str, Any]:
+    """A target's identity: recorded answers and stored states must agree with it, and drafters (`check_identity`)."""
+    identity = config_identity(target.config, model, revision, fingerprint, adapter)
     return identity | {"embedding_digest": tensor_digest(target.embedding_table)}
 
 
@@ -221,12 +227,13 @@ def differences(there: dict[str, Any], here: dict[str, Any], before: str = "") -
 def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str, Any]) -> None:
     """Raises UserError with every difference for a drafter made for another target.
 
-    The model's name and revision are not compared: models are moved and copied.
+    The model's name and revision are not compared: models are moved and copied. Nor is the adapter: a drafter can be
+    measured with a fine-tuned target, and adapted to it.
     """
     different = [
         f"{key}: the drafter was trained for {short(trained_for.get(key))}, this target has {here[key]!r}"
         for key in here
-        if key not in ("model", "revision") and trained_for.get(key) != here[key]
+        if key not in ("model", "revision", "adapter") and trained_for.get(key) != here[key]
     ]
     if different:
         raise UserError(

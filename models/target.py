@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from draftsmith.models.adapter import merged
 from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.document_attention import document_attention
@@ -42,8 +43,8 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
     """The model in evaluation mode, all parameters frozen, on `device` (None: the section's).
 
     Raises:
-        UserError: nothing loadable there, an unsupported family (`families.attention_kinds`), missing weights, or
-            only pickled weights (only safetensors are read).
+        UserError: nothing loadable there, an unsupported family (`families.attention_kinds`), missing weights,
+            only pickled weights (only safetensors are read), or an adapter that does not fit.
     """
     return read_causal_lm(section).to(device_name(device or section.device))
 
@@ -88,7 +89,7 @@ def read_causal_lm(section: TargetSection) -> Any:
             f"{', ...' if len(missing) > 3 else ''}), which would start as random numbers; is it a causal LM's "
             "checkpoint, whole and with its head?"
         )
-    return loaded.eval().requires_grad_(False)
+    return merged(loaded, section).eval().requires_grad_(False)
 
 
 @contextmanager

@@ -73,6 +73,9 @@ class TargetSection(Section):
     """Hugging Face id or local directory of the causal LM to draft for."""
     revision: str | None = None
     """Branch, tag or commit of a hub model."""
+    adapter: str | None = None
+    """Folder with a LoRA of peft (safetensors), merged into the target when it is loaded: in regeneration, training,
+    capture and evaluation (docs/adapting.md)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the target's weights; `auto`: its config's. Exact equality with plain decoding needs float32."""
     device: str = "auto"

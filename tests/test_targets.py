@@ -534,7 +534,7 @@ def test_forms_of_a_checkpoint_that_are_refused(tmp_path: Path) -> None:
 
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text('{"peft_type": "LORA"}')
-    assert "holds an adapter" in refusal(tmp_path / "adapter") and "merge it" in refusal(tmp_path / "adapter")
+    assert "holds an adapter" in refusal(tmp_path / "adapter") and "target.adapter" in refusal(tmp_path / "adapter")
 
     model.model.save_pretrained(tmp_path / "headless")  # the decoder alone: its head would be random
     model.config.save_pretrained(tmp_path / "headless")

@@ -24,6 +24,7 @@ from draftsmith.data_gen.answers.prompt_sizes import HUB_SAMPLE, planned, sample
 from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers, Unanswered
+from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import (
     RenderError,
     answer_message,
@@ -389,6 +390,7 @@ def generator_identity(
         "kind": kind,
         "target": section.model,
         "revision": section.revision,
+        "adapter": adapter_digest(section),
         "dtype": dtype if kind == "transformers" else None,  # unknown for servers; the log records `served_model`
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         **({"template_args": template_variables(section)} if template_variables(section) else {}),

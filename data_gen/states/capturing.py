@@ -33,6 +33,7 @@ from draftsmith.data_gen.states.stored_target import (
     save_target,
     target_is_whole,
 )
+from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences, target_identity
 from draftsmith.models.costs import gigabytes, torch_dtype
@@ -134,7 +135,7 @@ class Job:
         layers = layers_of(recipe, config)
         has_last = layers[-1] != config.num_hidden_layers
         shape = RowShape(len(layers), config.hidden_size, ENCODINGS[settings.dtype], has_last)
-        target = config_identity(config, section.model, section.revision, fingerprint)
+        target = config_identity(config, section.model, section.revision, fingerprint, adapter_digest(section))
         made_of = {
             "target": target | logit_settings(config),
             "capture_layers": list(layers),
@@ -271,7 +272,7 @@ def capture(
     """
     section = job.recipe.target
     target = Target(load_causal_lm(section, team.take_device(section.device)), job.layers)
-    identity = target_identity(target, section.model, section.revision, job.fingerprint)
+    identity = target_identity(target, section.model, section.revision, job.fingerprint, adapter_digest(section))
     identity |= {"embedding_scale": target.embedding_scale}
     made_of = job.made_of | {"target": job.made_of["target"] | identity}
     ledger = None

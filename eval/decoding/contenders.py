@@ -14,6 +14,7 @@ from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.proposers import Contender
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
+from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.c2t import check_made_for, drafter_identity
 from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
@@ -332,7 +333,8 @@ class Lineup:
     @property
     def identity(self) -> dict[str, Any]:
         """`checkpoint.target_identity`, which drafters and recorded answers must match."""
-        return target_identity(self.target, self.section.model, self.section.revision, self.fingerprint)
+        section = self.section
+        return target_identity(self.target, section.model, section.revision, self.fingerprint, adapter_digest(section))
 
     def made(self, files: dict[str, Path] | None = None) -> dict[str, Any]:
         """How numbers of this target were made: device, precision, versions, date, and the digests of `files`."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.recipes.schema import TargetSection
@@ -36,4 +37,5 @@ class TargetFacts:
     @property
     def identity(self) -> dict[str, Any]:
         """`checkpoint.config_identity`."""
-        return config_identity(self.config, self.section.model, self.section.revision, self.fingerprint)
+        section = self.section
+        return config_identity(self.config, section.model, section.revision, self.fingerprint, adapter_digest(section))

@@ -28,7 +28,7 @@ from draftsmith.recipes.validation import validation_rank
 
 SHOWN_FAULTS = 3
 EVERYONE = ""  # contender name of answers in conversations: they serve all contenders
-IDENTITY = ("tokenizer_fingerprint", "embedding_digest")  # keys that identify a target
+IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "adapter")  # keys that identify a target
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class _Turn(FileShape):
 class _Generator(FileShape):
     tokenizer_fingerprint: str | None = None
     embedding_digest: str | None = None
+    adapter: str | None = None
     temperature: float | None = None
     top_p: float = 1.0
     top_k: int = 0
@@ -295,8 +296,7 @@ def _answers_of(
         RecordedAnswer(t.prompt_token_ids, t.output_token_ids, sampling, benchmark, category, line.id, number, place)
         for number, t in enumerate(line.turns, start=1)
     ]
-    identity = {key: getattr(generator, key) for key in IDENTITY if getattr(generator, key)}
-    return EVERYONE, answers, identity
+    return EVERYONE, answers, _known(generator.model_dump())
 
 
 def other_sampling(answers: Iterable[RecordedAnswer], here: Sampling) -> str | None:
@@ -328,7 +328,13 @@ def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
     identity = content.get("target_identity")
     identity = identity if isinstance(identity, dict) else {}
     relaxed = {name for name, row in rows.items() if row.get("lossless") is False}
-    return sampling, {key: identity[key] for key in IDENTITY if identity.get(key)}, relaxed
+    return sampling, _known(identity), relaxed
+
+
+def _known(identity: dict[str, Any]) -> dict[str, Any]:
+    """What a file says of its target. A file that knows its target and names no adapter had none."""
+    known = {key: identity[key] for key in IDENTITY if identity.get(key)}
+    return {"adapter": None, **known} if known else {}
 
 
 def _not_lossless(path: Path, whose: str = "") -> UserError:

@@ -17,6 +17,7 @@ from draftsmith.recipes.files.json_text import parse_json
 
 PICTURE = "acceptance.png"
 KEY = "acceptance_by_position"
+MERGED = "MERGED_TARGET"  # how serve commands name a target that has to be merged with its adapter first
 # Licences whose terms reach models made with a model's outputs; the part of a Hub id that tells the family.
 BINDING = {
     "llama": "the Llama community licence asks that models trained with a Llama's outputs be called Llama and carry it",
@@ -69,6 +70,23 @@ def profile(source: Source, measured: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def served_target(source: Source, name: str) -> str:
+    """How serve commands call the target: `name`, unless it has to be merged with its adapter first."""
+    return MERGED if source.target.get("adapter") else name
+
+
+def merging(source: Source, name: str) -> str | None:
+    """What to do before serving a target with an adapter; None: it has none."""
+    if not source.target.get("adapter"):
+        return None
+    return (
+        f"The drafter was trained on the states of {name} with a LoRA adapter merged into it. Merge "
+        f"the adapter into the target first and serve the result, {MERGED} below, without the engine's own LoRA: "
+        f"PeftModel.from_pretrained(target, adapter).merge_and_unload().save_pretrained('{MERGED}') by peft, and the "
+        "target's tokenizer beside it."
+    )
+
+
 def card(
     source: Source,
     engines: Sequence[ServingEngine],
@@ -89,10 +107,12 @@ def card(
     shape, target = source.shape, source.target
     is_hub = not Path(target["model"]).exists()
     name = source.target_name if pushed else target["model"]
+    adapter, served = target.get("adapter"), served_target(source, name)
     made = parse_json((source.directory / "provenance.json").read_bytes())
     weights = next(tensor.dtype for tensor in source.tensors.values() if tensor.is_floating_point())
     facts = [
         ("target", f"`{name}`" + (f", revision `{target['revision']}`" if target.get("revision") else "")),
+        *([("adapter", f"LoRA, sha256 of settings and weights `{adapter}`")] if adapter else []),
         ("kind", f"{kind_text(shape)}, {shape.num_layers} layer" + "s" * (shape.num_layers > 1)),
         ("parameters", f"{trainable_parameters(shape):,}, trained in {str(weights).removeprefix('torch.')}"),
         ("draft vocabulary", f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"),
@@ -120,6 +140,7 @@ def card(
         target_name=name,
         target_link=f"[{name}](https://huggingface.co/{name})" if is_hub else f"`{name}`",
         licence_warning=binding,
+        merging=merging(source, name),
         facts=facts,
         rows=[] if measured is None else _rows(measured),
         how_measured="" if measured is None else _how(measured),
@@ -128,7 +149,7 @@ def card(
         command="" if measured is None else " ".join(measured["made"]["command"]),
         again=again,
         commands=[
-            (engine.title, engine.command(shape, name, folder_name), "" if i == 0 else " reads the same folder")
+            (engine.title, engine.command(shape, served, folder_name), "" if i == 0 else " reads the same folder")
             for i, engine in enumerate(engines)
         ],
         made=origin,

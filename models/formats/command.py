@@ -50,6 +50,8 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         hub.check_name(command.push_to_hub)
     if engine.name == "llama.cpp":
         llama_cpp.check_target_gguf(source, command.with_target, command.target_gguf)
+        if command.with_target and source.target.get("adapter"):
+            raise UserError("--with-target: would convert the target without its adapter; convert the merged target")
     elif command.with_target or command.target_gguf:
         raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
     measured = cards.read_measurement(measured_file, source)
@@ -90,8 +92,11 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         message = f"{kind_text(source.shape)} drafter for {source.target_name}, by draftsmith {version('draftsmith')}"
         where = hub.push(out, command.push_to_hub, command.private, command.revision, message)
         print(f"uploaded    {where}")
+    if note := cards.merging(source, source.target["model"]):
+        print(f"note: {note}")
     for other in serves:
-        print(f"{other.title}:\n  {other.command(source.shape, str(target_gguf or source.target['model']), name)}")
+        target = str(target_gguf or cards.served_target(source, source.target["model"]))
+        print(f"{other.title}:\n  {other.command(source.shape, target, name)}")
     if recipe is not None and recipe.target.dtype == "float32" and engine.name == "vllm":
         print("Equal answers need the precision of the measurement: add --dtype float32", file=sys.stderr)
 

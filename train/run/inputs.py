@@ -6,6 +6,7 @@ from typing import Any
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.store import Store
+from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.drafters import drafter_shape
@@ -105,5 +106,6 @@ def check_start_of_recipe(
 ) -> None:
     """Raises UserError if training cannot start from drafter.init_from, as far as that can be told without weights."""
     if recipe.drafter.init_from is not None:
-        target = config_identity(config, recipe.target.model, recipe.target.revision, fingerprint)
+        section = recipe.target
+        target = config_identity(config, section.model, section.revision, fingerprint, adapter_digest(section))
         check_start(Path(recipe.drafter.init_from), shape, vocab, target, unknown=("embedding_scale",))

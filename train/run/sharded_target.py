@@ -43,6 +43,11 @@ def check_sharding(recipe: Recipe) -> None:
             "train.shard_target: with data.states the target's layers are not loaded; set train.shard_target=false, or "
             "leave data.states out"
         )
+    if recipe.target.adapter is not None:
+        problems.append(
+            "train.shard_target: target.adapter cannot be merged into pieces of weights; merge it into the target on "
+            "disk first (docs/adapting.md), or leave train.shard_target out"
+        )
     config = load_config(recipe.target)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from draftsmith.data_gen.states.stored_target import StoredTarget
+from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
 from draftsmith.models.costs import target_size
@@ -109,7 +110,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
     target, states = target_and_states(recipe, inputs, accelerator)
     shape = replace(inputs.shape, embedding_scale=target.embedding_scale)
-    identity = target_identity(target, section.model, section.revision, inputs.fingerprint)
+    identity = target_identity(target, section.model, section.revision, inputs.fingerprint, adapter_digest(section))
     drafter = new_drafter(recipe.drafter, shape, inputs.vocab, target, identity).to(accelerator.device)
     computed = identity | {"dtype": str(target.dtype).removeprefix("torch.")}
     check_ranks_agree({"target": computed, "data.states": store_identity(store)})

@@ -1,0 +1,138 @@
+"""The target's adapter: merged as peft applies it, refused where it does not fit, and part of the target's identity."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.eval.decoding.target_facts import TargetFacts
+from draftsmith.eval.recorded.answers import check_answers_before_loading, read_answers
+from draftsmith.models.adapter import CONFIG, WEIGHTS, adapter_digest
+from draftsmith.models.checkpoint import check_identity
+from draftsmith.models.target import load_causal_lm
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
+from tests.conftest import make_target
+from tests.replay_cases import conversation, write_lines
+
+
+def write_adapter(directory: Path, model: Any, **settings: Any) -> Path:
+    """A LoRA with random matrices, as peft writes it."""
+    torch.manual_seed(7)
+    settings = {"r": 3, "lora_alpha": 24, "target_modules": ["q_proj", "down_proj"]} | settings
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.1)
+    adapted.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_adapter(tmp_path_factory.mktemp("adapter"), make_target())
+
+
+def section_of(target_dir: Path, adapter: Path | None) -> TargetSection:
+    return TargetSection(
+        model=str(target_dir), dtype="float32", device="cpu", adapter=None if adapter is None else str(adapter)
+    )
+
+
+def test_answers_are_those_that_peft_generates(target_dir: Path, adapter: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(plain, str(adapter)).eval()
+    ours = load_causal_lm(section_of(target_dir, adapter))
+    assert type(ours) is type(plain) and not any(p.requires_grad for p in ours.parameters())
+    prompt = torch.arange(20, 32)[None]
+    settings: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 40}
+    with torch.no_grad():
+        torch.testing.assert_close(ours(prompt).logits, theirs(prompt).logits, atol=1e-4, rtol=1e-4)
+        expected = theirs.generate(input_ids=prompt, **settings)
+        assert torch.equal(ours.generate(input_ids=prompt, **settings), expected)
+        without = load_causal_lm(section_of(target_dir, None)).generate(input_ids=prompt, **settings)
+    assert not torch.equal(without, expected)
+
+
+def broken(adapter: Path, directory: Path, problem: str) -> Path:
+    """A copy of the adapter with a problem."""
+    shutil.copytree(adapter, directory)
+    tensors = load_file(directory / WEIGHTS)
+    name = next(iter(tensors))
+    if problem == "missing":
+        del tensors[name]
+    elif problem == "shape":
+        tensors[name] = tensors[name][:, :-1].contiguous()
+    elif problem == "nan":
+        tensors[name][0, 0] = float("nan")
+    elif problem == "other layers":
+        tensors |= {name.replace("layers.0", "layers.7"): tensors[name].clone()}
+    save_file(tensors, directory / WEIGHTS)
+    if problem == "modules":
+        config = json.loads((directory / CONFIG).read_text()) | {"target_modules": ["no_such_module"]}
+        (directory / CONFIG).write_text(json.dumps(config))
+    elif problem == "pickle":
+        (directory / WEIGHTS).rename(directory / "adapter_model.bin")
+    elif problem == "json":
+        (directory / CONFIG).write_text("{")
+    elif problem == "cut short":
+        (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:-9])
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ("missing", "does not fit .*: 1 tensors are missing, the first is"),
+        ("shape", "does not fit .*: .*size mismatch"),
+        ("nan", "cannot be merged"),
+        ("other layers", "does not fit .*: 1 tensors have no place in it, the first is .*layers.7"),
+        ("modules", "does not fit .*no_such_module"),
+        ("pickle", "has no adapter_model.safetensors. adapter_model.bin is pickled, and reading it can run code"),
+        ("json", "adapter_config.json: damaged"),
+        ("cut short", "does not fit"),
+    ],
+)
+def test_a_wrong_adapter_is_one_message(
+    target_dir: Path, adapter: Path, tmp_path: Path, problem: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=f"^target.adapter: .*{message}"):
+        load_causal_lm(section_of(target_dir, broken(adapter, tmp_path / "broken", problem)))
+
+
+def test_other_methods_and_missing_folders(target_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"target\.adapter: .* is not a folder with adapter_config\.json"):
+        load_causal_lm(section_of(target_dir, tmp_path / "nothing"))
+    settings = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
+    get_peft_model(make_target(), settings).save_pretrained(tmp_path / "ia3")
+    with pytest.raises(UserError, match="is of type 'IA3'; only LORA can be merged"):
+        load_causal_lm(section_of(target_dir, tmp_path / "ia3"))
+
+
+def test_one_of_two_tied_tables_cannot_be_adapted(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    tied = make_target(tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path / "tied")
+    write_adapter(tmp_path / "adapter", tied, target_modules=["lm_head"])
+    with pytest.raises(UserError, match="changes the embeddings or the head, which are one table"):
+        load_causal_lm(section_of(tmp_path / "tied", tmp_path / "adapter"))
+
+
+def test_the_adapter_is_part_of_the_target_s_identity(target_dir: Path, adapter: Path, tmp_path: Path) -> None:
+    plain, adapted = (TargetFacts.read(section_of(target_dir, each)) for each in (None, adapter))
+    other = broken(adapter, tmp_path / "other", "nan")
+    digests = [adapter_digest(section_of(target_dir, each)) for each in (None, adapter, other)]
+    assert digests[0] is None and len(set(digests)) == 3
+    for mine, theirs in ((plain, adapted), (adapted, plain)):
+        written_by = {key: value for key, value in theirs.identity.items() if value is not None}
+        recording = read_answers(write_lines(tmp_path / "c.jsonl", conversation(0, **written_by)))
+        check_answers_before_loading(recording, theirs)
+        with pytest.raises(UserError, match=r"c\.jsonl:1: recorded from another target: adapter"):
+            check_answers_before_loading(recording, mine)
+        check_identity(tmp_path, theirs.identity, mine.identity)  # a drafter can be measured with both
