@@ -199,6 +199,17 @@ class DataSection(Section):
     capture: CaptureSection = CaptureSection()
 
 
+class LoraSection(Section):
+    """Adapts the drafter of drafter.init_from by low-rank matrices alone; they are merged into the trained drafter."""
+
+    r: Size = 16
+    """Rank of the matrices."""
+    alpha: Positive = 32.0
+    """Their product is scaled by alpha / r."""
+    modules: list[str] | None = None
+    """Linear layers that get them, by the last part of their name: [q_proj, v_proj]. None: all, the head included."""
+
+
 MOST_SPECIALISTS = 64  # also of positions of each; far more than a round drafts
 
 
@@ -242,6 +253,8 @@ class DrafterSection(Section):
     init_from: str | None = None
     """Directory of a trained drafter to start from: one of the same shape (its MLP may be narrower), or for poss a
     single drafter of its base; every specialist then starts from that layer."""
+    lora: LoraSection | None = None
+    """Train low-rank matrices beside the frozen weights of init_from, in place of all weights."""
 
     @model_validator(mode="after")
     def _possible(self) -> "DrafterSection":
@@ -263,6 +276,10 @@ class DrafterSection(Section):
             problems.append(
                 "vocab_size: EAGLE-1 drafts with the target's own head, from the whole vocabulary: leave it out here "
                 "and cut while decoding, with eval.tree.vocab_size"
+            )
+        if self.lora is not None and self.init_from is None:
+            problems.append(
+                "lora: adapts a trained drafter: name it in init_from, or leave lora out to train all weights"
             )
         if self.init_from is not None and self.init_head == "target" and extends == "eagle3":
             problems.append("init_head: target, but init_from brings a head with it: leave one of the two out")

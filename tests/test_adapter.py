@@ -31,7 +31,7 @@ def write_adapter(directory: Path, model: Any, **settings: Any) -> Path:
         for name, weight in adapted.named_parameters():
             if "lora_" in name:
                 weight.normal_(std=0.1)
-    adapted.save_pretrained(directory)
+    adapted.save_pretrained(str(directory))
     return directory
 
 
@@ -47,8 +47,8 @@ def section_of(target_dir: Path, adapter: Path | None) -> TargetSection:
 
 
 def test_answers_are_those_that_peft_generates(target_dir: Path, adapter: Path) -> None:
-    plain = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(plain, str(adapter)).eval()
+    plain: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32)
+    theirs: Any = PeftModel.from_pretrained(plain, str(adapter)).eval()
     ours = load_causal_lm(section_of(target_dir, adapter))
     assert type(ours) is type(plain) and not any(p.requires_grad for p in ours.parameters())
     prompt = torch.arange(20, 32)[None]
@@ -111,7 +111,7 @@ def test_other_methods_and_missing_folders(target_dir: Path, tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"target\.adapter: .* is not a folder with adapter_config\.json"):
         load_causal_lm(section_of(target_dir, tmp_path / "nothing"))
     settings = IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
-    get_peft_model(make_target(), settings).save_pretrained(tmp_path / "ia3")
+    get_peft_model(make_target(), settings).save_pretrained(str(tmp_path / "ia3"))
     with pytest.raises(UserError, match="is of type 'IA3'; only LORA can be merged"):
         load_causal_lm(section_of(target_dir, tmp_path / "ia3"))
 

@@ -49,9 +49,9 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     if command.push_to_hub:
         hub.check_name(command.push_to_hub)
     if engine.name == "llama.cpp":
-        llama_cpp.check_target_gguf(source, command.with_target, command.target_gguf)
         if command.with_target and source.target.get("adapter"):
             raise UserError("--with-target: would convert the target without its adapter; convert the merged target")
+        llama_cpp.check_target_gguf(source, command.with_target, command.target_gguf)
     elif command.with_target or command.target_gguf:
         raise UserError(f"--with-target and --target-gguf: {engine.title} reads no GGUF; they belong to --to llama.cpp")
     measured = cards.read_measurement(measured_file, source)

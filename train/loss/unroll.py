@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.models.alignment import Columns, Documents, Run
@@ -296,7 +297,9 @@ class TrainingTimeTest(nn.Module):
         products = (
             torch.autocast(device, torch.bfloat16, cache_enabled=self.caches_casts) if self.bf16 else nullcontext()
         )
-        with products:
+        # Sums of frozen weights and LoRA are computed once. Checkpointing must find the same work in both passes.
+        sums = nullcontext() if self.gradient_checkpointing else parametrize.cached()
+        with products, sums:
             return self._sums(captured_BTF, inputs_BT, columns, teacher, documents)
 
     def _sums(

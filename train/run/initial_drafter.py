@@ -15,6 +15,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection
+from draftsmith.train.run.lora import add_lora
 
 
 def new_drafter(
@@ -26,7 +27,8 @@ def new_drafter(
         identity: the target's.
 
     Raises:
-        UserError: drafter.init_from was trained for another target or has another shape.
+        UserError: drafter.init_from was trained for another target or has another shape, or drafter.lora.modules names
+            layers that it has not.
     """
     drafter = build_drafter(shape, vocab, target.frozen_head)
     if section.init_head == "target" and isinstance(drafter, Eagle3Drafter):
@@ -34,6 +36,8 @@ def new_drafter(
             drafter.lm_head.weight.copy_(target.head_weight[vocab.target_ids.to(target.device)])
     if section.init_from is not None:
         start_from(Path(section.init_from), drafter, identity)
+    if section.lora is not None:
+        add_lora(drafter, section.lora)
     return drafter
 
 

@@ -52,6 +52,7 @@ def run_identity(
         "drafter": drafter.config.to_dict(),
         "drafter.init_head": recipe.drafter.init_head,
         "drafter.init_from": None if start is None else file_digest(written(Path(start)) / "model.safetensors"),
+        "drafter.lora": None if recipe.drafter.lora is None else recipe.drafter.lora.model_dump(),
         "draft_vocab_sha256": file_digest(recipe.draft_vocab_path),
         "conversations_sha256": file_digest(recipe.conversations_path),
         "data.states": states,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 
 from draftsmith.data_gen.states.stored_target import StoredTarget
 from draftsmith.models.adapter import adapter_digest
@@ -22,6 +22,7 @@ from draftsmith.models.costs import target_size
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank, world_size
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import dump_recipe
@@ -39,6 +40,7 @@ from draftsmith.train.run.engine import Engine
 from draftsmith.train.run.initial_drafter import new_drafter
 from draftsmith.train.run.inputs import Inputs, read_inputs
 from draftsmith.train.run.loop import Loop
+from draftsmith.train.run.lora import merge_lora
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
 from draftsmith.train.run.run_identity import rows_digest, run_identity
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
@@ -103,6 +105,11 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
 
     set_seed(recipe.train.seed)
     accelerator = accelerator_of(settings.zero_settings(recipe.train))
+    if recipe.drafter.lora is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise UserError(
+            "drafter.lora: its few weights are not trained under ZeRO; leave train.zero_stage (and the launcher's "
+            "DeepSpeed) out"
+        )
     compared = {"train": recipe.train.model_dump(), "drafter": recipe.drafter.model_dump(exclude={"init_from"})}
     check_ranks_agree({**digests, "draft vocabulary": file_digest(recipe.draft_vocab_path), **compared})
     cores = os.cpu_count() or 1
@@ -165,7 +172,7 @@ def print_summary(training: Training) -> None:
     loop, inputs, target, section = training.loop, training.inputs, training.target, training.recipe.train
     engine, trainee = loop.engine, loop.engine.alone
     drafter, say = trainee.drafter, loop.accelerator.print
-    trainable = sum(p.numel() for p in drafter.parameters())
+    trainable = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     products = torch.bfloat16 if engine.bf16 else drafter.dtype
     kernel = trainee.kernel or kernel_of(drafter.config, loop.accelerator.device, products)
     say(
@@ -196,6 +203,7 @@ def save(training: Training) -> None:
             loop.engine.load_weights(checkpoint, trained)
             made_by["checkpoint"] = {"step": step_of(checkpoint), str(recipe.train.keep_best): tau}
             chosen = f", of step {step_of(checkpoint):,}, which has the best {recipe.train.keep_best}: {tau:.2f}"
+        merge_lora(trained.drafter)
         with disk_errors_as_user_errors(recipe.drafter_dir):
             save_drafter(recipe.drafter_dir, trained.drafter, training.target_facts, dump_recipe(recipe), made_by)
         print(f"drafter: {recipe.drafter_dir}{chosen}")
