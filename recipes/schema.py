@@ -848,6 +848,8 @@ class Recipe(Section):
                 f"train.warmup_steps: {train.warmup_steps:,} is not shorter than the run of {train.max_steps:,} steps "
                 "(train.max_steps): the learning rate never reaches train.learning_rate"
             )
+        if drafter.lora is not None and train.zero_stage:
+            problems.append("drafter.lora: its few weights are not trained under ZeRO: leave train.zero_stage out")
         if train.feature_loss and drafter.extends == "eagle3":
             problems.append(
                 f"train.feature_loss: {train.feature_loss:g}, but the output of EAGLE-3's layer is not a feature of "

@@ -98,12 +98,9 @@ def test_merging_changes_no_logits(kind: str) -> None:
 def test_what_cannot_be_adapted_is_refused(recipe_path: Path, start: Path) -> None:
     with pytest.raises(UserError, match=r"drafter\.lora`: adapts a trained drafter: name it in init_from"):
         load_recipe(recipe_path, ["drafter.lora={r: 2}"])
+    with pytest.raises(UserError, match=r"its few weights are not trained under ZeRO"):
+        load_recipe(recipe_path, [f"drafter.init_from={start}", "drafter.lora={r: 2}", "train.zero_stage=1"])
     with pytest.raises(
         UserError, match=r"drafter\.lora\.modules: this drafter has no linear layers called \['w1'\].*down"
     ):
         train(recipe_path, f"drafter.init_from={start}", "drafter.lora={modules: [q_proj, w1]}")
-
-
-def test_zero_is_refused(recipe_path: Path, start: Path) -> None:
-    with pytest.raises(UserError, match=r"drafter\.lora: its few weights are not trained under ZeRO"):
-        train(recipe_path, f"drafter.init_from={start}", "drafter.lora={r: 2}", "train.zero_stage=1")

@@ -107,8 +107,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     accelerator = accelerator_of(settings.zero_settings(recipe.train))
     if recipe.drafter.lora is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UserError(
-            "drafter.lora: its few weights are not trained under ZeRO; leave train.zero_stage (and the launcher's "
-            "DeepSpeed) out"
+            "drafter.lora: its few weights are not trained under ZeRO: leave DeepSpeed out of accelerate's config"
         )
     compared = {"train": recipe.train.model_dump(), "drafter": recipe.drafter.model_dump(exclude={"init_from"})}
     check_ranks_agree({**digests, "draft vocabulary": file_digest(recipe.draft_vocab_path), **compared})
