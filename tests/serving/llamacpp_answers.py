@@ -4,17 +4,15 @@
 
 asked.json: {"server": path of llama-server, "target", "drafter" (GGUF files; drafter may be null), "draft_tokens",
     "max_new_tokens", "max_model_len", "threads", "cache": "f32" or "f16", "prompts": [[token id]]}
-answered.json: {"answers": [{"token_ids", "drafted", "accepted", "accepted_per_round"}] in the order of the prompts,
-    "seconds": of decoding without prompts, as the server measures it,
-    "processor_seconds": of the whole server, to compare one thread with one thread on a machine with other work}
+answered.json: {"answers": [{"token_ids", "accepted_per_round"}] in the order of the prompts,
+    "seconds": of all answers, prompts included, as the server measures it}
 
-The server counts drafted and accepted tokens; its log (LLAMA_TRACE) tells those of each round.
+The server's answer only has totals; its log (LLAMA_TRACE) has the accepted tokens of each round.
 """
 
 import json
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -101,9 +99,8 @@ def main(asked_file: str, answered_file: str) -> None:
                     },
                 )
                 times = answer["timings"]
-                seconds += times["predicted_ms"] / 1000
-                drafted, accepted = times.get("draft_n", 0), times.get("draft_n_accepted", 0)
-                answers.append({"token_ids": answer["tokens"], "drafted": drafted, "accepted": accepted})
+                seconds += (times["prompt_ms"] + times["predicted_ms"]) / 1000
+                answers.append({"token_ids": answer["tokens"]})
         finally:
             server.terminate()
             server.wait()
@@ -113,9 +110,7 @@ def main(asked_file: str, answered_file: str) -> None:
         rounds[task].append(int(accepted))
     for answer, per_round in zip(answers, rounds.values(), strict=True):
         answer["accepted_per_round"] = per_round
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    answered = {"answers": answers, "seconds": seconds, "processor_seconds": used.ru_utime + used.ru_stime}
-    Path(answered_file).write_text(json.dumps(answered))
+    Path(answered_file).write_text(json.dumps({"answers": answers, "seconds": seconds}))
 
 
 if __name__ == "__main__":
