@@ -2,7 +2,8 @@
 
     python vllm_answers.py asked.json answered.json
 
-asked.json: {"target", "drafter" or null, "method", "draft_tokens", "max_new_tokens", "prompts": [[token id]]}
+asked.json: {"target", "drafter" or null, "method", "draft_tokens", "max_new_tokens", "max_model_len",
+    "prompts": [[token id]]}
 answered.json: a list of {"token_ids", "rounds", "accepted_at"} in the order of the prompts, and the seconds of all.
 `rounds` counts verifications with drafts; accepted_at[i] counts those that accepted the drafted token i.
 """
