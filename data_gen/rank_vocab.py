@@ -9,7 +9,8 @@
 
 Counts the tokens that training supervises, or the corpora of data.ranking.sources (docs/vocabulary.md). Writes two
 files into <output_dir>: draft_vocab.safetensors (EAGLE-3's d2t and t2d) and token_counts.safetensors, by which
-eval.tree.vocab_size cuts any drafter's vocabulary further while decoding (FR-Spec). A mapping never changes under a
+eval.tree.vocab_size cuts any drafter's vocabulary further while decoding (FR-Spec). With drafter.init_from, the draft
+vocabulary is that drafter's, and the counts only tell how much of the text it covers. A mapping never changes under a
 trained drafter: if checkpoints exist, another mapping is refused. The counts are always rewritten.
 """
 

@@ -98,8 +98,8 @@ class GeneratorSection(Section):
     batch_size: Size = 32
     """Conversations decoded side by side in this process."""
     drafter: str | None = None
-    """A trained drafter that speeds up the target's writing. The answers remain the target's: greedy ones token for
-    token in float32, sampled ones in law. Of kind transformers."""
+    """A trained drafter, named as in eval.drafter, that speeds up the target's writing. The answers remain the
+    target's: greedy ones token for token in float32, sampled ones in law. Of kind transformers."""
     draft_tokens: Size = 3
     """Tokens that `drafter` proposes for each of the target's passes."""
     base_urls: list[str] = []
@@ -251,8 +251,9 @@ class DrafterSection(Section):
     init_head: Literal["random", "target"] = "random"
     """Initial weights of EAGLE-3's head: random, or the target's rows (for short runs)."""
     init_from: str | None = None
-    """Directory of a trained drafter to start from: one of the same shape (its MLP may be narrower), or for poss a
-    single drafter of its base; every specialist then starts from that layer."""
+    """Trained drafter to start from, named as in eval.drafter: one of the same shape (its MLP may be narrower), or for
+    poss a single drafter of its base; every specialist then starts from that layer. Its draft vocabulary comes along:
+    rank-vocab takes it, and vocab_size may be left out."""
     lora: LoraSection | None = None
     """Train low-rank matrices beside the frozen weights of init_from, in place of all weights."""
 
@@ -652,7 +653,7 @@ class ContenderSection(Section):
     """The trained drafter, prompt lookup (copies the tokens that followed the last n-gram earlier in the text), or a
     small causal LM with the target's tokenizer."""
     drafter: str | None = None
-    """Directory of a trained drafter. None: eval.drafter."""
+    """A trained drafter, named as in eval.drafter. None: eval.drafter."""
     draft_model: TargetSection | None = None
     """The small model of proposer causal_lm."""
     tree: TreeSection = TreeSection()
@@ -690,7 +691,8 @@ class PlannerSection(Section):
 
 class EvalSection(Section):
     drafter: str | None = None
-    """Directory of the drafter. Default: <output_dir>/drafter."""
+    """Directory of the drafter, or its Hub id (USER/NAME, or USER/NAME@REVISION). Drafters of other projects
+    (docs/serving.md) are imported into <output_dir>/imported once. Default: <output_dir>/drafter."""
     prompts: str | list[str] | None = None
     """Conversations to answer: the same formats as data.prompts, and benchmarks by name (mt_bench, humaneval, gsm8k,
     spec_bench; `mt_bench:path.jsonl` reads your copy)."""
@@ -951,6 +953,11 @@ class Recipe(Section):
     def eval_out(self) -> Path:
         """Folder of acceptance.json, generations.jsonl and report.html."""
         return Path(self.eval.out or Path(self.output_dir) / "eval")
+
+    @property
+    def imported_dir(self) -> Path:
+        """Our copies of the foreign drafters that the recipe names."""
+        return Path(self.output_dir) / "imported"
 
     def export_dir(self, engine: str) -> Path:
         """The drafter as an engine reads it."""

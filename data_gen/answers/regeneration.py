@@ -39,6 +39,7 @@ from draftsmith.models.chat import (
 )
 from draftsmith.models.checkpoint import tensor_digest, weight_bytes
 from draftsmith.models.costs import decoding_lines, decoding_time
+from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
 from draftsmith.models.prompt import Prompt
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
@@ -63,12 +64,13 @@ _OTHER_SAMPLING = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "n
 
 def main(command: Command) -> int:
     """Writes the answers and returns the number of conversations that the next run has to ask again."""
-    recipe, section = command.recipe, command.recipe.target
+    recipe, section = with_writing_drafter(command.recipe, command.plan), command.recipe.target
     tokenizer = load_tokenizer(section)
     generation_config = load_generation_config(section)
     settings = generation_settings(recipe, tokenizer, generation_config)
     generator = generator_identity(recipe, settings, tokenizer)
-    if recipe.data.generator.drafter is not None:
+    drafter = recipe.data.generator.drafter
+    if drafter is not None and not yet_to_import(recipe, drafter):
         check_generator_drafter(recipe)
     path = recipe.conversations_path
     rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))

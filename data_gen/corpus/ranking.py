@@ -19,6 +19,8 @@ from draftsmith.models.chat import (
     stop_ids,
     tokenizer_fingerprint,
 )
+from draftsmith.models.checkpoint import check_identity, config_identity, read_drafter_config, read_drafter_vocab
+from draftsmith.models.formats.named_drafters import with_start
 from draftsmith.models.vocab import (
     CorpusCounts,
     DraftVocab,
@@ -42,7 +44,7 @@ NAME_WIDTH = 20  # characters of a corpus's name that a table shows
 
 
 def main(command: Command) -> None:
-    recipe = command.recipe
+    recipe = with_start(command.recipe, command.plan)
     vocab_size = load_config(recipe.target).get_text_config().vocab_size
     size = recipe.drafter.vocab_size or vocab_size
     if size > vocab_size:
@@ -69,7 +71,10 @@ def plan(recipe: Recipe, size: int, vocab_size: int) -> Iterator[str]:
     for source in sources:
         most = f", {source.max_documents:,} documents at most" if source.max_documents else ""
         yield f"counts {answers if source.source == ANSWERS else source.source}{most}; weight {source.weight:g}"
-    yield f"writes {size:,} of {vocab_size:,} target tokens to {recipe.draft_vocab_path}"
+    if recipe.drafter.init_from is not None:
+        yield f"writes the draft vocabulary of {recipe.drafter.init_from} to {recipe.draft_vocab_path}"
+    else:
+        yield f"writes {size:,} of {vocab_size:,} target tokens to {recipe.draft_vocab_path}"
     yield f"writes how often each was seen to {counts_path_of(recipe)}"
 
 
@@ -88,7 +93,11 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
     blended = [corpus for corpus in corpora if corpus.weight is not None]
     counts = blend([(corpus.counts, corpus.weight or 0.0) for corpus in blended])
     names = " and ".join(corpus.source for corpus in blended)
-    vocab = frequent_vocab(counts, size, must_have, names if sources else None)
+    if recipe.drafter.init_from is not None:
+        vocab = vocab_of_start(recipe, fingerprint)
+        print(f"the draft vocabulary is that of drafter.init_from, {recipe.drafter.init_from}")
+    else:
+        vocab = frequent_vocab(counts, size, must_have, names if sources else None)
     if recipe.drafter.vocab_size is None:
         print("drafter.vocab_size is not set: the drafter proposes the target's whole vocabulary")
     coverage = coverage_of(corpora, counts, must_have)
@@ -119,6 +128,23 @@ def choose_vocab(recipe: Recipe, size: int, vocab_size: int) -> None:
         f"{recipe.draft_vocab_path}: {done}; {vocab.size:,} of {vocab_size:,} target tokens, "
         f"{covered:.2%} of {'the blend' if len(blended) > 1 else names} covered"
     )
+
+
+def vocab_of_start(recipe: Recipe, fingerprint: str) -> DraftVocab:
+    """The draft vocabulary of drafter.init_from.
+
+    Raises:
+        UserError: no drafter there, or one for another target.
+    """
+    start, problems = Path(recipe.drafter.init_from or ""), list[str]()
+    config = load_config(recipe.target).get_text_config()
+    with collected(problems, before="drafter.init_from: "):
+        shape, trained_for = read_drafter_config(start)
+        check_identity(
+            start, trained_for, config_identity(config, recipe.target.model, recipe.target.revision, fingerprint)
+        )
+        return read_drafter_vocab(start, shape)
+    raise UserError(problems)
 
 
 # Counting.

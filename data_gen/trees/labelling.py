@@ -44,6 +44,7 @@ from draftsmith.models.c2t import DEPTH_CONVENTION, differing_keys, node_feature
 from draftsmith.models.chat import load_config
 from draftsmith.models.costs import gigabytes
 from draftsmith.models.draft_tree import Drafting, DraftTree
+from draftsmith.models.formats.named_drafters import with_measured_drafters, yet_to_import
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Target
@@ -59,14 +60,15 @@ NOWHERE = -2  # parent of no node
 
 
 def main(command: Command) -> None:
-    recipe = command.recipe
+    recipe = with_measured_drafters(command.recipe, command.plan)
     check_place(recipe)
     contender = labelled_contender(recipe, command.contender)
     yet_to_train = command.plan and contender.drafter == recipe.drafter_dir and not recipe.drafter_dir.exists()
+    drafter_exists = not yet_to_train and not yet_to_import(recipe, contender.drafter)
     with errors_naming("labels.answers"):
         check_contenders(recipe, [contender], command.plan)
         recording, answers = answers_to_label(recipe)
-    made_of = made_of_labels(recipe, contender, answers, drafter_exists=not yet_to_train)
+    made_of = made_of_labels(recipe, contender, answers, drafter_exists=drafter_exists)
     directory = recipe.labelled_trees_dir
     with ExitStack() as held:
         if not command.plan:

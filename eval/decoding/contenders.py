@@ -33,6 +33,7 @@ from draftsmith.models.costs import hardware
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.drafters import kind_name, kind_text
 from draftsmith.models.feature_drafter import FeatureDrafter
+from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, cut_by_file
@@ -245,7 +246,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
     """Checks all contenders before weights are loaded and reports all problems at once.
 
     Args:
-        plan: the recipe's own drafter may be missing, because a plan may come before the training.
+        plan: the recipe's own drafter may be missing, because a plan may come before the training; so may foreign ones.
 
     Raises:
         UserError: the target, a drafter, classifier, draft model or file of token counts is missing, unreadable or
@@ -254,7 +255,8 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
     target, sampling = TargetFacts.read(recipe.target), Sampling.of(recipe.eval)
     places: dict[str, list[str]] = {}  # of each problem, in order
     may_be_untrained = plan and recipe.eval.drafter is None and not recipe.drafter_dir.exists()
-    untrained = recipe.drafter_dir if may_be_untrained else None
+    to_come = {c.drafter for c in contenders if plan and yet_to_import(recipe, c.drafter)}
+    to_come |= {recipe.drafter_dir} if may_be_untrained else set()
 
     for contender in contenders:
 
@@ -270,7 +272,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
                 return False
 
         tree, drafter = contender.tree, contender.drafter
-        there = drafter is None or drafter != untrained
+        there = drafter is None or drafter not in to_come
         if there:
             there = passes(contender.entry.key, contender.entry.check, target, contender) or drafter is None
         known = True

@@ -19,6 +19,7 @@ from draftsmith.eval.recorded.answers import Recording, answer_tokens
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import recording_of, replay_contenders
 from draftsmith.models.c2t import read_c2t_config
+from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
@@ -42,7 +43,7 @@ class Point:
 
 
 def main(command: Command) -> None:
-    recipe = command.recipe
+    recipe = with_measured_drafters(command.recipe, command.plan)
     points = points_of(recipe, command.betas or BETAS, command.nodes, command.beams, command.contender)
     contenders = [point.contender for point in points]
     check_contenders(recipe, contenders)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.decoding.contenders import Contender, contenders_of, main_contender, repeated_names
-from draftsmith.recipes.errors import UserError
+from draftsmith.models.formats.named_drafters import with_measured_drafters
+from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection
 
@@ -28,18 +29,21 @@ NAME = re.compile(r"\s*([^=]*\S):\s+(?=\S)")
 NEXT_KEY = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")  # values may contain blanks: eval.tree.paths=[[0], [1]]
 
 
-def load_all(path: str, overrides: Sequence[str], compared: Sequence[str]) -> tuple[Recipe, list[Contender], list[str]]:
+def load_all(
+    path: str, overrides: Sequence[str], compared: Sequence[str], plan: bool = False
+) -> tuple[Recipe, list[Contender], list[str]]:
     """(the first recipe, all contenders with names, notes).
 
     Args:
         path, overrides: the first recipe; the overrides do not apply to the other files.
         compared: the arguments of --compare.
+        plan: download and import no drafters.
 
     Raises:
         UserError: all problems of all recipes and overrides.
     """
     problems: list[str] = []
-    recipe = _loaded(path, overrides, problems)
+    recipe = _measurable(_loaded(path, overrides, problems), plan, problems)
     of_first = set(problems)
     given: list[tuple[str, str]] = []  # (name, place) of contenders, even of wrong ones
     if recipe is not None:
@@ -53,9 +57,12 @@ def load_all(path: str, overrides: Sequence[str], compared: Sequence[str]) -> tu
             name, settings = split_overrides(argument)
             given.append((name, place))
             found += [p for setting in settings if not _is_own(setting) for p in _not_its_own(path, overrides, setting)]
-            if not found and (other := _loaded(path, [*overrides, *settings], found)) is not None:
+            if (
+                not found
+                and (other := _measurable(_loaded(path, [*overrides, *settings], found), plan, found)) is not None
+            ):
                 rivals.append(replace(main_contender(other, place), name=name))
-        elif (other := _loaded(argument, (), found)) is not None:
+        elif (other := _measurable(_loaded(argument, (), found), plan, found)) is not None:
             if recipe is not None:
                 found += [f"another target than {path}'s: {d}" for d in _different_targets(other.target, recipe.target)]
                 notes += _ignored(argument, other, path, recipe)
@@ -72,6 +79,13 @@ def _loaded(path: str, overrides: Sequence[str], problems: list[str]) -> Recipe 
     except UserError as error:
         problems += error.problems
         return None
+
+
+def _measurable(recipe: Recipe | None, plan: bool, problems: list[str]) -> Recipe | None:
+    """The recipe with folders of ours for all drafters. None: it was None, or has a drafter that cannot be had."""
+    with collected(problems):
+        return None if recipe is None else with_measured_drafters(recipe, plan)
+    return None
 
 
 def split_overrides(argument: str) -> tuple[str, list[str]]:

@@ -31,6 +31,7 @@ from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay
 from draftsmith.models.chat import decode_answer, load_config
 from draftsmith.models.checkpoint import weight_bytes
 from draftsmith.models.costs import decoding_lines
+from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
@@ -41,7 +42,7 @@ from draftsmith.recipes.schema import Recipe
 
 
 def main(command: Command) -> None:
-    recipe, contenders, notes = load_all(command.recipe_path, command.overrides, command.compare)
+    recipe, contenders, notes = load_all(command.recipe_path, command.overrides, command.compare, command.plan)
     for note in notes:
         print(f"note: {note}")
     if recipe.eval.mode == "replay":
@@ -228,7 +229,11 @@ def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Seq
     print(f"time         {likely_time(recipe, names, turns.total())}")
     weights = 0
     for directory in dict.fromkeys(c.drafter for c in contenders if c.drafter is not None):
-        missing = ": missing; run `draftsmith train` with this recipe first. Its memory is not counted"
+        missing = (
+            ": yet to be imported"
+            if yet_to_import(recipe, directory)
+            else ": missing; run `draftsmith train` with this recipe first"
+        ) + ". Its memory is not counted"
         print(f"drafter      {directory}{'' if directory.exists() else missing}")
         weights += weight_bytes(directory)
     if models := {c.draft_model.model for c in contenders if c.draft_model is not None}:

@@ -27,6 +27,7 @@ from draftsmith.eval.planner.search import (
     sweep_of,
 )
 from draftsmith.eval.recorded.answers import RecordedAnswer, Recording, answer_tokens
+from draftsmith.models.formats.named_drafters import with_measured_drafters
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -45,7 +46,7 @@ MEASURED = (*PREDICTED, "matches_target", "round_in_plain_rounds", "predicted_sp
 
 
 def main(command: Command) -> None:
-    recipe = command.recipe
+    recipe = with_measured_drafters(command.recipe, command.plan)
     trees = sweep_of(recipe, command.calibrate) if command.calibrate else candidates_of(recipe)
     contenders, recording, answers = prepared(recipe, main_contender(recipe), trees, command.plan)
     asked: list[Question] = []

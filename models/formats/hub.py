@@ -156,12 +156,12 @@ def fetch_drafter(repo_id: str, revision: str | None = None, allow_bin: bool = F
     except HFValidationError:
         raise UserError(f"{where}, and no name that a model of the Hub could have") from None
     except Exception as error:  # as above
-        cached = _cached(repo_id, revision)
-        if cached is None:
+        there = cached(repo_id, revision)
+        if there is None:
             raise UserError(f"{where}, {why_unread(error, revision)}") from error
         if not constants.HF_HUB_OFFLINE:
             go_offline(f"the Hub does not serve {repo_id!r}; its cached files are taken")
-        return cached
+        return there
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = _drafter_files(sizes, allow_bin)
     if "config.json" not in wanted or not any(name == BIN or name.endswith(".safetensors") for name in wanted):
@@ -171,7 +171,7 @@ def fetch_drafter(repo_id: str, revision: str | None = None, allow_bin: bool = F
     total = sum(sizes[name] for name in wanted)
     if total > MOST_BYTES:
         raise UserError(f"{repo_id}: {total / 1e9:,.0f} GB, and no drafter is that large; is it a target?")
-    if total > TOLD_BYTES and _cached(repo_id, info.sha) is None:
+    if total > TOLD_BYTES and cached(repo_id, info.sha) is None:
         print(f"{repo_id}: {total / 1e9:.1f} GB to download from the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=wanted))
@@ -191,7 +191,7 @@ def _drafter_files(sizes: Mapping[str, int], allow_bin: bool) -> list[str]:
     return [name for name in plain if name in (*CHECKPOINT_FILES, *([INDEX] if SINGLE not in sizes else []), *weights)]
 
 
-def _cached(repo_id: str, revision: str | None) -> Path | None:
+def cached(repo_id: str, revision: str | None) -> Path | None:
     """The cache's folder of the repository; None: it has no config or no weights of it."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

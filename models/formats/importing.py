@@ -29,6 +29,15 @@ def is_ours(directory: Path) -> bool:
     return isinstance(config, dict) and {"drafter", "target"} <= config.keys()
 
 
+def is_foreign(directory: Path) -> bool:
+    """Whether a folder holds a model in a format other than ours, to judge by its config.json."""
+    try:
+        config = parse_json((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "architectures" in config and not is_ours(directory)
+
+
 def read_for(folder: Folder, section: TargetSection) -> Foreign:
     """The drafter in a foreign folder, for a target by its config alone. Raises UserError where they do not fit."""
     config = load_config(section).get_text_config()

@@ -172,7 +172,7 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
         model
         + {
             "regenerate": [*_sources(recipe.data.prompts), *evaluated],
-            "rank-vocab": [conversations, *_sources([each.source for each in recipe.data.ranking.sources])],
+            "rank-vocab": [conversations, *start, *_sources([each.source for each in recipe.data.ranking.sources])],
             "capture": [conversations],
             "train": [conversations, recipe.draft_vocab_path, *states, *start],
             "label-trees": [

@@ -25,7 +25,7 @@ from draftsmith.models.costs import (
     shared_out,
     target_size,
 )
-from draftsmith.models.drafters import drafter_shape, on_meta
+from draftsmith.models.drafters import on_meta
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.reader import Rejects
@@ -42,6 +42,7 @@ from draftsmith.train.measure.memory import (
 )
 from draftsmith.train.measure.planned_run import PlannedRun, counted_data, expected_data
 from draftsmith.train.measure.step_flops import StepFlops
+from draftsmith.train.run.initial_drafter import shape_of_run
 from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
 from draftsmith.train.run.settings import schedule_of, trainee_of, uses_bf16
 from draftsmith.train.run.state_sources import store_of
@@ -62,7 +63,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     section, fingerprint = recipe.target, tokenizer_fingerprint(tokenizer)
     config = load_config(section)
     text_config = config.get_text_config()
-    shape = drafter_shape(recipe.drafter, text_config)
+    shape = shape_of_run(recipe, text_config)
     vocab_is_there = recipe.draft_vocab_path.exists()
     if vocab_is_there:
         vocab = read_run_vocab(recipe, text_config.vocab_size, fingerprint)

@@ -1,21 +1,39 @@
 """The drafter that training starts from: fresh weights, or those of a trained drafter (drafter.init_from)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab, read_weights
-from draftsmith.models.drafters import build_drafter, kind_text, padded
+from draftsmith.models.drafters import build_drafter, drafter_shape, kind_text, padded
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import specialists_of
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import DrafterSection
+from draftsmith.recipes.schema import DrafterSection, Recipe
 from draftsmith.train.run.lora import add_lora
+
+# Fields of a shape that no key of a recipe sets. They are the target's, and for another project's drafters their own.
+UNSET = ("head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "rope_parameters")
+
+
+def shape_of_run(recipe: Recipe, config: Any) -> DrafterConfig:
+    """The shape of the recipe's drafter, for a target with this text config. Where the recipe sets nothing it is that
+    of drafter.init_from, if one is there.
+    """
+    shape = drafter_shape(recipe.drafter, config)
+    if recipe.drafter.init_from is None:
+        return shape
+    try:
+        start = read_drafter_config(Path(recipe.drafter.init_from))[0]
+    except UserError:
+        return shape  # `check_start` says why
+    return replace(shape, **{name: getattr(start, name) for name in UNSET})
 
 
 def new_drafter(
@@ -99,6 +117,6 @@ def check_start(
     if not its_vocab.same_as(vocab.to(its_vocab.target_ids.device)):
         raise UserError(
             f"drafter.init_from: {directory} has another draft vocabulary than draft_vocab.safetensors of this run; "
-            "copy the one of the run that trained it"
+            "run `draftsmith rank-vocab` with this recipe, which takes the drafter's"
         )
     return given

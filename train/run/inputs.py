@@ -9,8 +9,8 @@ from draftsmith.data_gen.states.store import Store
 from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
-from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.formats.named_drafters import yet_to_import
 from draftsmith.models.vocab import DraftVocab, load_metadata
 from draftsmith.recipes.command.inputs import draft_vocab, need
 from draftsmith.recipes.command.launch import rank
@@ -18,7 +18,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.validation import validation_rank
-from draftsmith.train.run.initial_drafter import check_start
+from draftsmith.train.run.initial_drafter import check_start, shape_of_run
 from draftsmith.train.run.state_sources import store_of
 
 
@@ -53,7 +53,7 @@ def read_inputs(recipe: Recipe, tokenizer: Any) -> Inputs:
     if rejects.total and rank() == 0:
         print(rejects.summary())
     config, fingerprint = load_config(recipe.target).get_text_config(), tokenizer_fingerprint(tokenizer)
-    shape = drafter_shape(recipe.drafter, config)
+    shape = shape_of_run(recipe, config)
     vocab = read_run_vocab(recipe, config.vocab_size, fingerprint)
     check_start_of_recipe(recipe, config, shape, vocab, fingerprint)
     store = store_of(recipe, config, shape.capture_layers, [*rows, *validation_rows], fingerprint)
@@ -105,7 +105,7 @@ def check_start_of_recipe(
     recipe: Recipe, config: Any, shape: DrafterConfig, vocab: DraftVocab, fingerprint: str
 ) -> None:
     """Raises UserError if training cannot start from drafter.init_from, as far as that can be told without weights."""
-    if recipe.drafter.init_from is not None:
+    if recipe.drafter.init_from is not None and not yet_to_import(recipe, recipe.drafter.init_from):
         section = recipe.target
         target = config_identity(config, section.model, section.revision, fingerprint, adapter_digest(section))
         check_start(Path(recipe.drafter.init_from), shape, vocab, target, unknown=("embedding_scale",))

@@ -19,6 +19,7 @@ from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
 from draftsmith.models.costs import target_size
+from draftsmith.models.formats.named_drafters import with_start
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank, world_size
@@ -51,7 +52,7 @@ from draftsmith.train.run.validation_replay import ValidationReplay, check_best,
 
 def main(command: Command) -> bool:
     """Trains the recipe's drafter. Returns False if it is not finished: for --plan, and after SIGTERM."""
-    recipe = command.recipe
+    recipe = with_start(command.recipe, command.plan)
     tokenizer = load_tokenizer(recipe.target)
     check_replay(recipe)
     check_sharding(recipe)

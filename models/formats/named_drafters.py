@@ -1,0 +1,141 @@
+"""Drafters as recipes name them: a folder of ours, a folder in a foreign format, or a Hub id (USER/NAME[@REVISION]).
+
+name --here, or in the Hub's cache--> folder --a foreign one is imported, once--> folder of ours
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from draftsmith.models.adapter import adapter_digest
+from draftsmith.models.checkpoint import read_drafter_config
+from draftsmith.models.drafters import kind_text
+from draftsmith.models.formats import hub
+from draftsmith.models.formats.folder import read_folder
+from draftsmith.models.formats.importing import import_drafter, is_foreign, read_for
+from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.files.atomic import written
+from draftsmith.recipes.files.digest import file_digest
+from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.schema import Recipe, TargetSection
+
+HUB_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")
+LONGEST_IMPORT = 3600.0  # seconds that the other processes of a run wait for the one that imports
+
+
+def own_drafter(name: str, recipe: Recipe, plan: bool) -> str:
+    """The folder of a drafter of ours for a drafter's name; a foreign one is imported into recipe.imported_dir.
+
+    A local folder goes before a Hub id of the same spelling. Names without a drafter return as they are: their readers
+    report them.
+
+    Args:
+        plan: print what would be downloaded or imported, but do neither. The folder may then be missing
+            (`yet_to_import`).
+
+    Raises:
+        UserError: the Hub does not give it, or a foreign drafter cannot be read or is not for the recipe's target.
+    """
+    on_hub, directory = HUB_ID.fullmatch(name), Path(name)
+    label = re.sub(r"[^\w.-]+", "--", name) if on_hub else directory.resolve().name
+    if on_hub and not written(directory).exists():
+        repo_id, revision = on_hub.groups()
+        cached = hub.cached(repo_id, revision) if plan else hub.fetch_drafter(repo_id, revision)
+        if cached is None:
+            print(f"note: {name!r} is no folder in {Path.cwd()}: the run would fetch it from the Hugging Face Hub")
+            return str(recipe.imported_dir / label)
+        name, directory = str(cached), cached
+    if not is_foreign(directory):
+        return name
+    out = recipe.imported_dir / f"{label}-{_digest(directory, recipe.target)[:12]}"
+    if not written(out).exists():
+        folder = read_folder(directory)
+        if plan:
+            shape = read_for(folder, recipe.target).shape
+            print(f"note: {directory}: a foreign {kind_text(shape)}: the run would import it into {out}")
+        else:
+            with alone_in(recipe.imported_dir, LONGEST_IMPORT):
+                if not written(out).exists():  # another process of this run may have been here
+                    import_drafter(folder, recipe.target, out)
+                    print(f"imported: {directory} into {out}", flush=True)
+    return str(out)
+
+
+def _digest(directory: Path, target: TargetSection) -> str:
+    """Identifies the content of a foreign folder and the target that it is imported for."""
+    files = sorted([directory / "config.json", *directory.glob("*.safetensors"), *directory.glob("*.index.json")])
+    content = {path.name: file_digest(path) for path in files}
+    model = str(Path(target.model).resolve()) if Path(target.model).exists() else target.model
+    made_for = [model, target.revision, target.dtype, adapter_digest(target)]
+    return hashlib.sha256(json.dumps([content, made_for], sort_keys=True).encode()).hexdigest()
+
+
+def yet_to_import(recipe: Recipe, drafter: str | Path | None) -> bool:
+    """Whether a drafter is one that `own_drafter` would fetch or import, were it no plan."""
+    return drafter is not None and Path(drafter).parent == recipe.imported_dir and not written(Path(drafter)).exists()
+
+
+# The recipe with folders of ours in the place of all names.
+
+
+def with_measured_drafters(recipe: Recipe, plan: bool) -> Recipe:
+    """For measuring: eval.drafter, and the drafters under eval.also. Raises UserError with all problems."""
+    problems: list[str] = []
+    found: dict[str, str | None] = {"eval.drafter": recipe.eval.drafter}
+    found |= {f"eval.also.{i}.drafter": rival.drafter for i, rival in enumerate(recipe.eval.also)}
+    for key, name in found.items():
+        if name is not None:
+            with collected(problems):
+                found[key] = _own_at(key, name, recipe, plan)
+    if problems:
+        raise UserError(problems)
+    main, *rivals = found.values()
+    also = [
+        section.model_copy(update={"drafter": name}) for section, name in zip(recipe.eval.also, rivals, strict=True)
+    ]
+    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"drafter": main, "also": also})})
+
+
+def with_writing_drafter(recipe: Recipe, plan: bool) -> Recipe:
+    """For regeneration: data.generator.drafter. Raises UserError as `own_drafter`."""
+    name = recipe.data.generator.drafter
+    if name is None:
+        return recipe
+    found = _own_at("data.generator.drafter", name, recipe, plan)
+    generator = recipe.data.generator.model_copy(update={"drafter": found})
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"generator": generator})})
+
+
+def with_start(recipe: Recipe, plan: bool) -> Recipe:
+    """For training and its vocabulary: drafter.init_from, and the size of its draft vocabulary, which comes along.
+
+    Raises:
+        UserError: as `own_drafter`; or drafter.vocab_size is another size than that of the drafter's vocabulary.
+    """
+    name, section = recipe.drafter.init_from, recipe.drafter
+    if name is None:
+        return recipe
+    start = _own_at("drafter.init_from", name, recipe, plan)
+    changed: dict[str, str | int] = {"init_from": start}
+    try:
+        shape = read_drafter_config(Path(start))[0]
+    except UserError:
+        shape = None  # its reader reports it
+    if shape is not None and shape.own_head and section.extends == "eagle3":
+        if section.vocab_size is None and shape.draft_vocab_size != shape.vocab_size:
+            changed["vocab_size"] = shape.draft_vocab_size
+        elif section.vocab_size not in (None, shape.draft_vocab_size):
+            raise UserError(
+                f"drafter.vocab_size: {section.vocab_size:,}, but drafter.init_from ({name}) brings its draft "
+                f"vocabulary of {shape.draft_vocab_size:,} tokens with it: leave vocab_size out"
+            )
+    return recipe.model_copy(update={"drafter": section.model_copy(update=changed)})
+
+
+def _own_at(key: str, name: str, recipe: Recipe, plan: bool) -> str:
+    """`own_drafter` for the name at a key of the recipe, which problems then begin with."""
+    try:
+        return own_drafter(name, recipe, plan)
+    except UserError as error:
+        raise UserError([f"{key}: {problem}" for problem in error.problems]) from None
