@@ -44,7 +44,9 @@ class Manners:
     model: str = "fake"
     max_model_len: int | None = 512
     key: str | None = None  # that it wants
-    ids: str = "token_ids"  # how it gives token ids: token_ids, logprobs, or text for not at all
+    ids: str = (
+        "token_ids"  # how it gives token ids: token_ids, logprobs, content (as llama.cpp), or text for not at all
+    )
     strip_stop: bool = False  # from ids and text, and not from the count
     seconds: float = 0.0  # before it answers, spread over the pieces of a stream
     tear: float = 0.0  # share of requests whose connection it drops, in the middle of a stream
@@ -122,6 +124,9 @@ class FakeServer:
             choice |= {"token_ids": shown, "prompt_token_ids": prompt_ids}
         if manners.ids == "logprobs" and body.get("logprobs") is not None:
             choice["logprobs"] = {"tokens": [f"token_id:{i}" for i in shown]}
+        if manners.ids == "content" and body.get("logprobs"):
+            whole = [i for n, i in enumerate(shown, 1) if not self.tokenizer.decode(shown[:n]).endswith("\ufffd")]
+            choice["logprobs"] = {"content": [{"id": i} for i in whole]}
         usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": counted}
         reply = {"object": "text_completion", "model": manners.model, "choices": [choice], "usage": usage}
         if manners.lie is not None and len(prompt_ids) > 1 and manners.lie_to(prompt_ids):
@@ -131,7 +136,8 @@ class FakeServer:
     def pieces(self, reply: Reply) -> list[Reply]:
         """The reply as a stream: a piece per token (per character without ids), the reason, the usage."""
         choice = reply["choices"][0]
-        ids, tokens, text = choice.get("token_ids"), (choice.get("logprobs") or {}).get("tokens"), choice["text"]
+        ids, logprobs, text = choice.get("token_ids"), choice.get("logprobs") or {}, choice["text"]
+        ((kind, tokens),) = logprobs.items() or [("tokens", None)]
         known = bool(ids) and all(0 <= i < len(self.tokenizer) for i in ids or ())
         whole = not known or self.tokenizer.decode(ids) != text
         pieces: list[Reply] = []
@@ -148,7 +154,7 @@ class FakeServer:
             if ids:
                 piece["token_ids"] = ids[i : i + 1]
             elif tokens:
-                piece["logprobs"] = {"tokens": tokens[i : i + 1]}
+                piece["logprobs"] = {kind: tokens[i : i + 1]}
             pieces.append({"choices": [{"index": 0, "finish_reason": None, **piece}]})
         end = {"index": 0, "text": "", "finish_reason": choice["finish_reason"]}
         end |= {key: choice[key] for key in ("stop_reason", "prompt_token_ids") if key in choice}

@@ -42,6 +42,24 @@ def test_given_token_ids_are_kept(place: Place, stream: bool, ids: str, strip: b
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_ids_of_a_character_that_llama_cpp_leaves_out_come_from_the_text(place: Place, stream: bool) -> None:
+    place.ask(40)
+    with FakeServer(place.tokenizer, ids="content") as server:
+        place.use(server, stream=stream)
+        printed = place.run()
+    turns = [turn for record in place.records() for turn in record["turns"]]
+    assert f"{len(turns)} answers" in printed and ", 0 failed tries" in printed
+    given = 0
+    for turn in turns:
+        ids, reason = expected(place.tokenizer, turn["prompt_token_ids"], LIMIT)
+        skipped = any(place.tokenizer.decode(ids[:n]).endswith("\ufffd") for n in range(1, len(ids) + 1))
+        assert turn.get("retokenised", False) is skipped
+        assert turn["finish_reason"] == reason and (turn["output_token_ids"] == ids or reason == "length")
+        given += not skipped
+    assert 0 < given < len(turns)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("strip", [False, True])
 def test_text_is_tokenised_again_and_said_to_be(place: Place, stream: bool, strip: bool) -> None:
     place.ask(20)

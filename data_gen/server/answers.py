@@ -7,8 +7,9 @@ Servers put token ids into
     choice.token_ids                        vLLM, SGLang: asked for by return_token_ids
     choice.output_token_ids, .output_ids    others
     choice.logprobs.tokens                  vLLM: "token_id:123", asked for by return_tokens_as_token_ids
-    choice.logprobs.content[].id            llama.cpp
-Without any of these, the target's tokenizer makes ids from the text. They may differ from the generated tokens.
+    choice.logprobs.content[].id            llama.cpp: asked for by logprobs=1
+Without any of these, the target's tokenizer makes ids from the text. They may differ from the generated tokens. So it
+does for llama.cpp's answers with a character of several tokens, because llama.cpp gives only the last of these ids.
 """
 
 import re
@@ -44,6 +45,7 @@ class Completion:
 
     text: str = ""
     token_ids: list[Any] | None = None
+    skips_ids: bool = False  # token_ids may lack tokens: llama.cpp's logprobs
     prompt_token_ids: list[Any] | None = None
     finish_reason: str | None = None
     stopped_at: int | str | None = None  # the token or text that ended the answer, if the server names it
@@ -73,6 +75,8 @@ class Completion:
             return 0
         choice = choices[0]
         text, ids = choice.get("text") or "", _token_ids(choice)
+        if ids is None and (ids := _content_ids(choice)) is not None:
+            self.skips_ids = True
         if not isinstance(text, str):
             raise BadAnswer("the text of the reply is not a string")
         if self.finish_reason and (text or ids):
@@ -137,7 +141,7 @@ def read_answer(
         raise BadAnswer(f"it counts {counted} tokens where at most {limit} were asked for")
     if not said.text and not said.token_ids and not (said.finish_reason == "stop" and counted == 1):
         raise BadAnswer("the answer is empty")
-    retokenised = said.token_ids is None
+    retokenised = said.token_ids is None or (said.skips_ids and len(said.token_ids) < (counted or 0))
     ids = _made_of_text(said, vocabulary) if retokenised else _given(said, limit, vocabulary)
     end = next((i + 1 for i, token in enumerate(ids) if token in vocabulary.stop_ids), None)
     reason = "stop" if end else said.finish_reason
@@ -213,7 +217,12 @@ def _token_ids(choice: dict[str, Any]) -> list[Any] | None:
     if isinstance(tokens, list) and tokens:
         matches = [_TOKEN_ID.fullmatch(token) if isinstance(token, str) else None for token in tokens]
         return [int(match[1]) for match in matches if match] if all(matches) else None
-    content = logprobs.get("content")
+    return None
+
+
+def _content_ids(choice: dict[str, Any]) -> list[Any] | None:
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if isinstance(content, list) and all(isinstance(item, dict) and "id" in item for item in content):
         return [item["id"] for item in content]
     return None

@@ -345,7 +345,8 @@ class Servers:
         if self._section.stream:
             body["stream_options"] = {"include_usage": True}
         if server.ids_by_logprobs:
-            body |= {"logprobs": 0, "return_tokens_as_token_ids": True}
+            # 0 would do for vLLM; llama.cpp gives nothing for it.
+            body |= {"logprobs": 1, "return_tokens_as_token_ids": True}
         return body
 
     async def _least_loaded(self) -> Server:
