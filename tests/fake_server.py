@@ -125,7 +125,7 @@ class FakeServer:
         if manners.ids == "logprobs" and body.get("logprobs") is not None:
             choice["logprobs"] = {"tokens": [f"token_id:{i}" for i in shown]}
         if manners.ids == "content" and body.get("logprobs"):
-            whole = [i for n, i in enumerate(shown, 1) if not self.tokenizer.decode(shown[:n]).endswith("\ufffd")]
+            whole = [i for n, i in enumerate(shown, 1) if not str(self.tokenizer.decode(shown[:n])).endswith("\ufffd")]
             choice["logprobs"] = {"content": [{"id": i} for i in whole]}
         usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": counted}
         reply = {"object": "text_completion", "model": manners.model, "choices": [choice], "usage": usage}
