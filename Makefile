@@ -77,7 +77,7 @@ $(VLLM)/.installed:
 	@touch $@
 
 # The source distribution of llama-cpp-python holds llama.cpp whole. cmake and a C++ compiler build it in 15 minutes.
-$(LLAMA_CPP)/.built:
+$(LLAMA_CPP)/.built: | $(INSTALLED)
 	mkdir -p $(LLAMA_CPP)
 	$(BIN)/python -m pip download --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) llama-cpp-python==0.3.36
 	tar -xzf $(LLAMA_CPP)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA_CPP) --strip-components 3 \
