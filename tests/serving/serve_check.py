@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.recipes.loader import load_recipe
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PLAIN = "plain decoding"
 
 Answers = list[dict[str, Any]]
 
@@ -143,8 +143,9 @@ def ask(engine: Engine, prompts: list[list[int]], out: Path, drafter: bool) -> t
 
 def evaluated(recipe: str, overrides: list[str], drafts: int, out: Path) -> tuple[Answers, Answers]:
     """Our loop's answers: plain, and with a chain of `drafts` tokens."""
-    tree = f"eval.tree={{policy: chain, nodes: {drafts + 1}}}"
-    _draftsmith("eval/acceptance.py", recipe, *overrides, tree, "eval.also=[]", f"eval.out={out / 'eval'}")
+    chain = [f"eval.tree={{policy: chain, nodes: {drafts + 1}}}", "eval.also=[]", f"eval.out={out / 'eval'}"]
+    exact = ["target.dtype=float32", "eval.temperature=0", "eval.batch_size=1"]
+    _draftsmith("eval/acceptance.py", recipe, *overrides, *chain, *exact)
     lines = (out / "eval" / "generations.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     plain = [row for row in rows if row["contender"] == PLAIN]
