@@ -93,6 +93,10 @@ def test_merging_changes_no_logits(kind: str) -> None:
     with torch.no_grad():
         assert all(torch.equal(one, other) for one, other in zip(computed(), unmerged, strict=True))
     assert drafter.state_dict().keys() == states.keys()
+    name = next(name for name in trained if name.endswith(".b")).split(".parametrizations")[0]
+    low_rank = (trained[f"{name}.parametrizations.weight.0.{each}"].detach() for each in "ba")
+    expected = states[f"{name}.weight"] + 6.0 / 3 * torch.matmul(*low_rank)
+    torch.testing.assert_close(drafter.state_dict()[f"{name}.weight"], expected)
 
 
 def test_what_cannot_be_adapted_is_refused(recipe_path: Path, start: Path) -> None:
