@@ -11,6 +11,9 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.stdlib import split_of
 
 
+QUESTION = [{"role": "user", "content": "?"}]
+
+
 def test_questions_of_held_out_modules_are_not_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
         ("asyncio.x", "def f():\n    pass", "Documented. " * 9),
@@ -33,7 +36,7 @@ def test_questions_of_held_out_modules_are_not_trained_on(tmp_path: Path, monkey
 @pytest.mark.parametrize("method", adapt.METHODS)
 def test_the_recipes_are_valid_and_differ_in_what_is_compared(tmp_path: Path, method: str) -> None:
     for split in ("train", "heldout"):
-        (tmp_path / f"{split}.jsonl").touch()
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"id": split, "messages": QUESTION}) + "\n")
     path = adapt.recipe(tmp_path, "run", Path("runs/demo"), max_steps=20, seed=2, **adapt.METHODS[method])
     recipe = load_recipe(path)
     assert (recipe.drafter.lora is None) == (method == "all weights")
