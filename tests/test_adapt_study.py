@@ -10,7 +10,6 @@ from docs.study import adapt
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.stdlib import split_of
 
-
 QUESTION = [{"role": "user", "content": "?"}]
 
 
