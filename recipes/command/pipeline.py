@@ -22,8 +22,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from draftsmith.recipes.command.cli import parse_command
@@ -64,12 +65,12 @@ def main() -> None:
             continue
         ran = True
         print(f"\n[{number}/{len(stages)}] draftsmith {stage} {shlex.join(words)}", flush=True)
-        started = time.time_ns()
+        before = {file: _stamp(file) for file in _writes(recipe, stage)} if stage in REWRITTEN else {}
         if code := _call([stage, *words]):
             sys.exit(code)
         if command.plan:
             continue
-        if _unwritten(recipe, stage, started if stage in REWRITTEN else 0):
+        if _unwritten(recipe, stage, before):
             print(f"{stage} was stopped before its end; the same command goes on", file=sys.stderr)
             sys.exit(1)
         _remember(recipe, stage)
@@ -256,12 +257,23 @@ def _sources(sources: str | list[str] | None) -> list[Path]:
     return [Path(path) for path in paths if Path(path).is_file()]
 
 
-def _unwritten(recipe: Recipe, stage: str, since: int = 0) -> str | None:
-    """The first of a stage's files that is missing or older than `since` (nanoseconds)."""
+def _unwritten(
+    recipe: Recipe, stage: str, before: Mapping[Path, tuple[int, ...] | None] = MappingProxyType({})
+) -> str | None:
+    """The first of a stage's files that is missing or is still the one that was there `before`."""
     for file in _writes(recipe, stage):
-        if not file.exists() or file.stat().st_mtime_ns < since:
+        if (stamp := _stamp(file)) is None or stamp == before.get(file):
             return _name(recipe, file)
     return None
+
+
+def _stamp(file: Path) -> tuple[int, ...] | None:
+    """Tells a file from one that replaces it. Never compared with a clock: a file's time is coarser, and may be a
+    server's."""
+    if not file.exists():
+        return None
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # Remembering it.
