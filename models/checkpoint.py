@@ -184,8 +184,9 @@ def _check_values(kind: type[DrafterConfig], values: dict[str, Any]) -> None:
         if each.name not in values:
             continue  # it has a default, or `from_dict` raises
         value = values[each.name]
-        if each.type is int and not (type(value) is int and 1 <= value <= LARGEST_NUMBER):
-            wrong.append(f"{each.name} is {short(value)}, not a whole number from 1 to {LARGEST_NUMBER:,}")
+        least = each.metadata.get("least", 1)
+        if each.type is int and not (type(value) is int and least <= value <= LARGEST_NUMBER):
+            wrong.append(f"{each.name} is {short(value)}, not a whole number from {least} to {LARGEST_NUMBER:,}")
         elif each.type is float and not (type(value) in (int, float) and 0 < value <= LARGEST_NUMBER):
             wrong.append(f"{each.name} is {short(value)}, not a number above 0 and up to {LARGEST_NUMBER:,}")
         elif each.type is bool and type(value) is not bool:

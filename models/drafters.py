@@ -11,6 +11,7 @@ from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter
 from draftsmith.models.target import checked_capture_layers
+from draftsmith.models.vispec import Vispec3Config, Vispec3Drafter, VispecConfig, VispecDrafter
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection
@@ -20,11 +21,13 @@ DRAFTER_CLASSES: dict[type[DrafterConfig], Any] = {
     EagleConfig: EagleDrafter,
     PossConfig: PossDrafter,
     Poss3Config: Poss3Drafter,
+    VispecConfig: VispecDrafter,
+    Vispec3Config: Vispec3Drafter,
 }
 
 
 def config_class(kind: Any, base: Any = None) -> type[DrafterConfig] | None:
-    """The config class of a kind (and, for position specialists, of their base); None: unknown."""
+    """The config class of a kind (and, for position specialists and ViSpec, of their base); None: unknown."""
     return next((config for config in DRAFTER_CLASSES if (config.kind, config.base) == (kind, base)), None)
 
 
@@ -38,8 +41,9 @@ def kind_text(config: DrafterConfig) -> str:
 
 
 def kind_name(kind: str, base: str | None, positions: int | None) -> str:
-    """The same from a recipe's values. Specialists over EAGLE-1, the published form, are named without the base."""
-    return kind + f"-{positions}" * (kind == "poss") + f" over {base}" * (kind == "poss" and base != "eagle")
+    """The same from a recipe's values. Over EAGLE-1, the published form of PosS and ViSpec, the base is not named."""
+    over = f" over {base}" * (kind in ("poss", "vispec") and base != "eagle")
+    return kind + f"-{positions}" * (kind == "poss") + over
 
 
 def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | None) -> FeatureDrafter:

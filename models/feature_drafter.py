@@ -6,6 +6,9 @@
     output --logits--> distribution over the draft vocabulary
     output --feedback--> the next drafted column's feature
 
+`target_columns` says which columns the target's states make; in text, all do. `entry_in_context` is entry for drafters
+that know of pictures (`models.vispec`), and entry itself for all others.
+
 Drafters (`models.eagle`, `models.eagle3`) differ in fuse, entry, logits, feedback and layers. A *stack* is the layers
 that make one output. Most drafters have one; position specialists (`models.poss`) have several, chosen by the drafted
 position (step 0 is the first drafted token):
@@ -34,6 +37,8 @@ from draftsmith.models.draft_tree import Committed, Embedder
 from draftsmith.models.families import layer_configs
 from draftsmith.models.key_values import BufferKind, KeyValues, SlotTree
 from draftsmith.models.layers import Attention, GatedMLP, RmsNorm, grouped_attention, rotary
+from draftsmith.models.prompt import DecoderInputs
+from draftsmith.models.target_columns import Pictures, TargetColumns, TextColumns, columns_within
 from draftsmith.models.vocab import DraftVocab, cut_head_rows
 from draftsmith.recipes.errors import UserError
 
@@ -43,7 +48,7 @@ class DrafterConfig:
     """The shape of a drafter, as stored in its config.json."""
 
     kind: ClassVar[str]
-    base: ClassVar[str | None] = None  # the kind that position specialists extend
+    base: ClassVar[str | None] = None  # the kind that position specialists and vision-aware drafters extend
     own_head: ClassVar[bool]  # whether the head is trained, or the target's
 
     hidden_size: int
@@ -220,6 +225,21 @@ class FeatureDrafter(nn.Module):
         """Features and the target's embeddings [..., H] to the input [..., W] of a stack's first layer."""
         raise NotImplementedError
 
+    def entry_in_context(self, feature: torch.Tensor, embedding: torch.Tensor, *context: torch.Tensor) -> torch.Tensor:
+        """`entry` with the context of each column (`models.target_columns.TargetColumns.context`)."""
+        return self.entry(feature, embedding)
+
+    def target_columns(
+        self, captured: torch.Tensor, following: DecoderInputs, texts: Sequence[TextColumns]
+    ) -> TargetColumns:
+        """The columns that exist of these texts, side by side in each row.
+
+        Args:
+            captured: [B, T, F] states of the target; following: the tokens behind them, at their positions.
+        """
+        counts = [text.count for text in texts]  # for decoding, where each row is one text
+        return TargetColumns(captured, following.embeddings, following.positions, counts)
+
     def logits(self, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs [..., H] to float32 logits over the draft vocabulary [..., Vd]."""
         return self.head(None)(outputs)
@@ -272,10 +292,13 @@ class FeatureDrafting:
         kind = BufferKind(config.num_key_value_heads, config.head_dim, self.drafter.dtype, self.device)
         self.columns = KeyValues([(kind, kind)] * self.first[-1], [0] * rows, capacity=512)
         self.newest_B1 = torch.empty((0, 1), dtype=torch.long)  # position of the newest committed column
+        self.context: tuple[torch.Tensor, ...] = ()  # its context, which drafted columns share
+        self.pictures: list[Pictures] = [{} for _ in range(rows)]
         self._new_round(torch.empty(rows, 0, config.hidden_size))
 
     def admit(self, rows: int) -> None:
         self.columns.admit([0] * rows)
+        self.pictures += [{} for _ in range(rows)]
 
     def _new_round(self, outputs: torch.Tensor) -> None:
         self.outputs = outputs  # [B, slots, H] outputs of the round's columns, slot 0 first
@@ -287,12 +310,18 @@ class FeatureDrafting:
         """Keeps these rows between rounds; drops the last round's drafted columns."""
         self.columns.keep(rows)
         index = torch.tensor(rows, device=self.device)
-        self.newest_B1 = self.newest_B1[index]
+        self.newest_B1, self.context = self.newest_B1[index], tuple(each[index] for each in self.context)
+        self.pictures = [self.pictures[row] for row in rows]
         self._new_round(self.outputs[index, :1])
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Keeps the first lengths[b] columns. Column t depends on no token behind t + 1."""
-        self.columns.rollback(lengths)
+        """Keeps the columns of the first lengths[b] positions. Column t depends on no token behind t + 1."""
+        texts = list(zip(lengths, [*self.pictures, *[{}] * len(lengths)], strict=False))
+        self.columns.rollback([columns_within(length, pictures) for length, pictures in texts])
+        self.pictures = [
+            {token: picture for token, picture in pictures.items() if picture.first < length}
+            for length, pictures in texts
+        ]
         self._new_round(self.outputs[:, :0])  # their outputs are unknown
 
     @torch.no_grad()
@@ -302,19 +331,24 @@ class FeatureDrafting:
         Where most of [B, n] is padding, as when new prompts replace a few finished answers, keys and values are
         computed in one row of columns without padding, if the stack's layer needs no others'.
         """
-        features, counts = committed.features, committed.counts
-        assert features is not None
+        assert committed.features is not None
         drafter, columns, self.target = self.drafter, self.columns, committed.target
+        each = enumerate(zip(committed.tokens, committed.counts, self.pictures, strict=True))
+        texts = [TextColumns(row, 0, n, len(tokens) - 1 - n, pictures) for row, (tokens, n, pictures) in each]
+        read = drafter.target_columns(committed.features, committed.inputs(drafter.dtype, self.device), texts)
+        features, embeddings, positions = read.captured, read.embeddings, read.positions
+        context, counts = read.context, read.counts
         rows, most = features.shape[:2]
-        inputs = committed.inputs(drafter.dtype, self.device)
-        embeddings, positions = inputs.embeddings, inputs.positions
         packed = len(self.stacks[0]) == 1 and 2 * sum(counts) < rows * most
         row_N = place_N = torch.empty(0)
         newest: Any = (slice(None), -1)  # indices of each row's newest column
         if packed:
             row_N = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)], device=self.device)
             place_N = torch.tensor([place for count in counts for place in range(count)], device=self.device)
-            features, embeddings, positions = (x[row_N, place_N][None] for x in (features, embeddings, positions))
+            features, embeddings, positions, *rest = (
+                x[row_N, place_N][None] for x in (features, embeddings, positions, *context)
+            )
+            context = tuple(rest)
             newest = 0, torch.tensor(counts, device=self.device).cumsum(0) - 1
         elif rows > 1:
             newest = torch.arange(rows, device=self.device), torch.tensor(counts, device=self.device) - 1
@@ -330,7 +364,7 @@ class FeatureDrafting:
             return columns.write(place, *keys_values)
 
         columns.place(0, most)
-        h = drafter.entry(drafter.fuse(features), embeddings)  # [B, n, W], packed [1, N, W]
+        h = drafter.entry_in_context(drafter.fuse(features), embeddings, *context)  # [B, n, W], packed [1, N, W]
         cos, sin = drafter.rotary(h, positions)
         for stack, first in zip(self.stacks[1:], self.first[1:-1], strict=True):
             write(first, stack[0], stack[0].enter(h)[0])
@@ -341,7 +375,10 @@ class FeatureDrafting:
         x, residual = last.enter(h)
         keys, values = write(len(lower), last, x)
         columns.commit(counts)
-        x, cos, sin, residual, self.newest_B1 = (each[newest][:, None] for each in (x, cos, sin, residual, positions))
+        x, cos, sin, residual, self.newest_B1, *rest = (
+            each[newest][:, None] for each in (x, cos, sin, residual, positions, *context)
+        )
+        self.context = tuple(rest)
         mask = None
         if not columns.even:  # hides columns beyond a row's own
             lengths = torch.tensor(columns.lengths, device=self.device)
@@ -367,7 +404,7 @@ class FeatureDrafting:
             parents = self.outputs[0].index_select(0, parent_slots[0])[None]  # [B, b, H]
         else:
             parents = self.outputs[torch.arange(rows, device=self.device)[:, None], parent_slots]
-        h = drafter.entry(drafter.feedback(parents), self.target.embed(tokens, drafter.dtype))
+        h = drafter.entry_in_context(drafter.feedback(parents), self.target.embed(tokens, drafter.dtype), *self.context)
         # Columns at depth d have the position of unroll step d (models.alignment).
         cos, sin = drafter.rotary(h, (self.newest_B1 + depth).expand(-1, count))
         stack = drafter.stack_of(depth)

@@ -160,8 +160,24 @@ class PlacedInsert:
 
 
 @dataclass(frozen=True)
+class PlacedRows:
+    """An insert's embeddings in a batch, whole."""
+
+    row: int
+    first: int  # column of its first token; outside the batch's columns if only the rest is inside
+    rows: torch.Tensor  # [n, H] as in `DecoderInputs.embeddings`
+
+
+@dataclass(frozen=True)
 class DecoderInputs:
     """The input of the target's first layer for some tokens, and the only form in which drafters read tokens."""
 
     embeddings: torch.Tensor  # [B, T, H] with the scale of the target's family
     positions: torch.Tensor  # [B, T] of each token in its text
+    inserts: tuple[PlacedRows, ...] = ()  # those that reach into the embeddings
+
+    def following(self) -> "DecoderInputs":
+        """The inputs of the token behind each column, at the column's position. The last column repeats its own."""
+        embeddings = torch.cat((self.embeddings[:, 1:], self.embeddings[:, -1:]), dim=1)
+        inserts = tuple(replace(placed, first=placed.first - 1) for placed in self.inserts)
+        return DecoderInputs(embeddings, self.positions, inserts)

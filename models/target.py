@@ -31,7 +31,7 @@ from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.document_attention import document_attention
 from draftsmith.models.families import AttentionKinds, scaled_logits
 from draftsmith.models.feature_drafter import FrozenHead
-from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert
+from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
 from draftsmith.models.target_session import TargetSession
 from draftsmith.models.target_trials import Packing, check_trees, embedding_scales, tried_attention, working_packing
 from draftsmith.recipes.command.progress import Bar
@@ -244,11 +244,14 @@ class Target:
             dtype: of the embeddings, also while scaling; None: the target's.
         """
         embeddings = self.embed(ids, dtype)
+        whole: list[PlacedRows] = []
         for placed in inserts:
-            self._insert(placed, embeddings, self.scale_behind_embedding)
+            rows = self._insert(placed, embeddings, self.scale_behind_embedding)
+            if rows is not None:
+                whole.append(PlacedRows(placed.row, placed.insert.first, rows))
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
-        return DecoderInputs(embeddings, positions)
+        return DecoderInputs(embeddings, positions, tuple(whole))
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -266,13 +269,15 @@ class Target:
             raise UserError(f"target.model: {self.name} reads text, and embeddings {self.hidden_size} wide")
         return insert.rows.to(self.device)
 
-    def _insert(self, placed: PlacedInsert, embeddings_BTH: torch.Tensor, scale: float) -> None:
+    def _insert(self, placed: PlacedInsert, embeddings_BTH: torch.Tensor, scale: float) -> torch.Tensor | None:
+        """Writes an insert's embeddings in place. Returns all of them [n, H]; None: no part is inside."""
         first, length = placed.insert.first, placed.insert.length
         begin, end = max(0, first), min(first + length, embeddings_BTH.shape[1])
         if begin >= end:
-            return
-        rows = self.read_insert(placed.insert)[begin - first : end - first]
-        embeddings_BTH[placed.row, begin:end] = rows.to(embeddings_BTH.dtype) * scale
+            return None
+        rows = self.read_insert(placed.insert).to(embeddings_BTH.dtype) * scale
+        embeddings_BTH[placed.row, begin:end] = rows[begin - first : end - first]
+        return rows
 
     def decoder_arguments(self, ids: torch.Tensor, inserts: Sequence[PlacedInsert]) -> dict[str, torch.Tensor]:
         """The decoder's keyword arguments. Ids where there is no insert: some families use them elsewhere, too."""

@@ -128,19 +128,86 @@ class SlowDrafter:
         outputs: list[torch.Tensor] = []
         for step in range(steps):
             stack = self.stack_of(step)
-            states: list[Any] = [(self.fuse(captured[t]), ids[t + 1]) for t in range(column + 1)]
+            states, positions = self.known(captured, ids, column)
             for earlier in range(1, step + 1):
                 feature = self.feedback(outputs[earlier - 1])
                 if detach is True or (detach and self.stack_of(earlier - 1) != stack):
                     feature = feature.detach()
-                states.append((feature, ids[column + 1 + earlier]))
-            positions = list(range(len(states)))
+                states.append((self.seeing(feature, ids, column), ids[column + 1 + earlier]))
+                positions.append(column + earlier)
             *lower, last = self.stacks[stack]
+            places = list(range(len(states)))
             for layer in lower:
-                found = self.through(layer, states, positions, positions)
-                states = [found[i] for i in positions]
-            outputs.append(self.through(last, states, positions, positions[-1:])[positions[-1]])
+                found = self.through(layer, states, positions, places)
+                states = [found[i] for i in places]
+            outputs.append(self.through(last, states, positions, places[-1:])[places[-1]])
         return outputs
+
+    def known(self, captured: torch.Tensor, ids: list[int], column: int) -> tuple[list[Any], list[int]]:
+        """Inputs and positions of columns 0 .. column, made from the target's states."""
+        return [(self.fuse(captured[t]), ids[t + 1]) for t in range(column + 1)], list(range(column + 1))
+
+    def seeing(self, feature: torch.Tensor, ids: list[int], column: int) -> torch.Tensor:
+        """A drafted feature below this column, as entry reads it."""
+        return feature
+
+
+class SlowVispec(SlowDrafter):
+    """ViSpec: `pictures` has, for each text, the first token and the input embeddings [n, H] of its pictures."""
+
+    pictures: dict[tuple[int, ...], list[tuple[int, torch.Tensor]]]
+
+    def vectors(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The adaptor's vectors of a picture, query by query and head by head."""
+        found = []
+        for query in self.w["img_adaptor.query"]:  # [A, D]
+            heads = []
+            for a, one in enumerate(query):
+                own = slice(a * len(one), (a + 1) * len(one))
+                keys = [self.linear("img_adaptor.k_proj", row)[own] for row in rows]
+                values = [self.linear("img_adaptor.v_proj", row)[own] for row in rows]
+                weights = [torch.exp(one @ key / math.sqrt(len(one))) for key in keys]
+                total = sum(weights, torch.zeros_like(weights[0]))
+                heads.append(sum((w / total * v for w, v in zip(weights, values, strict=True)), torch.zeros_like(one)))
+            found.append(self.linear("img_adaptor.o_proj", torch.cat(heads)))
+        return found
+
+    def latest(self, ids: list[int], column: int) -> torch.Tensor:
+        """The global vector of the last picture that ends before token column + 1; zero if there is none."""
+        found = torch.zeros_like(self.w["img_fc.weight"][:, 0])
+        for first, rows in self.pictures[tuple(ids)]:
+            if first + len(rows) <= column + 1:
+                found = self.vectors(rows)[-1]
+        return found
+
+    def known(self, captured: torch.Tensor, ids: list[int], column: int) -> tuple[list[Any], list[int]]:
+        states: list[Any] = []
+        positions = []
+        for t in range(column + 1):
+            inside = [(a, rows) for a, rows in self.pictures[tuple(ids)] if a <= t + 1 < a + len(rows)]
+            if not inside:
+                states.append((self.seeing(self.fuse(captured[t]), ids, t), ids[t + 1]))
+                positions.append(t)
+                continue
+            [(first, rows)] = inside
+            tokens_with_column = [token for token in range(first, first + len(rows)) if token > 0]
+            stay = tokens_with_column[max(0, len(tokens_with_column) - self.c.compressed_tokens) :]
+            if t + 1 in stay:
+                states.append((None, self.vectors(rows)[stay.index(t + 1)]))
+                positions.append(t)
+        return states, positions
+
+    def seeing(self, feature: torch.Tensor, ids: list[int], column: int) -> torch.Tensor:
+        return self.linear("img_fc", torch.cat((feature, self.latest(ids, column))))
+
+    def enter(self, layer: str, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if not isinstance(state, tuple) or state[0] is not None:
+            return super().enter(layer, state)
+        vector = state[1]  # a compressed token
+        if self.fused:
+            both = self.norm(f"{layer}.input_layernorm", vector), self.norm(f"{layer}.hidden_norm", vector)
+            return torch.cat(both), vector
+        return vector, vector
 
 
 def step_weight(weight: Any, k: int, accepted: list[float]) -> float:

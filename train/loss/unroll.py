@@ -46,6 +46,7 @@ from draftsmith.models.feature_drafter import DrafterConfig, DraftLayer, Feature
 from draftsmith.models.layers import for_products, product_dtype
 from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target import Target
+from draftsmith.models.target_columns import TextColumns
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import Detach, StepWeight
 from draftsmith.train.attention.kernels import Kernel, kernel_for
@@ -161,22 +162,25 @@ def unroll(
         documents: packed documents; None: every row is one.
         kernel: of attention; None: the best for the device.
     """
-    embeddings_BTH = inputs_BT.embeddings
-    # [B, T, H] of x[t+1]; a document's last column never counts
-    following = torch.cat((embeddings_BTH[:, 1:], embeddings_BTH[:, -1:]), dim=1)
-    entry_BTW = drafter.entry(drafter.fuse(captured_BTF), following)
+    rows, tokens = captured_BTF.shape[:2]
+    places = documents.places if documents is not None else [(row, 0, tokens) for row in range(rows)]
+    # A document's last column never counts, so what stands behind it does not matter.
+    read = drafter.target_columns(captured_BTF, inputs_BT.following(), [TextColumns(*place) for place in places])
+    columns, documents = read.renumbered(columns, documents)
+    entry_BTW = drafter.entry_in_context(drafter.fuse(read.captured), read.embeddings, *read.context)
 
     def run(function, *args):
         # Not the reentrant form: it gives outputs inside containers no gradient.
         return checkpoint(function, *args, use_reentrant=False) if gradient_checkpointing else function(*args)
 
     def entry_of(feature: torch.Tensor, step: int) -> torch.Tensor:
-        return drafter.entry(feature, columns.gather(embeddings_BTH, 1 + step))
+        context = (columns.gather(each) for each in read.context)
+        return drafter.entry_in_context(feature, columns.gather(read.embeddings, step), *context)
 
     stack = drafter.stack_of(0)
     if kernel is None:
         kernel = kernel_of(drafter.config, entry_BTW.device, product_dtype(entry_BTW.device, drafter.dtype))
-    common = entry_BTW, inputs_BT.positions, columns, documents, columns.runs(documents), kernel
+    common = entry_BTW, read.positions, columns, documents, columns.runs(documents), kernel
     chains = _Chains(drafter, drafter.stacks[stack], *common)
     output = run(chains.first_step)
     yield output

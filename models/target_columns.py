@@ -1,0 +1,103 @@
+"""The columns that a drafter makes of the target's states, before its first layer.
+
+Column t reads the target's state of position t and the embedding of token x[t+1] (`models.alignment`). A text has a
+column for each position. `models.vispec` removes most columns of a picture, and this file keeps the account: decoding
+counts positions, its buffers hold columns.
+
+Shapes: B rows, T positions, C columns that exist, F captured states, H hidden size, Q vectors of a picture.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from draftsmith.models.alignment import Columns, Documents
+
+
+@dataclass(frozen=True)
+class SeenPicture:
+    """A picture's columns in its text, of which only the last `kept` exist.
+
+    Attributes:
+        first, end: its columns are first <= t < end.
+        vectors: [Q, H] made of the picture.
+    """
+
+    first: int
+    end: int
+    kept: int
+    vectors: torch.Tensor
+
+    def removed_before(self, length: int) -> int:
+        """Columns below `length` that do not exist."""
+        return max(0, min(length, self.end - self.kept) - self.first)
+
+
+# Of one text; the key is the position of the picture's first token.
+Pictures = dict[int, SeenPicture]
+
+
+def columns_within(length: int, pictures: Pictures) -> int:
+    """Number of columns that exist of a text's first `length`."""
+    return length - sum(picture.removed_before(length) for picture in pictures.values())
+
+
+@dataclass(frozen=True)
+class TextColumns:
+    """Consecutive columns of one text in a batch: columns before, ..., before + count - 1 of the text.
+
+    Attributes:
+        row, first: place of the first of them in the batch.
+        pictures: known so far. Drafters that compress pictures add those that reach into these columns.
+    """
+
+    row: int
+    first: int
+    count: int
+    before: int = 0
+    pictures: Pictures = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TargetColumns:
+    """What `FeatureDrafter.fuse` and `FeatureDrafter.entry` read for the columns that exist.
+
+    Attributes:
+        captured: [B, C, F] the target's states.
+        embeddings: [B, C, H] of the token behind each column's position.
+        positions: [B, C] in the text, where removed columns count, too.
+        counts: [B] columns of each row; padding stands behind them.
+        context: further arguments of `FeatureDrafter.entry`, [B, C, ...] each.
+        exists: [B, T] bool, on the CPU; None: all T do.
+    """
+
+    captured: torch.Tensor
+    embeddings: torch.Tensor
+    positions: torch.Tensor
+    counts: Sequence[int]
+    context: tuple[torch.Tensor, ...] = ()
+    exists: torch.Tensor | None = None
+
+    def renumbered(self, columns: Columns, documents: Documents | None) -> tuple[Columns, Documents | None]:
+        """Counted columns and packed documents along C instead of T.
+
+        exists       1 1 0 0 1 1 | 1 0 1 1         two documents
+        along T      0 1 2 3 4 5   6 7 8 9         counted: 5 9
+        along C      0 1     2 3   4   5 6         counted: 3 6
+        """
+        if self.exists is None:
+            return columns, documents
+        along_C = self.exists.cumsum(1) - 1  # [B, T]
+        index = along_C.to(columns.index.device).gather(1, columns.index)
+        moved = Columns(torch.where(columns.depth > 0, index, 0), columns.depth)
+        if documents is None:
+            return moved, None
+        position, places = torch.zeros(len(along_C), max(self.counts), dtype=torch.long), []
+        starts = [0] * len(along_C)
+        for row, start, tokens in documents.places:
+            count = int(self.exists[row, start : start + tokens].sum())
+            position[row, starts[row] : starts[row] + count] = torch.arange(count)
+            places.append((row, starts[row], count))
+            starts[row] += count
+        return moved, Documents(position.to(documents.position.device), tuple(places))
