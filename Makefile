@@ -10,6 +10,7 @@ INSTALLED := .venv/.installed
 PEER := .venv-peer
 VLLM := .venv-vllm
 MODELOPT := .venv-modelopt
+NEMO := .venv-nemo
 LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
@@ -77,13 +78,20 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec  # CUDA's, which no other torch can load
 	@touch $@
 
-readers: install $(PEER)/.installed $(VLLM)/.installed $(MODELOPT)/.installed  ## other packages read our exports, and we read modelopt's, after make demo
+readers: install $(PEER)/.installed $(VLLM)/.installed $(MODELOPT)/.installed $(NEMO)/.installed  ## other packages read our exports, we read modelopt's, and nemo-automodel computes ViSpec like us, after make demo
 	$(BIN)/python tests/serving/readers.py recipes/demo.yaml --work runs/readers --speculators $(PEER)/bin/python \
-		--vllm $(VLLM)/bin/python --modelopt $(MODELOPT)/bin/python
+		--vllm $(VLLM)/bin/python --modelopt $(MODELOPT)/bin/python --nemo $(NEMO)/bin/python
 
 $(MODELOPT)/.installed:
 	$(PYTHON) -m venv $(MODELOPT)
 	$(MODELOPT)/bin/python -m pip install "$(TORCH)" nvidia-modelopt==0.47.0 "transformers<5.15" requests accelerate peft datasets
+	@touch $@
+
+# Its drafters import no more than this.
+$(NEMO)/.installed:
+	$(PYTHON) -m venv $(NEMO)
+	$(NEMO)/bin/python -m pip install "$(TORCH)" transformers==5.18.0 "datasets>=4" pillow
+	$(NEMO)/bin/python -m pip install --no-deps nemo-automodel==0.7.0
 	@touch $@
 
 # The source distribution of llama-cpp-python holds llama.cpp whole. cmake and a C++ compiler build it in 15 minutes.

@@ -62,7 +62,7 @@ def drafter_with_eyes(name: str) -> VisionDrafter:
         for key, parameter in drafter.named_parameters():
             if key.startswith("img_"):
                 parameter += 0.2 * torch.randn_like(parameter)
-        drafter.img_adaptor.query *= 3
+        drafter.img_adaptor.query.mul_(3)
     return drafter
 
 
@@ -240,6 +240,7 @@ def test_at_the_start_it_is_the_text_base(base: str) -> None:
     own = {"compressed_tokens": 0}
     case = Case("vispec", base, own, 3, False, EAGLE3)
     drafter = drafter_of(case)
+    assert isinstance(drafter, VisionDrafter)
     text = build_drafter(
         config_class(base)(**{k: v for k, v in drafter.config.to_dict().items() if k not in own}),  # type: ignore[misc]
         drafter.vocab,
@@ -266,7 +267,7 @@ def test_at_the_start_it_is_the_text_base(base: str) -> None:
         left = Columns((columns.index - 4).clamp(min=0), columns.depth)
         wanted = list(unroll(text, captured[:, states], cut, left, 3))
         assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
-        drafter.img_fc.weight[:, small_target().hidden_size :] += 0.1
+        drafter.img_fc.weight[:, small_target().hidden_size :].add_(0.1)
         assert not torch.equal(next(iter(unroll(drafter, captured, inputs, columns, 1))), found[0])
 
 

@@ -3,7 +3,7 @@
     make readers      # installs the packages, then runs this for the demo, after `make demo`
 
     python tests/serving/readers.py recipes/demo.yaml --work runs/readers --speculators PYTHON --vllm PYTHON \
-      --modelopt PYTHON
+      --modelopt PYTHON --nemo PYTHON
 
 Each PYTHON is that of an environment with the package; a reader without one is left out, and named. The exit code is 1
 if any logit, or what a config class found, differs from ours.
@@ -20,11 +20,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.models.alignment import Columns
 from draftsmith.models.checkpoint import read_drafter
 from draftsmith.models.draft_tree import Committed
+from draftsmith.models.drafters import build_drafter
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.formats.foreign import EmbeddingTable
+from draftsmith.models.prompt import DecoderInputs, PlacedRows
+from draftsmith.models.vispec import VispecConfig
+from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.train.loss.unroll import unroll
 
 HERE = Path(__file__).parent
 STEPS, COLUMNS = 3, 14
@@ -130,12 +136,54 @@ def modelopt_differs(python: str, work: Path, tokenizer: Path) -> bool:
     return far_apart("modelopt's export, imported", ours, theirs)
 
 
+def nemo_differs(python: str, work: Path) -> bool:
+    """The forward pass of a random ViSpec drafter over one picture, with and without more than one compressed token."""
+    work.mkdir(parents=True)
+    columns, picture, size, heads = 30, (7, 12), 32, 4  # first token and tokens of the picture
+    differs = False
+    for compressed_tokens in (1, 4):
+        torch.manual_seed(compressed_tokens)
+        shape = VispecConfig(
+            size, 48, heads, heads, size // heads, 64, 64, (2,), 1e-5, 128, attention_bias=True,
+            compressed_tokens=compressed_tokens,
+        )  # fmt: skip
+        drafter = build_drafter(shape, DraftVocab.full(shape.vocab_size), None).requires_grad_(False)
+        for parameter in drafter.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)  # img_fc and norms are else nearly nothing
+        config = {
+            **shape.to_dict(), "num_hidden_layers": 1, "qkv_bias": True, "attention_bias": False,
+            "vispec_num_query_tokens": compressed_tokens + 1, "rope_theta": shape.rope_parameters["rope_theta"],
+        }  # fmt: skip
+        (work / "config.json").write_text(json.dumps(config))
+        embeddings, features = torch.randn(2, 1, columns, size)
+        first, length = picture
+        in_picture = torch.zeros(1, columns, dtype=torch.long)
+        in_picture[:, first - 1 : first - 1 + length] = 1
+        placed = PlacedRows(0, first, embeddings[0, first : first + length])
+        following = DecoderInputs(embeddings, torch.arange(columns)[None], (placed,)).following()
+        weights = {name: tensor for name, tensor in drafter.state_dict().items() if name not in ("d2t", "t2d")}
+        asked = {"embeddings": following.embeddings, "features": features, "in_picture": in_picture}
+        save_file(asked | {f"weight.{name}": tensor for name, tensor in weights.items()}, work / "asked.safetensors")
+        run(
+            python, HERE / "nemo_vispec.py", work / "config.json", work / "asked.safetensors",
+            work / "answered.safetensors",
+        )  # fmt: skip
+        theirs = load_file(work / "answered.safetensors")["outputs"]
+        text = (in_picture == 0).nonzero()[None, :, 1]
+        inputs = DecoderInputs(embeddings, torch.arange(columns)[None], (placed,))
+        [ours] = unroll(drafter, features, inputs, Columns(text, torch.ones_like(text)), steps=1)
+        difference = float((ours[0] - theirs[0, text[0]]).abs().max())
+        print(f"nemo-automodel's ViSpec, {compressed_tokens} compressed: outputs differ by at most {difference:.1e}")
+        differs = differs or not difference <= TOLERANCE
+    return differs
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="of a trained EAGLE-3 drafter whose target is a folder")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value")
     parser.add_argument("--work", type=Path, required=True, help="folder of what is written; emptied first")
-    for package in ("speculators", "vllm", "modelopt"):
+    for package in ("speculators", "vllm", "modelopt", "nemo"):
         parser.add_argument(f"--{package}", metavar="PYTHON")
     options = parser.parse_args()
     recipe = load_recipe(options.recipe, options.overrides)
@@ -150,6 +198,7 @@ def main() -> None:
         "speculators": lambda python: speculators_differs(python, options.work, exports, drafter, target),
         "vllm": lambda python: vllm_differs(python, exports, drafter),
         "modelopt": lambda python: modelopt_differs(python, options.work / "modelopt", target),
+        "nemo": lambda python: nemo_differs(python, options.work / "nemo"),
     }
     failed = False
     for package, differs in readers.items():
