@@ -35,7 +35,7 @@ and norms as in the base (`models.eagle`, `models.eagle3`).
 Shapes: as in `models.feature_drafter`; n tokens of a picture, Q compressed tokens, A heads, D head dimension.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -216,6 +216,11 @@ class VisionDrafter(FeatureDrafter):
         for (text, token, _), length, vectors in zip(new, lengths, found, strict=True):
             first, end = max(0, token - 1), token - 1 + length
             text.pictures[token] = SeenPicture(first, end, min(self.config.compressed_tokens, end - first), vectors)
+
+
+def with_vision(tensors: Mapping[str, torch.Tensor], drafter: VisionDrafter) -> dict[str, torch.Tensor]:
+    """A text drafter's checkpoint with this drafter's own adaptor and projection."""
+    return {**tensors, **{name: own for name, own in drafter.state_dict().items() if name.startswith("img_")}}
 
 
 class VispecDrafter(VisionDrafter, EagleDrafter):

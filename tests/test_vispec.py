@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.alignment import Columns, Documents, columns_of
 from draftsmith.models.checkpoint import read_drafter, save_drafter
 from draftsmith.models.draft_tree import Committed
@@ -19,6 +21,7 @@ from draftsmith.models.vispec import VisionDrafter
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of, unroll
+from draftsmith.train.run.initial_drafter import start_from
 from tests.decoding import decode, decode_batch
 from tests.drafter_cases import (
     EAGLE3,
@@ -107,14 +110,23 @@ def inputs_of(drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool) 
     return embedder_of(drafter).inputs(ids, None if documents is None else documents.position, inserts, drafter.dtype)
 
 
-def sums_of(name: str, drafter: FeatureDrafter, prompts: Sequence[Prompt], packed: bool) -> UnrollSums:
+def sums_of(
+    name: str,
+    drafter: FeatureDrafter,
+    prompts: Sequence[Prompt],
+    packed: bool,
+    checkpointing: bool = False,
+    bf16: bool = False,
+) -> UnrollSums:
     case = CASES[name]
     ids, span, documents, _ = laid_out(prompts, packed)
     captured, last = states_of(drafter, prompts, packed)
     columns = columns_of(span, case.steps)
     teacher = teacher_of(small_target(), last, ids, columns, drafter.vocab)
     inputs = inputs_of(drafter, prompts, packed)
-    return trainee_of(case, drafter)(captured.to(drafter.dtype), inputs, columns, teacher, documents)
+    trainee = trainee_of(case, drafter, checkpointing)
+    trainee.bf16 = bf16
+    return trainee(captured.to(drafter.dtype), inputs, columns, teacher, documents)
 
 
 KEY_BIAS = "img_adaptor.k_proj.bias"
@@ -171,6 +183,22 @@ def test_packed_rows_teach_as_padded_ones(name: str) -> None:
     torch.testing.assert_close(packed_sums.loss, padded.loss, rtol=1e-5, atol=1e-5)
     assert packed_sums.correct.tolist() == padded.correct.tolist()
     assert_same_gradients(others, its, tolerance=5e-5)
+
+
+@pytest.mark.parametrize("name", ["three tokens", "over eagle3"])
+def test_checkpointed_steps_and_bfloat16_teach_the_same(name: str) -> None:
+    """To the bit; and up to the rounding of products, 2^-9, through a layer and a few steps."""
+    found = []
+    drafter = drafter_with_eyes(name)
+    for checkpointing, bf16 in ((False, False), (True, False), (False, True)):
+        sums_of(name, drafter, make_prompts(), True, checkpointing, bf16).loss.backward()
+        found.append(gradients(drafter))
+    whole, again, rounded = found
+    for key, expected in whole.items():
+        assert torch.equal(again[key], expected), key
+        assert rounded[key].dtype == torch.float32
+        if key != KEY_BIAS:
+            assert 0 < (rounded[key] - expected).norm() <= 0.05 * expected.norm(), key
 
 
 def committed(drafter: FeatureDrafter, prompts: Sequence[Prompt], before: list[int], read: list[int]) -> Committed:
@@ -292,6 +320,29 @@ def test_a_checkpoint_is_read_as_it_was_written(name: str, tmp_path: Path) -> No
     assert all(torch.equal(again.state_dict()[key], value) for key, value in drafter.state_dict().items())
 
 
+@pytest.mark.parametrize("base", ["eagle", "eagle3"])
+def test_it_starts_from_a_text_drafter(base: str, tmp_path: Path) -> None:
+    """Weights of the base, and an adaptor of its own that changes nothing yet."""
+    identity = {"num_layers": small_target().num_layers}
+    text = drafter_of(Case(base, None, {}, 2, False, EAGLE3), seed=7)
+    save_drafter(tmp_path / "text", text, identity, "", {})
+    drafter = drafter_of(Case("vispec", base, {"compressed_tokens": 3}, 2, False, EAGLE3))
+    before = {key: value.clone() for key, value in drafter.state_dict().items()}
+    start_from(tmp_path / "text", drafter, identity)
+    for key, value in drafter.state_dict().items():
+        assert torch.equal(value, before[key] if key.startswith("img_") else text.state_dict()[key]), key
+    [prompt] = make_prompts([(12, [])])
+    captured, _ = states_of(text, [prompt], False)
+    for mine, wanted in zip(
+        *(unroll(each, captured, inputs_of(each, [prompt], False), column_alone(8, 2), 2) for each in (drafter, text)),
+        strict=True,
+    ):
+        assert torch.equal(mine, wanted)
+    other = drafter_of(Case("vispec", base, {"num_layers": 2}, 2, False, EAGLE3))
+    with pytest.raises(UserError, match="num_layers is 1 there, 2 here"):
+        start_from(tmp_path / "text", other, identity)
+
+
 def test_shapes_that_cannot_be_are_refused() -> None:
     config = drafter_of(CASES["one token"]).config
     with pytest.raises(UserError, match="compressed_tokens"):
@@ -302,13 +353,17 @@ def test_shapes_that_cannot_be_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["one token", "over eagle3"])
 def test_decoding_with_pictures_is_lossless(name: str) -> None:
-    """Rows with pictures beside one without: the target's own tokens, whatever the drafter says."""
+    """Rows with pictures beside one without: the target's own tokens, whatever the drafter says. Replay likewise."""
     drafter, target = drafter_with_eyes(name), small_target()
     prompts = make_prompts()
     tree = TreeSection(nodes=12, draft_calls=3, top_k=4)
     proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(tree))
     plain = [decode(target, None, prompt, {-1}, 12).token_ids for prompt in prompts]
-    for answer, wanted in zip(decode_batch(target, proposer, prompts, {-1}, 12), plain, strict=True):
-        assert answer.token_ids == wanted
+    drafted = decode_batch(target, proposer, prompts, {-1}, 12)
+    assert [answer.token_ids for answer in drafted] == plain
+    accepted = [answer.accepted_per_round for answer in drafted]
+    assert sum(map(sum, accepted)) > 3
+    recorded = [RecordedAnswer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
+    assert [answer.accepted_per_round for answer in replay(target, proposer, recorded, 2)] == accepted
     other = make_prompts(seed=5)[0]
     assert decode(target, None, Prompt(prompts[0].token_ids, other.inserts), {-1}, 12).token_ids != plain[0]

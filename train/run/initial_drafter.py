@@ -13,6 +13,7 @@ from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import specialists_of
 from draftsmith.models.target import Target
+from draftsmith.models.vispec import VisionDrafter, with_vision
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection, Recipe
@@ -60,8 +61,8 @@ def new_drafter(
 
 
 def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any]) -> None:
-    """Copies the weights of a trained drafter: one of the same shape, one with narrower MLPs (`drafters.padded`), or a
-    single layer into all specialists.
+    """Copies the weights of a trained drafter: one of the same shape, one with narrower MLPs (`drafters.padded`), a
+    single layer into all specialists, or a text drafter under a new vision adaptor.
 
     Raises:
         UserError: see `check_start`.
@@ -69,7 +70,8 @@ def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any
     given = check_start(directory, drafter.config, drafter.vocab, identity)
     tensors = read_weights(directory)
     if given.kind != drafter.config.kind:
-        tensors = specialists_of(tensors, drafter.config)
+        seeing = isinstance(drafter, VisionDrafter)
+        tensors = with_vision(tensors, drafter) if seeing else specialists_of(tensors, drafter.config)
     drafter.load_state_dict(padded(tensors, drafter))
 
 
@@ -97,10 +99,10 @@ def check_start(
     except UserError as error:
         raise UserError([f"drafter.init_from: {problem}" for problem in error.problems]) from None
     has, wants = given.to_dict(), shape.to_dict()
-    if shape.kind == "poss" and given.kind == shape.base:
-        wants = {key: value for key, value in wants.items() if key not in ("positions_per_specialist", "specialists")}
+    if given.base is None and given.kind == shape.base:
+        wants = {key: value for key, value in wants.items() if key in has}
     elif (given.kind, given.base) != (shape.kind, shape.base):
-        also = f", which may also start from a single {shape.base}" * (shape.kind == "poss")
+        also = f", which may also start from a single {shape.base}" * (shape.base is not None)
         raise UserError(
             f"drafter.init_from: {directory} is a drafter of kind {kind_text(given)}, the recipe asks for "
             f"{kind_text(shape)}{also}"
