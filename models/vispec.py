@@ -46,7 +46,7 @@ from draftsmith.models.eagle import EagleConfig, EagleDrafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.prompt import DecoderInputs
-from draftsmith.models.target_columns import SeenPicture, TargetColumns, TextColumns
+from draftsmith.models.target_columns import SeenPicture, TargetColumns, TextColumns, columns_of_picture
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 
@@ -214,8 +214,8 @@ class VisionDrafter(FeatureDrafter):
         lengths = [len(rows) for _, _, rows in new]
         found = self.img_adaptor(torch.cat([rows for _, _, rows in new]), lengths)
         for (text, token, _), length, vectors in zip(new, lengths, found, strict=True):
-            first, end = max(0, token - 1), token - 1 + length
-            text.pictures[token] = SeenPicture(first, end, min(self.config.compressed_tokens, end - first), vectors)
+            places = columns_of_picture(token, length, self.config.compressed_tokens)
+            text.pictures[token] = SeenPicture(*places, vectors)
 
 
 def with_vision(tensors: Mapping[str, torch.Tensor], drafter: VisionDrafter) -> dict[str, torch.Tensor]:

@@ -12,6 +12,10 @@
     queries, output, MLP                      column and step                   3
     scores and weighted values                each key that a query sees        3
     the drafter's head; the target's, frozen  column and step                   3; 2
+    ViSpec: img_fc; fc of EAGLE-1 behind it   every token with a column,        3
+                                              then column and step
+            keys and values of the adaptor    every token of a picture          2
+            its scores, values and output     every query of a picture          3
 
 A multiplication with its addition counts as two operations. "3 times" is the forward product and two products of the
 backward pass. Columns are the counted ones (`models.alignment`), at the steps at which they count. Padding, masked
@@ -29,9 +33,31 @@ import torch
 from draftsmith.models.alignment import Columns
 from draftsmith.models.costs import TargetSize, attention_shapes
 from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.target_columns import columns_of_picture
+from draftsmith.models.vispec import VisionConfig
 from draftsmith.recipes.schema import Detach
 from draftsmith.train.loss.unroll import TrainingTimeTest
 from draftsmith.train.run.batches import MicroBatch
+
+
+@dataclass(frozen=True)
+class PictureCounts:
+    """Pictures of a micro-batch that a ViSpec drafter compresses (`models.target_columns`).
+
+    Attributes:
+        tokens: of all pictures.
+        removed: columns that do not exist; compressed: those that are compressed tokens.
+        causal_keys: as in `StepFlops.of_counts`, of the columns that exist.
+    """
+
+    pictures: int = 0
+    tokens: int = 0
+    removed: int = 0
+    compressed: int = 0
+    causal_keys: int = 0
+
+
+NO_PICTURES = PictureCounts()
 
 
 @dataclass(frozen=True)
@@ -64,25 +90,57 @@ class StepFlops:
         layers = None if states_are_read else size
         return cls(drafter.config, stacks, trainee.detach, target_config, layers, size.head_parameters)
 
+    def pictures_in(self, batch: MicroBatch) -> tuple[PictureCounts, torch.Tensor | int]:
+        """(a batch's pictures for a ViSpec drafter; [B, T] or 0: columns removed of the document so far)."""
+        if not isinstance(self.shape, VisionConfig) or not batch.inserts:
+            return NO_PICTURES, 0
+        removed = torch.zeros(batch.ids.shape, dtype=torch.long)
+        compressed = kept_keys = 0
+        for row, start, tokens in batch.places:
+            here = removed[row, start : start + tokens]
+            for placed in batch.inserts:
+                if placed.row == row and start <= placed.insert.first < start + tokens:
+                    of_picture = placed.insert.first - start, placed.insert.length, self.shape.compressed_tokens
+                    first, end, kept = columns_of_picture(*of_picture)
+                    here[first : end - kept] = 1
+                    compressed += kept
+            left = tokens - int(here.sum())
+            kept_keys += left * (left + 1) // 2
+            here.copy_(here.cumsum(0))
+        gone = sum(int(removed[row, start + tokens - 1]) for row, start, tokens in batch.places)
+        lengths = [placed.insert.length for placed in batch.inserts]
+        return PictureCounts(len(lengths), sum(lengths), gone, compressed, kept_keys), removed.to(batch.ids.device)
+
     def of_batch(self, batch: MicroBatch, columns: Columns) -> torch.Tensor:
         """The operations of one micro-batch: a scalar on its device, without waiting for it."""
-        position = columns.gather(batch.position)
+        pictures, removed = self.pictures_in(batch)
+        position = columns.gather(batch.position - removed)
         counted = [columns.counted(step) for step in range(len(self.stacks))]
         return self.of_counts(
             tokens=batch.tokens,
             causal_keys=sum(length * (length + 1) // 2 for length in batch.lengths),
             pairs=[c.sum().float() for c in counted],
             keys=[((position + 1 + step) * c).sum().float() for step, c in enumerate(counted)],
+            pictures=pictures,
         )
 
-    def of_counts(self, tokens: int, causal_keys: Any, pairs: Sequence[Any], keys: Sequence[Any]) -> Any:
+    def of_counts(
+        self,
+        tokens: int,
+        causal_keys: Any,
+        pairs: Sequence[Any],
+        keys: Sequence[Any],
+        pictures: PictureCounts = NO_PICTURES,
+    ) -> Any:
         """
         Args:
             causal_keys: keys that causal attention reads, summed over all tokens.
             pairs: columns that count at each step.
             keys: keys that their queries see at each step, summed over these columns.
         """
-        s = self.shape
+        s, of_target = self.shape, self._of_target(tokens, causal_keys, pairs[0])
+        if pictures.pictures:
+            tokens, causal_keys = tokens - pictures.removed, pictures.causal_keys
         hidden, heads = s.hidden_size, s.num_attention_heads * s.head_dim
         groups = 2 * s.num_key_value_heads * s.head_dim  # keys and values
         width = hidden if self._reads_features else 2 * hidden
@@ -94,7 +152,14 @@ class StepFlops:
         later = sum(pairs[1:])  # columns at steps that read a drafted feature
         entry = 4 * hidden * hidden if self._reads_features else 0
         fused = 0 if self._reads_features else 2 * hidden * hidden * len(s.capture_layers)
-        total = tokens * (2 * entry + (3 if getattr(s, "fc_norm", False) else 2) * fused)
+        seeing = isinstance(s, VisionConfig)
+        total = (tokens - pictures.compressed) * (
+            (3 if seeing else 2) * entry + (3 if getattr(s, "fc_norm", False) else 2) * fused
+        )
+        if seeing:
+            total += 3 * 4 * hidden * hidden * (tokens - pictures.compressed + later)
+            total += pictures.tokens * (2 * 4 * hidden * hidden + 3 * 4 * hidden * (s.compressed_tokens + 1))
+            total += pictures.pictures * (s.compressed_tokens + 1) * 3 * 2 * hidden * hidden
         # Step 0 makes keys of every layer for all tokens. Only the last layer runs on counted columns alone.
         of_tokens = tokens * (len(set(self.stacks)) * first_keys + (layers - 1) * upper_keys)
         if layers > 1:
@@ -106,14 +171,15 @@ class StepFlops:
         )
         for step in range(1, len(self.stacks)):
             new_stack = self.stacks[step] != self.stacks[step - 1]
-            cut = self.detached is True or (new_stack and bool(self.detached))
+            # Behind img_fc, the global vector's gradient is always wanted.
+            cut = not seeing and (self.detached is True or (new_stack and bool(self.detached)))
             total += (2 if cut else 3) * pairs[step] * entry
             if new_stack:  # it reads the chain's earlier features with its own weights
                 of_columns += (step - 1) * pairs[step] * first_keys
                 total += (2 if cut else 3) * (step - 1) * pairs[step] * entry
         total += 3 * (of_tokens + of_columns)
         head = 2 * hidden * s.draft_vocab_size
-        return total + (3 if s.own_head else 2) * head * sum(pairs) + self._of_target(tokens, causal_keys, pairs[0])
+        return total + (3 if s.own_head else 2) * head * sum(pairs) + of_target
 
     def _of_target(self, tokens: int, causal_keys: int, columns: Any) -> Any:
         head = 2 * self.head_parameters * columns
