@@ -8,7 +8,7 @@ Shapes: B rows, T positions, C columns that exist, F captured states, H hidden s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -101,7 +101,14 @@ class TargetColumns:
             return columns, documents
         along_C = self.exists.cumsum(1) - 1  # [B, T]
         index = along_C.to(columns.index.device).gather(1, columns.index)
-        moved = Columns(torch.where(columns.depth > 0, index, 0), columns.depth)
+        runs = columns.known_runs
+        if runs is not None:
+            before = along_C + 1 - self.exists.long()  # columns that exist to the left
+            places = [(int(before[run.row, run.start]), int(along_C[run.row, run.before])) for run in runs]
+            runs = tuple(
+                replace(run, start=start, before=first) for run, (start, first) in zip(runs, places, strict=True)
+            )
+        moved = Columns(torch.where(columns.depth > 0, index, 0), columns.depth, runs)
         if documents is None:
             return moved, None
         position, places = torch.zeros(len(along_C), max(self.counts), dtype=torch.long), []

@@ -22,6 +22,7 @@ from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafters import build_drafter, config_class
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, PlacedInsert, Prompt
+from draftsmith.models.target_columns import TextColumns
 from draftsmith.models.vispec import VisionDrafter
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection
@@ -177,6 +178,22 @@ def test_the_loss_is_that_of_the_slow_twin_in_value_and_gradient(name: str) -> N
     found = {key: weight.grad for key, weight in weights.items() if weight.grad is not None}
     assert {"img_adaptor.query", "img_fc.weight"} <= found.keys()
     assert_same_gradients(without_key_bias(drafter), {key: found[key] for key in found if key != KEY_BIAS})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_runs_that_are_known_are_renumbered(packed: bool) -> None:
+    """As they would be found: on devices, the training loop finds them before it waits."""
+    drafter, prompts = drafter_with_eyes("one token"), make_prompts()
+    _, span, documents, _ = laid_out(prompts, packed)
+    columns = columns_of(span, 2)
+    known = replace(columns, known_runs=tuple(columns.runs(documents)))
+    rows = tuple((row, 0, span.shape[1]) for row in range(len(span)))
+    texts = [TextColumns(row, first, tokens) for row, first, tokens in (documents.places if documents else rows)]
+    captured, _ = states_of(drafter, prompts, packed)
+    read = drafter.target_columns(captured, inputs_of(drafter, prompts, packed).following(), texts)
+    (found, where), (kept, _) = (read.renumbered(each, documents) for each in (columns, known))
+    assert kept.known_runs is not None and list(kept.known_runs) == found.runs(where)
+    assert list(kept.known_runs) != list(known.known_runs or ())
 
 
 @each_case
