@@ -16,7 +16,9 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.models.families import attention_kinds
-from draftsmith.models.prompt import Prompt
+from draftsmith.models.picture_prompts import PictureProcessor, in_parts
+from draftsmith.models.prompt import Prompt, RenderError
+from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.schema import TargetSection
@@ -39,10 +41,6 @@ THINKING_SWITCHES = ("enable_thinking", "thinking")
 _SET_BY_RENDERING = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 _SET_BY_CALLS = ("truncation", "padding")
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
-
-
-class RenderError(Exception):
-    """The chat template refuses a conversation; the message is "kind: detail"."""
 
 
 def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
@@ -75,7 +73,10 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
             "as its tokens; name a file with the template it was tuned with in target.chat_template"
         )
     tokenizer.chat_template = _with_variables(tokenizer.chat_template, target)
-    _check_vocabulary(tokenizer, load_config(target))
+    config = load_config(target)
+    _check_vocabulary(tokenizer, config)
+    if is_vision_language(config):
+        setattr(tokenizer, _PICTURES, PictureProcessor(target, config))
     return tokenizer
 
 
@@ -232,12 +233,14 @@ def render_prompt(
     Tokenising adds no second BOS to the template's own.
 
     Args:
+        messages: a vision-language target's may have pictures, as parts {"type": "image", "path": ...} of a content.
         tools: function schemas, for templates that list them in the system turn.
 
     Raises:
-        RenderError: the template refuses these messages, or some content is not text.
+        RenderError: the template refuses these messages, or some content is not what the target reads.
     """
-    return Prompt(_apply(tokenizer, messages, tools, add_generation_prompt=True)["input_ids"])
+    out = _apply(tokenizer, messages, tools, add_generation_prompt=True)
+    return Prompt(out["input_ids"], out.get("inserts", ()))
 
 
 def render(
@@ -343,20 +346,37 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
 
 
 _BEYOND = "tokens_beyond_the_embedding"
+_PICTURES = "picture_processor"  # of vision-language targets
 
 
 def _apply(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None, **settings: Any
 ) -> Any:
-    messages = as_text(messages)
+    pictures: PictureProcessor | None = getattr(tokenizer, _PICTURES, None)
+    parts, sources = in_parts(messages) if pictures is not None else ([], [])
+    messages = parts if sources or (parts and not _shows_strings(tokenizer)) else as_text(messages)
     try:
         out: Any = tokenizer.apply_chat_template(messages, tools, tokenize=True, return_dict=True, **settings)
     except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
         reason = str(error) or type(error).__name__
         raise RenderError(f"the chat template refuses it: {reason}") from error
+    if pictures is not None:
+        marks = out.get("assistant_masks", [0] * len(out["input_ids"]))
+        ids, marks, inserts = pictures.expanded(out["input_ids"], marks, sources)
+        out = {"input_ids": ids, "assistant_masks": marks, "inserts": inserts}
     if beyond := getattr(tokenizer, _BEYOND, frozenset()).intersection(out["input_ids"]):
         raise RenderError(f"a token the target lacks: {tokenizer.convert_ids_to_tokens(min(beyond))!r}")
     return out
+
+
+def _shows_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template shows contents that are a string. LLaVA's shows lists of parts only, and drops others
+    without a word."""
+    probe = [{"role": "user", "content": "probe"}]
+    try:
+        return "probe" in str(tokenizer.apply_chat_template(probe, tokenize=False))
+    except (TemplateError, TypeError, ValueError, KeyError, IndexError):
+        return True  # it refuses what it cannot show
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig) -> tuple[int, ...]:

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from draftsmith.models.chat import FINGERPRINT_COVERS, first_line
 from draftsmith.models.drafters import build_drafter, config_class, kind_text, known_kinds, tensor_shapes
+from draftsmith.models.families import auto_class
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
 from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target
@@ -79,7 +79,7 @@ def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
         model, which files of some families abbreviate; `tied`, whether they are one.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     names = {id(module): name for name, module in model.named_modules()}
     return {
         "architectures": list(config.architectures or [type(model).__name__]),

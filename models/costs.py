@@ -19,9 +19,8 @@ import psutil
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
 
-from draftsmith.models.families import layer_configs
+from draftsmith.models.families import auto_class, layer_configs
 from draftsmith.models.target import decoder_layers, device_name
 from draftsmith.recipes.schema import TargetSection
 
@@ -69,7 +68,7 @@ def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = Fals
     if quantization is not None:
         del plain.quantization_config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(plain, trust_remote_code=trust_remote_code)
+        model = auto_class(plain).from_config(plain, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     named = dict(model.named_parameters())
     parameters = sum(p.numel() for p in named.values())

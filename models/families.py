@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+)
 
 from draftsmith.recipes.errors import UserError
 
@@ -87,6 +93,12 @@ def attention_kinds(config: Any) -> AttentionKinds:
     if len(windows) > 1:
         raise UserError(f"target.model: {name} has windows of several lengths, {sorted(windows)}; one is known here")
     return AttentionKinds(min(windows, default=None), mixed=bool(windows) and _FULL in kinds)
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class that loads a target with this config: the causal LM's, if there is one."""
+    text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if text_only else AutoModelForImageTextToText
 
 
 def layer_configs(config: Any) -> list[Any]:

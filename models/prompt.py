@@ -28,6 +28,10 @@ import torch
 from typing_extensions import Self
 
 
+class RenderError(Exception):
+    """A conversation cannot be written as the target's prompt; the message is "kind: detail"."""
+
+
 @dataclass(frozen=True, eq=False)
 class Insert:
     """Non-text input in place of consecutive placeholder tokens: the base class.

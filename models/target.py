@@ -1,6 +1,7 @@
 """The target model: loading, hidden states, logits.
 
-A target is any `AutoModelForCausalLM` with a list of decoder layers. It has three uses:
+A target is any causal LM of transformers with a list of decoder layers. A vision-language model has a vision part, too
+(`models.vision`). A target has three uses:
 
 - `states`: one causal pass over padded rows, for training;
 - `session`: decoding, one forward over a whole draft tree (`models.target_session`);
@@ -22,18 +23,18 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from draftsmith.models.adapter import merged
 from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.document_attention import document_attention
-from draftsmith.models.families import AttentionKinds, scaled_logits
+from draftsmith.models.families import AttentionKinds, auto_class, scaled_logits
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
 from draftsmith.models.target_session import TargetSession
 from draftsmith.models.target_trials import Packing, check_trees, embedding_scales, tried_attention, working_packing
+from draftsmith.models.vision import PictureInsert, PictureReader
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.schema import TargetSection
@@ -69,10 +70,10 @@ def device_name(wanted: str) -> str:
 
 def read_causal_lm(section: TargetSection) -> Any:
     """Like `load_causal_lm`, on the CPU or wherever transformers puts the weights."""
-    load_config(section)  # raises for unsupported configs before any weight is read
+    config = load_config(section)  # raises for unsupported configs before any weight is read
     try:
         with _our_bars():
-            result: Any = AutoModelForCausalLM.from_pretrained(
+            result: Any = auto_class(config).from_pretrained(
                 section.model,
                 revision=section.revision,
                 dtype=section.dtype if section.dtype == "auto" else getattr(torch, section.dtype),
@@ -188,6 +189,7 @@ class Target:
         self.decoder = model.get_decoder()
         self.layers = decoder_layers(self.decoder, self.config, self.name)
         self.num_layers = len(self.layers)
+        self.pictures = PictureReader.of(model)  # None: it reads text only
         self.head: nn.Module = model.get_output_embeddings()
         self.embedding: nn.Module = model.get_input_embeddings()
         self.hidden_size: int = self.config.hidden_size
@@ -265,6 +267,13 @@ class Target:
         Raises:
             UserError: this target cannot read such an insert.
         """
+        if isinstance(insert, PictureInsert):
+            if self.pictures is None:
+                raise UserError(
+                    f"target.model: {self.name} reads text, but a prompt holds a picture; name a vision-language "
+                    "target, such as LLaVA-1.5 or Qwen2.5-VL, or leave prompts with pictures out"
+                )
+            return self.pictures.read(insert).embeddings
         if not isinstance(insert, EmbeddingInsert) or insert.rows.shape[1] != self.hidden_size:
             raise UserError(f"target.model: {self.name} reads text, and embeddings {self.hidden_size} wide")
         return insert.rows.to(self.device)
@@ -279,14 +288,39 @@ class Target:
         embeddings_BTH[placed.row, begin:end] = rows[begin - first : end - first]
         return rows
 
-    def decoder_arguments(self, ids: torch.Tensor, inserts: Sequence[PlacedInsert]) -> dict[str, torch.Tensor]:
-        """The decoder's keyword arguments. Ids where there is no insert: some families use them elsewhere, too."""
+    def decoder_arguments(
+        self, ids: torch.Tensor, inserts: Sequence[PlacedInsert], documents: Documents | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The decoder's keyword arguments for texts from their beginning.
+
+        Ids where there is no insert: some families use them elsewhere, too. Positions where the decoder's own, 0, 1, 2,
+        ... along each row, are wrong: packed documents, and pictures in M-RoPE.
+        """
+        arguments = {} if documents is None else {"position_ids": documents.position}
         if not inserts:
-            return {"input_ids": ids}
+            return {"input_ids": ids} | arguments
         embeddings = self.embedding(ids).clone()
         for placed in inserts:
             self._insert(placed, embeddings, scale=1.0)
-        return {"inputs_embeds": embeddings}
+        if self.pictures is not None and self.pictures.has_axes:
+            arguments["position_ids"] = self._rotary_positions(ids, inserts, documents)
+        return {"inputs_embeds": embeddings} | arguments
+
+    def _rotary_positions(
+        self, ids_BT: torch.Tensor, inserts: Sequence[PlacedInsert], documents: Documents | None
+    ) -> torch.Tensor:
+        """[3, B, T] positions of M-RoPE."""
+        assert self.pictures is not None
+        rows, tokens = ids_BT.shape
+        columns = torch.arange(tokens, device=ids_BT.device).expand(rows, -1)
+        places = [(row, 0, tokens) for row in range(rows)]
+        if documents is not None:
+            columns, places = documents.position, documents.places
+        ends = [
+            next(s + n for row, s, n in places if row == placed.row and s <= placed.insert.first < s + n)
+            for placed in inserts
+        ]
+        return self.pictures.positions(columns, inserts, ends)
 
     @torch.no_grad()
     def states(
@@ -332,10 +366,9 @@ class Target:
                                                       . . . b .
                                                       . . . b b
         """
-        inputs: dict[str, Any] = self.decoder_arguments(input_ids_BT, inserts) | {"use_cache": False}
+        inputs: dict[str, Any] = self.decoder_arguments(input_ids_BT, inserts, documents) | {"use_cache": False}
         if documents is None:
             return self.decoder(**inputs).last_hidden_state
-        inputs["position_ids"] = documents.position
         if packing == "attention":
             with document_attention(self.decoder, documents):
                 return self.decoder(**inputs).last_hidden_state

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.key_values import BufferKind, KeyValues
-from draftsmith.models.prompt import PlacedInsert, Prompt
+from draftsmith.models.prompt import Insert, PlacedInsert, Prompt
 
 if TYPE_CHECKING:
     from draftsmith.models.target import Target
@@ -68,6 +68,8 @@ class TargetSession:
         self.capture = tuple(capture)
         self.buffers = KeyValues([], [], 0)
         self.cache = DynamicCache()
+        self._inserts: list[tuple[Insert, ...]] = []  # of each row
+        self._shift_B1: torch.Tensor | None = None  # of its next positions (`models.vision`); None: 0 in all rows
 
     @property
     def lengths(self) -> list[int]:
@@ -116,6 +118,8 @@ class TargetSession:
         ]
         self.cache = DynamicCache()
         self.cache.layers = buffered
+        self._inserts += [Prompt.of(prompt).inserts for prompt in prompts]
+        self._moved()
         longest = max(lengths)
         padded = [functional.pad(s, (0, 0, 0, longest - len(s))) for s in captured if s is not None]
         return torch.cat(logits), torch.stack(padded) if padded else None
@@ -168,6 +172,8 @@ class TargetSession:
             distance = (position_Bn[:, :, None] - buffers.key_positions(position_BS)[:, None])[:, None]
             if visible_BnS is None:
                 visible_BnS = torch.ones((len(buffers.lengths), 1, depths_BS.shape[1]), dtype=torch.bool, device=device)
+        if self._shift_B1 is not None:  # behind windows, which count columns
+            position_Bn = position_Bn + self._shift_B1
         seen_BnL = buffers.seen(visible_BnS)
         if seen_BnL is not None:
             mask = self.target.kinds.masks(seen_BnL[:, None], distance, self.target.dtype)
@@ -202,10 +208,25 @@ class TargetSession:
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows only, in this order."""
         self.buffers.keep(rows)
+        self._inserts = [self._inserts[row] for row in rows]
+        self._moved()
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Keeps the first lengths[b] committed tokens of each row."""
         self.buffers.rollback(lengths)
+        self._inserts = [
+            tuple(each for each in inserts if each.first < length)
+            for inserts, length in zip(self._inserts, lengths, strict=True)
+        ]
+        self._moved()
+
+    def _moved(self) -> None:
+        """Rows, or the beginnings that they keep of their prompts, changed."""
+        pictures = self.target.pictures
+        if pictures is None or not pictures.has_axes:
+            return
+        shifts = [pictures.shift(*row) for row in zip(self._inserts, self.lengths, strict=True)]
+        self._shift_B1 = torch.tensor(shifts, device=self.target.device)[:, None] if any(shifts) else None
 
     def _forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(final states [B, n, H], captured states [B, n, F] or None) behind the cache."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
 from draftsmith.models.chat import load_config
 from draftsmith.models.costs import gigabytes, named_dtype, torch_dtype
+from draftsmith.models.families import auto_class
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target, decoder_layers, read_causal_lm
 from draftsmith.recipes.errors import UserError, collected
@@ -79,7 +79,7 @@ def _kept_in_float32(section: TargetSection, config: Any) -> list[str]:
         return []
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+            model = auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
     except ValueError:  # not a causal LM: the error comes when it is loaded
         return []
     modules = set(model._keep_in_fp32_modules_strict or ())

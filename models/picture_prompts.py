@@ -1,0 +1,213 @@
+"""Messages with pictures to a vision-language target's prompt.
+
+The chat template writes one placeholder token for each picture. Here it becomes as many as the target has embeddings
+of the picture, and gets an insert with the picture:
+
+    messages      user: [text "What is it?", picture a]
+    template      <|user|> What is it? <image> <|end|>
+    prompt        <|user|> What is it? <image> <image> <image> <image> <|end|>        insert: a, 4 tokens
+
+Pictures are processed one by one, by the target's image processor in its version for Pillow: it needs no torchvision
+and gives the same pixels on every machine. A prompt keeps a picture's source, and reads it again when the target needs
+its pixels.
+"""
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from transformers import AutoImageProcessor
+
+from draftsmith.models.prompt import Insert, RenderError
+from draftsmith.models.vision import PictureInsert
+from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.schema import TargetSection
+
+PICTURE_KINDS = ("image", "image_url")
+PICTURE_KEYS = ("image", "path", "url", "image_url")
+HELD_PICTURES = 8  # processed ones that are kept: a prompt is often read soon after it was made
+
+
+class PictureProcessor:
+    """A vision-language target's image processor, with its placeholder.
+
+    Args:
+        config: the target's whole config.
+    """
+
+    def __init__(self, section: TargetSection, config: Any):
+        self.section, self.config = section, config
+        self.placeholder: int = config.image_token_id
+        self._held: OrderedDict[str, Mapping[str, torch.Tensor]] = OrderedDict()
+
+    @cached_property
+    def processor(self) -> Any:
+        """The image processor, loaded with the first picture: a text prompt needs none."""
+        section = self.section
+        try:
+            return AutoImageProcessor.from_pretrained(
+                section.model,
+                revision=section.revision or "main",
+                trust_remote_code=section.trust_remote_code,
+                backend="pil",
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise UserError(
+                f"target.model: cannot load an image processor from {section.model!r} "
+                f"({str(error).strip().splitlines()[0]}); copy the target's preprocessor_config.json or "
+                "processor_config.json there"
+            ) from error
+
+    def expanded(
+        self, ids: Sequence[int], marks: Sequence[int], sources: Sequence[Any]
+    ) -> tuple[list[int], list[int], tuple[Insert, ...]]:
+        """Token ids, their marks, and inserts, with the placeholders of each picture.
+
+        Args:
+            ids: with one placeholder for each picture.
+            marks: of each token; placeholders pass theirs on.
+            sources: the pictures in order: see `opened`.
+
+        Raises:
+            RenderError: other numbers of placeholders and pictures, or a picture that cannot be read.
+        """
+        written = sum(token == self.placeholder for token in ids)
+        if written != len(sources):
+            raise RenderError(
+                f"pictures and placeholders differ: {len(sources)} and {written}; give each picture as a part "
+                '{"type": "image", "path": ...} of a message that the chat template shows pictures of, and write no '
+                "placeholder in its text"
+            )
+        tokens, kept, inserts, left = list[int](), list[int](), list[Insert](), iter(sources)
+        for token, mark in zip(ids, marks, strict=True):
+            count = 1
+            if token == self.placeholder:
+                inserts.append(self.insert(len(tokens), next(left)))
+                count = inserts[-1].length
+            tokens += [token] * count
+            kept += [mark] * count
+        return tokens, kept, tuple(inserts)
+
+    def insert(self, first: int, source: Any) -> PictureInsert:
+        """A picture whose first placeholder is at column `first`. Raises RenderError: it cannot be read (`opened`)."""
+        picture = opened(source)
+        content = self._digest(picture)
+        try:
+            pixels = self._processed(picture, content)
+        except ValueError as error:  # Qwen's sides may differ 200-fold at most
+            raise RenderError(f"a picture of {picture.width} x {picture.height} pixels: {error}") from error
+        return PictureInsert(first, embeddings_of(self.config, pixels), content, partial(self.pixels, source, content))
+
+    def pixels(self, source: Any, content: str) -> Mapping[str, torch.Tensor]:
+        """What the vision tower reads of a picture.
+
+        Args:
+            content: the insert's digest.
+
+        Raises:
+            UserError: the source shows another picture now, or none.
+        """
+        if content in self._held:
+            return self._held[content]
+        try:
+            picture = opened(source)
+        except RenderError as error:
+            raise UserError(f"a prompt's picture is no longer there: {error}") from error
+        if self._digest(picture) != content:
+            raise UserError(
+                f"the picture {short(str(source))} has changed since its prompt was made; put the former one back, or "
+                "answer its prompt again"
+            )
+        return self._processed(picture, content)
+
+    def _processed(self, picture: Image.Image, content: str) -> Mapping[str, torch.Tensor]:
+        pixels = dict(self.processor(images=[picture], return_tensors="pt"))
+        self._held[content] = pixels
+        if len(self._held) > HELD_PICTURES:
+            self._held.popitem(last=False)
+        return pixels
+
+    @cached_property
+    def _settings(self) -> bytes:
+        kind, settings = type(self.processor).__name__, self.processor.to_dict()
+        return json.dumps([kind, settings], sort_keys=True, default=str).encode()
+
+    def _digest(self, picture: Image.Image) -> str:
+        size = f"{picture.width}x{picture.height} ".encode()
+        return hashlib.sha256(self._settings + size + picture.tobytes()).hexdigest()
+
+
+def opened(source: Any) -> Image.Image:
+    """A picture in RGB, turned as its EXIF data says.
+
+    Args:
+        source: a path, a file's bytes, or a Pillow image.
+
+    Raises:
+        RenderError: no readable picture there.
+    """
+    try:
+        if not isinstance(source, Image.Image):
+            source = Image.open(BytesIO(source) if isinstance(source, bytes) else Path(source))
+        return ImageOps.exif_transpose(source).convert("RGB")
+    except (OSError, ValueError, TypeError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise RenderError(f"no readable picture: {str(error) or type(error).__name__}") from error
+
+
+def embeddings_of(config: Any, pixels: Mapping[str, torch.Tensor]) -> int:
+    """Number of embeddings that the target makes of a picture.
+
+    Args:
+        config: the target's whole config.
+        pixels: of one picture, as its processor made them.
+
+    Raises:
+        UserError: a family whose number is not known here.
+    """
+    vision = config.vision_config
+    if "image_grid_thw" in pixels:  # Qwen2.5-VL: patches are merged into squares
+        return int(pixels["image_grid_thw"].prod()) // vision.spatial_merge_size**2
+    if config.model_type == "llava":  # one for each patch of the tower, and CLIP's class token where it is kept
+        height, width = pixels["pixel_values"].shape[-2:]
+        classes = (vision.model_type == "clip_vision_model") - (config.vision_feature_select_strategy == "default")
+        return (height // vision.patch_size) * (width // vision.patch_size) + classes
+    raise UserError(
+        f"target.model: how many tokens a picture has in {config.model_type} is not known here; pictures are supported "
+        "for LLaVA-1.5 and Qwen2.5-VL"
+    )
+
+
+def in_parts(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The messages with every content as a list of parts, pictures without their sources, and these in order.
+
+    Raises:
+        RenderError: a part is neither text nor a picture, or a picture has no source.
+    """
+    sources: list[Any] = []
+
+    def part(given: dict[str, Any]) -> dict[str, Any]:
+        if given["type"] not in PICTURE_KINDS:
+            if given["type"] != "text":
+                raise RenderError(f"neither text nor picture: {given['type']}")
+            return given
+        source = next((given[key] for key in PICTURE_KEYS if given.get(key) is not None), None)
+        if isinstance(source, dict):  # OpenAI's {"image_url": {"url": ...}}
+            source = source.get("url")
+        if source is None:
+            raise RenderError("a picture without a path")
+        sources.append(source)
+        return {"type": "image"}
+
+    def parts(content: Any) -> Any:
+        if isinstance(content, str):
+            return [{"type": "text", "text": content}]
+        return [part(each) for each in content] if isinstance(content, list) else content
+
+    return [message | {"content": parts(message.get("content"))} for message in messages], sources

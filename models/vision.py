@@ -1,0 +1,199 @@
+"""Pictures in a target's prompt: their embeddings, and their places in M-RoPE.
+
+A picture covers placeholder tokens, so it has two kinds of positions. Drafters, caches, masks and windows count
+columns. Rotary embeddings of the families with M-RoPE (Qwen2.5-VL) have three axes, on which a picture of h x w tokens
+covers h rows and w columns, and only max(h, w) positions:
+
+    token     U   <   P   P   P   P   P   P   >   H        a picture of 2 x 3 tokens
+    column    0   1   2   3   4   5   6   7   8   9
+    time      0   1   2   2   2   2   2   2   5   6        text behind it is shifted by max(2, 3) - 6 = -3 positions
+    height    0   1   2   2   2   3   3   3   5   6
+    width     0   1   2   3   4   2   3   4   5   6
+
+Other families (LLaVA) count columns everywhere. The shift follows from a row's pictures alone: nothing here reads
+`rope_deltas`, which a model keeps for the prompt that it read last.
+
+Both, embeddings and positions, are the family's own: its whole model reads the picture alone up to the input of its
+decoder, where they are caught. So any family is supported that gives its decoder nothing else.
+
+Shapes: B rows, T tokens, n tokens of a picture, H hidden size.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftsmith.models.prompt import Insert, PlacedInsert
+from draftsmith.recipes.errors import UserError
+
+HELD_BYTES = 256 * 2**20  # of embeddings that a target holds for pictures it read last
+
+
+@dataclass(frozen=True, eq=False)
+class PictureInsert(Insert):
+    """A picture in place of its placeholder tokens."""
+
+    tokens: int  # placeholders, as many as the target's embeddings of it
+    content: str  # sha256 of the picture and of the processor's settings
+    pixels: Callable[[], Mapping[str, torch.Tensor]]  # reads the picture: what the processor makes of it
+
+    @property
+    def length(self) -> int:
+        return self.tokens
+
+    @cached_property
+    def digest(self) -> str:
+        return self.content
+
+
+@dataclass(frozen=True)
+class PictureStates:
+    """A picture as the decoder reads it."""
+
+    embeddings: torch.Tensor  # [n, H] in the scale of `get_input_embeddings()(ids)`
+    offsets: torch.Tensor | None  # [3, n] positions behind that of its first token; None: columns
+
+    @property
+    def nbytes(self) -> int:
+        return self.embeddings.nbytes
+
+
+class _Merged(Exception):
+    """Ends the whole model's forward at its decoder."""
+
+
+def is_vision_language(config: Any) -> bool:
+    """Whether a model with this config has a vision part and a placeholder token for pictures."""
+    return hasattr(config, "vision_config") and isinstance(getattr(config, "image_token_id", None), int)
+
+
+class PictureReader:
+    """The vision part of a target. It reads each picture once, as long as the target holds it (`HELD_BYTES`).
+
+    Args:
+        model: a loaded image-text-to-text model.
+    """
+
+    def __init__(self, model: Any):
+        self.whole: nn.Module = model.base_model
+        self.decoder: nn.Module = model.get_decoder()
+        self.name = type(model).__name__
+        self.placeholder: int = model.config.image_token_id
+        self.has_axes = hasattr(self.whole, "get_rope_index")  # M-RoPE
+        self._held: OrderedDict[str, PictureStates] = OrderedDict()
+
+    @staticmethod
+    def of(model: Any) -> "PictureReader | None":
+        """None: a model that reads text only."""
+        return PictureReader(model) if is_vision_language(model.config) else None
+
+    def read(self, picture: PictureInsert) -> PictureStates:
+        """The picture's embeddings and positions.
+
+        Raises:
+            UserError: it has another number of embeddings than of placeholders, or this family gives its decoder more
+                than embeddings and positions.
+        """
+        states = self._held.pop(picture.digest, None)
+        if states is None:
+            states = self._read(picture)
+        if len(states.embeddings) != picture.length:
+            raise self._wrong_count(picture)
+        self._held[picture.digest] = states
+        while len(self._held) > 1 and sum(held.nbytes for held in self._held.values()) > HELD_BYTES:
+            self._held.popitem(last=False)
+        return states
+
+    @torch.no_grad()
+    def _read(self, picture: PictureInsert) -> PictureStates:
+        table: Any = self.whole.get_input_embeddings().weight  # type: ignore[operator]
+        inputs: dict[str, Any] = {
+            name: values.to(table.device, table.dtype if values.is_floating_point() else None)
+            for name, values in picture.pixels().items()
+        }
+        inputs["input_ids"] = torch.full((1, picture.length), self.placeholder, device=table.device)
+        if self.has_axes:
+            inputs["mm_token_type_ids"] = torch.ones_like(inputs["input_ids"])
+        caught: dict[str, Any] = {}
+
+        def catch(_module: nn.Module, _args: tuple, given: dict[str, Any]) -> None:
+            caught.update(given)
+            raise _Merged
+
+        # Before other hooks, which expect a pass of the decoder; with_kwargs: families name what they give.
+        handle = self.decoder.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
+        kept = getattr(self.whole, "rope_deltas", None)  # of the prompt that somebody else reads with this model
+        try:
+            self.whole(**inputs, use_cache=False)
+        except _Merged:
+            pass
+        except ValueError as error:  # transformers counts placeholders and embeddings
+            raise self._wrong_count(picture) from error
+        finally:
+            handle.remove()
+            if self.has_axes:
+                self.whole.rope_deltas = kept
+        positions = caught.pop("position_ids", None)
+        embeddings = caught.pop("inputs_embeds", None)
+        more = sorted(name for name, value in caught.items() if value is not None and name != "use_cache")
+        if embeddings is None or more or (self.has_axes and positions is None):
+            raise UserError(
+                f"target.model: {self.name} gives its decoder more than embeddings and positions for a picture "
+                f"({', '.join(more) or 'it gives neither'}); pictures for this family are not supported, LLaVA's and "
+                "Qwen2.5-VL's are"
+            )
+        return PictureStates(embeddings[0].clone(), positions[:, 0].clone() if self.has_axes else None)
+
+    def _wrong_count(self, picture: PictureInsert) -> UserError:
+        return UserError(
+            f"target.model: {self.name} makes another number of embeddings of a picture than the {picture.length} "
+            "placeholders that its prompt has for it; is the prompt another target's, or the processor's config "
+            "(preprocessor_config.json) another model's?"
+        )
+
+    def positions(
+        self, columns_BT: torch.Tensor, pictures: Sequence[PlacedInsert], ends: Sequence[int]
+    ) -> torch.Tensor:
+        """[3, B, T] positions of rotary embeddings.
+
+        Args:
+            columns_BT: of each token in its text, 0, 1, 2, ...
+            pictures: in the order of their columns; other inserts count columns.
+            ends: for each picture, the first column behind the text that it stands in.
+        """
+        positions = columns_BT.expand(3, -1, -1).clone()
+        for placed, end in zip(pictures, ends, strict=True):
+            row, first = placed.row, placed.insert.first
+            if not isinstance(placed.insert, PictureInsert) or first >= end:
+                continue
+            offsets = self._offsets(placed.insert)[:, : end - first].to(positions.device)
+            behind = first + offsets.shape[1]
+            positions[:, row, first:behind] = positions[:, row, first : first + 1] + offsets
+            positions[:, row, behind:end] += _shift(offsets)
+        return positions
+
+    def shift(self, inserts: Sequence[Insert], length: int) -> int:
+        """How far the positions of text are shifted behind the first `length` tokens of a prompt with these inserts.
+
+        Raises:
+            ValueError: a picture begins before that place, and ends behind it.
+        """
+        pictures = [each for each in inserts if isinstance(each, PictureInsert) and each.first < length]
+        if any(each.first + each.length > length for each in pictures):
+            raise ValueError(f"token {length} is inside a picture, which has no position for text behind a part of it")
+        return sum(_shift(self._offsets(each)) for each in pictures)
+
+    def _offsets(self, picture: PictureInsert) -> torch.Tensor:
+        offsets = self.read(picture).offsets
+        assert offsets is not None, "asked for families with axes only"
+        return offsets
+
+
+def _shift(offsets_3n: torch.Tensor) -> int:
+    """The position behind a picture, over that of text as long."""
+    return int(offsets_3n.max()) + 1 - offsets_3n.shape[1]

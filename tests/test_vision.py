@@ -1,0 +1,393 @@
+"""Vision-language targets: pictures reach prefill, trees, training rows and keys as the family's model reads them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.store import key_of
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.models.causal_lm import CausalLMDrafting
+from draftsmith.models.chat import load_tokenizer, render, render_marked, render_prompt
+from draftsmith.models.costs import target_size
+from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.picture_prompts import opened
+from draftsmith.models.prompt import PlacedInsert, Prompt, RenderError
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vision import PictureInsert
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.train.run.batches import MicroBatch, collate, collate_as
+from tests.conftest import make_target
+from tests.decoding import decode, decode_batch
+from tests.pairs import untaught
+from tests.tiny_vision import (
+    FAMILIES,
+    PLACEHOLDER,
+    asked,
+    make_vision_target,
+    picture,
+    save_vision_target,
+    vision_config,
+)
+
+TREE = TreeSection(nodes=12, draft_calls=3, top_k=4)
+TALL, WIDE = picture(16, 40, seed=1), picture(48, 16, seed=2)
+both = pytest.mark.parametrize("family", FAMILIES)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("vision")
+    return {family: save_vision_target(root / family, family) for family in FAMILIES}
+
+
+@cache
+def target_of(family: str) -> Target:
+    return Target(make_vision_target(family), (1, 3, 5))
+
+
+def section_of(folder: Path, **more: Any) -> TargetSection:
+    return TargetSection(model=str(folder), device="cpu", dtype="float32", **more)
+
+
+def prompts_of(folder: Path) -> list[Prompt]:
+    """One picture; two of different shapes, the second in a later turn; two in one message; none."""
+    tokenizer = load_tokenizer(section_of(folder))
+    answer = {"role": "assistant", "content": "the mat"}
+    conversations = [
+        [asked("the cat sat", picture())],
+        [asked("the dog", TALL), answer, asked("and in the rain the cat", WIDE), answer, asked("the rain")],
+        [asked("ran after", WIDE, TALL)],
+        [{"role": "user", "content": "the cat and the dog"}],
+    ]
+    return [render_prompt(tokenizer, messages) for messages in conversations]
+
+
+def pixel_inputs(family: str, prompt: Prompt) -> dict[str, torch.Tensor]:
+    """What the family's own model takes for a prompt."""
+    ids = torch.tensor([list(prompt)])
+    pixels = [insert.pixels() for insert in prompt.inserts if isinstance(insert, PictureInsert)]
+    joined = {name: torch.cat([each[name] for each in pixels]) for name in (pixels[0] if pixels else ())}
+    if family == "qwen2_5_vl":
+        joined["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | joined
+
+
+def generated(family: str, prompt: Prompt, length: int) -> list[int]:
+    """transformers' own greedy answer."""
+    model = make_vision_target(family)
+    if family == "qwen2_5_vl":
+        model.model.rope_deltas = None  # text after a picture would inherit it
+    inputs = pixel_inputs(family, prompt)
+    out = model.generate(**inputs, max_new_tokens=length, do_sample=False, eos_token_id=None)
+    return out[0, len(prompt) :].tolist()
+
+
+def placed(prompts: Sequence[Prompt]) -> list[PlacedInsert]:
+    return [PlacedInsert(row, insert) for row, prompt in enumerate(prompts) for insert in prompt.inserts]
+
+
+# Prompts.
+
+
+def test_placeholders_become_as_many_as_a_picture_has_embeddings(folders: dict[str, Path]) -> None:
+    lengths = {"llava": [[16], [16, 16], [16, 16], []], "qwen2_5_vl": [[6], [10, 12], [12, 10], []]}
+    for family in FAMILIES:
+        prompts = prompts_of(folders[family])
+        assert [[insert.length for insert in prompt.inserts] for prompt in prompts] == lengths[family]
+        for prompt in prompts:
+            covered = [insert.first + i for insert in prompt.inserts for i in range(insert.length)]
+            assert covered == [column for column, token in enumerate(prompt) if token == PLACEHOLDER]
+
+
+@both
+def test_text_beside_pictures_is_not_lost(family: str, folders: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(section_of(folders[family]))
+    written = tokenizer.decode(list(prompts_of(folders[family])[3]))
+    assert written == "<|user|>the cat and the dog<|end|><|assistant|>"
+    messages = [asked("the cat", picture()), {"role": "assistant", "content": "a mat"}]
+    ids, marks = render_marked(tokenizer, messages)
+    assert ids == render(tokenizer, messages)
+    said = [token for token, marked in zip(ids, marks, strict=True) if marked]
+    assert tokenizer.decode(said) == "a mat<|end|>"
+
+
+@both
+def test_pictures_and_placeholders_that_differ_are_refused(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(section_of(folders[family]))
+    for messages, found in (
+        ([asked("what is <image>", picture())], "1 and 2"),
+        ([{"role": "user", "content": "what is <image>"}], "0 and 1"),
+    ):
+        with pytest.raises(RenderError, match=f"pictures and placeholders differ: {found}"):
+            render_prompt(tokenizer, messages)
+    template = tmp_path / "text.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] if m['content'] is string }}{% endfor %}")
+    deaf = load_tokenizer(section_of(folders[family], chat_template=str(template)))
+    assert deaf.decode(list(render_prompt(deaf, [{"role": "user", "content": "the cat"}]))) == "the cat"
+    with pytest.raises(RenderError, match="pictures and placeholders differ: 1 and 0"):
+        render_prompt(deaf, [asked("the cat", picture())])
+    for part, reason in (({"type": "video"}, "neither text nor picture: video"), ({"type": "image"}, "without a path")):
+        with pytest.raises(RenderError, match=reason):
+            render_prompt(tokenizer, [{"role": "user", "content": [part]}])
+
+
+def test_pictures_come_as_files_bytes_or_images(folders: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    picture().save(path)
+    tokenizer = load_tokenizer(section_of(folders["llava"]))
+    url = {"type": "image_url", "image_url": {"url": str(path)}}
+    given = [*({"type": "image", key: str(path)} for key in ("path", "url", "image")), url]
+    given.append({"type": "image", "image": path.read_bytes()})
+    wanted = render_prompt(tokenizer, [asked("the cat", picture())])
+    for part in given:
+        messages = [{"role": "user", "content": [part, {"type": "text", "text": "the cat"}]}]
+        assert render_prompt(tokenizer, messages) == wanted
+    assert opened(picture().convert("CMYK")).mode == "RGB"
+
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(RenderError, match="no readable picture"):
+        render_prompt(tokenizer, [{"role": "user", "content": [given[0]]}])
+
+
+def test_a_picture_that_changed_behind_its_prompt_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    picture().save(path)
+    messages = [{"role": "user", "content": [{"type": "image", "path": str(path)}]}]
+    prompt = render_prompt(load_tokenizer(section_of(folders["llava"])), messages)
+    insert = prompt.inserts[0]
+    assert isinstance(insert, PictureInsert)
+    pixels = insert.pixels()  # held for a while
+    processor: Any = insert.pixels.func.__self__  # type: ignore[attr-defined]
+    processor._held.clear()
+    assert torch.equal(insert.pixels()["pixel_values"], pixels["pixel_values"])  # read again
+    for change, reason in ((lambda: TALL.save(path), "has changed since"), (path.unlink, "is no longer there")):
+        processor._held.clear()
+        change()
+        with pytest.raises(UserError, match=reason):
+            insert.pixels()
+
+
+def test_two_pictures_under_one_question_have_two_keys(folders: dict[str, Path]) -> None:
+    tokenizer = load_tokenizer(section_of(folders["llava"]))
+    prompts = [render_prompt(tokenizer, [asked("the cat", shown)]) for shown in (picture(), picture(seed=4), picture())]
+    assert list(prompts[0]) == list(prompts[1]) and prompts[0] != prompts[1] and prompts[0] == prompts[2]
+    rows = [TrainingRow("a", list(each), [], [(2, 5)], inserts=each.inserts) for each in prompts]
+    assert len({key_of(row) for row in rows}) == len({prompt.digest for prompt in prompts}) == 2
+    one, _, same = (prompt.inserts[0] for prompt in prompts)
+    assert one == same and one.at(3) != one and one.at(3).digest == one.digest
+
+
+# What the target reads.
+
+
+@both
+def test_embeddings_and_positions_are_the_model_s_own(family: str, folders: dict[str, Path]) -> None:
+    target, given = target_of(family), dict[str, Any]()
+    for prompt in prompts_of(folders[family])[:3]:
+        with torch.no_grad():
+            handle = target.decoder.register_forward_pre_hook(
+                lambda _module, _args, inputs: given.update(inputs), with_kwargs=True
+            )
+            target.model(**pixel_inputs(family, prompt))
+            handle.remove()
+        ids, inserts = torch.tensor([list(prompt)]), placed([prompt])
+        mine = target.decoder_arguments(ids, inserts)
+        torch.testing.assert_close(mine["inputs_embeds"], given["inputs_embeds"], rtol=0, atol=1e-6)
+        torch.testing.assert_close(target.inputs(ids, inserts=inserts).embeddings, mine["inputs_embeds"])
+        assert torch.equal(target.inputs(ids, inserts=inserts).positions[0], torch.arange(len(prompt)))  # the drafter's
+        if family == "qwen2_5_vl":
+            assert torch.equal(mine["position_ids"], given["position_ids"])
+            shift = target.model.model.rope_deltas.item()
+            assert target.pictures is not None and target.pictures.shift(prompt.inserts, len(prompt)) == shift < 0
+        else:
+            assert "position_ids" not in mine
+
+
+@both
+def test_the_tower_reads_a_picture_once(family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(make_vision_target(family))
+    reader = target.pictures
+    assert reader is not None
+    read: list[str] = []
+    own = reader._read
+    monkeypatch.setattr(reader, "_read", lambda picture: read.append(picture.digest) or own(picture))
+    for _ in range(2):
+        decode_batch(target, None, prompts_of(folders[family])[:3], {-1}, 3)
+    assert len(read) == len(set(read)) == 3
+    monkeypatch.setattr("draftsmith.models.vision.HELD_BYTES", 1)
+    decode_batch(target, None, prompts_of(folders[family])[1:3], {-1}, 3)
+    assert len(reader._held) == 1
+
+
+# Decoding.
+
+
+def proposers(family: str) -> dict[str, Proposer | None]:
+    """As its own drafter the target accepts whole chains; the others are mostly wrong."""
+    target = target_of(family)
+    return {
+        "plain": None,
+        "lookup": PromptLookup(4, target.device),
+        "itself": PolicyProposer(CausalLMDrafting(target), policy_of(TreeSection(policy="chain", nodes=4))),
+        "itself, tree": PolicyProposer(CausalLMDrafting(target), policy_of(TREE)),
+        "eagle3": PolicyProposer(FeatureDrafting(untaught("eagle3", target)), policy_of(TREE)),
+    }
+
+
+@both
+def test_greedy_answers_are_the_model_s_own(family: str, folders: dict[str, Path]) -> None:
+    """With pictures, several of them, in later turns, beside text: one by one, and side by side."""
+    target, prompts, length = target_of(family), prompts_of(folders[family]), 24
+    expected = [generated(family, prompt, length) for prompt in prompts]
+    others = [render_prompt(load_tokenizer(section_of(folders[family])), [asked("the cat sat", TALL)])]
+    assert generated(family, others[0], length) != expected[0]  # the picture matters
+    for name, proposer in proposers(family).items():
+        if family == "qwen2_5_vl":
+            target.model.model.rope_deltas = torch.tensor([[77]])  # of another prompt
+        together = decode_batch(target, proposer, prompts, {-1}, length)
+        alone = [decode(target, proposer, prompt, {-1}, length) for prompt in prompts]
+        assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone] == expected, name
+        if name == "itself":
+            assert all(set(answer.accepted_per_round[:-1]) == {3} for answer in together)
+        if name == "itself, tree":
+            assert sum(sum(answer.accepted_per_round) for answer in together) > 50
+        if family == "qwen2_5_vl":
+            assert target.model.model.rope_deltas.item() == 77
+
+
+@both
+def test_rows_come_and_go_with_their_positions(family: str, folders: dict[str, Path]) -> None:
+    """Rows admitted, kept in another order and rolled back continue as they would alone."""
+    target, prompts = target_of(family), prompts_of(folders[family])
+    session = target.session((1,))
+    session.prefill(prompts[:2])
+    session.prefill(prompts[2:], at_once=1000)
+    session.read([[5, 6]] * 4)
+    session.keep([3, 1, 0])
+    cut = prompts[1].inserts[1].first - 1  # before the second picture
+    session.rollback([len(prompts[3]) + 1, cut, len(prompts[0])])
+    texts = [prompts[3].then([5]), Prompt(prompts[1][:cut], prompts[1].inserts[:1]), prompts[0]]
+    for more in ([[7], [8], [9]], [[11], [12], [13]]):
+        last, _ = session.read(more)
+        texts = [text.then(tokens) for text, tokens in zip(texts, more, strict=True)]
+        session.keep([0, 1, 2])
+        for row, text in enumerate(texts):
+            wanted, _ = target.session().prefill([text])
+            torch.testing.assert_close(target.logits(last[row : row + 1, -1]), wanted, rtol=1e-4, atol=1e-4)
+    if family == "qwen2_5_vl":
+        lengths = session.lengths
+        with pytest.raises(ValueError, match="inside a picture"):
+            session.rollback([*lengths[:2], prompts[0].inserts[0].first + 1])
+
+
+# Training rows.
+
+
+def rows_of_prompts(folder: Path) -> list[TrainingRow]:
+    spans = [[(len(prompt), len(prompt) + 6)] for prompt in prompts_of(folder)]
+    answers = [prompt.then([*range(40, 46)]) for prompt in prompts_of(folder)]
+    return [
+        TrainingRow(str(i), list(prompt), [], span, inserts=prompt.inserts)
+        for i, (prompt, span) in enumerate(zip(answers, spans, strict=True))
+    ]
+
+
+@both
+def test_rows_share_a_pass_as_if_each_were_alone(family: str, folders: dict[str, Path]) -> None:
+    """Padded, and packed by our attention or by masks: each row's states are the whole model's over it alone."""
+    target, rows = Target(make_vision_target(family), (1, 3, 5)), rows_of_prompts(folders[family])
+    wanted = []
+    for row in rows:
+        inputs = pixel_inputs(family, Prompt(row.input_ids, row.inserts))
+        with torch.no_grad():
+            hidden = target.model(**inputs, output_hidden_states=True).hidden_states
+        wanted.append((torch.cat([hidden[i][0] for i in (1, 3, 5)], dim=-1), hidden[-1][0]))
+
+    def check(batch: MicroBatch, documents: Any) -> None:
+        states = target.states(batch.ids, documents=documents, inserts=batch.inserts)
+        for (line, start, tokens), i in zip(batch.places, batch.rows, strict=True):
+            for mine, own in zip((states.captured, states.last), wanted[i], strict=True):
+                torch.testing.assert_close(mine[line, start : start + tokens], own, rtol=1e-4, atol=1e-4)
+
+    padded, packed = collate(rows), collate_as(rows, [[2, 3, 0], [1]])
+    check(padded, None)
+    for way in (None, "masks"):
+        target._packing = way  # type: ignore[assignment]
+        check(packed, packed.documents)
+    if family == "qwen2_5_vl":
+        together = target.decoder_arguments(packed.ids, packed.inserts, packed.documents)["position_ids"]
+        for (line, start, tokens), i in zip(packed.places, packed.rows, strict=True):
+            alone = target.decoder_arguments(
+                torch.tensor([rows[i].input_ids]), placed([Prompt([0] * 999, rows[i].inserts)])
+            )
+            own = alone.get("position_ids", torch.arange(tokens).expand(3, 1, -1))
+            assert torch.equal(together[:, line, start : start + tokens], own[:, 0])
+    blind = target.states(padded.ids).last[0, : len(rows[0].input_ids)]
+    assert (blind - wanted[0][1]).abs().max() > 1e-2
+
+
+# Mistakes.
+
+
+def test_a_target_that_reads_text_only_refuses_pictures(folders: dict[str, Path]) -> None:
+    prompt = prompts_of(folders["llava"])[0]
+    with pytest.raises(UserError, match="reads text, but a prompt holds a picture; name a vision-language target"):
+        Target(make_target()).session().prefill([prompt])
+
+
+@both
+def test_a_picture_of_another_length_is_refused(family: str, folders: dict[str, Path]) -> None:
+    insert = prompts_of(folders[family])[0].inserts[0]
+    assert isinstance(insert, PictureInsert)
+    target = Target(make_vision_target(family))
+    for _ in range(2):  # before and after the picture is held
+        with pytest.raises(UserError, match=f"another number of embeddings of a picture than the {insert.length - 1} "):
+            target.read_insert(replace(insert, tokens=insert.length - 1))
+        target.read_insert(insert)
+
+
+def test_a_family_that_gives_its_decoder_more_is_refused(folders: dict[str, Path]) -> None:
+    """As Qwen3-VL does, with states for deeper layers."""
+    target, insert = Target(make_vision_target("llava")), prompts_of(folders["llava"])[0].inserts[0]
+    assert target.pictures is not None
+    own: Any = target.pictures.whole
+
+    class Deep(torch.nn.Module):
+        get_input_embeddings = own.get_input_embeddings
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> None:
+            target.decoder(inputs_embeds=target.embedding(input_ids), deepstack_visual_embeds=torch.zeros(1))
+
+    target.pictures.whole = Deep()
+    with pytest.raises(UserError, match=r"more than embeddings and positions for a picture .deepstack_visual_embeds"):
+        target.read_insert(insert)
+
+
+def test_a_folder_without_an_image_processor_reads_text(folders: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((folders["llava"] / name).read_bytes())
+    tokenizer = load_tokenizer(section_of(tmp_path))
+    assert len(render_prompt(tokenizer, [{"role": "user", "content": "the cat"}])) == 5
+    with pytest.raises(UserError, match=r"cannot load an image processor .*preprocessor_config.json"):
+        render_prompt(tokenizer, [asked("the cat", picture())])
+
+
+@both
+def test_a_vision_language_target_loads_as_it_was_saved(family: str, folders: dict[str, Path]) -> None:
+    section = section_of(folders[family])
+    target, own = Target(load_causal_lm(section)), make_vision_target(family)
+    assert target.name == type(own).__name__ and target.num_layers == 7
+    prompt = prompts_of(folders[family])[1]
+    assert decode(target, None, prompt, {-1}, 8).token_ids == generated(family, prompt, 8)
+    assert target_size(vision_config(family)).parameters == sum(p.numel() for p in own.parameters())

@@ -1,0 +1,134 @@
+"""Tiny vision-language targets with random weights, their processors and pictures: made in seconds, no network."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from tests.conftest import VOCAB_SIZE, make_tokenizer
+
+FAMILIES = ("llava", "qwen2_5_vl")
+PLACEHOLDER = 290  # the first token behind those of `make_tokenizer`
+MARKS = ("<image>", "<|vision_start|>", "<|vision_end|>")  # 290, 291, 292
+PATCH = 4  # pixels
+# Each shows lists of parts; LLaVA's drops contents that are strings, as the published one does.
+PARTS = (
+    "{%- for part in message['content'] -%}{%- if part['type'] == 'text' -%}{{ part['text'] }}"
+    "{%- elif part['type'] == 'image' -%}PICTURE{%- endif -%}{%- endfor -%}"
+)
+TEMPLATE = (
+    "{%- for message in messages -%}<|{{ message['role'] }}|>"
+    "{%- if message['role'] == 'assistant' -%}{% generation %}CONTENT<|end|>{% endgeneration %}"
+    "{%- else -%}CONTENT<|end|>{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
+)
+TEMPLATES = {
+    "llava": TEMPLATE.replace("CONTENT", PARTS).replace("PICTURE", "<image>"),
+    "qwen2_5_vl": TEMPLATE.replace(
+        "CONTENT",
+        "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}" + PARTS + "{%- endif -%}",
+    ).replace("PICTURE", "<|vision_start|><image><|vision_end|>"),
+}
+
+
+def vision_config(family: str, num_layers: int = 7) -> Any:
+    """A text part as `conftest.make_target` has it, and a tower of two layers."""
+    text = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 4,
+    }
+    special = {"image_token_id": PLACEHOLDER, "tie_word_embeddings": False, "eos_token_id": 4, "pad_token_id": 0}
+    if family == "llava":
+        tower = {
+            "model_type": "clip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": PATCH,
+            "initializer_range": 0.3,
+        }
+        text |= {"model_type": "llama", "tie_word_embeddings": False}
+        return AutoConfig.for_model("llava", text_config=text, vision_config=tower, **special)
+    tower = {
+        "hidden_size": 16,
+        "out_hidden_size": 32,
+        "intermediate_size": 24,
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "window_size": 4 * PATCH,
+        "fullatt_block_indexes": [1],
+        "initializer_range": 0.3,
+    }
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+    special |= {"video_token_id": 1, "vision_start_token_id": PLACEHOLDER + 1, "vision_end_token_id": PLACEHOLDER + 2}
+    return AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=tower, **special)
+
+
+@cache
+def make_vision_target(family: str, seed: int = 0) -> Any:
+    """A model of `FAMILIES` in float32. Towers are scaled so that pictures matter to the answers."""
+    torch.manual_seed(seed)
+    model: Any = AutoModelForImageTextToText.from_config(vision_config(family)).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "language_model" not in name and "lm_head" not in name and weight.dim() > 1:
+                weight.copy_(0.3 * torch.randn_like(weight))
+    return model.requires_grad_(False)
+
+
+def make_image_processor(family: str) -> Any:
+    """LLaVA's makes 4 x 4 patches of every picture, Qwen2.5-VL's up to 16 tokens of 2 x 2 patches."""
+    if family == "llava":
+        side = {"height": 16, "width": 16}
+        return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=side)
+    size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 16 * (2 * PATCH) ** 2}
+    return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, temporal_patch_size=2, size=size)
+
+
+def make_vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tokenizer.chat_template = TEMPLATES[family]
+    return tokenizer
+
+
+def save_vision_target(folder: Path, family: str) -> Path:
+    """A folder as `target.model` of a recipe."""
+    make_vision_target(family).save_pretrained(folder)
+    make_image_processor(family).save_pretrained(folder)
+    make_vision_tokenizer(family).save_pretrained(folder)
+    return folder
+
+
+def picture(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
+    """Coloured noise in large squares."""
+    torch.manual_seed(seed)
+    squares = torch.randint(0, 256, (3, 4, 3), dtype=torch.uint8).numpy()
+    return Image.fromarray(squares).resize((width, height), Image.Resampling.NEAREST)
+
+
+def asked(text: str, *pictures: Any) -> dict[str, Any]:
+    """A user's message: pictures, then text."""
+    shown = [{"type": "image", "image": each} for each in pictures]
+    return {"role": "user", "content": [*shown, {"type": "text", "text": text}]}
