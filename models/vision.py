@@ -80,7 +80,7 @@ class PictureReader:
     """
 
     def __init__(self, model: Any):
-        self.whole: nn.Module = model.base_model
+        self.whole: Any = model.base_model
         self.decoder: nn.Module = model.get_decoder()
         self.name = type(model).__name__
         self.placeholder: int = model.config.image_token_id
@@ -111,7 +111,7 @@ class PictureReader:
 
     @torch.no_grad()
     def _read(self, picture: PictureInsert) -> PictureStates:
-        table: Any = self.whole.get_input_embeddings().weight  # type: ignore[operator]
+        table: torch.Tensor = self.whole.get_input_embeddings().weight
         inputs: dict[str, Any] = {
             name: values.to(table.device, table.dtype if values.is_floating_point() else None)
             for name, values in picture.pixels().items()
