@@ -246,7 +246,8 @@ except KeyboardInterrupt:
     sys.exit(130)
 """
     parent = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from draftsmith.recipes.command import pipeline
 pipeline.SECONDS_TO_END = 0.2
 popen = pipeline.subprocess.Popen
