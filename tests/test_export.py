@@ -127,6 +127,33 @@ MUTATIONS: dict[str, tuple[Change, str]] = {
         "norm_before_fc",
     ),
     "an output norm": (lambda config, tensors: config.update(norm_output=True), "norm_output"),
+    "half a rotation": (lambda config, tensors: config["rope_parameters"].update(partial_rotary_factor=0.5), "partial"),
+    "half a rotation, above": (
+        lambda config, tensors: config.update(partial_rotary_factor=0.5),
+        "partial_rotary_factor",
+    ),
+    "two scalings": (
+        lambda config, tensors: config.update(rope_scaling={"type": "linear", "factor": 4.0}),
+        "rope_scaling is",
+    ),
+    "a bias in the MLP": (lambda config, tensors: config.update(mlp_bias=True), "mlp_bias"),
+    "another family": (lambda config, tensors: config.update(model_type="qwen2"), "model_type"),
+    "a quantisation": (
+        lambda config, tensors: config.update(quantization_config={"quant_method": "fp8"}),
+        "quantization_config",
+    ),
+    "another precision": (lambda config, tensors: config.update(dtype="bfloat16"), "dtype is 'bfloat16'"),
+    "a tied head": (lambda config, tensors: config.update(tie_word_embeddings=True), "tie_word_embeddings"),
+    "a whole number with a point": (lambda config, tensors: config.update(head_dim=16.0), "head_dim is 16.0"),
+    "true for a number": (lambda config, tensors: config.update(num_hidden_layers=True), "num_hidden_layers is True"),
+    "a state with a point": (
+        lambda config, tensors: config["eagle_config"]["eagle_aux_hidden_state_layer_ids"].append(9.0),
+        "eagle_config.eagle_aux_hidden_state_layer_ids",
+    ),
+    "layers without end": (
+        lambda config, tensors: config.update(num_hidden_layers=2**31 - 1),
+        "more than there are tensors",
+    ),
     "another architecture": (
         lambda config, tensors: config.update(architectures=["LlamaForCausalLM"]),
         "architectures",

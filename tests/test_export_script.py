@@ -136,9 +136,12 @@ def test_mistakes_are_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsy
         (script.main, ["run/drafter", "--to", "eagle"], "always captures states"),
         (script.main, ["run/drafter", "export.license=mit"], "a checkpoint, which has no keys"),
         (script.main, ["run"], "no drafter here"),
+        (script.main, ["run/drafter", "--out", "run/drafter"], "holds a trained drafter"),
+        (script.main, ["run/drafter", "--out", "run/poss"], "holds a trained drafter"),
         (import_script.main, ["nowhere/at/all", "--target", "target", "--out", "x"], "nowhere/at/all"),
         (import_script.main, ["run/drafter", "--target", "target", "--out", "x"], "already a drafter of draftsmith"),
         (import_script.main, ["target", "--target", "target", "--out", "x"], "those of no drafter known here"),
+        (import_script.main, ["target", "--target", "target", "--out", "run/../target"], "folder to import"),
     ):
         code, said = call(monkeypatch, capsys, main, *words)
         assert code == 2 and re.search(named, said, re.DOTALL) and "Traceback" not in said, (words, said)

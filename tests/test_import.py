@@ -1,6 +1,7 @@
 """Foreign drafters: published ones draft here, exports come back as they were, hostile ones are refused by name."""
 
 import json
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -182,6 +183,29 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         of_tensors(fc__weight=lambda t: t["fc.weight"] * torch.nan),
         "fc.weight holds numbers that are not finite",
     ),
+    "a number beyond float32": (
+        of_tensors(fc__weight=lambda t: t["fc.weight"].double() * 1e300),
+        "fc.weight holds numbers that are not finite",
+    ),
+    **{
+        f"weights of {dtype}": (
+            of_tensors(fc__weight=lambda t, dtype=dtype: t["fc.weight"].to(dtype)),  # type: ignore[misc]
+            "fc.weight is of type",
+        )
+        for dtype in (torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64)
+    },
+    "a t2d of numbers": (of_tensors(t2d=lambda t: t["t2d"].float()), "t2d is of type F32, not BOOL"),
+    "a pipe for weights": (
+        lambda folder, config, tensors: (
+            (folder / "model.safetensors").unlink() or os.mkfifo(folder / "model.safetensors")
+        ),
+        "not a regular file",
+    ),
+    "two scalings": (
+        of_config(rope_parameters={"rope_theta": 1e4}, rope_scaling={"type": "linear", "factor": 2.0}),
+        "rope_scaling is",
+    ),
+    "a bias that is not there": (of_config(bias=True), "none of its tensors is a bias"),
     "a wrong shape": (
         of_tensors(fc__weight=lambda t: t["fc.weight"][:, :5]),
         r"fc.weight is \[32, 5\], not \[32, 96\]",
@@ -193,7 +217,7 @@ HOSTILE: dict[str, tuple[Change, str]] = {
         "two draft tokens to one target token",
     ),
     "another t2d": (of_tensors(t2d=lambda t: ~t["t2d"]), "t2d marks other target tokens"),
-    "a fractional d2t": (of_tensors(d2t=lambda t: t["d2t"].float()), "d2t is torch.float32"),
+    "a fractional d2t": (of_tensors(d2t=lambda t: t["d2t"].float()), "d2t is of type F32, not I64 or I32"),
     "its own embeddings": (
         of_tensors(embed_tokens__weight=lambda t: torch.randn(VOCAB_SIZE, 32)),
         "not the target's table",

@@ -45,6 +45,8 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     yet_to_train = recipe is not None and not written(directory).exists()
     source = _planned(recipe) if recipe is not None and yet_to_train else Source.read(directory)
     out = command.out or out
+    if out.resolve() == directory.resolve() or importing.is_ours(out):
+        raise UserError(f"--out {out}: holds a trained drafter, which the export would replace; name another folder")
     check_engine(source, engine)
     if command.push_to_hub:
         hub.check_name(command.push_to_hub)
@@ -137,6 +139,8 @@ def import_main(arguments: Namespace) -> None:
         directory = hub.fetch_drafter(arguments.drafter, arguments.revision, arguments.allow_bin)
     if importing.is_ours(directory):
         raise UserError(f"{directory}: already a drafter of draftsmith; name it as eval.drafter or drafter.init_from")
+    if arguments.out.resolve() == directory.resolve():
+        raise UserError(f"--out {arguments.out}: is the folder to import, which would be replaced; name another one")
     folder = read_folder(directory, arguments.allow_bin)
     foreign = importing.read_for(folder, section)
     shape = foreign.shape

@@ -141,6 +141,8 @@ def read_config(config: Mapping[str, Any], target: Any, names: Mapping[str, Any]
         "attention_bias": any(name.endswith("q_proj.bias") for name in names),
     }
     if "lm_head.weight" in names and ("norm.weight" in names or "d2t" in names):
+        if reader.flag("bias") and not common["attention_bias"]:
+            raise Contradiction("bias is true, and none of its tensors is a bias")
         return Eagle3Config(
             **common,
             draft_vocab_size=reader.whole("draft_vocab_size", vocab_size),
@@ -218,6 +220,10 @@ class _Reader:
                 f"rope_theta is {short(theta)}, rope_parameters says {short(given['rope_theta'])}; which base was it "
                 "trained with?"
             )
+        if given is not None and scaling and scaling_of(given) != scaling_of(scaling):
+            raise Contradiction(
+                f"rope_scaling is {short(scaling)}, rope_parameters says {short(given)}; which was it trained with?"
+            )
         rope = dict(given if given is not None else scaling or {})
         rope.setdefault("rope_type", rope.pop("type", "default"))
         rope.setdefault("rope_theta", self.number("rope_theta", 10000.0))
@@ -226,6 +232,13 @@ class _Reader:
     def _get(self, key: str, default: Any) -> Any:
         value = self.config.get(key)
         return default if value is None else value
+
+
+def scaling_of(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Kind and settings of a rotary scaling, without the base, by transformers 5's names."""
+    kept = {"rope_type" if key == "type" else key: value for key, value in rope.items() if value is not None}
+    kept.pop("rope_theta", None)
+    return {"rope_type": "default"} | kept
 
 
 def our_names(shape: DrafterConfig, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

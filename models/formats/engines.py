@@ -22,7 +22,7 @@ from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import speculators
-from draftsmith.models.formats.eagle import AUX_IDS
+from draftsmith.models.formats.eagle import AUX_IDS, WEIGHTLESS, scaling_of
 from draftsmith.models.formats.folder import FLOATS, TensorInfo
 from draftsmith.recipes.errors import short
 
@@ -80,6 +80,9 @@ def problems(
     architecture = engine.architectures[type(shape)]
     if config.get("architectures") != [architecture]:
         found.append(f"architectures is {short(config.get('architectures'))}, {engine.title} wants ['{architecture}']")
+    found += _unlike_llama(config, tensors)
+    if any("num_hidden_layers" in each for each in found):
+        return found
     try:
         loaded = engine.load(config, tensors, target)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -87,7 +90,7 @@ def problems(
     for each in fields(shape):
         want, have = getattr(shape, each.name), loaded.values.get(each.name, getattr(shape, each.name))
         if each.name == "rope_parameters":
-            want, have = _rope(want), _rope(have)
+            want, have = _rope(want), dict(have)
         if (list(want) if isinstance(want, tuple) else want) != (list(have) if isinstance(have, tuple) else have):
             found.append(f"{each.name}: {engine.title} takes {short(have)}, the drafter was trained with {short(want)}")
     for key, (have, want) in loaded.values.get("_fixed", {}).items():
@@ -107,6 +110,52 @@ def problems(
         elif info.dtype not in (kinds := {"d2t": ("I64",), "t2d": ("BOOL",)}.get(new, FLOATS)):
             found.append(f"{old} is of type {info.dtype}, {engine.title} wants {' or '.join(kinds)}")
     return sorted(found)
+
+
+_WHOLE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "head_dim",
+    "vocab_size",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "max_position_embeddings",
+    "num_aux_hidden_states",
+)
+# What engines that parse a Llama config would do otherwise, or would do in another class.
+_PLAIN = {"model_type": "llama", "mlp_bias": False, "partial_rotary_factor": 1.0, "tie_word_embeddings": False}
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def _unlike_llama(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """What in a config does not describe these tensors, or not a plain Llama layer."""
+    layer = config.get("transformer_layer_config", config)  # speculators'
+    if not isinstance(layer, dict):
+        yield f"transformer_layer_config is {short(layer)}, not an object"
+        return
+    for key, wanted in _PLAIN.items():
+        if (have := layer.get(key, wanted)) != wanted:
+            yield f"{key} is {short(have)}, the drafter was trained with {wanted}"
+    if "quantization_config" in config:
+        yield "quantization_config: the tensors are not quantised"
+    if "dtype" in config:
+        wanted = _DTYPES.get(str(config["dtype"]))
+        other = [name for name, info in tensors.items() if name not in WEIGHTLESS and info.dtype != wanted]
+        if other:
+            yield f"dtype is {short(config['dtype'])}, but {other[0]} is {tensors[other[0]].dtype}; engines would round"
+    lists = {AUX_IDS: config.get(AUX_IDS)}
+    if isinstance(nested := config.get("eagle_config"), dict):
+        lists[f"eagle_config.{AUX_IDS}"] = nested.get(AUX_IDS)
+    for key, value in [*((key, {**config, **layer}.get(key)) for key in _WHOLE), *lists.items()]:
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None and type(each) is not int:
+                yield f"{key} is {short(value)}, not whole numbers"
+    count = layer.get("num_hidden_layers")
+    if type(count) is int and count > len(tensors):
+        yield f"num_hidden_layers is {count:,}, more than there are tensors"
 
 
 def _nulls(config: Any, before: str = "") -> Iterator[str]:
@@ -150,10 +199,8 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
         rope = {"rope_type": "default", **config.get("rope_scaling", {}), "rope_theta": config["rope_theta"]}
     elif "rope_theta" in config and rope["rope_theta"] != config["rope_theta"]:
         raise ValueError(f"rope_theta is {config['rope_theta']}, rope_parameters says {rope['rope_theta']}")
-    wholes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-    for key in wholes:
-        if type(config[key]) is not int:
-            raise TypeError(f"{key} is {config[key]!r}, not a whole number")
+    elif config.get("rope_scaling") and scaling_of(config["rope_scaling"]) != scaling_of(rope):
+        raise ValueError(f"rope_scaling is {config['rope_scaling']}, rope_parameters says {rope}")
     return {
         **{key: config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")},
         "num_layers": config["num_hidden_layers"],

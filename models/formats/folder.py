@@ -26,6 +26,7 @@ CONFIG_BYTES = 1 << 20  # published configs have some 2 KiB
 HEADER_BYTES = 16 << 20  # of one safetensors file: some 100,000 tensors
 MOST_SHARDS = 1000
 FLOATS = ("F64", "F32", "F16", "BF16")
+DTYPES_OF = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}  # the rest are weights, in FLOATS
 SINGLE, INDEX, BIN = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 
 
@@ -61,7 +62,8 @@ class Folder:
                     tensor = file.get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise UserError(f"{self._files[name]}: damaged or cut short: {error}; copy it again") from None
-        if tensor.is_floating_point() and not tensor.isfinite().all():
+        # In the precision that it is used in: a float64 may be finite, and infinite as a float32.
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise UserError(f"{self.path}: {name} holds numbers that are not finite; the checkpoint is damaged")
         return tensor
 
@@ -140,6 +142,8 @@ def _inside(path: Path, name: str) -> Path:
     places = [entry, entry.parent / "blobs"] if home.parent.name == "snapshots" else []
     if not any(real.is_relative_to(place) for place in (home, *places)):
         raise UserError(f"{file}: a link that leads out of the folder, to {real}; copy the file itself")
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file}: not a regular file; copy the file itself")
     return file
 
 

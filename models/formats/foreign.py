@@ -17,7 +17,7 @@ from draftsmith.models.draft_tree import Committed
 from draftsmith.models.drafters import build_drafter, kind_text, tensor_shapes
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FeatureDrafting, FrozenHead
 from draftsmith.models.formats import eagle, speculators
-from draftsmith.models.formats.folder import Folder
+from draftsmith.models.formats.folder import DTYPES_OF, FLOATS, Folder
 from draftsmith.models.prompt import DecoderInputs, PlacedInsert
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, short
@@ -55,6 +55,9 @@ def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
     Raises:
         UserError: everything about the folder that does not fit together or does not fit the target.
     """
+    for name, info in folder.tensors.items():
+        if info.dtype not in (kinds := DTYPES_OF.get(name, FLOATS)):
+            raise UserError(f"{folder.path}: {name} is of type {info.dtype}, not {' or '.join(kinds)}")
     config = folder.config
     if speculators.is_speculators(config):
         try:
@@ -114,8 +117,8 @@ def _vocabulary(folder: Folder, shape: DrafterConfig) -> tuple[DraftVocab, torch
             raise UserError(f"{folder.path}: draft_vocab_size is {size:,} of {whole:,}, but there is no d2t")
         return DraftVocab.full(whole), None
     d2t = folder.tensor("d2t")
-    if d2t.is_floating_point() or list(d2t.shape) != [size]:
-        raise UserError(f"{folder.path}: d2t is {d2t.dtype} of shape {list(d2t.shape)}, not {size:,} whole numbers")
+    if list(d2t.shape) != [size]:
+        raise UserError(f"{folder.path}: d2t is of shape {list(d2t.shape)}, not {size:,} numbers")
     ids = d2t.long() + torch.arange(size)
     if int(ids.min()) < 0 or int(ids.max()) >= whole:
         raise UserError(
