@@ -136,6 +136,11 @@ def test_mistakes_are_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsy
         (script.main, ["run/drafter", "--to", "eagle"], "always captures states"),
         (script.main, ["run/drafter", "export.license=mit"], "a checkpoint, which has no keys"),
         (script.main, ["run"], "no drafter here"),
+        (
+            script.main,
+            ["run/drafter", "--to", "speculators", "--push-to-hub", "me/drafter"],
+            "names its target, here target, which",
+        ),
         (script.main, ["run/drafter", "--out", "run/drafter"], "holds a trained drafter"),
         (script.main, ["run/drafter", "--out", "run/poss"], "holds a trained drafter"),
         (import_script.main, ["nowhere/at/all", "--target", "target", "--out", "x"], "nowhere/at/all"),
@@ -161,3 +166,17 @@ def test_a_target_with_an_adapter_is_to_be_merged_before_it_serves(
     assert code == 0 and "vllm serve target" not in said + card and "ad" * 32 in card
     code, said = call(monkeypatch, capsys, script.main, "recipe.yaml", "--to", "llama.cpp", "--with-target", "x.py")
     assert code == 2 and "would convert the target without its adapter" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "binds"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", True),
+        ("codellama/CodeLlama-7b-hf", True),
+        ("models/gemma-2-2b-it", True),
+        ("TinyLlama/TinyLlama-1.1B", False),
+        ("llava-hf/llava-1.5-7b-hf", False),
+    ],
+)
+def test_a_binding_licence_is_told_by_the_targets_name(name: str, binds: bool) -> None:
+    assert any(re.search(family, name.lower()) for family in cards.BINDING) == binds

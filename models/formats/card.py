@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from draftsmith.recipes.files.json_text import parse_json
 PICTURE = "acceptance.png"
 KEY = "acceptance_by_position"
 MERGED = "MERGED_TARGET"  # how serve commands name a target that has to be merged with its adapter first
-# Licences whose terms reach models made with a model's outputs; the part of a Hub id that tells the family.
+# Licences whose terms reach models made with a model's outputs; what tells the family in a Hub id or a folder's name.
 BINDING = {
-    "llama": "the Llama community licence asks that models trained with a Llama's outputs be called Llama and carry it",
-    "gemma": "Gemma's terms of use bind models trained with Gemma's outputs",
+    r"\b(code)?llama-?\d": (
+        "the Llama community licence asks that models trained with a Llama's outputs be called Llama and carry it"
+    ),
+    r"\bgemma": "Gemma's terms of use bind models trained with Gemma's outputs",
 }
 
 
@@ -125,7 +128,7 @@ def card(
     origin += [
         (f"{key} (`{entry['file']}`)", f"sha256 `{entry['sha256']}`") for key, entry in made.get("data", {}).items()
     ]
-    binding = next((words for family, words in BINDING.items() if family in name.lower()), None)
+    binding = next((words for family, words in BINDING.items() if re.search(family, name.lower())), None)
     template = Environment(
         loader=PackageLoader("draftsmith.models.formats", "."), undefined=StrictUndefined, keep_trailing_newline=True
     ).get_template("card.md.jinja")

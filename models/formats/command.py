@@ -50,6 +50,11 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     check_engine(source, engine)
     if command.push_to_hub:
         hub.check_name(command.push_to_hub)
+        if engine.name == "speculators" and Path(source.target["model"]).exists():
+            raise UserError(
+                f"--push-to-hub: a folder of speculators names its target, here {source.target['model']}, which is "
+                "nowhere else; push --to vllm, which names none"
+            )
     if engine.name == "llama.cpp":
         if command.with_target and source.target.get("adapter"):
             raise UserError("--with-target: would convert the target without its adapter; convert the merged target")

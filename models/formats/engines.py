@@ -65,7 +65,12 @@ class ServingEngine:
             )
         if shape.hidden_act != "silu":
             reasons.append(f"{self.title} knows silu alone, the drafter has {shape.hidden_act}")
-        return reasons + self.refusals(shape, int(target["num_layers"]))
+        layers = int(target["num_layers"])
+        if isinstance(shape, Eagle3Config) and max(shape.capture_layers) >= layers:
+            reasons.append(
+                f"{self.title} captures states before the target's final norm, the drafter reads {layers}, after it"
+            )
+        return reasons + self.refusals(shape, layers)
 
 
 def problems(
@@ -521,8 +526,6 @@ def _llama_cpp_refusals(shape: DrafterConfig, layers: int) -> list[str]:
         reasons.append(
             f"llama.cpp captures exactly 3 of the target's states, the drafter reads {len(shape.capture_layers)}"
         )
-    elif max(shape.capture_layers) >= layers:
-        reasons.append(f"llama.cpp takes state {layers} before the target's final norm, the drafter reads it after")
     if shape.num_layers > 1:
         reasons.append(f"llama.cpp's EAGLE-3 has one layer, the drafter {shape.num_layers}")
     if shape.attention_bias:
