@@ -8,6 +8,8 @@ Messages and their other keys stay as they are, except where data sets differ an
                    text (transformers' convention); also from `function_call` keys and from ShareGPT's function_call
                    turns, which join the assistant turn before them
     tools          a list of {"type": "function", "function": schema}, also from JSON text or bare schemas
+
+`recipes.prompts.picture_parts` makes one form of the pictures.
 """
 
 import json
@@ -125,10 +127,18 @@ def stored_conversation(record: Any, path: Path, line: int) -> Conversation:
 
 
 def _images_of(record: dict[str, Any]) -> list[str]:
+    """Places of the pictures in the columns `images` and `image`, as written."""
     images = record.get("images") or []
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise ValueError("wrong type: `images` must be a list of paths")
-    return images
+    if (image := record.get("image")) in (None, "", []):
+        return images
+    alone = image if isinstance(image, list) else [image]
+    if not all(isinstance(each, str) for each in alone):
+        raise ValueError("wrong type: `image` must be a path or a list of paths")
+    if images not in ([], alone):
+        raise ValueError("ambiguous columns: `image` and `images` name different pictures")
+    return alone
 
 
 def _id_of(record: dict[str, Any], default_id: str) -> str:

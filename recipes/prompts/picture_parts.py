@@ -1,0 +1,114 @@
+"""One form for the pictures of records: each is a content part {"type": "image", "path": its place as written}.
+
+Forms of a picture in a record
+    a content part               {"type": "image", "path" | "url" | "image": place} (transformers),
+                                 {"type": "image_url", "image_url": {"url": place}} (OpenAI)
+    a placeholder                `<image>` in a user turn's text (LLaVA), or a content part {"type": "image"} without a
+                                 place; the columns `image` and `images` name the pictures of all placeholders in order
+    no placeholder               the pictures of the columns stand before the first user turn
+
+Placeholders and pictures must match in number. Columns may repeat the pictures that the parts name.
+
+A record without a question (COCO, `file_name` beside a caption) is a user turn that holds its pictures and no text.
+"""
+
+from typing import Any
+
+from draftsmith.recipes.prompts.records import COLUMNS, PATH_KEYS, Conversation, json_type
+
+PLACEHOLDER = "<image>"
+PICTURE_TYPES = ("image", "image_url", "input_image")
+
+
+def as_picture_record(record: Any) -> Any:
+    """A record as `to_conversation` reads it: bytes of pictures as their path, `file_name` as `image`.
+
+    A record with pictures and without a question becomes a user turn of placeholders. Other records stay as they are.
+    """
+    if not isinstance(record, dict):
+        return record
+    record = dict(record)
+    if "image" not in record and isinstance(record.get("file_name"), str):
+        record["image"] = record["file_name"]
+    for column in ("image", "images"):
+        value = record.get(column)
+        record |= {column: [_cell(each) for each in value] if isinstance(value, list) else _cell(value)} if value else {}
+    if all(record.get(column) is None for column in COLUMNS) and (shown := record.get("images") or record.get("image")):
+        count = len(shown) if isinstance(shown, list) else 1
+        record["messages"] = [{"role": "user", "content": PLACEHOLDER * count}]
+    return record
+
+
+def _cell(value: Any) -> Any:
+    """The place of a picture in a table's cell, {"bytes", "path"}; `recipes.prompts.sources` has stored the bytes."""
+    if not isinstance(value, dict):
+        return value
+    return next((value[key] for key in ("bytes", "path", "url") if isinstance(value.get(key), str)), value)
+
+
+def with_picture_parts(conversation: Conversation) -> list[dict[str, Any]]:
+    """The conversation's messages, with every picture as a part and the contents of user turns as lists of parts.
+
+    Raises ValueError, "kind: detail", if pictures and placeholders do not match, or for parts of other kinds.
+    """
+    messages, open_parts, named = [], [], []
+    for index, message in enumerate(conversation.messages):
+        if message["role"] != "user":
+            _check_text(message, index)
+            messages.append(message)
+            continue
+        parts = []
+        for part in _split(message["content"]):
+            if part["type"] in PICTURE_TYPES:
+                place = _place(part, index)
+                part = {"type": "image"} | ({} if place is None else {"path": place})
+                (open_parts if place is None else named).append(part)
+            elif part["type"] != "text":
+                raise ValueError(f"not text or a picture: {part['type']} in message {index}")
+            parts.append(part)
+        messages.append(message | {"content": parts})
+    images = conversation.images
+    if images and not open_parts and not named:
+        first = next(message for message in messages if message["role"] == "user")
+        first["content"][:0] = [{"type": "image", "path": image} for image in images]
+        return messages
+    if images == [part["path"] for part in named]:
+        images = []
+    if len(images) != len(open_parts):
+        beside = f", beside {len(named)} that the messages name" if named else ""
+        raise ValueError(f"placeholders: {len(open_parts)} of them for pictures: {len(images)}{beside}")
+    for part, image in zip(open_parts, images, strict=True):
+        part["path"] = image
+    return messages
+
+
+def _split(content: Any) -> list[dict[str, Any]]:
+    """A user turn's content as parts, each `<image>` as a part without a place, texts without its line breaks."""
+    parts: list[dict[str, Any]] = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if part["type"] != "text" or PLACEHOLDER not in part["text"]:
+            parts.append(part)
+            continue
+        for number, text in enumerate(part["text"].split(PLACEHOLDER)):
+            parts += [{"type": "image"}] * (number > 0)
+            parts += [{"type": "text", "text": text.strip("\n")}] * bool(text.strip())
+    return parts
+
+
+def _place(part: dict[str, Any], index: int) -> str | None:
+    """Where the picture of a part is; None for a placeholder."""
+    given = [part[key] for key in PATH_KEYS if part.get(key) is not None]
+    given = [each.get("url", each.get("path")) if isinstance(each, dict) else each for each in given]
+    if not given:
+        return None
+    if not isinstance(given[0], str) or any(each != given[0] for each in given):
+        raise ValueError(f"wrong type: the picture of message {index} must be one path, this is {json_type(given[0])}")
+    return given[0]
+
+
+def _check_text(message: dict[str, Any], index: int) -> None:
+    """Raises ValueError if a message that is neither a question nor an answer, which is dropped, holds a picture."""
+    content = message.get("content")
+    parts = _split(content) if isinstance(content, (str, list)) and message["role"] != "assistant" else []
+    if any(part["type"] != "text" for part in parts):
+        raise ValueError(f"placeholders: a picture outside the user turns, in the {message['role']} message {index}")

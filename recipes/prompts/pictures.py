@@ -1,0 +1,198 @@
+"""Reads and checks the picture that a prompt names.
+
+A picture is named by a path (relative ones start at the folder of the file that names them), a file:// URL or a data
+URL. Pictures are never fetched: http:// and all other URLs are refused. The formats are PNG, JPEG, WebP, GIF and BMP,
+told by their content; Pillow's other readers stay off, because some of them start programs (EPS) or read no pixels.
+
+A `Picture` is upright RGB with 8 bits a channel, whatever the file holds:
+
+    EXIF orientation     applied; a damaged one is ignored
+    animation            the first frame
+    transparency         over white. Pillow's and transformers' own conversion would uncover what the file hides there
+    16 bits, gray        the upper 8 bits
+    palette, CMYK        as Pillow converts them, without colour profiles
+
+Every refusal is a ValueError, "kind: detail", as for records. The kinds:
+
+    picture URL          a URL of another machine
+    picture missing      no such file
+    picture unreadable   no regular file, no permission, malformed
+    picture truncated    the file ends early
+    not a picture        empty, or of no format above
+    picture too large    more than MAX_PIXELS, told from the header before anything is decoded, or MAX_BYTES
+    picture too narrow   one side more than MAX_RATIO times the other
+
+LLaVA's and Qwen2.5-VL's processors (transformers 5.23) take pictures down to 1x1 pixels, so small ones pass. Qwen's
+refuses ratios above 200. LLaVA's would take them; one rule for all targets keeps one set of prompts for all.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import re
+import stat
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from PIL import ExifTags, Image
+
+from draftsmith.recipes.errors import short
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+MAX_PIXELS = 50_000_000  # a phone's picture of 48 megapixels passes; decoded, it takes 150 MB
+MAX_BYTES = 1 << 26  # of a file
+MAX_RATIO = 200
+# Most bytes of a GIF to look at. The first frame comes first, and Pillow reads comments in quadratic time.
+GIF_BYTES = 1 << 23
+# Most scans of a JPEG. Progressive files have about 10; each scan takes as long to decode as a whole picture.
+JPEG_SCANS = 100
+
+_TURNS = {  # EXIF orientation -> what makes the picture upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    image: Image.Image  # RGB, upright
+    digest: str  # sha256 of the file's bytes, in hexadecimal
+    content: bytes  # the file's bytes
+    format: str  # one of FORMATS
+    path: Path | None  # absolute; None if a data URL holds the picture
+
+
+def read_picture(place: str, folder: Path) -> Picture:
+    """The picture at `place`, decoded whole. Raises ValueError, "kind: detail", if it cannot be used.
+
+    Args:
+        place: a path, a file:// URL or a data URL.
+        folder: where relative paths start.
+    """
+    path = _path_of(place, folder)
+    content = _data_of(place) if path is None else _bytes_of(path)
+    name = "a data URL" if path is None else str(path)
+    if not content:
+        raise ValueError(f"not a picture: {name} is empty")
+    image, form = _decoded(content, name)
+    return Picture(image, hashlib.sha256(content).hexdigest(), content, form, path)
+
+
+def _path_of(place: str, folder: Path) -> Path | None:
+    """The absolute path; None for a data URL. Links stay, so moving their targets does not change prompts."""
+    if place[:5].lower() == "data:":
+        return None
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", place):
+        url = urlsplit(place) if place[:7].lower() == "file://" else None
+        if url is None or url.netloc not in ("", "localhost"):
+            raise ValueError(f"picture URL: {short(place)} is never fetched; download it and name the file")
+        place = unquote(url.path)
+    return (folder / place).absolute()
+
+
+def _data_of(url: str) -> bytes:
+    head, comma, text = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise ValueError(f"picture unreadable: {short(url, 60)} is not a data URL in base64")
+    if len(text) * 3 // 4 > MAX_BYTES:
+        raise ValueError(f"picture too large: a data URL of {len(text):,} characters")
+    try:
+        return base64.b64decode(unquote(text), validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError(f"picture unreadable: {short(url, 60)} is not base64") from None
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a folder, or a pipe that may never end
+            raise ValueError(f"picture unreadable: {path} is not a file")
+        if status.st_size > MAX_BYTES:
+            raise ValueError(
+                f"picture too large: {path} has {status.st_size / 1e6:,.0f} MB, the limit is {MAX_BYTES / 1e6:,.0f}"
+            )
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"picture missing: no such file: {path}") from None
+    except OSError as error:
+        raise ValueError(f"picture unreadable: {short(str(path))}: {error.strerror}") from None
+    except ValueError as error:  # a path with a null character
+        known = str(error).startswith("picture ")
+        raise error if known else ValueError(f"picture missing: {short(str(path))}: {error}") from None
+
+
+def _decoded(content: bytes, name: str) -> tuple[Image.Image, str]:
+    """(RGB picture, its format)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about sizes, which are checked here, and about harmless damage
+        try:
+            _check_pixels(*_webp_canvas(content), name)
+            content = content[:GIF_BYTES] if content.startswith(b"GIF8") else content
+            with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+                _check_pixels(*image.size, name)
+                _check_ratio(*image.size, name)
+                # Inside a scan, FF is always followed by 00, so these two bytes only begin one.
+                if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > JPEG_SCANS:
+                    raise ValueError(f"picture unreadable: {name} is a JPEG of more than {JPEG_SCANS} scans")
+                image.load()
+                return _upright_rgb(image), "JPEG" if image.format == "MPO" else str(image.format)
+        except Image.UnidentifiedImageError:
+            raise ValueError(f"not a picture: {name} does not begin as {', '.join(FORMATS)} files do") from None
+        except Image.DecompressionBombError as error:
+            raise ValueError(f"picture too large: {name}: {error}") from None
+        except Exception as error:  # Pillow's readers raise a dozen kinds for malformed files
+            said = str(error) or type(error).__name__
+            if isinstance(error, ValueError) and re.match("(picture|not a picture)[ a-z]*: ", said):
+                raise
+            kind = "picture truncated" if re.search("truncat|unexpected end", said, re.IGNORECASE) else ""
+            raise ValueError(f"{kind or 'picture unreadable'}: {name}: {said.splitlines()[0][:200]}") from None
+
+
+def _webp_canvas(content: bytes) -> tuple[int, int]:
+    """(width, height) of an extended WebP's canvas, which Pillow allocates when it opens the file; (0, 0) of others."""
+    if content[:4] != b"RIFF" or content[8:16] != b"WEBPVP8X" or len(content) < 30:
+        return 0, 0
+    return tuple(1 + int.from_bytes(content[at : at + 3], "little") for at in (24, 27))  # type: ignore[return-value]
+
+
+def _check_pixels(width: int, height: int, name: str) -> None:
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"picture too large: {name} has {width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}")
+
+
+def _check_ratio(width: int, height: int, name: str) -> None:
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise ValueError(
+            f"picture too narrow: {name} has {width:,} x {height:,} pixels; one side may be {MAX_RATIO} times the other"
+        )
+
+
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # as many kinds as above, for a part of the file that the pixels do not need
+        turn = None
+    if image.mode.startswith("I"):
+        image = _upper_bits(image)
+    if image.has_transparency_data:
+        above = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", above.size, "white"), above)
+    image = image.convert("RGB")
+    return image if turn is None else image.transpose(turn)
+
+
+def _upper_bits(image: Image.Image) -> Image.Image:
+    """A picture of 16 bits, or of 16 bits within 32, as 8 bits."""
+    import numpy
+
+    values: Any = numpy.asarray(image)
+    return Image.fromarray((values.clip(0, 0xFFFF) >> 8).astype("uint8"))
