@@ -26,6 +26,7 @@ KeyPath = tuple[str | int, ...]
 
 EXPECTED = {
     "string_type": "text",
+    "string_too_short": "text that is not empty",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -369,9 +370,9 @@ def _missing_files(source: _Source) -> list[str]:
                 problem = f"{name} is data.conversations, too; name another file there, regenerate would write to it"
             seen[same] = name
             problems[(key, "prompts", index) if isinstance(given, list) else (key, "prompts")] = problem
-    for path in (("output_dir",), ("data", "conversations"), ("eval", "out")):
+    for path in (("output_dir",), ("data", "conversations"), ("data", "reprompt", "out"), ("eval", "out")):
         if isinstance(written := _raw(source, path), str):
-            problems[path] = output_problem(Path(written), path[-1] != "conversations")
+            problems[path] = output_problem(Path(written), folder=path[0] != "data")
     return [source.at(path, problem) for path, problem in problems.items() if problem is not None]
 
 

@@ -54,6 +54,7 @@ Depth = Annotated[int, Field(ge=1, le=10_000)]  # of draft trees
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # numpy takes no others
 Positive = Annotated[Number, Field(gt=0, le=MOST_FLOAT)]
 PositiveOrZero = Annotated[Number, Field(ge=0, le=MOST_FLOAT)]
+Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[Number, Field(gt=0, le=1e9)]
 
 
@@ -175,6 +176,27 @@ class CaptureSection(Section):
     """Tokens in one pass of the target, padding included; a longer row is read alone."""
 
 
+class RepromptSection(Section):
+    """Prompts that ask for long answers about pictures, written by data_gen/reprompt.py (docs/pictures.md)."""
+
+    sources: str | list[str] | None = None
+    """Pictures with captions or instructions, in the formats of data.prompts and COCO's file of captions."""
+    folder: str | None = None
+    """Folder where relative paths of pictures start. Default: that of the source that names them."""
+    instructions: list[Text] = []
+    """Phrasings for pictures that come without an instruction. Empty: our own."""
+    requests: list[Text] = []
+    """Phrasings of the request for a long answer; {words} in them becomes min_words. Empty: our own."""
+    min_words: Count = 1000
+    """Words that an answer should have at least; the target may write fewer."""
+    max_prompts: Count | None = None
+    """Most prompts to write. None: as many as there are usable records."""
+    seed: Seed = 42
+    """Of the order of the prompts and of their phrasings."""
+    out: str | None = None
+    """File to write. Default: <output_dir>/prompts.jsonl."""
+
+
 class DataSection(Section):
     prompts: str | list[str] | None = None
     """Conversations for the target to answer again: a .jsonl, .json, .csv, .tsv or .parquet file, `stdlib:train`, or a
@@ -191,6 +213,7 @@ class DataSection(Section):
     counts them; it never cuts them."""
     contamination: Annotated[Literal["list", "remove", "off"], OrOff] = "list"
     """Training conversations with questions of eval.prompts: list and count them, leave them out, or skip the check."""
+    reprompt: RepromptSection = RepromptSection()
     generator: GeneratorSection = GeneratorSection()
     ranking: RankingSection = RankingSection()
     states: str | None = None
@@ -890,6 +913,11 @@ class Recipe(Section):
     def conversations_path(self) -> Path:
         """Regenerated conversations."""
         return Path(self.data.conversations or Path(self.output_dir) / "conversations.jsonl")
+
+    @property
+    def picture_prompts_path(self) -> Path:
+        """Prompts about pictures."""
+        return Path(self.data.reprompt.out or Path(self.output_dir) / "prompts.jsonl")
 
     @property
     def training_rejects_path(self) -> Path:

@@ -78,6 +78,11 @@ def main(command: Command) -> int:
     if sample_only:
         limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
     conversations = list(read_training_prompts(recipe.data, rejects, limit))
+    if conversations and all(conversation.images or conversation.other_parts for conversation in conversations):
+        raise UserError(
+            f"data.prompts: regeneration cannot ask about pictures yet, and all {len(conversations):,} prompts have "
+            "some: name prompts of text"
+        )
     if (dropped := rejects.counts[DUPLICATE]) > 0:
         print(f"data.prompts: repeated questions dropped: {dropped:,} (data.duplicates=keep keeps them)")
     if not sample_only:

@@ -44,7 +44,7 @@ SECONDS_TO_END = 3.0  # for a stage after Ctrl-C, before it is interrupted again
 # Settings that change a stage's speed, reports or servers, but not its result.
 _IRRELEVANT = {
     "target": {"device"},
-    "data": {"capture", "states", "ranking"},
+    "data": {"capture", "states", "ranking", "reprompt"},
     "generator": {
         *("batch_size", "concurrency", "stream", "timeout_seconds", "max_retries", "give_up_seconds"),
         *("base_urls", "api_key_env", "drafter", "draft_tokens"),

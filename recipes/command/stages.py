@@ -38,6 +38,7 @@ SCRIPTS = {
     "evaluate": Script("eval/acceptance.py", "measure how many drafted tokens the target accepts"),
     "report": Script("eval/report.py", "build report.html again from an evaluation's files"),
     "plan": Script("eval/plan.py", "find the draft tree that is fastest on this machine"),
+    "reprompt": Script("data_gen/reprompt.py", "make prompts for long answers about pictures"),
     "conversations": Script("data_gen/conversations.py", "show what training reads, supervised tokens marked"),
     "contamination": Script("data_gen/contamination.py", "list training prompts that the evaluation asks, too"),
     "capture": Script("data_gen/capture.py", "write the target's hidden states to disk, to train without the target"),

@@ -32,7 +32,9 @@ def as_picture_record(record: Any) -> Any:
         record["image"] = record["file_name"]
     for column in ("image", "images"):
         value = record.get(column)
-        record |= {column: [_cell(each) for each in value] if isinstance(value, list) else _cell(value)} if value else {}
+        record |= (
+            {column: [_cell(each) for each in value] if isinstance(value, list) else _cell(value)} if value else {}
+        )
     if all(record.get(column) is None for column in COLUMNS) and (shown := record.get("images") or record.get("image")):
         count = len(shown) if isinstance(shown, list) else 1
         record["messages"] = [{"role": "user", "content": PLACEHOLDER * count}]
@@ -40,7 +42,7 @@ def as_picture_record(record: Any) -> Any:
 
 
 def _cell(value: Any) -> Any:
-    """The place of a picture in a table's cell, {"bytes", "path"}; `recipes.prompts.sources` has stored the bytes."""
+    """The place in {"url"} of OpenAI's parts, or in a table's {"bytes", "path"} after `plain_row` stored the bytes."""
     if not isinstance(value, dict):
         return value
     return next((value[key] for key in ("bytes", "path", "url") if isinstance(value.get(key), str)), value)
@@ -98,7 +100,7 @@ def _split(content: Any) -> list[dict[str, Any]]:
 def _place(part: dict[str, Any], index: int) -> str | None:
     """Where the picture of a part is; None for a placeholder."""
     given = [part[key] for key in PATH_KEYS if part.get(key) is not None]
-    given = [each.get("url", each.get("path")) if isinstance(each, dict) else each for each in given]
+    given = [_cell(each) for each in given]
     if not given:
         return None
     if not isinstance(given[0], str) or any(each != given[0] for each in given):

@@ -12,7 +12,7 @@ A `Picture` is upright RGB with 8 bits a channel, whatever the file holds:
     16 bits, gray        the upper 8 bits
     palette, CMYK        as Pillow converts them, without colour profiles
 
-Every refusal is a ValueError, "kind: detail", as for records. The kinds:
+Every refusal is an `UnusablePicture`. The kinds:
 
     picture URL          a URL of another machine
     picture missing      no such file
@@ -62,17 +62,20 @@ _TURNS = {  # EXIF orientation -> what makes the picture upright
 }
 
 
+class UnusablePicture(ValueError):
+    """Why a picture cannot be used: "kind: detail"."""
+
+
 @dataclass(frozen=True)
 class Picture:
     image: Image.Image  # RGB, upright
     digest: str  # sha256 of the file's bytes, in hexadecimal
-    content: bytes  # the file's bytes
-    format: str  # one of FORMATS
     path: Path | None  # absolute; None if a data URL holds the picture
+    content: bytes  # the file's bytes
 
 
 def read_picture(place: str, folder: Path) -> Picture:
-    """The picture at `place`, decoded whole. Raises ValueError, "kind: detail", if it cannot be used.
+    """The picture at `place`, decoded whole. Raises UnusablePicture.
 
     Args:
         place: a path, a file:// URL or a data URL.
@@ -82,9 +85,8 @@ def read_picture(place: str, folder: Path) -> Picture:
     content = _data_of(place) if path is None else _bytes_of(path)
     name = "a data URL" if path is None else str(path)
     if not content:
-        raise ValueError(f"not a picture: {name} is empty")
-    image, form = _decoded(content, name)
-    return Picture(image, hashlib.sha256(content).hexdigest(), content, form, path)
+        raise UnusablePicture(f"not a picture: {name} is empty")
+    return Picture(_decoded(content, name), hashlib.sha256(content).hexdigest(), path, content)
 
 
 def _path_of(place: str, folder: Path) -> Path | None:
@@ -94,7 +96,7 @@ def _path_of(place: str, folder: Path) -> Path | None:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", place):
         url = urlsplit(place) if place[:7].lower() == "file://" else None
         if url is None or url.netloc not in ("", "localhost"):
-            raise ValueError(f"picture URL: {short(place)} is never fetched; download it and name the file")
+            raise UnusablePicture(f"picture URL: {short(place)} is never fetched; download it and name the file")
         place = unquote(url.path)
     return (folder / place).absolute()
 
@@ -102,76 +104,78 @@ def _path_of(place: str, folder: Path) -> Path | None:
 def _data_of(url: str) -> bytes:
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise ValueError(f"picture unreadable: {short(url, 60)} is not a data URL in base64")
+        raise UnusablePicture(f"picture unreadable: {short(url, 60)} is not a data URL in base64")
     if len(text) * 3 // 4 > MAX_BYTES:
-        raise ValueError(f"picture too large: a data URL of {len(text):,} characters")
+        raise UnusablePicture(f"picture too large: a data URL of {len(text):,} characters")
     try:
         return base64.b64decode(unquote(text), validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError(f"picture unreadable: {short(url, 60)} is not base64") from None
+        raise UnusablePicture(f"picture unreadable: {short(url, 60)} is not base64") from None
 
 
 def _bytes_of(path: Path) -> bytes:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a folder, or a pipe that may never end
-            raise ValueError(f"picture unreadable: {path} is not a file")
+            raise UnusablePicture(f"picture unreadable: {path} is not a file")
         if status.st_size > MAX_BYTES:
-            raise ValueError(
+            raise UnusablePicture(
                 f"picture too large: {path} has {status.st_size / 1e6:,.0f} MB, the limit is {MAX_BYTES / 1e6:,.0f}"
             )
         return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"picture missing: no such file: {path}") from None
+        raise UnusablePicture(f"picture missing: no such file: {path}") from None
     except OSError as error:
-        raise ValueError(f"picture unreadable: {short(str(path))}: {error.strerror}") from None
+        raise UnusablePicture(f"picture unreadable: {short(str(path))}: {error.strerror}") from None
+    except UnusablePicture:
+        raise
     except ValueError as error:  # a path with a null character
-        known = str(error).startswith("picture ")
-        raise error if known else ValueError(f"picture missing: {short(str(path))}: {error}") from None
+        raise UnusablePicture(f"picture missing: {short(str(path))}: {error}") from None
 
 
-def _decoded(content: bytes, name: str) -> tuple[Image.Image, str]:
-    """(RGB picture, its format)."""
+def _decoded(content: bytes, name: str) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about sizes, which are checked here, and about harmless damage
         try:
-            _check_pixels(*_webp_canvas(content), name)
+            _check_pixels(_webp_canvas(content), name)
             content = content[:GIF_BYTES] if content.startswith(b"GIF8") else content
             with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-                _check_pixels(*image.size, name)
-                _check_ratio(*image.size, name)
+                _check_pixels(image.size, name)
+                _check_ratio(image.size, name)
                 # Inside a scan, FF is always followed by 00, so these two bytes only begin one.
                 if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > JPEG_SCANS:
-                    raise ValueError(f"picture unreadable: {name} is a JPEG of more than {JPEG_SCANS} scans")
+                    raise UnusablePicture(f"picture unreadable: {name} is a JPEG of more than {JPEG_SCANS} scans")
                 image.load()
-                return _upright_rgb(image), "JPEG" if image.format == "MPO" else str(image.format)
+                return _upright_rgb(image)
         except Image.UnidentifiedImageError:
-            raise ValueError(f"not a picture: {name} does not begin as {', '.join(FORMATS)} files do") from None
+            raise UnusablePicture(f"not a picture: {name} does not begin as {', '.join(FORMATS)} files do") from None
         except Image.DecompressionBombError as error:
-            raise ValueError(f"picture too large: {name}: {error}") from None
+            raise UnusablePicture(f"picture too large: {name}: {error}") from None
+        except UnusablePicture:
+            raise
         except Exception as error:  # Pillow's readers raise a dozen kinds for malformed files
             said = str(error) or type(error).__name__
-            if isinstance(error, ValueError) and re.match("(picture|not a picture)[ a-z]*: ", said):
-                raise
             kind = "picture truncated" if re.search("truncat|unexpected end", said, re.IGNORECASE) else ""
-            raise ValueError(f"{kind or 'picture unreadable'}: {name}: {said.splitlines()[0][:200]}") from None
+            raise UnusablePicture(f"{kind or 'picture unreadable'}: {name}: {said.splitlines()[0][:200]}") from None
 
 
 def _webp_canvas(content: bytes) -> tuple[int, int]:
     """(width, height) of an extended WebP's canvas, which Pillow allocates when it opens the file; (0, 0) of others."""
     if content[:4] != b"RIFF" or content[8:16] != b"WEBPVP8X" or len(content) < 30:
         return 0, 0
-    return tuple(1 + int.from_bytes(content[at : at + 3], "little") for at in (24, 27))  # type: ignore[return-value]
+    return 1 + int.from_bytes(content[24:27], "little"), 1 + int.from_bytes(content[27:30], "little")
 
 
-def _check_pixels(width: int, height: int, name: str) -> None:
+def _check_pixels(size: tuple[int, int], name: str) -> None:
+    width, height = size
     if width * height > MAX_PIXELS:
-        raise ValueError(f"picture too large: {name} has {width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}")
+        raise UnusablePicture(f"picture too large: {name} has {width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}")
 
 
-def _check_ratio(width: int, height: int, name: str) -> None:
+def _check_ratio(size: tuple[int, int], name: str) -> None:
+    width, height = size
     if max(width, height) > MAX_RATIO * min(width, height):
-        raise ValueError(
+        raise UnusablePicture(
             f"picture too narrow: {name} has {width:,} x {height:,} pixels; one side may be {MAX_RATIO} times the other"
         )
 

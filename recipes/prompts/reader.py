@@ -24,10 +24,11 @@ A record is recognised by its first column among these
 Each of the last five holds one question, and the columns named beside it may hold its answer as text. A record with
 two different questions or two different answers is ambiguous and is rejected.
 
-Other columns are `id` (or `question_id`), `images`, `meta`, `system` (or `system_prompt`: the system message, unless
-the messages begin with the same), `tools` (function schemas, also as JSON text) and `category`. The last two move into
-`meta`. `recipes.prompts.records` documents tool calls. meta["benchmark"] is the source's short name: a benchmark's, a
-file's without folder and ending, `org/name`, `stdlib:train`.
+Other columns are `id` (or `question_id`), `images` and `image` (paths), `meta`, `system` (or `system_prompt`: the
+system message, unless the messages begin with the same), `tools` (function schemas, also as JSON text) and `category`.
+The last two move into `meta`. `recipes.prompts.records` documents tool calls, `recipes.prompts.picture_parts` pictures.
+meta["benchmark"] is the source's short name: a benchmark's, a file's without folder and ending, `org/name`,
+`stdlib:train`.
 
 Ids are unique in one reading. If two sources give one id to different conversations, the later one gets its source's
 short name as a prefix: `second/0`. A repeated id in one source is rejected, and so is the same conversation with the
@@ -49,21 +50,29 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.prompts.picture_parts import as_picture_record
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.prompts.sources import check_source, records, short_names
+from draftsmith.recipes.prompts.sources import StorePicture, check_source, records, short_names
 from draftsmith.recipes.schema import DataSection
 
 DUPLICATE = "duplicate question"  # kind of reject
 
 
 def read_conversations(
-    sources: str | Sequence[str], rejects: Rejects, limit: int | None = None, before: str = ""
+    sources: str | Sequence[str],
+    rejects: Rejects,
+    limit: int | None = None,
+    before: str = "",
+    store: StorePicture | None = None,
 ) -> Iterator[Conversation]:
     """The usable conversations of `sources`, in order, at most `limit`; the others go to `rejects`.
 
     Reads records lazily. Raises UserError at once for missing or empty sources, and at the end for sources without a
     usable record. Each problem begins with `before`, such as "data.prompts: ".
+
+    Args:
+        store: given to read pictures (`recipes.prompts.sources.records`): captioned pictures are conversations then.
     """
     names = [sources] if isinstance(sources, str) else list(sources)
     problems = [problem for name in names if (problem := check_source(name)) is not None]
@@ -71,7 +80,7 @@ def read_conversations(
         problems.append("no source given: name a file, `stdlib:train` or `hf:org/name`")
     if problems:
         raise UserError([before + problem for problem in problems])
-    return islice(_read_as(before, names, rejects), limit)
+    return islice(_read_as(before, names, rejects, store), limit)
 
 
 def read_training_prompts(data: DataSection, rejects: Rejects, limit: int | None) -> Iterator[Conversation]:
@@ -134,17 +143,17 @@ def questions(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         yield [*pending, *behind]
 
 
-def _read_as(before: str, names: list[str], rejects: Rejects) -> Iterator[Conversation]:
+def _read_as(before: str, names: list[str], rejects: Rejects, store: StorePicture | None) -> Iterator[Conversation]:
     problems: list[str] = []
     with collected(problems, before):
-        yield from _read(names, rejects)
+        yield from _read(names, rejects, store)
     if problems:  # a full disk under the rejects is no mistake of the sources
         raise UserError(
             [problem.removeprefix(before) if f"{rejects.path}: " in problem else problem for problem in problems]
         )
 
 
-def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
+def _read(names: list[str], rejects: Rejects, store: StorePicture | None) -> Iterator[Conversation]:
     places: dict[str, str] = {}  # id -> first place
     contents: dict[str, int] = {}  # id -> hash of the conversation
     benchmarks = short_names(names)
@@ -152,9 +161,10 @@ def _read(names: list[str], rejects: Rejects) -> Iterator[Conversation]:
     for name in names:
         usable, rejected_before = 0, rejects.total
         own: dict[str, str] = {}  # as `places`, by ids as this source writes them
-        for line, record in records(name, rejects):
+        for line, record in records(name, rejects, store):
             try:
-                conversation = to_conversation(record, _default_id(name, line, places), name, line, benchmarks[name])
+                shown = record if store is None else as_picture_record(record)
+                conversation = to_conversation(shown, _default_id(name, line, places), name, line, benchmarks[name])
                 given = conversation.id
                 asked = [conversation.messages, conversation.images, conversation.meta.get("tools")]
                 content = hash(json.dumps(asked, default=str))

@@ -65,13 +65,17 @@ class Conversation:
     source: str = field(default="", compare=False)  # as named in the recipe
     line: int | None = field(default=None, compare=False)  # from 1: line of a text file, row of a table
 
+    @property
+    def other_parts(self) -> list[dict[str, Any]]:
+        """The content parts that are not text."""
+        contents = [message.get("content") for message in self.messages if isinstance(message, dict)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return [part for part in parts if isinstance(part, dict) and part.get("type") != "text"]
+
     @cached_property
     def pictures(self) -> list[str]:
         """Digests of the pictures, in order. A picture that is no local file, such as a URL, stays as is."""
-        contents = [message.get("content") for message in self.messages if isinstance(message, dict)]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        shown = [part for part in parts if isinstance(part, dict) and part.get("type") != "text"]
-        pictures = [*map(_digest, self.images), *map(_with_digests, shown)]
+        pictures = [*map(_digest, self.images), *map(_with_digests, self.other_parts)]
         return [json.dumps(each, sort_keys=True, default=str) for each in pictures]
 
 

@@ -7,7 +7,7 @@ cannot be parsed goes to the rejects.
 import codecs
 import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.hub import check_dataset
 from draftsmith.recipes.files.json_text import check_depth, parse_json
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of, fetch, known_forms
+from draftsmith.recipes.prompts.picture_files import coco_captions, seems_a_picture
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.prompts.stdlib import SPLITS, stdlib_conversations
+
+StorePicture = Callable[[bytes], str]  # writes a picture's bytes to a file and returns its path
 
 TABLE_TYPES = (".csv", ".tsv")
 FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
@@ -72,10 +75,14 @@ def _short_name(source: str) -> str:
     return source if source.startswith("stdlib:") else Path(source).stem
 
 
-def records(source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
+def records(source: str, rejects: Rejects, store: StorePicture | None = None) -> Iterator[tuple[int, Any]]:
     """(line or row number from 1, record) of every record in `source` that can be parsed.
 
     Raises UserError for an unreadable parquet file, or for a hub dataset or benchmark that cannot be fetched.
+
+    Args:
+        store: given to read pictures: stores a picture of a binary column and returns its path. COCO's files of
+            captions are then read, too.
     """
     named = benchmark_of(source)
     if named is not None:
@@ -88,16 +95,21 @@ def records(source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
     elif source.startswith("stdlib:"):
         yield from enumerate(stdlib_conversations(source.removeprefix("stdlib:")), start=1)
     elif source.startswith("hf:"):
-        yield from enumerate(map(plain_row, _hub_rows(source)), start=1)
+        for line, row in enumerate(_hub_rows(source, decode=store is None), start=1):
+            yield line, plain_row(row, store)
     else:
-        yield from _file_records(source, source, rejects)
+        yield from _file_records(source, source, rejects, store)
 
 
-def _file_records(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
+def _file_records(
+    path: str, source: str, rejects: Rejects, store: StorePicture | None = None
+) -> Iterator[tuple[int, Any]]:
     if Path(path).suffix.lower() == ".parquet":
-        yield from _parquet_rows(path, source, rejects)
+        yield from _parquet_rows(path, source, rejects, store)
     elif Path(path).suffix.lower() in TABLE_TYPES:
         yield from _csv_rows(path, source, rejects)
+    elif store is not None and (captioned := coco_captions(path)) is not None:
+        yield from enumerate(captioned, start=1)
     elif _is_array(path):
         yield from json_array(path, source, rejects)
     else:
@@ -250,7 +262,7 @@ def _csv_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, d
                 yield number, {column: cell for column, cell in zip(columns, cells, strict=True) if column and cell}
 
 
-def _parquet_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[int, Any]]:
+def _parquet_rows(path: str, source: str, rejects: Rejects, store: StorePicture | None) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -263,7 +275,7 @@ def _parquet_rows(path: str, source: str, rejects: Rejects) -> Iterator[tuple[in
                     if isinstance(row, Exception):
                         rejects.add(source, number, f"malformed cell: {row}", None)
                     else:
-                        yield number, plain_row(row)
+                        yield number, plain_row(row, store)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as parquet: {error}") from None
 
@@ -303,10 +315,11 @@ def open_dataset(source: str) -> Any:
         raise _not_loaded(source, error) from None
 
 
-def _hub_rows(source: str) -> Iterator[Any]:
+def _hub_rows(source: str, decode: bool = True) -> Iterator[Any]:
+    """Rows of a hub dataset; without `decode`, media as {"bytes", "path"}."""
     rows = open_dataset(source)
     try:
-        yield from rows
+        yield from rows if decode else rows.decode(False)
     except Exception as error:  # many kinds, as above
         raise _not_loaded(source, error) from None
 
@@ -316,19 +329,24 @@ def _not_loaded(source: str, error: Exception) -> UserError:
     return UserError(f"{source}: datasets cannot load it: {type(error).__name__}: {reason}")
 
 
-def plain_row(row: Any) -> Any:
+def plain_row(row: Any, store: StorePicture | None = None) -> Any:
     """A table's row as JSON, without the empty cells that Arrow adds, and with values such as dates as text.
 
-    Bytes become text if they are UTF-8, else {"bytes": their number}, because a picture is not text.
+    Bytes become text if they are UTF-8, else {"bytes": their number}, because a picture is not text. With `store`, a
+    picture becomes its path: bytes that begin as one, and the bytes of datasets' {"bytes", "path"}, whatever they are.
 
     Arrow gives every object of a column all keys of the column: one tool call gives each message `tool_calls`. These
     nulls look like nulls that an author wrote, so all are dropped except those in `content` and `value`.
     """
     if isinstance(row, dict):
         kept = {key: value for key, value in row.items() if value is not None or key in ("content", "value")}
-        return {str(key): plain_row(value) for key, value in kept.items()}
+        if store is not None and isinstance(bare := kept.get("bytes"), bytes):
+            kept["bytes"] = store(bare)
+        return {str(key): plain_row(value, store) for key, value in kept.items()}
     if isinstance(row, list | tuple):
-        return [plain_row(value) for value in row]
+        return [plain_row(value, store) for value in row]
+    if isinstance(row, bytes) and store is not None and seems_a_picture(row):
+        return store(row)
     if isinstance(row, bytes):
         try:
             return row.decode("utf-8-sig")

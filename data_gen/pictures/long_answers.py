@@ -1,0 +1,196 @@
+"""Prompts for long answers about pictures, behind data_gen/reprompt.py.
+
+    caption data     <image>\\nRender a clear summary.        -> "a dog on a beach"       (dropped)
+    prompt           [Render a clear summary.] [picture] [Answer in at least 1,000 words.]
+
+The order of the three is ViSpec's (Kang et al. 2025, arXiv 2509.15235). Three things differ from its script. It has
+one request; here a hash of the conversation's id draws one of several, so the drafter does not learn one prompt by
+heart. Text between two pictures keeps its place, because it may refer to them. Every user turn asks for a long answer;
+the script knows one turn.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_path
+from draftsmith.recipes.files.lock import locked
+from draftsmith.recipes.prompts.benchmarks import benchmark_of
+from draftsmith.recipes.prompts.picture_files import store_picture
+from draftsmith.recipes.prompts.picture_parts import with_picture_parts
+from draftsmith.recipes.prompts.pictures import read_picture
+from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.prompts.sources import StorePicture
+from draftsmith.recipes.schema import Recipe, RepromptSection
+
+PLANNED = 200  # records that --plan reads
+
+# Used where the recipe has none. ViSpec takes LLaVA-Pretrain's instructions, which all ask for a short summary.
+INSTRUCTIONS = (
+    "Describe this picture.",
+    "What does the picture show?",
+    "Tell me about everything in this picture.",
+    "Explain what can be seen here.",
+)
+REQUESTS = (
+    "Answer in at least {words} words.",
+    "Your answer must have {words} words or more. Leave out no detail.",
+    "Please write at length: at least {words} words, going through the picture part by part.",
+    "Take your time and be thorough. An answer of fewer than {words} words is too short.",
+    "Explain everything that matters for this, in {words} words at the least.",
+)
+
+
+def main(command: Command) -> None:
+    """Writes the prompts, or with --plan says what they would be."""
+    recipe, section = command.recipe, command.recipe.data.reprompt
+    out = recipe.picture_prompts_path
+    sources = [section.sources] if isinstance(section.sources, str) else section.sources or []
+    if out.resolve() in [Path(source).resolve() for source in sources]:
+        raise UserError(f"data.reprompt.out: {out} is one of data.reprompt.sources, and would be replaced")
+    if command.plan:
+        _print_plan(recipe, sources)
+        return
+    rejects = Rejects(out.with_suffix(".rejects.jsonl"))
+    store = partial(store_picture, folder=out.with_suffix(".pictures"))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    taken = f"{out}: another process is writing it; wait for it, or name another data.reprompt.out"
+    with locked(out.with_name(f".{out.name}.lock"), taken):
+        read = read_conversations(sources, rejects, None, "data.reprompt.sources: ", store)
+        conversations = in_drawn_order(Bar(read, desc="reading", unit="record"), section.seed)
+        most = min(section.max_prompts or len(conversations), len(conversations))
+        written = 0
+        with atomic_path(out) as unfinished, unfinished.open("wb") as file:
+            with Bar(total=most, desc="reprompting", unit="prompt") as bar:
+                for prompt in prompts_for_long_answers(conversations, section, rejects, store):
+                    file.write(json.dumps(prompt, ensure_ascii=False).encode() + b"\n")
+                    written += 1
+                    bar.update()
+                    if written == most:
+                        break
+            if not written:
+                raise UserError(
+                    f"data.reprompt.sources: none of {len(conversations):,} records gave a prompt; {rejects.summary()}"
+                )
+    print(f"{out}: {written:,} prompts of {len(conversations):,} records; {rejects.summary()}")
+    if section.max_prompts and written < section.max_prompts:
+        print(f"note: data.reprompt.max_prompts asks for {section.max_prompts:,}, and there are no more")
+
+
+def in_drawn_order(conversations: Iterable[Conversation], seed: int) -> list[Conversation]:
+    """The conversations in an order that depends on ids and seed alone, not on the order of the sources."""
+    return sorted(conversations, key=lambda conversation: _hash(seed, "order", conversation.id))
+
+
+def prompts_for_long_answers(
+    conversations: Sequence[Conversation], section: RepromptSection, rejects: Rejects, store: StorePicture
+) -> Iterator[dict[str, Any]]:
+    """A record {"id", "messages", "meta"} for each conversation whose pictures can be used; the others go to `rejects`.
+
+    Args:
+        store: stores the bytes of a data URL and returns their path.
+    """
+    for conversation in conversations:
+        try:
+            messages = reprompted(conversation.id, with_picture_parts(conversation), section)
+            folder = picture_folder(conversation.source, section)
+            for part in _pictures(messages):
+                picture = read_picture(part["path"], folder)
+                path = store(picture.content) if picture.path is None else str(picture.path)
+                part |= {"path": path, "sha256": picture.digest}
+        except ValueError as error:
+            record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
+            rejects.add(conversation.source, conversation.line, str(error), record | {"meta": conversation.meta})
+            continue
+        yield {"id": conversation.id, "messages": messages, "meta": conversation.meta}
+
+
+def picture_folder(source: str, section: RepromptSection) -> Path:
+    """Where relative paths of a source's pictures start."""
+    if section.folder is not None:
+        return Path(section.folder)
+    if source.startswith("hf:"):
+        return Path()
+    return Path((benchmark_of(source) or (None, None))[1] or source).parent
+
+
+def reprompted(
+    conversation_id: str, messages: Sequence[dict[str, Any]], section: RepromptSection
+) -> list[dict[str, Any]]:
+    """The messages without answers, each user turn as [instruction, picture, request].
+
+    Raises ValueError if there is no picture.
+
+    Args:
+        messages: of `with_picture_parts`.
+    """
+    if not _pictures(messages):
+        raise ValueError("no picture: the record names none")
+    asked: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            if message.get("tool_calls"):
+                asked.append(message)
+            continue
+        if message["role"] == "user":
+            words = (section.seed, str(len(asked)), conversation_id)
+            instruction = _drawn(section.instructions or INSTRUCTIONS, "instruction", *words)
+            request = _drawn(section.requests or REQUESTS, "request", *words)
+            request = request.replace("{words}", f"{section.min_words:,}")
+            message = message | {"content": _turn(message["content"], instruction, request)}
+        asked.append(message)
+    return asked
+
+
+def _turn(parts: list[dict[str, Any]], instruction: str, request: str) -> list[dict[str, Any]]:
+    kinds = "".join("t" if part["type"] == "text" else "p" for part in parts)
+    if "t" in kinds.strip("t"):  # between pictures
+        return [*parts, {"type": "text", "text": request}]
+    texts = [part for part in parts if part["type"] == "text" and part["text"].strip()]
+    pictures = [part for part in parts if part["type"] != "text"]
+    asked = "\n".join(part["text"].strip() for part in texts) or instruction
+    return [{"type": "text", "text": asked}, *pictures, {"type": "text", "text": request}]
+
+
+def _pictures(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    contents = [message["content"] for message in messages if message["role"] == "user"]
+    return [part for content in contents for part in content if part["type"] == "image"]
+
+
+def _drawn(phrasings: Sequence[str], *words: Any) -> str:
+    return phrasings[int.from_bytes(_hash(*words)[:8], "big") % len(phrasings)]
+
+
+def _hash(*words: Any) -> bytes:
+    return hashlib.sha256(json.dumps(words).encode()).digest()
+
+
+def _print_plan(recipe: Recipe, sources: Sequence[str]) -> None:
+    section, rejects = recipe.data.reprompt, Rejects()
+
+    def in_memory(content: bytes) -> str:
+        return f"data:;base64,{base64.b64encode(content).decode()}"
+
+    read = read_conversations(sources, rejects, PLANNED, "data.reprompt.sources: ", in_memory)
+    conversations = in_drawn_order(read, section.seed)
+    prompts = list(prompts_for_long_answers(conversations, section, rejects, in_memory))
+    most = "all usable records" if section.max_prompts is None else f"at most {section.max_prompts:,}"
+    print(f"sources        {', '.join(sources)}")
+    print(f"prompts        {most}, to {recipe.picture_prompts_path}")
+    print(f"a sample       the first {len(conversations):,} records give {len(prompts):,} prompts; {rejects.summary()}")
+    for message in prompts[0]["messages"] if prompts else ():
+        shown = message["content"] if isinstance(message["content"], list) else [{"text": message["content"]}]
+        for number, part in enumerate(shown):
+            text = part.get("text") or f"[{part.get('path', '')[:100]}]"
+            print(f"{'' if number else message['role']:<14} {text}")
+    if not prompts:
+        print("CANNOT WORK: no record of the sample gives a prompt")

@@ -1,0 +1,70 @@
+"""Pictures and captions as data sets pack them: bytes in a binary column, COCO's file of captions.
+
+Pillow is not imported here, because every command imports this file.
+"""
+
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from draftsmith.recipes.files.atomic import partial_path
+
+_ENDINGS = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"RIFF": "webp", b"GIF8": "gif", b"BM": "bmp"}  # by first bytes
+_HEAD = 1 << 16  # bytes of a file within which COCO's `images` begins
+
+
+def seems_a_picture(content: bytes) -> bool:
+    """Whether a value of a binary column begins as a picture does."""
+    return content.startswith(tuple(_ENDINGS))
+
+
+def store_picture(content: bytes, folder: Path) -> str:
+    """Writes a picture that has no file of its own into `folder`, once, and returns its absolute path.
+
+    The name is the sha256 of the content, so equal pictures share a file. The content is not checked.
+    """
+    ending = next((ending for begin, ending in _ENDINGS.items() if content.startswith(begin)), "bin")
+    path = (folder / f"{hashlib.sha256(content).hexdigest()}.{ending}").absolute()
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = partial_path(path)  # renamed without a sync: a power cut leaves a file that `read_picture` refuses
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    return str(path)
+
+
+def coco_captions(path: str | Path) -> Iterator[dict[str, Any]] | None:
+    """One record {"id", "file_name", "captions"} for each picture of a COCO file of captions; None for other files.
+
+    The file is one object with the lists `images` ({"id", "file_name"}) and `annotations` ({"image_id", "caption"}).
+    It is read whole.
+    """
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+        if not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") or b'"images"' not in head:
+            return None
+        try:
+            whole = json.loads(head + file.read())
+        except (ValueError, RecursionError):
+            return None  # JSON lines, or damaged: the ordinary reader says where
+    images, captions = whole.get("images"), whole.get("annotations")
+    if not all(
+        isinstance(each, list) and all(isinstance(entry, dict) for entry in each) for each in (images, captions)
+    ):
+        return None
+    return _captioned(images, captions)
+
+
+def _captioned(images: list[dict[str, Any]], annotations: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    captions: dict[Any, list[str]] = defaultdict(list)
+    for annotation in annotations:
+        if isinstance(annotation.get("caption"), str):
+            captions[str(annotation.get("image_id"))].append(annotation["caption"])
+    for image in images:
+        yield {key: image[key] for key in ("id", "file_name") if key in image} | {
+            "captions": captions.get(str(image.get("id")), [])
+        }
