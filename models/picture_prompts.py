@@ -17,22 +17,28 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from transformers import AutoImageProcessor
 
 from draftsmith.models.prompt import Insert, RenderError
 from draftsmith.models.vision import PictureInsert
 from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.prompts.picture_parts import PICTURE_TYPES, places_of
+from draftsmith.recipes.prompts.pictures import UnusablePicture, decoded_picture, read_picture, upright_rgb
 from draftsmith.recipes.schema import TargetSection
 
-PICTURE_KINDS = ("image", "image_url")
-PICTURE_KEYS = ("image", "path", "url", "image_url")
 HELD_PICTURES = 8  # processed ones that are kept: a prompt is often read soon after it was made
+
+
+class PlacedPicture(NamedTuple):
+    """A picture as a prompt names it."""
+
+    place: str  # as for `read_picture`
+    digest: str  # sha256 of the file's bytes
 
 
 class PictureProcessor:
@@ -145,20 +151,25 @@ class PictureProcessor:
 
 
 def opened(source: Any) -> Image.Image:
-    """A picture in RGB, turned as its EXIF data says.
+    """A picture in RGB, upright (`recipes.prompts.pictures` says how).
 
     Args:
-        source: a path, a file's bytes, or a Pillow image.
+        source: a place as for `read_picture`, alone or with its digest; a file's bytes; or a Pillow image.
 
     Raises:
-        RenderError: no readable picture there.
+        RenderError: no usable picture there.
     """
     try:
-        if not isinstance(source, Image.Image):
-            source = Image.open(BytesIO(source) if isinstance(source, bytes) else Path(source))
-        return ImageOps.exif_transpose(source).convert("RGB")
-    except (OSError, ValueError, TypeError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise RenderError(f"no readable picture: {str(error) or type(error).__name__}") from error
+        if isinstance(source, Image.Image):
+            return upright_rgb(source)
+        if isinstance(source, bytes):
+            return decoded_picture(source, "a picture given as bytes")
+        place, digest = source if isinstance(source, PlacedPicture) else (str(source), None)
+        return read_picture(place, Path(), digest).image
+    except UnusablePicture as error:
+        raise RenderError(str(error)) from error
+    except (OSError, ValueError, SyntaxError) as error:  # a Pillow image that is read only now
+        raise RenderError(f"picture unreadable: {str(error) or type(error).__name__}") from error
 
 
 def embeddings_of(config: Any, pixels: Mapping[str, torch.Tensor]) -> int:
@@ -193,16 +204,15 @@ def in_parts(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
     sources: list[Any] = []
 
     def part(given: dict[str, Any]) -> dict[str, Any]:
-        if given["type"] not in PICTURE_KINDS:
+        if given["type"] not in PICTURE_TYPES:
             if given["type"] != "text":
                 raise RenderError(f"neither text nor picture: {given['type']}")
             return given
-        source = next((given[key] for key in PICTURE_KEYS if given.get(key) is not None), None)
-        if isinstance(source, dict):  # OpenAI's {"image_url": {"url": ...}}
-            source = source.get("url")
-        if source is None:
+        places = places_of(given)
+        if not places:
             raise RenderError("a picture without a path")
-        sources.append(source)
+        digest = given.get("sha256")
+        sources.append(places[0] if digest is None else PlacedPicture(places[0], digest))
         return {"type": "image"}
 
     def parts(content: Any) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,12 @@ def test_pictures_come_as_files_bytes_or_images(folders: dict[str, Path], tmp_pa
         assert render_prompt(tokenizer, messages) == wanted
     assert opened(picture().convert("CMYK")).mode == "RGB"
 
+    digest = sha256(path.read_bytes()).hexdigest()
+    assert len(render_prompt(tokenizer, [{"role": "user", "content": [given[0] | {"sha256": digest}]}]).inserts) == 1
     path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(RenderError, match="no readable picture"):
-        render_prompt(tokenizer, [{"role": "user", "content": [given[0]]}])
+    for part, reason in ((given[0], "picture truncated"), (given[0] | {"sha256": digest}, "picture changed")):
+        with pytest.raises(RenderError, match=reason):
+            render_prompt(tokenizer, [{"role": "user", "content": [part]}])
 
 
 def test_a_picture_that_changed_behind_its_prompt_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:

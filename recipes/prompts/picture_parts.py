@@ -97,10 +97,14 @@ def _split(content: Any) -> list[dict[str, Any]]:
     return parts
 
 
+def places_of(part: dict[str, Any]) -> list[Any]:
+    """What a picture's part names, key by key, OpenAI's {"url": ...} as its URL; nothing for a placeholder."""
+    return [_cell(part[key]) for key in PATH_KEYS if part.get(key) is not None]
+
+
 def _place(part: dict[str, Any], index: int) -> str | None:
     """Where the picture of a part is; None for a placeholder."""
-    given = [part[key] for key in PATH_KEYS if part.get(key) is not None]
-    given = [_cell(each) for each in given]
+    given = places_of(part)
     if not given:
         return None
     if not isinstance(given[0], str) or any(each != given[0] for each in given):

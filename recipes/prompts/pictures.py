@@ -16,6 +16,7 @@ Every refusal is an `UnusablePicture`. The kinds:
 
     picture URL          a URL of another machine
     picture missing      no such file
+    picture changed      another digest than the prompt has
     picture unreadable   no regular file, no permission, malformed
     picture truncated    the file ends early
     not a picture        empty, or of no format above
@@ -74,19 +75,22 @@ class Picture:
     content: bytes  # the file's bytes
 
 
-def read_picture(place: str, folder: Path) -> Picture:
+def read_picture(place: str, folder: Path, digest: str | None = None) -> Picture:
     """The picture at `place`, decoded whole. Raises UnusablePicture.
 
     Args:
         place: a path, a file:// URL or a data URL.
         folder: where relative paths start.
+        digest: sha256 that the file must have, in hexadecimal.
     """
     path = _path_of(place, folder)
     content = _data_of(place) if path is None else _bytes_of(path)
-    name = "a data URL" if path is None else str(path)
-    if not content:
-        raise UnusablePicture(f"not a picture: {name} is empty")
-    return Picture(_decoded(content, name), hashlib.sha256(content).hexdigest(), path, content)
+    name, found = "a data URL" if path is None else str(path), hashlib.sha256(content).hexdigest()
+    if digest is not None and digest != found:
+        raise UnusablePicture(
+            f"picture changed: {name} has sha256 {found[:16]}, its prompt was made with {digest[:16]}"
+        )
+    return Picture(decoded_picture(content, name), found, path, content)
 
 
 def _path_of(place: str, folder: Path) -> Path | None:
@@ -133,7 +137,10 @@ def _bytes_of(path: Path) -> bytes:
         raise UnusablePicture(f"picture missing: {short(str(path))}: {error}") from None
 
 
-def _decoded(content: bytes, name: str) -> Image.Image:
+def decoded_picture(content: bytes, name: str) -> Image.Image:
+    """The picture in a file's bytes, as `Picture.image` is. Raises UnusablePicture, which names it `name`."""
+    if not content:
+        raise UnusablePicture(f"not a picture: {name} is empty")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about sizes, which are checked here, and about harmless damage
         try:
@@ -146,7 +153,7 @@ def _decoded(content: bytes, name: str) -> Image.Image:
                 if image.format in ("JPEG", "MPO") and content.count(b"\xff\xda") > JPEG_SCANS:
                     raise UnusablePicture(f"picture unreadable: {name} is a JPEG of more than {JPEG_SCANS} scans")
                 image.load()
-                return _upright_rgb(image)
+                return upright_rgb(image)
         except Image.UnidentifiedImageError:
             raise UnusablePicture(f"not a picture: {name} does not begin as {', '.join(FORMATS)} files do") from None
         except Image.DecompressionBombError as error:
@@ -169,7 +176,9 @@ def _webp_canvas(content: bytes) -> tuple[int, int]:
 def _check_pixels(size: tuple[int, int], name: str) -> None:
     width, height = size
     if width * height > MAX_PIXELS:
-        raise UnusablePicture(f"picture too large: {name} has {width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}")
+        raise UnusablePicture(
+            f"picture too large: {name} has {width:,} x {height:,} pixels, the limit is {MAX_PIXELS:,}"
+        )
 
 
 def _check_ratio(size: tuple[int, int], name: str) -> None:
@@ -180,7 +189,8 @@ def _check_ratio(size: tuple[int, int], name: str) -> None:
         )
 
 
-def _upright_rgb(image: Image.Image) -> Image.Image:
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """The first frame in RGB, turned as its EXIF data says, transparent parts over white."""
     try:
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # as many kinds as above, for a part of the file that the pixels do not need
