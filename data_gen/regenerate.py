@@ -9,6 +9,8 @@ answer, from the target in this process or from servers (docs/regeneration.md). 
 was. The file records what was asked, so other prompts with the same ids are refused. Prompts that cannot be asked go to
 conversations.rejects.jsonl with the reason; those that failing servers could not answer are asked in the next run.
 
+- A vision-language target may be asked about pictures (docs/pictures.md). A line names them by path and sha256, in
+  the messages. Answers are sampled then, unless the recipe says otherwise.
 - Every user turn gets one answer. The source's own answers are dropped; an assistant turn that calls tools is kept,
   with the results that follow it, and the answer is asked for behind them.
 - An answer that is cut (finish_reason `length`) is kept and ends its conversation, because the target never ended that

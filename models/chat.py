@@ -369,6 +369,11 @@ def _apply(
     return out
 
 
+def reads_pictures(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the target that `load_tokenizer` read this tokenizer of is a vision-language model."""
+    return getattr(tokenizer, _PICTURES, None) is not None
+
+
 def _shows_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template shows contents that are a string. LLaVA's shows lists of parts only, and drops others
     without a word."""

@@ -122,7 +122,9 @@ class GeneratorSection(Section):
     max_new_tokens: Count = 512
     """Tokens of one assistant turn, its stop token included; a turn cut here is kept with finish_reason `length`."""
     temperature: PositiveOrZero | None = None
-    """0 is greedy. None: the target's generation_config, or 1 if it has no temperature."""
+    """0 is greedy. None: the target's generation_config, or 1 if it has no temperature. For vision-language targets
+    None is 1, top_p's is 1 and top_k's is off, because their configs are nearly greedy and drafters need sampled
+    answers."""
     top_p: Number | None = Field(default=None, gt=0, le=1)
     """None: the target's generation_config, or 1."""
     top_k: CountOrZero | None = None

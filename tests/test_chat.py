@@ -9,7 +9,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data_gen.answers.generators import GeneratedAnswer
-from draftsmith.data_gen.answers.regeneration import OpenConversations
+from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.corpus.ranking import count_supervised
 from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import (

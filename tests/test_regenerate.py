@@ -13,7 +13,7 @@ import yaml
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftsmith.data_gen import regenerate
-from draftsmith.data_gen.answers import generators, regeneration
+from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.data_gen.rows.training_rows import training_rows
@@ -281,14 +281,6 @@ def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
     # Asked again: the same answer, and no reject twice.
     assert "3 of 6 conversations are done" in place.run()
     assert len(place.records(place.out / "conversations.rejects.jsonl")) == 7 and len(place.records()) == 3
-
-
-def test_an_answered_conversation_keeps_its_images(place: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training and the search for overlap read them there."""
-    monkeypatch.setattr(regeneration, "as_text", lambda messages, images: messages)  # as if targets could see
-    place.ask(1, {"id": "picture", "prompt": "What is this?", "images": ["x.png"]})
-    place.run()
-    assert {record["id"]: record.get("images") for record in place.records()} == {"q0": None, "picture": ["x.png"]}
 
 
 @pytest.mark.parametrize(

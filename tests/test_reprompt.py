@@ -146,8 +146,7 @@ def test_prompts_can_be_read_again(place: Workspace) -> None:
     place.run(place.write("llava.json", [llava(i, COLOURS[i], "<image>\nWhat?") for i in range(3)]))
     again = list(read_conversations(str(place.out / "prompts.jsonl"), Rejects()))
     assert {c.id: c.messages for c in again} == place.prompts()
-    assert [with_picture_parts(c)[0]["content"][1] == {"type": "image", "path": c.messages[0]["content"][1]["path"]}
-            for c in again] == [True] * 3  # fmt: skip
+    assert [with_picture_parts(c) for c in again] == [c.messages for c in again]
 
 
 def test_relative_paths_start_at_the_source_or_at_the_folder(place: Workspace) -> None:
@@ -357,6 +356,6 @@ def test_regeneration_refuses_prompts_with_pictures(place: Workspace, monkeypatc
     place.run(place.write("x.jsonl", [{"image": "red.png"}, {"image": "blue.png"}]))
     monkeypatch.setattr(generators, "Lineup", None)  # nothing is loaded for it
     for arguments in ([], ["--plan"]):
-        with pytest.raises(UserError, match=r"^data\.prompts: .* all 2 prompts have some: name prompts of text$"):
+        with pytest.raises(UserError, match=r"^data\.prompts: .* all 2 prompts have pictures: name prompts of text"):
             run_main(regenerate, place.recipe, f"data.prompts={place.out}/prompts.jsonl", *arguments)
     assert not (place.out / "conversations.jsonl").exists()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from draftsmith.data_gen.answers.generators import GeneratedAnswer
-from draftsmith.data_gen.answers.regeneration import OpenConversations
+from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.recipes.prompts.reader import read_conversations

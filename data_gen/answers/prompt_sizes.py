@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.models.chat import RenderError, render_prompt
+from draftsmith.models.chat import RenderError, reads_pictures, render_prompt
+from draftsmith.recipes.prompts.picture_files import data_url
+from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import Conversation, questions
 
 RENDERED_AT_MOST = 500  # conversations; every n-th of more
@@ -53,6 +55,11 @@ def planned(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, answer: float, limit: int
 ) -> PlannedConversation | None:
     """Sizes if answers have `answer` tokens and rows at most `limit`. None if the conversation cannot be asked."""
+    if reads_pictures(tokenizer):
+        try:
+            conversation = with_named_pictures(conversation, data_url)
+        except ValueError:
+            return None
     history: list[dict] = []
     prompts, answers, first = [], [], None
     for number, turn in enumerate(questions(conversation.messages)):

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,23 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.conversation_log import ConversationLog, LogContent, not_done, read_log
 from draftsmith.data_gen.answers.generators import (
-    Asked,
     GeneratedAnswer,
     GenerationSettings,
     Writer,
     check_generator_drafter,
     resolve_sampling,
 )
+from draftsmith.data_gen.answers.open_conversations import OpenConversations
 from draftsmith.data_gen.answers.prompt_sizes import HUB_SAMPLE, planned, sampled
 from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers, Unanswered
 from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import (
-    RenderError,
-    answer_message,
-    as_text,
     load_config,
     load_generation_config,
     load_tokenizer,
-    render_prompt,
+    reads_pictures,
     stop_ids,
     template_variables,
     tokenizer_fingerprint,
@@ -40,15 +38,14 @@ from draftsmith.models.chat import (
 from draftsmith.models.checkpoint import tensor_digest, weight_bytes
 from draftsmith.models.costs import decoding_lines, decoding_time
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
-from draftsmith.models.prompt import Prompt
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.picture_files import store_picture
 from draftsmith.recipes.prompts.reader import (
     DUPLICATE,
     Conversation,
     Rejects,
-    asked_digest,
     questions,
     read_training_prompts,
 )
@@ -78,10 +75,15 @@ def main(command: Command) -> int:
     if sample_only:
         limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
     conversations = list(read_training_prompts(recipe.data, rejects, limit))
-    if conversations and all(conversation.images or conversation.other_parts for conversation in conversations):
+    shown = sum(bool(conversation.images or conversation.other_parts) for conversation in conversations)
+    if shown and shown == len(conversations) and not reads_pictures(tokenizer):
         raise UserError(
-            f"data.prompts: regeneration cannot ask about pictures yet, and all {len(conversations):,} prompts have "
-            "some: name prompts of text"
+            f"data.prompts: {section.model} reads text only, and all {shown:,} prompts have pictures: name prompts of "
+            "text, or a vision-language target"
+        )
+    if shown and recipe.data.generator.kind == "openai":
+        raise UserError(
+            f"data.generator.kind: openai sends text only, and {shown:,} prompts have pictures: set it to transformers"
         )
     if (dropped := rejects.counts[DUPLICATE]) > 0:
         print(f"data.prompts: repeated questions dropped: {dropped:,} (data.duplicates=keep keeps them)")
@@ -129,7 +131,8 @@ def regenerate(
 
     Raises UserError if no conversation could be asked or answered.
     """
-    asked = OpenConversations(conversations, tokenizer, settings.max_length, rejects)
+    store = partial(store_picture, folder=log.path.with_suffix(".pictures"))
+    asked = OpenConversations(conversations, tokenizer, settings.max_length, rejects, store)
     tally, ended = _Tally(settings), False
     try:
         with Bar(total=len(conversations), desc="regenerating", unit="conversation") as bar:
@@ -246,119 +249,6 @@ def _sigterm_exits() -> Iterator[None]:
         signal.signal(signal.SIGTERM, default)
 
 
-@dataclass
-class _Progress:
-    """One conversation under way."""
-
-    conversation: Conversation
-    pending: deque[list[dict[str, Any]]]  # for each answer yet to be asked for, the messages before it
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    turns: list[dict[str, Any]] = field(default_factory=list)
-    prompt: Prompt = field(default_factory=lambda: Prompt(()))  # of the current answer
-
-
-class OpenConversations:
-    """Makes prompts from conversations, turn by turn, and finished records from the answers."""
-
-    def __init__(
-        self, conversations: list[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int, rejects: Rejects
-    ):
-        self.rejected = 0  # conversations that could not be asked
-        self.failed: dict[str, str] = {}  # conversation id -> why this run has no answer
-        self._fresh = iter(conversations)
-        self._continued: deque[_Progress] = deque()  # the next prompt is ready
-        self._open: dict[str, _Progress] = {}  # waiting for an answer
-        self._tokenizer, self._max_length, self._rejects = tokenizer, max_length, rejects
-
-    def prompts(self) -> Iterator[Asked | None]:
-        """Prompts of open conversations first, which keeps few open. None: every next prompt needs an answer."""
-        while True:
-            progress = self._continued.popleft() if self._continued else self._next_fresh()
-            if progress is not None:
-                self._open[progress.conversation.id] = progress
-                yield (progress.conversation.id, len(progress.turns)), progress.prompt
-            elif self._open:
-                yield None
-            else:
-                return
-
-    def take(self, answer: GeneratedAnswer) -> dict[str, Any] | None:
-        """Adds an answer to its conversation. Returns the conversation's record after its last turn, else None."""
-        (conversation_id, _), output_ids, finish_reason, retokenised = answer
-        progress = self._open.pop(conversation_id)
-        progress.messages.append(answer_message(self._tokenizer, output_ids))
-        turn = {
-            "prompt_token_ids": list(progress.prompt),
-            "output_token_ids": output_ids,
-            "finish_reason": finish_reason,
-        }
-        progress.turns.append(turn | {"retokenised": True} if retokenised else turn)
-        unasked, reason = len(progress.pending), "the answer before was cut"
-        if unasked and finish_reason == "stop":
-            reason = self._prepare(progress)
-            if reason is None:
-                self._continued.append(progress)
-                return None
-        return _record(progress, unasked, reason)
-
-    def give_up(self, unanswered: Unanswered) -> dict[str, Any] | None:
-        """Ends a conversation early. Returns its record if earlier turns were answered and this one was refused."""
-        conversation_id, turn = unanswered.key
-        progress = self._open.pop(conversation_id)
-        if not unanswered.refused:
-            self.failed[conversation_id] = unanswered.reason
-            return None
-        if turn == 0:
-            self._reject(progress.conversation, unanswered.reason)
-            return None
-        while progress.messages[-1]["role"] != "assistant":  # the question
-            progress.messages.pop()
-        return _record(progress, len(progress.pending) + 1, unanswered.reason)
-
-    def _next_fresh(self) -> _Progress | None:
-        """The next conversation with a usable first turn; rejects the ones before it."""
-        for conversation in self._fresh:
-            progress = _Progress(conversation, deque(questions(conversation.messages)))
-            try:
-                as_text(conversation.messages, conversation.images)  # checks later turns as well
-                problem = self._prepare(progress) if progress.pending else "no user turn"
-            except RenderError as error:
-                problem = str(error)
-            if problem is None:
-                return progress
-            self._reject(conversation, problem)
-        return None
-
-    def _reject(self, conversation: Conversation, problem: str) -> None:
-        record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
-        self._rejects.add(conversation.source, conversation.line, problem, record | {"meta": conversation.meta})
-        self.rejected += 1
-
-    def _prepare(self, progress: _Progress) -> str | None:
-        """Renders the prompt of the next answer. Returns the problem, leaving `progress` unchanged, or None."""
-        messages = [*progress.messages, *progress.pending[0]]
-        try:
-            prompt = render_prompt(self._tokenizer, messages, progress.conversation.meta.get("tools"))
-        except RenderError as error:
-            return str(error)
-        if len(prompt) >= self._max_length:
-            return f"longer than data.max_length: a prompt of {len(prompt)} tokens, the limit is {self._max_length}"
-        progress.messages, progress.prompt = messages, prompt
-        progress.pending.popleft()
-        return None
-
-
-def _record(progress: _Progress, unasked: int, reason: str | None) -> dict[str, Any]:
-    conversation = progress.conversation
-    record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
-    if conversation.images:  # training and the search for overlap tell conversations apart by them
-        record["images"] = conversation.images
-    record["asked_digest"] = asked_digest(conversation)
-    if unasked:
-        record |= {"unasked_turns": unasked, "unasked_reason": reason}
-    return record | {"meta": conversation.meta}
-
-
 def open_servers(recipe: Recipe, settings: GenerationSettings, tokenizer: PreTrainedTokenizerBase) -> Servers:
     """The recipe's servers, not yet connected."""
     embedded = getattr(load_config(recipe.target).get_text_config(), "vocab_size", 0)
@@ -372,7 +262,9 @@ def generation_settings(
     """The recipe's settings, completed by the target's generation config and limited by its context."""
     section, asked = recipe.target, recipe.data.generator
     config = load_config(section).get_text_config()
-    temperature, top_p, top_k = resolve_sampling(asked.temperature, asked.top_p, asked.top_k, generation_config)
+    # ViSpec's training answers are sampled, and configs of vision-language models are nearly greedy (Qwen2.5-VL: 1e-6).
+    defaults = GenerationConfig() if reads_pictures(tokenizer) else generation_config
+    temperature, top_p, top_k = resolve_sampling(asked.temperature, asked.top_p, asked.top_k, defaults)
     return GenerationSettings(
         max_new_tokens=asked.max_new_tokens,
         max_length=min(recipe.data.max_length, getattr(config, "max_position_embeddings", recipe.data.max_length)),

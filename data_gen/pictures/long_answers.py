@@ -9,7 +9,6 @@ heart. Text between two pictures keeps its place, because it may refer to them. 
 the script knows one turn.
 """
 
-import base64
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,10 +21,8 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.files.lock import locked
-from draftsmith.recipes.prompts.benchmarks import benchmark_of
-from draftsmith.recipes.prompts.picture_files import store_picture
-from draftsmith.recipes.prompts.picture_parts import with_picture_parts
-from draftsmith.recipes.prompts.pictures import read_picture
+from draftsmith.recipes.prompts.picture_files import data_url, store_picture
+from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -101,26 +98,13 @@ def prompts_for_long_answers(
     """
     for conversation in conversations:
         try:
-            messages = reprompted(conversation.id, with_picture_parts(conversation), section)
-            folder = picture_folder(conversation.source, section)
-            for part in _pictures(messages):
-                picture = read_picture(part["path"], folder)
-                path = store(picture.content) if picture.path is None else str(picture.path)
-                part |= {"path": path, "sha256": picture.digest}
+            named = with_named_pictures(conversation, store, section.folder)
+            messages = reprompted(conversation.id, named.messages, section)
         except ValueError as error:
             record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
             rejects.add(conversation.source, conversation.line, str(error), record | {"meta": conversation.meta})
             continue
         yield {"id": conversation.id, "messages": messages, "meta": conversation.meta}
-
-
-def picture_folder(source: str, section: RepromptSection) -> Path:
-    """Where relative paths of a source's pictures start."""
-    if section.folder is not None:
-        return Path(section.folder)
-    if source.startswith("hf:"):
-        return Path()
-    return Path((benchmark_of(source) or (None, None))[1] or source).parent
 
 
 def reprompted(
@@ -131,7 +115,7 @@ def reprompted(
     Raises ValueError if there is no picture.
 
     Args:
-        messages: of `with_picture_parts`.
+        messages: of `with_named_pictures`.
     """
     if not _pictures(messages):
         raise ValueError("no picture: the record names none")
@@ -163,7 +147,8 @@ def _turn(parts: list[dict[str, Any]], instruction: str, request: str) -> list[d
 
 def _pictures(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     contents = [message["content"] for message in messages if message["role"] == "user"]
-    return [part for content in contents for part in content if part["type"] == "image"]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part for part in parts if part["type"] == "image"]
 
 
 def _drawn(phrasings: Sequence[str], *words: Any) -> str:
@@ -177,12 +162,9 @@ def _hash(*words: Any) -> bytes:
 def _print_plan(recipe: Recipe, sources: Sequence[str]) -> None:
     section, rejects = recipe.data.reprompt, Rejects()
 
-    def in_memory(content: bytes) -> str:
-        return f"data:;base64,{base64.b64encode(content).decode()}"
-
-    read = read_conversations(sources, rejects, PLANNED, "data.reprompt.sources: ", in_memory)
+    read = read_conversations(sources, rejects, PLANNED, "data.reprompt.sources: ", data_url)
     conversations = in_drawn_order(read, section.seed)
-    prompts = list(prompts_for_long_answers(conversations, section, rejects, in_memory))
+    prompts = list(prompts_for_long_answers(conversations, section, rejects, data_url))
     most = "all usable records" if section.max_prompts is None else f"at most {section.max_prompts:,}"
     print(f"sources        {', '.join(sources)}")
     print(f"prompts        {most}, to {recipe.picture_prompts_path}")

@@ -3,6 +3,7 @@
 Pillow is not imported here, because every command imports this file.
 """
 
+import base64
 import hashlib
 import json
 import os
@@ -35,6 +36,12 @@ def store_picture(content: bytes, folder: Path) -> str:
         partial.write_bytes(content)
         os.replace(partial, path)
     return str(path)
+
+
+def data_url(content: bytes) -> str:
+    """A picture's bytes as a data URL. The content is not checked."""
+    ending = next((ending for begin, ending in _ENDINGS.items() if content.startswith(begin)), "octet-stream")
+    return f"data:image/{ending.replace('jpg', 'jpeg')};base64,{base64.b64encode(content).decode()}"
 
 
 def coco_captions(path: str | Path) -> Iterator[dict[str, Any]] | None:

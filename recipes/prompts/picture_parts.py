@@ -1,5 +1,7 @@
 """One form for the pictures of records: each is a content part {"type": "image", "path": its place as written}.
 
+A part keeps its "sha256" if it has one.
+
 Forms of a picture in a record
     a content part               {"type": "image", "path" | "url" | "image": place} (transformers),
                                  {"type": "image_url", "image_url": {"url": place}} (OpenAI)
@@ -63,7 +65,9 @@ def with_picture_parts(conversation: Conversation) -> list[dict[str, Any]]:
         for part in _split(message["content"]):
             if part["type"] in PICTURE_TYPES:
                 place = _place(part, index)
+                digest = part.get("sha256")
                 part = {"type": "image"} | ({} if place is None else {"path": place})
+                part |= {"sha256": digest} if isinstance(digest, str) else {}
                 (open_parts if place is None else named).append(part)
             elif part["type"] != "text":
                 raise ValueError(f"not text or a picture: {part['type']} in message {index}")

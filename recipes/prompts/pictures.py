@@ -34,7 +34,7 @@ import io
 import re
 import stat
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -42,6 +42,10 @@ from urllib.parse import unquote, urlsplit
 from PIL import ExifTags, Image
 
 from draftsmith.recipes.errors import short
+from draftsmith.recipes.prompts.benchmarks import benchmark_of
+from draftsmith.recipes.prompts.picture_parts import with_picture_parts
+from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.sources import StorePicture
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 50_000_000  # a phone's picture of 48 megapixels passes; decoded, it takes 150 MB
@@ -91,6 +95,37 @@ def read_picture(place: str, folder: Path, digest: str | None = None) -> Picture
             f"picture changed: {name} has sha256 {found[:16]}, its prompt was made with {digest[:16]}"
         )
     return Picture(decoded_picture(content, name), found, path, content)
+
+
+def with_named_pictures(conversation: Conversation, store: StorePicture, folder: str | None = None) -> Conversation:
+    """The conversation with each picture as a part {"type": "image", "path": absolute, "sha256": of the file's bytes}.
+
+    Each picture is read once. A conversation without pictures stays as it is.
+
+    Args:
+        store: stores the bytes of a data URL and returns their path.
+        folder: where relative paths start. Default: the folder of the conversation's source.
+
+    Raises:
+        ValueError: "kind: detail", a picture that cannot be used (UnusablePicture), or pictures and placeholders that
+            do not match.
+    """
+    messages = with_picture_parts(conversation)
+    start = folder_of(conversation.source) if folder is None else Path(folder)
+    shown = [part for message in messages if message["role"] == "user" for part in message["content"]]
+    named = [part for part in shown if part["type"] == "image"]
+    for part in named:
+        picture = read_picture(part["path"], start, part.get("sha256"))
+        path = store(picture.content) if picture.path is None else str(picture.path)
+        part |= {"path": path, "sha256": picture.digest}
+    return replace(conversation, messages=messages, images=[]) if named else conversation
+
+
+def folder_of(source: str) -> Path:
+    """Where relative paths of a source's pictures start."""
+    if source.startswith("hf:"):
+        return Path()
+    return Path((benchmark_of(source) or (None, None))[1] or source).parent
 
 
 def _path_of(place: str, folder: Path) -> Path | None:

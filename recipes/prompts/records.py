@@ -80,7 +80,9 @@ class Conversation:
 
 
 def _with_digests(part: dict[str, Any]) -> dict[str, Any]:
-    """A content part with each picture's path replaced by its digest."""
+    """A content part with each picture's path replaced by its digest, which the part may hold already."""
+    if isinstance(part.get("sha256"), str):
+        return {"type": part["type"], "path": f"sha256 {part['sha256']}"}
     told = {key: _digest(each) if key in PATH_KEYS else each for key, each in part.items()}
     return {key: _with_digests(each) if isinstance(each, dict) else each for key, each in told.items()}
 

@@ -1,0 +1,148 @@
+"""Conversations under way: the next prompt of each, and its record after the last answer."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer
+from draftsmith.data_gen.server.generator import Unanswered
+from draftsmith.models.chat import RenderError, answer_message, as_text, reads_pictures, render_prompt
+from draftsmith.models.prompt import Prompt
+from draftsmith.recipes.prompts.picture_files import data_url
+from draftsmith.recipes.prompts.pictures import with_named_pictures
+from draftsmith.recipes.prompts.reader import asked_digest, questions
+from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.prompts.sources import StorePicture
+
+
+@dataclass
+class _Progress:
+    """One conversation under way."""
+
+    conversation: Conversation
+    pending: deque[list[dict[str, Any]]]  # for each answer yet to be asked for, the messages before it
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    prompt: Prompt = field(default_factory=lambda: Prompt(()))  # of the current answer
+
+
+class OpenConversations:
+    """Makes prompts from conversations, turn by turn, and finished records from the answers.
+
+    A record names its pictures as `with_named_pictures` does, whatever form the conversation has.
+
+    Args:
+        store: stores the bytes of a picture that has no file, and returns their path.
+    """
+
+    def __init__(
+        self,
+        conversations: list[Conversation],
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        rejects: Rejects,
+        store: StorePicture = data_url,
+    ):
+        self.rejected = 0  # conversations that could not be asked
+        self.failed: dict[str, str] = {}  # conversation id -> why this run has no answer
+        self._fresh = iter(conversations)
+        self._continued: deque[_Progress] = deque()  # the next prompt is ready
+        self._open: dict[str, _Progress] = {}  # waiting for an answer
+        self._tokenizer, self._max_length, self._rejects, self._store = tokenizer, max_length, rejects, store
+
+    def prompts(self) -> Iterator[Asked | None]:
+        """Prompts of open conversations first, which keeps few open. None: every next prompt needs an answer."""
+        while True:
+            progress = self._continued.popleft() if self._continued else self._next_fresh()
+            if progress is not None:
+                self._open[progress.conversation.id] = progress
+                yield (progress.conversation.id, len(progress.turns)), progress.prompt
+            elif self._open:
+                yield None
+            else:
+                return
+
+    def take(self, answer: GeneratedAnswer) -> dict[str, Any] | None:
+        """Adds an answer to its conversation. Returns the conversation's record after its last turn, else None."""
+        (conversation_id, _), output_ids, finish_reason, retokenised = answer
+        progress = self._open.pop(conversation_id)
+        progress.messages.append(answer_message(self._tokenizer, output_ids))
+        turn = {
+            "prompt_token_ids": list(progress.prompt),
+            "output_token_ids": output_ids,
+            "finish_reason": finish_reason,
+        }
+        progress.turns.append(turn | {"retokenised": True} if retokenised else turn)
+        unasked, reason = len(progress.pending), "the answer before was cut"
+        if unasked and finish_reason == "stop":
+            reason = self._prepare(progress)
+            if reason is None:
+                self._continued.append(progress)
+                return None
+        return _record(progress, unasked, reason)
+
+    def give_up(self, unanswered: Unanswered) -> dict[str, Any] | None:
+        """Ends a conversation early. Returns its record if earlier turns were answered and this one was refused."""
+        conversation_id, turn = unanswered.key
+        progress = self._open.pop(conversation_id)
+        if not unanswered.refused:
+            self.failed[conversation_id] = unanswered.reason
+            return None
+        if turn == 0:
+            self._reject(progress.conversation, unanswered.reason)
+            return None
+        while progress.messages[-1]["role"] != "assistant":  # the question
+            progress.messages.pop()
+        return _record(progress, len(progress.pending) + 1, unanswered.reason)
+
+    def _next_fresh(self) -> _Progress | None:
+        """The next conversation with a usable first turn; rejects the ones before it."""
+        for conversation in self._fresh:
+            try:
+                progress = _Progress(conversation, deque(questions(self._checked(conversation))))
+            except (RenderError, ValueError) as error:
+                self._reject(conversation, str(error))
+                continue
+            problem = self._prepare(progress) if progress.pending else "no user turn"
+            if problem is None:
+                return progress
+            self._reject(conversation, problem)
+        return None
+
+    def _checked(self, conversation: Conversation) -> list[dict[str, Any]]:
+        """Messages, pictures named. Raises RenderError or ValueError for content of any turn that cannot be asked."""
+        if reads_pictures(self._tokenizer):
+            return with_named_pictures(conversation, self._store).messages
+        as_text(conversation.messages, conversation.images)
+        return conversation.messages
+
+    def _reject(self, conversation: Conversation, problem: str) -> None:
+        record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
+        self._rejects.add(conversation.source, conversation.line, problem, record | {"meta": conversation.meta})
+        self.rejected += 1
+
+    def _prepare(self, progress: _Progress) -> str | None:
+        """Renders the prompt of the next answer. Returns the problem, leaving `progress` unchanged, or None."""
+        messages = [*progress.messages, *progress.pending[0]]
+        try:
+            prompt = render_prompt(self._tokenizer, messages, progress.conversation.meta.get("tools"))
+        except RenderError as error:
+            return str(error)
+        if len(prompt) >= self._max_length:
+            return f"longer than data.max_length: a prompt of {len(prompt)} tokens, the limit is {self._max_length}"
+        progress.messages, progress.prompt = messages, prompt
+        progress.pending.popleft()
+        return None
+
+
+def _record(progress: _Progress, unasked: int, reason: str | None) -> dict[str, Any]:
+    conversation = progress.conversation
+    record: dict[str, Any] = {"id": conversation.id, "messages": progress.messages, "turns": progress.turns}
+    record["asked_digest"] = asked_digest(conversation)
+    if unasked:
+        record |= {"unasked_turns": unasked, "unasked_reason": reason}
+    return record | {"meta": conversation.meta}

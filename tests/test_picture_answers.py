@@ -1,0 +1,195 @@
+"""Regeneration with pictures: what is asked, what a line holds, resumption, and pictures that cannot be used."""
+
+import base64
+import json
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draftsmith.data_gen import regenerate
+from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
+from tests.conftest import VOCAB_SIZE
+from tests.tiny_vision import FAMILIES, PLACEHOLDER, picture, save_vision_target
+
+STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
+
+
+class Place:
+    """A folder with a target, pictures, prompts, a recipe, and calls of the script in this process."""
+
+    def __init__(self, folder: Path, target: Path, monkeypatch: pytest.MonkeyPatch):
+        self.folder, self.target, self.out = folder, target, folder / "out"
+        self.path, self.rejects = self.out / "conversations.jsonl", self.out / "conversations.rejects.jsonl"
+        self.recipe, self.prompts, self._monkeypatch = folder / "recipe.yaml", folder / "prompts.jsonl", monkeypatch
+        for seed, name in enumerate(("a.png", "b.png", "c.png")):
+            picture(24, 16, seed).save(folder / name)
+        content = {
+            "output_dir": str(self.out),
+            "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
+            "data": {
+                "prompts": str(self.prompts),
+                "max_length": 200,
+                "generator": {"batch_size": 3, "max_new_tokens": 20, "temperature": 0},
+            },
+        }
+        self.recipe.write_text(yaml.safe_dump(content))
+
+    def ask(self, *records: dict[str, Any]) -> None:
+        self.prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+    def run(self, *arguments: str) -> None:
+        self._monkeypatch.setattr(sys, "argv", ["regenerate.py", str(self.recipe), *arguments])
+        regenerate.main()
+
+    def records(self) -> dict[str, dict[str, Any]]:
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        return {record["id"]: record for record in map(json.loads, lines)}
+
+    def reasons(self) -> dict[str, str]:
+        lines = map(json.loads, self.rejects.read_text(encoding="utf-8").splitlines())
+        return {line["record"]["id"]: line["reason"] for line in lines}
+
+    def part(self, name: str) -> dict[str, str]:
+        path = self.folder / name
+        return {"type": "image", "path": str(path), "sha256": sha256(path.read_bytes()).hexdigest()}
+
+
+def say(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    saved = {}
+    for family in FAMILIES:
+        saved[family] = folder = save_vision_target(tmp_path_factory.mktemp(family), family)
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": STOPS, "temperature": 0.01}))
+    return saved
+
+
+@pytest.fixture(params=FAMILIES)
+def place(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Place:
+    return Place(tmp_path, folders[request.param], monkeypatch)
+
+
+def some_prompts(place: Place) -> list[dict[str, Any]]:
+    encoded = base64.b64encode((place.folder / "c.png").read_bytes()).decode()
+    url = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}"}}
+    turns = [{"role": "user", "content": text} for text in ("<image>\nthe cat", "the dog", "<image> and <image>")]
+    return [
+        {"id": "parts", "messages": [user(say("the cat"), {"type": "image", "path": "a.png"}, say("at length"))]},
+        {"id": "other", "messages": [user(say("the cat"), {"type": "image", "path": "b.png"}, say("at length"))]},
+        {"id": "turns", "messages": turns, "images": ["a.png", "b.png", "c.png"]},
+        {"id": "column", "prompt": "the mat", "image": "b.png"},
+        {"id": "url", "messages": [user(url, say("the rain"))]},
+        {"id": "text", "prompt": "the cat and the dog"},
+    ]
+
+
+def test_lines_name_their_pictures_and_hold_what_was_asked(place: Place) -> None:
+    place.ask(*some_prompts(place))
+    place.run()
+    records, tokenizer = place.records(), load_tokenizer(TargetSection(model=str(place.target)))
+    assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
+    shown = {key: [p for m in record["messages"] for p in m["content"] if m["role"] == "user" and isinstance(p, dict)]
+             for key, record in records.items()}  # fmt: skip
+    a, b, c = (place.part(name) for name in ("a.png", "b.png", "c.png"))
+    assert shown["parts"] == [say("the cat"), a, say("at length")]
+    assert shown["column"] == [b, say("the mat")]
+    assert shown["turns"][:2] == [a, say("the cat")]
+    assert records["text"]["messages"][0]["content"] == "the cat and the dog"
+    stored = shown["url"][0]
+    assert (
+        stored["sha256"] == c["sha256"] and Path(stored["path"]).read_bytes() == (place.folder / "c.png").read_bytes()
+    )
+    assert "base64" not in place.path.read_text() and not any("images" in record for record in records.values())
+    for record in records.values():
+        for number, turn in enumerate(record["turns"]):
+            prompt = render_prompt(tokenizer, record["messages"][: 2 * number + 1])
+            assert turn["prompt_token_ids"] == list(prompt)
+            assert turn["prompt_token_ids"].count(PLACEHOLDER) == sum(insert.length for insert in prompt.inserts)
+    assert records["parts"]["turns"][0]["prompt_token_ids"] == records["other"]["turns"][0]["prompt_token_ids"]
+    answers = [records[key]["turns"][0]["output_token_ids"] for key in ("parts", "other")]
+    assert answers[0] != answers[1]  # the target looked
+
+
+def test_later_turns_have_their_pictures(place: Place) -> None:
+    """Every token is a stop token, so that every turn ends."""
+    place.ask(some_prompts(place)[2])
+    path = place.target / "generation_config.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"eos_token_id": list(range(VOCAB_SIZE))}))
+    try:
+        place.run()
+    finally:
+        path.write_text(before)
+    record = place.records()["turns"]
+    assert len(record["turns"]) == 3
+    contents = [message["content"] for message in record["messages"] if message["role"] == "user"]
+    parts = [place.part(name) for name in ("a.png", "b.png", "c.png")]
+    assert contents == [[parts[0], say("the cat")], [say("the dog")], [parts[1], say(" and "), parts[2]]]
+    counts = [turn["prompt_token_ids"].count(PLACEHOLDER) for turn in record["turns"]]
+    assert counts[0] == counts[1] > 0 and counts[2] == 3 * counts[0]
+
+
+def test_a_stopped_run_goes_on_and_other_pictures_are_other_prompts(place: Place) -> None:
+    place.ask(*some_prompts(place))
+    place.run()
+    whole = place.path.read_bytes().splitlines(keepends=True)
+    place.path.write_bytes(b"".join(whole[:2]) + whole[2][:100])
+    place.run()
+    assert sorted(place.path.read_bytes().splitlines(keepends=True)) == sorted(whole)
+    place.ask({"id": "parts", "messages": [user(say("the cat"), place.part("b.png"), say("at length"))]})
+    with pytest.raises(UserError, match="was asked something else"):
+        place.run()
+
+
+def test_unusable_pictures_are_rejected(place: Place) -> None:
+    (place.folder / "torn.png").write_bytes((place.folder / "a.png").read_bytes()[:60])
+    image = {"type": "image"}
+    place.ask(
+        {"id": "good", "prompt": "the mat", "image": "b.png"},
+        {"id": "torn", "prompt": "the mat", "image": "torn.png"},
+        {"id": "gone", "prompt": "the mat", "image": "gone.png"},
+        {"id": "far", "prompt": "the mat", "image": "https://example.org/a.png"},
+        {"id": "many", "prompt": "<image> <image>", "image": "a.png"},
+        {"id": "changed", "messages": [user(place.part("a.png") | {"sha256": "0" * 64}, say("the mat"))]},
+        {"id": "film", "messages": [user({"type": "video", "path": "a.mp4"}, say("the mat"))]},
+        {"id": "later", "messages": [user(say("the cat")), user(image | {"path": "gone.png"})]},
+    )
+    place.run()
+    assert set(place.records()) == {"good"}
+    kinds = {key: reason.split(":")[0] for key, reason in place.reasons().items()}
+    assert kinds == {
+        "torn": "picture truncated",
+        "gone": "picture missing",
+        "far": "picture URL",
+        "many": "placeholders",
+        "changed": "picture changed",
+        "film": "not text or a picture",
+        "later": "picture missing",
+    }
+
+
+def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place, capsys: pytest.CaptureFixture) -> None:
+    """The target's own temperature, 0.01, is not used."""
+    place.ask(*some_prompts(place))
+    place.run("--plan", "data.generator.temperature=null")
+    printed = capsys.readouterr().out
+    assert "temperature 1," in printed and "6 conversations, 8 answers" in printed
+    assert not place.out.exists()
+    place.run("data.generator.temperature=null")
+    assert {record["generator"]["temperature"] for record in place.records().values()} == {1.0}
