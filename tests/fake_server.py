@@ -1,4 +1,6 @@
-"""A server of completions on loopback, as good or as bad as a test wants it. Its answers follow from the prompt alone.
+"""A server of completions and chats on loopback, as good or as bad as a test wants it.
+
+Its answers follow from the prompt's token ids alone.
 
     with FakeServer(tokenizer) as server:
         recipe["data"]["generator"] |= {"kind": "openai", "base_urls": [server.url]}
@@ -22,6 +24,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from draftsmith.models.chat import render_prompt
 
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "after", "in", "rain", "caf\u00e9", "line\u2028end"]
 STOP = 4
@@ -161,6 +165,21 @@ class FakeServer:
         return [*pieces, {"choices": [end]}, {"choices": [], "usage": reply["usage"]}]
 
 
+def spoken(reply: Reply, body: Reply) -> Reply:
+    """The reply as vLLM gives it to a chat completion, if the request is one."""
+    if "messages" not in body:
+        return reply
+    choices, beside = [], {}
+    for choice in reply["choices"]:
+        said = {key: value for key, value in choice.items() if key not in ("text", "prompt_token_ids")}
+        said["delta" if body["stream"] else "message"] = {"role": "assistant", "content": choice["text"]}
+        if tokens := (choice.get("logprobs") or {}).get("tokens"):
+            said["logprobs"] = {"content": [{"token": token} for token in tokens]}
+        choices.append(said)
+        beside = {"prompt_token_ids": choice["prompt_token_ids"]} if "prompt_token_ids" in choice else {}
+    return reply | {"choices": choices} | beside
+
+
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
@@ -213,6 +232,9 @@ class _Handler(BaseHTTPRequestHandler):
         if manners.raw_always is not None:
             self._raw(manners.raw_always)
             return
+        if "messages" in body:
+            with fake.lock:
+                body["prompt"] = list(render_prompt(fake.tokenizer, body["messages"], body.get("tools")))
         prompt = tuple(body["prompt"])
         trial = len(prompt) == 1
         if body["model"] != manners.model:
@@ -244,7 +266,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if not trial and fake.draw(manners.tear):
                     _drop(self.connection)
                     return
-                self._send(200, fake.reply(body))
+                self._send(200, spoken(fake.reply(body), body))
                 fake.note_answer(prompt)
         finally:
             with fake.lock:
@@ -262,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
             if tear and number == len(pieces) // 2:
                 _drop(self.connection)
                 return
-            self._write(f"data: {json.dumps(piece, ensure_ascii=False)}\n\n")
+            self._write(f"data: {json.dumps(spoken(piece, body), ensure_ascii=False)}\n\n")
         if manners.done:
             self._write("data: [DONE]\n\n")
             time.sleep(0 if len(body["prompt"]) == 1 else manners.linger)

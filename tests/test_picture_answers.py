@@ -1,7 +1,9 @@
 """Regeneration with pictures: what is asked, what a line holds, resumption, and pictures that cannot be used."""
 
 import base64
+import io
 import json
+import shutil
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -9,12 +11,15 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from draftsmith.data_gen import regenerate
+from draftsmith.data_gen.server import generator as server_generator
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import VOCAB_SIZE
+from tests.fake_server import STOP, FakeServer, expected
 from tests.tiny_vision import FAMILIES, PLACEHOLDER, picture, save_vision_target
 
 STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
@@ -48,11 +53,11 @@ class Place:
         regenerate.main()
 
     def records(self) -> dict[str, dict[str, Any]]:
-        lines = self.path.read_text(encoding="utf-8").splitlines()
+        lines = self.path.read_bytes().splitlines()
         return {record["id"]: record for record in map(json.loads, lines)}
 
     def reasons(self) -> dict[str, str]:
-        lines = map(json.loads, self.rejects.read_text(encoding="utf-8").splitlines())
+        lines = map(json.loads, self.rejects.read_bytes().splitlines())
         return {line["record"]["id"]: line["reason"] for line in lines}
 
     def part(self, name: str) -> dict[str, str]:
@@ -155,6 +160,10 @@ def test_a_stopped_run_goes_on_and_other_pictures_are_other_prompts(place: Place
     place.ask({"id": "parts", "messages": [user(say("the cat"), place.part("b.png"), say("at length"))]})
     with pytest.raises(UserError, match="was asked something else"):
         place.run()
+    place.ask(some_prompts(place)[3])  # its path is relative
+    picture(24, 16, seed=9).save(place.folder / "b.png")
+    with pytest.raises(UserError, match="was asked something else"):
+        place.run()
 
 
 def test_unusable_pictures_are_rejected(place: Place) -> None:
@@ -193,3 +202,114 @@ def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place, caps
     assert not place.out.exists()
     place.run("data.generator.temperature=null")
     assert {record["generator"]["temperature"] for record in place.records().values()} == {1.0}
+
+
+# Servers.
+
+
+@pytest.fixture(params=FAMILIES)
+def served(
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Place:
+    """With a target that has no weights, and one stop token."""
+    target = tmp_path / "target"
+    shutil.copytree(folders[request.param], target, ignore=shutil.ignore_patterns("*.safetensors"))
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP}))
+    monkeypatch.setattr(server_generator, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(server_generator, "FIRST_LOOK_SECONDS", 0.05)
+    return Place(tmp_path, target, monkeypatch)
+
+
+def server_of(place: Place, **manners: Any) -> FakeServer:
+    return FakeServer(load_tokenizer(TargetSection(model=str(place.target))), **manners)
+
+
+def openai(server: FakeServer, **more: Any) -> list[str]:
+    words = {"kind": "openai", "base_urls": [server.url], "max_retries": 2} | more
+    return [f"data.generator.{key}={json.dumps(value)}" for key, value in words.items()]
+
+
+def images_of(body: dict[str, Any]) -> list[Image.Image]:
+    parts = [part for message in body["messages"] if message["role"] == "user" for part in message["content"]]
+    urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+    return [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("ids", ["token_ids", "logprobs", "content", "text"])
+def test_servers_get_pictures_as_messages(served: Place, ids: str, stream: bool) -> None:
+    place = served
+    place.ask(*some_prompts(place))
+    with server_of(place, ids=ids) as server:
+        place.run(*openai(server, stream=stream))
+        place.run(*openai(server, stream=stream))  # asks nothing again
+        assert max(server.asked.values()) <= 2  # two prompts differ in their pictures alone
+        for body in server.bodies:
+            assert "messages" in body or body["prompt"].count(PLACEHOLDER) == 0
+            for image in images_of(body) if "messages" in body else ():
+                assert image.tobytes() in [picture(24, 16, seed).tobytes() for seed in range(3)]
+    records, tokenizer = place.records(), server.tokenizer
+    assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
+    assert "base64" not in place.path.read_text()
+    for record in records.values():
+        for number, turn in enumerate(record["turns"]):
+            prompt = list(render_prompt(tokenizer, record["messages"][: 2 * number + 1]))
+            assert turn["prompt_token_ids"] == prompt
+            # A character of several tokens has no ids in llama.cpp's logprobs.
+            assert turn["output_token_ids"] == expected(tokenizer, prompt, 20)[0]
+            assert turn.get("retokenised", False) == (ids == "text") or ids == "content"
+
+
+def test_a_server_that_renders_another_prompt_is_not_believed(served: Place) -> None:
+    place = served
+    place.ask(*some_prompts(place)[:1])
+
+    def count_more(reply: dict[str, Any]) -> None:
+        reply["usage"]["prompt_tokens"] += 1
+
+    def other_text(reply: dict[str, Any]) -> None:
+        reply["choices"][0]["prompt_token_ids"][0] += 1
+
+    for lie in (count_more, other_text):
+        with server_of(place, lie=lie) as server, pytest.raises(UserError, match=r"counts|another prompt"):
+            place.run(*openai(server))
+        assert not place.path.exists()
+
+    def own_ids(reply: dict[str, Any]) -> None:
+        asked = reply["choices"][0]["prompt_token_ids"]
+        reply["choices"][0]["prompt_token_ids"] = [1000 if token == PLACEHOLDER else token for token in asked]
+
+    with server_of(place, lie=own_ids) as server:
+        place.run(*openai(server))
+    assert set(place.records()) == {"parts"}
+
+
+def test_what_servers_cannot_read_alike_is_sent_as_png(served: Place) -> None:
+    """Turned by EXIF data, or transparent."""
+    place, exif = served, Image.Exif()
+    exif[0x0112] = 6
+    picture(24, 16).save(place.folder / "turned.jpg", exif=exif, quality=100)
+    picture(24, 16).convert("RGBA").save(place.folder / "clear.png")
+    picture(24, 16).save(place.folder / "plain.jpg")
+    names = ("turned.jpg", "clear.png", "plain.jpg")
+    place.ask(*({"id": name, "prompt": "the mat", "image": name} for name in names))
+    with server_of(place) as server:
+        place.run(*openai(server, concurrency=1))
+    images = [images_of(body)[0] for body in server.bodies]
+    assert [(image.format, image.mode, image.size) for image in images] == [
+        ("PNG", "RGB", (16, 24)),
+        ("PNG", "RGB", (24, 16)),
+        ("JPEG", "RGB", (24, 16)),
+    ]
+
+
+def test_a_refused_picture_is_a_reject_and_failures_are_asked_again(served: Place) -> None:
+    place = served
+    place.ask(*some_prompts(place))
+    none = pytest.raises(UserError, match="none of 6 conversations could be asked")
+    with server_of(place, fail=1.0, status=400, message="At most 0 image(s) may be provided") as server, none:
+        place.run(*openai(server))
+    assert all("At most 0 image(s)" in reason for reason in place.reasons().values())
+    with server_of(place, fail=0.3, tear=0.2) as server:
+        place.run(*openai(server, stream=True, max_retries=20))
+    assert len(place.records()) == 6

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer
+from draftsmith.data_gen.server.chats import ChatPrompt
 from draftsmith.data_gen.server.generator import Unanswered
 from draftsmith.models.chat import RenderError, answer_message, as_text, reads_pictures, render_prompt
 from draftsmith.models.prompt import Prompt
@@ -127,11 +128,13 @@ class OpenConversations:
 
     def _prepare(self, progress: _Progress) -> str | None:
         """Renders the prompt of the next answer. Returns the problem, leaving `progress` unchanged, or None."""
-        messages = [*progress.messages, *progress.pending[0]]
+        messages, tools = [*progress.messages, *progress.pending[0]], progress.conversation.meta.get("tools")
         try:
-            prompt = render_prompt(self._tokenizer, messages, progress.conversation.meta.get("tools"))
+            prompt = render_prompt(self._tokenizer, messages, tools)
         except RenderError as error:
             return str(error)
+        if prompt.inserts:  # servers read the messages
+            prompt = ChatPrompt(prompt.token_ids, prompt.inserts, messages, tools or ())
         if len(prompt) >= self._max_length:
             return f"longer than data.max_length: a prompt of {len(prompt)} tokens, the limit is {self._max_length}"
         progress.messages, progress.prompt = messages, prompt

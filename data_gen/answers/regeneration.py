@@ -76,14 +76,10 @@ def main(command: Command) -> int:
         limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
     conversations = list(read_training_prompts(recipe.data, rejects, limit))
     shown = sum(bool(conversation.images or conversation.other_parts) for conversation in conversations)
-    if shown and shown == len(conversations) and not reads_pictures(tokenizer):
+    if 0 < shown == len(conversations) and not reads_pictures(tokenizer):
         raise UserError(
             f"data.prompts: {section.model} reads text only, and all {shown:,} prompts have pictures: name prompts of "
             "text, or a vision-language target"
-        )
-    if shown and recipe.data.generator.kind == "openai":
-        raise UserError(
-            f"data.generator.kind: openai sends text only, and {shown:,} prompts have pictures: set it to transformers"
         )
     if (dropped := rejects.counts[DUPLICATE]) > 0:
         print(f"data.prompts: repeated questions dropped: {dropped:,} (data.duplicates=keep keeps them)")
@@ -253,7 +249,7 @@ def open_servers(recipe: Recipe, settings: GenerationSettings, tokenizer: PreTra
     """The recipe's servers, not yet connected."""
     embedded = getattr(load_config(recipe.target).get_text_config(), "vocab_size", 0)
     vocabulary = Vocabulary(tokenizer, max(embedded, len(tokenizer)), settings.stop_ids)
-    return Servers(recipe.data.generator, settings, vocabulary)
+    return Servers(recipe.data.generator, settings, vocabulary, template_variables(recipe.target))
 
 
 def generation_settings(

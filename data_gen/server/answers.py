@@ -19,6 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.models.prompt import Prompt
 from draftsmith.recipes.prompts.rejects import is_unicode
 
 _TOKEN_ID = re.compile(r"token_id:(\d{1,9})")
@@ -116,7 +117,7 @@ class Vocabulary:
 
 
 def read_answer(
-    said: Completion, prompt_ids: list[int], limit: int, vocabulary: Vocabulary
+    said: Completion, prompt: Sequence[int], limit: int, vocabulary: Vocabulary
 ) -> tuple[list[int], str, bool]:
     """(token ids, "stop" or "length", whether the ids were made from text).
 
@@ -132,10 +133,10 @@ def read_answer(
         raise Refused(f"finish_reason {one_line(said.finish_reason)}: the server ended the answer")
     if not is_unicode(said.text):
         raise BadAnswer("the text of the reply holds half a character")
-    if said.prompt_token_ids is not None and said.prompt_token_ids != prompt_ids:
-        raise BadAnswer(f"it answers another prompt than the {len(prompt_ids)} tokens that it was sent")
-    if said.prompt_tokens is not None and said.prompt_tokens != len(prompt_ids):
-        raise BadAnswer(f"it counts {said.prompt_tokens} prompt tokens and was sent {len(prompt_ids)}")
+    if said.prompt_token_ids is not None and not _is_prompt(said.prompt_token_ids, Prompt.of(prompt)):
+        raise BadAnswer(f"it answers another prompt than the {len(prompt)} tokens that it was sent")
+    if said.prompt_tokens is not None and said.prompt_tokens != len(prompt):
+        raise BadAnswer(f"it counts {said.prompt_tokens} prompt tokens and was sent {len(prompt)}")
     counted = said.completion_tokens
     if counted is not None and counted > limit:
         raise BadAnswer(f"it counts {counted} tokens where at most {limit} were asked for")
@@ -153,6 +154,13 @@ def read_answer(
         raise BadAnswer(f"{len(ids)} tokens, the stop token included, where at most {limit} were asked for")
     # Retokenised text may have more tokens than the target wrote.
     return (ids[:limit], "length", True) if len(ids) > limit else (ids, reason, retokenised)
+
+
+def _is_prompt(ids: list[Any], prompt: Prompt) -> bool:
+    """Whether a server's ids are the prompt's outside the pictures, for which engines have ids of their own."""
+    covered = {column for each in prompt.inserts for column in range(each.first, each.first + each.length)}
+    text = [column for column in range(len(prompt)) if column not in covered]
+    return len(ids) == len(prompt) and all(ids[column] == prompt[column] for column in text)
 
 
 def _given(said: Completion, limit: int, vocabulary: Vocabulary) -> list[int]:

@@ -30,10 +30,11 @@ ERROR_BYTES = 2**16  # read from an error's body
 _ENVIRONMENT = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _TRY_AGAIN = (408, 409, 425, 429)  # and 5xx
 _OF_THE_PROMPT = (400, 413, 422)
-_NO_COMPLETIONS = (404, 405)  # on a POST to /v1/completions
+_NO_COMPLETIONS = (404, 405)  # on a POST to /v1/completions or /v1/chat/completions
 # End of messages about servers that lack something.
 NEEDED = (
-    "regeneration sends prompts as token ids to /v1/completions, which vLLM, SGLang and llama.cpp take; "
+    "regeneration sends prompts as token ids to /v1/completions, which vLLM, SGLang and llama.cpp take, and prompts "
+    "with pictures to /v1/chat/completions; "
     "docs/regeneration.md lists what a server needs"
 )
 _PAGE = re.compile(rb"\s*(?:<!--|<!doctype html|<html|<head|<body|<title|<h1|<pre)", re.IGNORECASE)
@@ -96,14 +97,18 @@ class Client:
                 f"data.generator.base_urls: {url}/models lists no models: is this an OpenAI-compatible server?"
             )
 
-    async def complete(self, url: str, body: dict[str, Any], take: Callable[[Any], int]) -> None:
-        """Sends a completion request and calls `take` with the reply, or with every piece if body["stream"].
+    async def complete(self, url: str, body: dict[str, Any], take: Callable[[Any], int], prompt_tokens: int) -> None:
+        """Sends a request and calls `take` with the reply, or with every piece if body["stream"].
 
         `take` returns the number of tokens in its argument. Raises Failed, BadAnswer, Refused, UserError.
+
+        Args:
+            body: of a completion, or with `messages` of a chat completion.
         """
-        most = REPLY_BYTES + REPLY_BYTES_PER_TOKEN * (len(body["prompt"]) + body["max_tokens"])
+        most = REPLY_BYTES + REPLY_BYTES_PER_TOKEN * (prompt_tokens + body["max_tokens"])
+        endpoint = "/chat/completions" if "messages" in body else "/completions"
         with self.translated(), _deadline(self._seconds) as scope:
-            async with self._client.stream("POST", url + "/completions", json=body) as reply:
+            async with self._client.stream("POST", url + endpoint, json=body) as reply:
                 await self._check_status(url, reply)
                 if not body["stream"]:
                     take(_parsed(await _whole(reply, most)))
@@ -159,7 +164,8 @@ class Client:
         elif status in _NO_COMPLETIONS and asked and "model" in words.lower():  # the endpoint is there
             advice = "does it still serve data.generator.served_model?"
         elif status in _NO_COMPLETIONS and asked:
-            raise UserError(f"data.generator.base_urls: {url} has no /v1/completions ({said}): {NEEDED}")
+            endpoint = "/v1" + reply.request.url.path.rpartition("/v1")[2]
+            raise UserError(f"data.generator.base_urls: {url} has no {endpoint} ({said}): {NEEDED}")
         raise UserError(f"data.generator.base_urls: {url} says {said}; {advice}")
 
     def redacted(self, text: str) -> str:

@@ -19,14 +19,16 @@ import contextlib
 import hashlib
 import random
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer, GenerationSettings
 from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Unfinished, Vocabulary, read_answer
+from draftsmith.data_gen.server.chats import ChatPrompt, as_completion, chat_of
 from draftsmith.data_gen.server.client import CONNECT_SECONDS, NEEDED, Client, Failed
 from draftsmith.recipes.errors import UserError, collected
+from draftsmith.recipes.prompts.pictures import UnusablePicture
 from draftsmith.recipes.schema import GeneratorSection
 from draftsmith.recipes.server_urls import normalised_urls
 
@@ -77,15 +79,25 @@ class Servers:
     """The endpoints of a recipe and the connections to them. Leaving the context drops open requests.
 
     Raises UserError if the variable of api_key_env holds no key.
+
+    Args:
+        template_args: variables of the chat template, which servers need for chats.
     """
 
-    def __init__(self, section: GeneratorSection, settings: GenerationSettings, vocabulary: Vocabulary):
+    def __init__(
+        self,
+        section: GeneratorSection,
+        settings: GenerationSettings,
+        vocabulary: Vocabulary,
+        template_args: dict[str, Any] | None = None,
+    ):
         self.servers = [Server(url) for url in normalised_urls(section.base_urls)[0]]
         self.concurrency = section.concurrency
         self.retries = 0  # tries beyond the first
         self.tokens_received = 0  # includes unfinished answers that are streamed
         self.model = section.served_model
         self._section, self._settings, self._vocabulary = section, settings, vocabulary
+        self._template_args = template_args or {}
         self._client = Client(section.api_key_env, section.timeout_seconds)
         self.loop = asyncio.new_event_loop()
         self._changed = asyncio.Event()  # a server came back or is less loaded
@@ -117,7 +129,8 @@ class Servers:
         Raises UserError if a server refuses every prompt, or if all servers have been failing for give_up_seconds.
 
         Args:
-            prompts: as for `generators.Writer`: (key, token ids), or None until another answer has arrived.
+            prompts: as for `generators.Writer`: (key, prompt), or None until another answer has arrived. A prompt with
+                pictures is a `ChatPrompt`.
         """
         self.loop.run_until_complete(self.try_out())
         waiting: set[asyncio.Task] = set()
@@ -128,8 +141,8 @@ class Servers:
                 exhausted = prompt is _END
                 if prompt is _END or prompt is None:
                     break
-                key, prompt_ids = prompt
-                task = self.loop.create_task(self.answer(key, list(prompt_ids)))
+                key, asked = prompt
+                task = self.loop.create_task(self.answer(key, asked))
                 task.add_done_callback(_retrieve_exception)
                 waiting.add(task)
             if not waiting:
@@ -246,7 +259,7 @@ class Servers:
             server.ids_by_logprobs = by_logprobs
             said = Completion()
             try:
-                await self._ask(server, self._body("try out", prompt, 1, server), said)
+                await self._ask(server, "try out", prompt, 1, said)
             except Refused as error:
                 raise UserError(
                     f"data.generator.base_urls: {server.url}/completions refuses a prompt of one token id "
@@ -261,17 +274,19 @@ class Servers:
 
     # One prompt.
 
-    async def answer(self, key: Hashable, prompt_ids: list[int]) -> GeneratedAnswer | Unanswered:
+    async def answer(self, key: Hashable, prompt: Sequence[int]) -> GeneratedAnswer | Unanswered:
         """Asks until an answer arrives, the tries are used up, or a server refuses the prompt."""
         settings = self._settings
-        limit = min(settings.max_new_tokens, settings.max_length - len(prompt_ids))
+        limit = min(settings.max_new_tokens, settings.max_length - len(prompt))
         tries = 0
         while True:
             server = await self._least_loaded()
             server.in_flight += 1
             said = Completion()
             try:
-                ids, reason, retokenised = await self._ask(server, self._body(key, prompt_ids, limit, server), said)
+                ids, reason, retokenised = await self._ask(server, key, prompt, limit, said)
+            except UnusablePicture as error:
+                return Unanswered(key, str(error), refused=True)
             except Refused as error:
                 self._note_success(server, 0)
                 return Unanswered(key, str(error), refused=True)
@@ -292,13 +307,16 @@ class Servers:
             pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (tries - 1))
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
 
-    async def _ask(self, server: Server, body: dict[str, Any], said: Completion) -> tuple[list[int], str, bool]:
-        """One try: fills `said` and reads it. Raises BadAnswer, Failed, Refused, UserError."""
-        received, limit = 0, body["max_tokens"]
+    async def _ask(
+        self, server: Server, key: Hashable, prompt: Sequence[int], limit: int, said: Completion
+    ) -> tuple[list[int], str, bool]:
+        """One try: fills `said` and reads it. Raises BadAnswer, Failed, Refused, UnusablePicture, UserError."""
+        received, chat = 0, isinstance(prompt, ChatPrompt)
+        body = self._body(key, prompt, limit, server)
 
         def take(piece: Any) -> int:
             nonlocal received
-            tokens = said.add(piece)
+            tokens = said.add(as_completion(piece) if chat else piece)
             received += tokens
             self.tokens_received += tokens
             if len(said.token_ids or ()) > limit:
@@ -310,20 +328,20 @@ class Servers:
             return tokens
 
         try:
-            await self._client.complete(server.url, body, take)
+            await self._client.complete(server.url, body, take, len(prompt))
             with self._client.translated():
-                return read_answer(said, body["prompt"], body["max_tokens"], self._vocabulary)
+                return read_answer(said, prompt, limit, self._vocabulary)
         except BaseException:
             self.tokens_received -= received  # the next try receives them again
             raise
 
-    def _body(self, key: Hashable, prompt_ids: list[int], limit: int, server: Server) -> dict[str, Any]:
+    def _body(self, key: Hashable, prompt: Sequence[int], limit: int, server: Server) -> dict[str, Any]:
         """The request. It sets every parameter: servers ignore unknown ones and fill missing ones with defaults."""
         settings = self._settings
-        digest = hashlib.sha256(repr((settings.seed, key)).encode()).digest()
+        digest, chat = hashlib.sha256(repr((settings.seed, key)).encode()).digest(), isinstance(prompt, ChatPrompt)
         body = {
             "model": self.model,
-            "prompt": prompt_ids,
+            **(chat_of(prompt) if isinstance(prompt, ChatPrompt) else {"prompt": list(prompt)}),
             "max_tokens": limit,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
@@ -342,11 +360,13 @@ class Servers:
             "no_stop_trim": True,  # SGLang
             "return_token_ids": True,
         }
+        if chat and self._template_args:
+            body["chat_template_kwargs"] = self._template_args
         if self._section.stream:
             body["stream_options"] = {"include_usage": True}
         if server.ids_by_logprobs:
-            # 0 would do for vLLM; llama.cpp gives nothing for it.
-            body |= {"logprobs": 1, "return_tokens_as_token_ids": True}
+            # 0 would do for vLLM; llama.cpp gives nothing for it. Chats have a switch.
+            body |= {"logprobs": True if chat else 1, "return_tokens_as_token_ids": True}
         return body
 
     async def _least_loaded(self) -> Server:

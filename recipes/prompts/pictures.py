@@ -42,9 +42,8 @@ from urllib.parse import unquote, urlsplit
 from PIL import ExifTags, Image
 
 from draftsmith.recipes.errors import short
-from draftsmith.recipes.prompts.benchmarks import benchmark_of
 from draftsmith.recipes.prompts.picture_parts import with_picture_parts
-from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.records import Conversation, folder_of
 from draftsmith.recipes.prompts.sources import StorePicture
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -119,13 +118,6 @@ def with_named_pictures(conversation: Conversation, store: StorePicture, folder:
         path = store(picture.content) if picture.path is None else str(picture.path)
         part |= {"path": path, "sha256": picture.digest}
     return replace(conversation, messages=messages, images=[]) if named else conversation
-
-
-def folder_of(source: str) -> Path:
-    """Where relative paths of a source's pictures start."""
-    if source.startswith("hf:"):
-        return Path()
-    return Path((benchmark_of(source) or (None, None))[1] or source).parent
 
 
 def _path_of(place: str, folder: Path) -> Path | None:
@@ -226,10 +218,7 @@ def _check_ratio(size: tuple[int, int], name: str) -> None:
 
 def upright_rgb(image: Image.Image) -> Image.Image:
     """The first frame in RGB, turned as its EXIF data says, transparent parts over white."""
-    try:
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # as many kinds as above, for a part of the file that the pixels do not need
-        turn = None
+    turn = _turn_of(image)
     if image.mode.startswith("I"):
         image = _upper_bits(image)
     if image.has_transparency_data:
@@ -237,6 +226,28 @@ def upright_rgb(image: Image.Image) -> Image.Image:
         image = Image.alpha_composite(Image.new("RGBA", above.size, "white"), above)
     image = image.convert("RGB")
     return image if turn is None else image.transpose(turn)
+
+
+def _turn_of(image: Image.Image) -> Image.Transpose | None:
+    """What makes the picture upright."""
+    try:
+        return _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # as many kinds as above, for a part of the file that the pixels do not need
+        return None
+
+
+def plain_bytes(picture: Picture) -> bytes:
+    """A file in which every reader sees `picture.image`: its own, or a PNG of what is shown here."""
+    if picture.content.startswith((b"\x89PNG", b"\xff\xd8\xff")):
+        with warnings.catch_warnings(), Image.open(io.BytesIO(picture.content), formats=("PNG", "JPEG")) as file:
+            warnings.simplefilter("ignore")
+            # Not an animated PNG, or the several pictures of an MPO.
+            plain = file.mode == "RGB" and not file.has_transparency_data and getattr(file, "n_frames", 1) == 1
+            if plain and _turn_of(file) is None:
+                return picture.content
+    shown = io.BytesIO()
+    picture.image.save(shown, "PNG")
+    return shown.getvalue()
 
 
 def _upper_bits(image: Image.Image) -> Image.Image:

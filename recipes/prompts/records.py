@@ -20,6 +20,7 @@ from typing import Any
 
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.prompts.benchmarks import benchmark_of
 from draftsmith.recipes.prompts.rejects import is_unicode
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -75,22 +76,32 @@ class Conversation:
     @cached_property
     def pictures(self) -> list[str]:
         """Digests of the pictures, in order. A picture that is no local file, such as a URL, stays as is."""
-        pictures = [*map(_digest, self.images), *map(_with_digests, self.other_parts)]
+        folder = folder_of(self.source)
+        pictures = [_digest(image, folder) for image in self.images]
+        pictures += [_with_digests(part, folder) for part in self.other_parts]
         return [json.dumps(each, sort_keys=True, default=str) for each in pictures]
 
 
-def _with_digests(part: dict[str, Any]) -> dict[str, Any]:
+def folder_of(source: str) -> Path:
+    """Where relative paths of a source's pictures start."""
+    if source.startswith("hf:"):
+        return Path()
+    return Path((benchmark_of(source) or (None, None))[1] or source).parent
+
+
+def _with_digests(part: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A content part with each picture's path replaced by its digest, which the part may hold already."""
     if isinstance(part.get("sha256"), str):
         return {"type": part["type"], "path": f"sha256 {part['sha256']}"}
-    told = {key: _digest(each) if key in PATH_KEYS else each for key, each in part.items()}
-    return {key: _with_digests(each) if isinstance(each, dict) else each for key, each in told.items()}
+    told = {key: _digest(each, folder) if key in PATH_KEYS else each for key, each in part.items()}
+    return {key: _with_digests(each, folder) if isinstance(each, dict) else each for key, each in told.items()}
 
 
-def _digest(path: Any) -> Any:
-    """The digest of a file; anything else, such as a URL, as it is."""
+def _digest(path: Any, folder: Path) -> Any:
+    """The digest of a file, in `folder` or in the working directory; anything else, such as a URL, as it is."""
     try:
-        return f"sha256 {file_digest(Path(path))}" if isinstance(path, str) and Path(path).is_file() else path
+        places = [folder / path, Path(path)] if isinstance(path, str) else []
+        return next((f"sha256 {file_digest(place)}" for place in places if place.is_file()), path)
     except (OSError, ValueError):  # not a path: a picture in base64
         return path
 
