@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import random
 import shutil
 import sys
 from hashlib import sha256
@@ -17,9 +18,11 @@ from draftsmith.data_gen import regenerate
 from draftsmith.data_gen.server import generator as server_generator
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.pictures import read_picture
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, expected
+from tests.test_pictures import DAMAGES, good_files
 from tests.tiny_vision import FAMILIES, PLACEHOLDER, picture, save_vision_target
 
 STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
@@ -313,3 +316,25 @@ def test_a_refused_picture_is_a_reject_and_failures_are_asked_again(served: Plac
     with server_of(place, fail=0.3, tear=0.2) as server:
         place.run(*openai(server, stream=True, max_retries=20))
     assert len(place.records()) == 6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, where the test itself opens damaged files
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_damaged_pictures_are_sent_as_they_are_read_or_rejected(served: Place, count: int) -> None:
+    """No line is lost, and the server sees the pixels that the target sees here."""
+    place, chance, files = served, random.Random(count), good_files()
+    for number in range(count):
+        content = bytearray(files[number % len(files)])
+        for damage in chance.sample(DAMAGES, number % 3 > 0):
+            damage(content, chance, min(len(content), chance.choice([64, 10_000])))
+        (place.folder / f"{number}").write_bytes(content)
+    place.ask(*({"id": f"{number}", "prompt": f"cat {number}", "image": f"{number}"} for number in range(count)))
+    with server_of(place) as server:
+        place.run(*openai(server))
+    answered, rejected = set(place.records()), set(place.reasons())
+    assert answered | rejected == {f"{number}" for number in range(count)} and not answered & rejected
+    assert count / 3 < len(answered) < count
+    for body in server.bodies:
+        (text,) = (part["text"] for part in body["messages"][0]["content"] if part["type"] == "text")
+        sent, own = images_of(body)[0].convert("RGB"), read_picture(text.removeprefix("cat "), place.folder).image
+        assert (sent.size, sent.tobytes()) == (own.size, own.tobytes())

@@ -239,12 +239,13 @@ def _turn_of(image: Image.Image) -> Image.Transpose | None:
 def plain_bytes(picture: Picture) -> bytes:
     """A file in which every reader sees `picture.image`: its own, or a PNG of what is shown here."""
     if picture.content.startswith((b"\x89PNG", b"\xff\xd8\xff")):
-        with warnings.catch_warnings(), Image.open(io.BytesIO(picture.content), formats=("PNG", "JPEG")) as file:
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            # Not an animated PNG, or the several pictures of an MPO.
-            plain = file.mode == "RGB" and not file.has_transparency_data and getattr(file, "n_frames", 1) == 1
-            if plain and _turn_of(file) is None:
-                return picture.content
+            with Image.open(io.BytesIO(picture.content), formats=("PNG", "JPEG")) as file:
+                # Not an animated PNG, or the several pictures of an MPO.
+                plain = file.mode == "RGB" and not file.has_transparency_data and getattr(file, "n_frames", 1) == 1
+                if plain and _turn_of(file) is None:
+                    return picture.content
     shown = io.BytesIO()
     picture.image.save(shown, "PNG")
     return shown.getvalue()
