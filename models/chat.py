@@ -243,19 +243,35 @@ def render_prompt(
     return Prompt(out["input_ids"], out.get("inserts", ()))
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
-) -> list[int]:
-    """Token ids of `messages`. Raises RenderError where the template refuses them."""
-    return _apply(tokenizer, messages, tools)["input_ids"]
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None) -> Prompt:
+    """`messages` without the header of the next turn. Raises RenderError where the template refuses them."""
+    out = _apply(tokenizer, messages, tools)
+    return Prompt(out["input_ids"], out.get("inserts", ()))
 
 
 def render_marked(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
-) -> tuple[list[int], list[bool]]:
-    """(token ids, True for tokens inside generation tags), for templates with such tags."""
+) -> tuple[Prompt, list[bool]]:
+    """(`messages`, True for tokens inside generation tags), for templates with such tags."""
     out = _apply(tokenizer, messages, tools, return_assistant_tokens_mask=True)
-    return out["input_ids"], [bool(marked) for marked in out["assistant_masks"]]
+    return Prompt(out["input_ids"], out.get("inserts", ())), [bool(marked) for marked in out["assistant_masks"]]
+
+
+def with_pictures(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], messages: Sequence[Message]) -> Prompt:
+    """A stored prompt with the pictures of its messages in their places.
+
+    Args:
+        ids: as `render_prompt` made them, with all placeholders of each picture.
+        messages: of the prompt; those behind it may follow.
+
+    Raises:
+        RenderError: the placeholders are not those of the pictures, or a picture cannot be read.
+    """
+    pictures: PictureProcessor | None = getattr(tokenizer, _PICTURES, None)
+    if pictures is None:
+        as_text(messages)
+        return Prompt(ids)
+    return Prompt(ids, pictures.placed(ids, in_parts(messages)[1]))
 
 
 def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:

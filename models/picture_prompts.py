@@ -101,6 +101,30 @@ class PictureProcessor:
             kept += [mark] * count
         return tokens, kept, tuple(inserts)
 
+    def placed(self, ids: Sequence[int], sources: Sequence[Any]) -> tuple[Insert, ...]:
+        """The inserts of a prompt with all its placeholders.
+
+        Args:
+            sources: the pictures in order: see `opened`. Those behind the prompt's last one are left out.
+
+        Raises:
+            RenderError: placeholders and pictures differ, or a picture cannot be read.
+        """
+        inserts, at = list[Insert](), 0
+        while (at := next((i for i in range(at, len(ids)) if ids[i] == self.placeholder), len(ids))) < len(ids):
+            if len(inserts) == len(sources):
+                raise RenderError(f"pictures and placeholders differ: token {at} belongs to none of {len(sources)}")
+            insert = self.insert(at, sources[len(inserts)])
+            written = sum(token == self.placeholder for token in ids[at : at + insert.length])
+            if written < insert.length:
+                raise RenderError(
+                    f"pictures and placeholders differ: {written} placeholders at token {at} for a picture of "
+                    f"{insert.length}; has it, or the target's processor, changed since the prompt was written?"
+                )
+            inserts.append(insert)
+            at += insert.length
+        return tuple(inserts)
+
     def insert(self, first: int, source: Any) -> PictureInsert:
         """A picture whose first placeholder is at column `first`. Raises RenderError: it cannot be read (`opened`)."""
         picture = opened(source)

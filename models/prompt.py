@@ -133,6 +133,10 @@ class Prompt(Sequence[int]):
         """The prompt with text tokens appended."""
         return Prompt([*self.token_ids, *tokens], self.inserts)
 
+    def until(self, end: int) -> "Prompt":
+        """The prompt's first `end` tokens. Raises ValueError where an insert reaches beyond them."""
+        return Prompt(self[:end], tuple(insert for insert in self.inserts if insert.first < end))
+
     def begins_with(self, other: "Prompt") -> bool:
         """Whether `other` is a prefix, inserts included."""
         inside = [insert for insert in self.inserts if insert.first < len(other)]

@@ -10,7 +10,7 @@ one row per turn if not: the template strips earlier thoughts, or retokenised te
     loss_mask        . . . 1 1 1 1 . . . 1 1 1                    spans (3, 7) and (10, 13)
 
 Sources of the pairs:
-    regenerated files     the stored token ids
+    regenerated files     the stored token ids; pictures of the messages take their placeholders' places
     generation tags       the tokens inside the template's `{% generation %}`
     any other template    the conversation rendered up to the answer, with the header of the next turn, must be a
                           prefix, token by token, of the conversation rendered with the answer
@@ -36,6 +36,7 @@ from draftsmith.models.chat import (
     render_marked,
     render_prompt,
     tokenizer_fingerprint,
+    with_pictures,
 )
 from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.recipes.command.inputs import conversations, need
@@ -45,7 +46,7 @@ from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import check_source, records
 from draftsmith.recipes.schema import Recipe
 
-Turn = tuple[Sequence[int], list[int]]  # prompt (a `Prompt` if it has inserts), output tokens
+Turn = tuple[Prompt, list[int]]  # prompt, output tokens
 Span = tuple[int, int]  # half-open
 MAX_TOKEN = 1 << 31  # larger than every token id
 
@@ -105,7 +106,7 @@ def training_rows(
             if regenerated := is_regenerated(record):
                 _check_fingerprint(record, fingerprint, path, line)
             conversation = stored_conversation(record, path, line)
-            turns = _turns_of_tokens(record["turns"]) if regenerated else turns_of(tokenizer, conversation)
+            turns = _stored_turns(tokenizer, record, conversation) if regenerated else turns_of(tokenizer, conversation)
             if leave_out and (reason := leave_out(conversation)):
                 raise ValueError(reason)
         except (RenderError, ValueError) as error:
@@ -125,8 +126,7 @@ def training_rows(
 def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow]:
     """Joins turns to rows: a prompt that begins with the row so far continues the row."""
     row, spans = Prompt(()), list[Span]()
-    for asked, output in turns:
-        prompt = Prompt.of(asked)
+    for prompt, output in turns:
         if spans and not prompt.begins_with(row):
             yield _row(conversation_id, row, spans)
             spans = []
@@ -168,23 +168,25 @@ def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, lin
         )
 
 
-def _turns_of_tokens(turns: list[Any]) -> list[Turn]:
-    pairs = []
-    for number, turn in enumerate(turns):
+def _stored_turns(tokenizer: PreTrainedTokenizerBase, record: dict[str, Any], conversation: Conversation) -> list[Turn]:
+    turns = []
+    for number, turn in enumerate(record["turns"]):
         pair = [turn.get(key) if isinstance(turn, dict) else None for key in ("prompt_token_ids", "output_token_ids")]
         for tokens in pair:
             if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
                 raise ValueError(f"wrong type: turn {number} must have non-empty lists of prompt and output token ids")
             if min(tokens) < 0 or max(tokens) >= MAX_TOKEN:
                 raise ValueError(f"wrong type: turn {number} has token ids below 0 or beyond every vocabulary")
-        pairs.append((pair[0], pair[1]))
-    return pairs
+        prompt, output = pair
+        turns.append((with_pictures(tokenizer, prompt, conversation.messages), output))
+    return turns
 
 
 def turns_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[Turn]:
     """`turns_of_messages` of a conversation."""
-    messages = as_text(conversation.messages, conversation.images)
-    return turns_of_messages(tokenizer, messages, conversation.meta.get("tools"))
+    if conversation.images:
+        as_text((), conversation.images)
+    return turns_of_messages(tokenizer, conversation.messages, conversation.meta.get("tools"))
 
 
 def turns_of_messages(
@@ -203,19 +205,19 @@ def turns_of_messages(
     turns = []
     for number, i in enumerate(answers, start=1):
         thought = _turn_with_thought(tokenizer, messages[: i + 1], tools, number) if may_open_thought else None
-        ids, start, end = thought or turn_of(tokenizer, messages[: i + 1], tools, number)
-        end = _end_of_turn(tokenizer, ids, start, end)
+        text, start, end = thought or turn_of(tokenizer, messages[: i + 1], tools, number)
+        end = _end_of_turn(tokenizer, list(text), start, end)
         if start == end:
             raise ValueError(f"empty mask: the template marks no token of assistant turn {number}")
-        if tokenizer.eos_token_id in ids[start : end - 1]:
+        if tokenizer.eos_token_id in text[start : end - 1]:
             raise ValueError(f"stop token inside: assistant turn {number} continues after {tokenizer.eos_token!r}")
-        turns.append((ids[:start], ids[start:end]))
+        turns.append((text.until(start), text[start:end]))
     return turns
 
 
 def _turn_by_tags(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
-) -> tuple[list[int], int, int]:
+) -> tuple[Prompt, int, int]:
     """(all tokens, start, end) of the last message, assistant turn `number`, by the template's generation tags."""
     ids, mask = render_marked(tokenizer, messages, tools)
     spans = spans_of(mask)
@@ -233,7 +235,7 @@ def _turn_by_tags(
 
 def _turn_by_prefix(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
-) -> tuple[list[int], int, int]:
+) -> tuple[Prompt, int, int]:
     """(all tokens, start, end) of the last message, assistant turn `number`: the tokens behind its prompt."""
     prompt, ids = render_prompt(tokenizer, messages[:-1], tools), render(tokenizer, messages, tools)
     at = _common(prompt, ids)
@@ -247,14 +249,14 @@ def _turn_by_prefix(
 
 def _turn_with_thought(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: list[Any] | None, number: int
-) -> tuple[list[int], int, int] | None:
+) -> tuple[Prompt, int, int] | None:
     """(all tokens, start, end) of the last message if its prompt ends with `<think>` and the template writes no thought
     back; else None."""
     prompt = render_prompt(tokenizer, messages[:-1], tools)
     if not str(tokenizer.decode(prompt[-8:])).rstrip().endswith("<think>"):
         return None
     ids = render(tokenizer, messages, tools)
-    if ids[: len(prompt)] == list(prompt):
+    if ids.begins_with(prompt):
         return None
     content, reasoning = messages[-1].get("content") or "", messages[-1].get("reasoning_content")
     if reasoning:
@@ -266,9 +268,9 @@ def _turn_with_thought(
     written = tokenizer(content.removeprefix("<think>").lstrip(), add_special_tokens=False)["input_ids"]
     # The template's end of a turn.
     special = _special_tokens(tokenizer)
-    last = next((token for token in reversed(ids) if str(tokenizer.decode([token])).strip()), None)
-    ending = [last] if last in special else []
-    return [*prompt, *written, *ending], len(prompt), len(prompt) + len(written) + len(ending)
+    last = next((token for token in reversed(list(ids)) if str(tokenizer.decode([token])).strip()), None)
+    ending = [last] if last is not None and last in special else []
+    return prompt.then([*written, *ending]), len(prompt), len(prompt) + len(written) + len(ending)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
