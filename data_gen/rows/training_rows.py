@@ -171,13 +171,13 @@ def _check_fingerprint(record: dict[str, Any], fingerprint: str, path: Path, lin
 def _stored_turns(tokenizer: PreTrainedTokenizerBase, record: dict[str, Any], conversation: Conversation) -> list[Turn]:
     turns = []
     for number, turn in enumerate(record["turns"]):
-        pair = [turn.get(key) if isinstance(turn, dict) else None for key in ("prompt_token_ids", "output_token_ids")]
-        for tokens in pair:
+        for key in ("prompt_token_ids", "output_token_ids"):
+            tokens = turn.get(key) if isinstance(turn, dict) else None
             if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
                 raise ValueError(f"wrong type: turn {number} must have non-empty lists of prompt and output token ids")
             if min(tokens) < 0 or max(tokens) >= MAX_TOKEN:
                 raise ValueError(f"wrong type: turn {number} has token ids below 0 or beyond every vocabulary")
-        prompt, output = pair
+        prompt, output = turn["prompt_token_ids"], turn["output_token_ids"]
         turns.append((with_pictures(tokenizer, prompt, conversation.messages), output))
     return turns
 
