@@ -81,13 +81,14 @@ def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     with torch.device("meta"):
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     names = {id(module): name for name, module in model.named_modules()}
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     return {
         "architectures": list(config.architectures or [type(model).__name__]),
         "model_type": config.model_type,
         "dtype": str(dtype).removeprefix("torch."),
-        "embeddings": f"{names[id(model.get_input_embeddings())]}.weight",
-        "head": f"{names[id(model.get_output_embeddings())]}.weight",
-        "tied": bool(config.get_text_config(decoder=True).tie_word_embeddings),
+        "embeddings": f"{names[id(embeddings)]}.weight",
+        "head": f"{names[id(head)]}.weight",
+        "tied": embeddings.weight is head.weight,
     }
 
 

@@ -94,7 +94,7 @@ def drafter_config(section: DrafterSection, target_config: Any, capture_layers: 
         raise UserError(
             f"drafter.vocab_size: {section.vocab_size} is more than the target's vocabulary of {vocab_size} tokens"
         )
-    kind = config_class(section.kind, section.base if section.kind == "poss" else None)
+    kind = config_class(section.kind, section.over)
     assert kind is not None
     names = {each.name for each in fields(kind)}
     wanted: dict[str, Any] = {
@@ -105,6 +105,8 @@ def drafter_config(section: DrafterSection, target_config: Any, capture_layers: 
         "norm_output": section.norm_output,
         "positions_per_specialist": section.positions,
         "specialists": section.specialist_count,
+        "compressed_tokens": 1 if section.compressed_tokens is None else section.compressed_tokens,
+        "global_vector": section.global_vector,
     }
     last = (target_config.num_hidden_layers,)
     config = kind.for_target(

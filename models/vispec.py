@@ -58,6 +58,7 @@ class VisionConfig(DrafterConfig):
     kind = "vispec"
 
     compressed_tokens: int = field(default=1, metadata={"least": 0})  # Q
+    global_vector: bool = True  # False: g is 0, an ablation
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,7 +180,8 @@ class VisionDrafter(FeatureDrafter):
                 which_global[text.row, here] = torch.where(
                     column >= picture.end, len(globals_), which_global[text.row, here]
                 )
-                globals_.append(picture.vectors[-1])
+                # Times 0 rather than left out: wrappers for many processes need a gradient for every parameter.
+                globals_.append(picture.vectors[-1] * float(self.config.global_vector))
                 vectors += picture.vectors[: picture.kept].unbind()
         counts = exists.sum(1).tolist()
         # Stable sort moves the columns that exist to the front of each row and keeps their order.

@@ -235,15 +235,17 @@ class LoraSection(Section):
     """Linear layers that get them, by the last part of their name: [q_proj, v_proj]. None: all, the head included."""
 
 
+MOST_COMPRESSED = 4096
 MOST_SPECIALISTS = 64  # also of positions of each; far more than a round drafts
 
 
 class DrafterSection(Section):
-    kind: Literal["eagle3", "eagle", "poss"] = "eagle3"
-    """`eagle3` (train/eagle3.py), `eagle`: EAGLE-1/2, and HASS with more than one train.ttt_steps (train/eagle.py), or
-    `poss`: position specialists (train/poss.py)."""
+    kind: Literal["eagle3", "eagle", "poss", "vispec"] = "eagle3"
+    """`eagle3` (train/eagle3.py), `eagle`: EAGLE-1/2, and HASS with more than one train.ttt_steps (train/eagle.py),
+    `poss`: position specialists (train/poss.py), or `vispec`, for vision-language targets (train/vispec.py)."""
     base: Literal["eagle", "eagle3"] = "eagle"
-    """The drafter that position specialists extend. The published form is EAGLE-1's layer with HASS's training."""
+    """The drafter that position specialists or ViSpec extend. Both were published over EAGLE-1's layer, position
+    specialists with HASS's training."""
     positions_per_specialist: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
     """Of poss: number of consecutive draft positions per specialist (n of PosS-n). Default: 2."""
     specialists: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
@@ -251,6 +253,11 @@ class DrafterSection(Section):
     match_specialists: int | None = Field(default=None, ge=2, le=MOST_SPECIALISTS)
     """Widen the MLP of a single drafter until it has as many parameters as this many specialists: the baseline that
     position specialists must beat. Of eagle and eagle3; intermediate_size is then the specialists'."""
+    compressed_tokens: int | None = Field(default=None, ge=0, le=MOST_COMPRESSED)
+    """Of vispec: tokens that stand for a picture, for the drafter. Default: 1. With 0 and global_vector: false, the
+    drafter sees nothing of a picture; a drafter of kind eagle or eagle3 sees all of its tokens."""
+    global_vector: bool = True
+    """Of vispec: also add one vector of the last picture to every later text token."""
     num_layers: Annotated[int, Field(ge=1, le=1000)] = 1
     """Decoder layers, one above the other. Of eagle and eagle3."""
     capture_layers: list[int] | None = None
@@ -258,7 +265,7 @@ class DrafterSection(Section):
     (2, L//2, L-3). EAGLE-1 reads the last state, after the target's final norm."""
     vocab_size: Size | None = None
     """Size of the draft vocabulary: the most frequent supervised tokens. None: the target's whole vocabulary, the only
-    choice for drafters with the target's own head (eagle, and poss over it)."""
+    choice for drafters with the target's own head (eagle, and poss and vispec over it)."""
     num_attention_heads: Size | None = None
     """None: the target's."""
     num_key_value_heads: Size | None = None
@@ -277,21 +284,23 @@ class DrafterSection(Section):
     """Initial weights of EAGLE-3's head: random, or the target's rows (for short runs)."""
     init_from: str | None = None
     """Trained drafter to start from, named as in eval.drafter: one of the same shape (its MLP may be narrower), or for
-    poss a single drafter of its base; every specialist then starts from that layer. Its draft vocabulary comes along:
-    rank-vocab takes it, and vocab_size may be left out."""
+    poss and vispec a single drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor
+    to it. Its draft vocabulary comes along: rank-vocab takes it, and vocab_size may be left out."""
     lora: LoraSection | None = None
     """Train low-rank matrices beside the frozen weights of init_from, in place of all weights."""
 
     @model_validator(mode="after")
     def _possible(self) -> "DrafterSection":
-        extends = self.base if self.kind == "poss" else self.kind
+        extends, based = self.extends, self.over is not None
         owners = [
-            (("base", "positions_per_specialist", "specialists"), self.kind == "poss", "drafters of kind poss"),
-            (("match_specialists", "num_layers"), self.kind != "poss", "drafters of kind eagle and eagle3"),
+            (("base",), based, "drafters of kind poss and vispec"),
+            (("positions_per_specialist", "specialists"), self.kind == "poss", "drafters of kind poss"),
+            (("compressed_tokens", "global_vector"), self.kind == "vispec", "drafters of kind vispec"),
+            (("match_specialists", "num_layers"), not based, "drafters of kind eagle and eagle3"),
             (("capture_layers", "fc_norm", "norm_output", "init_head"), extends == "eagle3", "EAGLE-3's drafters"),
             (("fc_bias",), extends == "eagle", "EAGLE-1's drafters"),
         ]
-        this = f"kind is {self.kind}" + f" over {self.base}" * (self.kind == "poss")
+        this = f"kind is {self.kind}" + f" over {self.base}" * based
         problems = [
             f"{key}: it only works in {drafters}, and {this}: leave it out"
             for keys, owned, drafters in owners
@@ -314,9 +323,14 @@ class DrafterSection(Section):
         return self
 
     @property
+    def over(self) -> Literal["eagle", "eagle3"] | None:
+        """The base, of kinds that have one."""
+        return self.base if self.kind in ("poss", "vispec") else None
+
+    @property
     def extends(self) -> Literal["eagle", "eagle3"]:
         """The drafter kind with the same features and head."""
-        return self.base if self.kind == "poss" else self.kind
+        return self.base if self.kind in ("poss", "vispec") else self.kind
 
     @property
     def positions(self) -> int:
@@ -371,33 +385,36 @@ class TrainSection(Section):
     """How gradients are clipped. EAGLE-1, HASS and PosS were published with value."""
     ttt_steps: Annotated[int, Field(ge=1, le=MOST_SPECIALISTS**2)] = 7
     """Unroll steps: the depth of trained chains. Default: 7 for eagle3, 1 for eagle (more is HASS), one for each
-    specialist's position for poss."""
+    specialist's position for poss, 2 for vispec, but 7 over eagle3."""
     step_weight: StepWeight = 0.8
     """The loss of unroll step k is weighted by step_weight**k. A list gives each step's weight. `acceptance` weights
     each step of each chain by its gain in decoding (train/loss/step_weights.py); a better drafter may then have the
-    higher loss. Default: 0.8 for eagle3 and poss over it, else 1."""
+    higher loss. Default: 0.8 for eagle3 and what extends it, else 1."""
     token_loss: PositiveOrZero = 1.0
     """Weight of `token_objective`, by default the soft cross-entropy with the target's distribution. Default: 1 for
-    eagle3, else 0.1."""
+    eagle3 and what extends it, 20 for vispec, else 0.1."""
     feature_loss: PositiveOrZero = 0.0
-    """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 0 for eagle3, else 1."""
+    """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 1 for eagle and poss over
+    it, else 0."""
     top_k_loss: PositiveOrZero = 0.0
     """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
     top_k_tokens: Size = 10
     """Number of tokens in top_k_loss."""
     token_objective: TokenObjective = "soft_ce"
     """The objective that `token_loss` weights (train/loss/losses.py): a distance between the drafter's and the target's
-    distribution."""
+    distribution. Default: soft_ce, for vispec total_variation."""
     rank_loss: PositiveOrZero = 0.0
-    """Weight of ViSpec's ranking loss: the likelihood of the target's order of its `rank_tokens` likeliest tokens."""
+    """Weight of ViSpec's ranking loss: the likelihood of the target's order of its `rank_tokens` likeliest tokens.
+    Default: 0.1 for vispec, else 0."""
     rank_tokens: Size = 10
     """Number of tokens in rank_loss."""
     feature_noise: PositiveOrZero = 0.0
     """Width of the uniform noise on the target's features in the drafter's input, for rows of 512 tokens. Shorter rows
-    get more, longer rows less. Default: 0 for eagle3, else 0.2."""
+    get more, longer rows less. Default: 0 for eagle3 and what extends it, else 0.2."""
     detach_features: Detach = False
     """Stop gradients through drafted features from each step to the one before (HASS); `specialists`: only from each of
-    PosS's specialists to the one before. Default: false for eagle3, specialists for poss over it, else true."""
+    PosS's specialists to the one before. Default: true for eagle and poss, specialists for poss over eagle3, else
+    false."""
     mixed_precision: Annotated[Literal["auto", "no", "bf16"], OrNo] = "auto"
     """`auto`: bf16 on accelerators with native bf16, else no (float32). On CPUs bf16 may be slower."""
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -785,6 +802,18 @@ HASS_TRAINING = {
 }
 
 
+# ViSpec's second stage as its code has it: 10 times the L1 distance of two distributions, which is 20 times their total
+# variation, and no loss on features. Its paper (arXiv 2509.15235) names a cross-entropy.
+VISPEC_TRAINING: dict[str, Any] = {
+    "ttt_steps": 2,
+    "step_weight": 1.0,
+    "token_objective": "total_variation",
+    "token_loss": 20.0,
+    "rank_loss": 0.1,
+    "feature_noise": 0.2,
+}
+
+
 def published_training(drafter: dict[str, Any]) -> dict[str, Any]:
     """Keys of `train` in which a drafter's publication differs from the defaults, which are EAGLE-3's.
 
@@ -794,6 +823,8 @@ def published_training(drafter: dict[str, Any]) -> dict[str, Any]:
     kind = drafter.get("kind")
     if kind == "eagle":
         return {"ttt_steps": 1, **HASS_TRAINING}
+    if kind == "vispec" and drafter.get("base", "eagle") == "eagle":
+        return VISPEC_TRAINING
     if kind != "poss":
         return {}
     per, count = drafter.get("positions_per_specialist"), drafter.get("specialists")
@@ -816,9 +847,8 @@ def other_than_published(drafter: DrafterSection, train: TrainSection) -> str | 
     """
     defaults = TrainSection(**published_training(drafter.model_dump()))
     published = {key: getattr(defaults, key) for key in (*HASS_TRAINING, "top_k_loss", "token_objective", "rank_loss")}
-    name = drafter.kind
-    if drafter.kind == "poss" and drafter.base == "eagle3":
-        name = "poss over eagle3"
+    name = drafter.kind + " over eagle3" * (drafter.over == "eagle3")
+    if name == "poss over eagle3":
         published |= {key: value for key, value in POSS_EAGLE3.items() if getattr(train, key) != published[key]}
     if drafter.kind == "eagle" and train.ttt_steps > 1:
         name = f"HASS (eagle with train.ttt_steps {train.ttt_steps})"
@@ -880,7 +910,7 @@ class Recipe(Section):
         if train.feature_loss and drafter.extends == "eagle3":
             problems.append(
                 f"train.feature_loss: {train.feature_loss:g}, but the output of EAGLE-3's layer is not a feature of "
-                "the target and cannot be compared with one: set it to 0, or take kind eagle, or poss over eagle"
+                "the target and cannot be compared with one: set it to 0, or take kind eagle, or another over eagle"
             )
         if not (train.token_loss or train.feature_loss or train.top_k_loss or train.rank_loss):
             problems.append(

@@ -37,7 +37,7 @@ def test_every_script_is_a_command() -> None:
     shared = [
         script.path for name, script in SCRIPTS.items() if name not in ("init", "run", "import-drafter", "completion")
     ]
-    named = {path.format(kind=kind) for path in shared for kind in ("eagle", "eagle3", "poss")}
+    named = {path.format(kind=kind) for path in shared for kind in ("eagle", "eagle3", "poss", "vispec")}
     assert scripts - OF_DEVELOPERS == named
     assert all(name in console.help_text() for name in SCRIPTS)
 

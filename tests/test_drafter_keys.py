@@ -95,6 +95,9 @@ def test_features_are_detached_between_specialists_where_there_are_some(write):
     ("drafter", "expected"),
     [
         ("kind: eagle3, specialists: 2", "specialists`: it only works in drafters of kind poss, and kind is eagle3"),
+        ("kind: eagle, base: eagle3", "base`: it only works in drafters of kind poss and vispec, and kind is eagle"),
+        ("kind: poss, global_vector: false", "global_vector`: it only works in drafters of kind vispec, and kind is"),
+        ("kind: vispec, specialists: 2", "specialists`: it only works in drafters of kind poss, and kind is vispec"),
         ("kind: poss, num_layers: 2", "num_layers`: it only works in drafters of kind eagle and eagle3, and kind is"),
         ("kind: poss, match_specialists: 2", "match_specialists`: it only works in drafters of kind eagle and eagle3"),
         ("kind: eagle, fc_norm: true", "fc_norm`: it only works in EAGLE-3's drafters, and kind is eagle: leave it"),
@@ -104,7 +107,7 @@ def test_features_are_detached_between_specialists_where_there_are_some(write):
         ("kind: eagle, vocab_size: 100", "and cut while decoding, with eval.tree.vocab_size"),
         ("kind: poss, vocab_size: 100", "drafts with the target's own head, from the whole vocabulary"),
         ("init_head: target, init_from: runs/x", "init_head`: target, but init_from brings a head with it"),
-        ("kind: medusa", "expected one of 'eagle3', 'eagle' or 'poss'"),
+        ("kind: medusa", "expected one of 'eagle3', 'eagle', 'poss' or 'vispec'"),
         ("kind: poss, specialists: -2", "specialists`: expected at least 1, given the number -2"),
         ("kind: poss, specialists: 0", "specialists`: expected at least 1, given the number 0"),
         ("kind: poss, specialists: true", "specialists`: expected a whole number, given true"),
@@ -167,6 +170,13 @@ def test_all_that_cannot_be_trained_is_told_at_its_own_place(write):
             {"kind": "eagle"},
             {**HASS, "ttt_steps": 5},
             "not as published for HASS (eagle with train.ttt_steps 5): train.top_k_loss 0 (published 1)",
+        ),
+        ({"kind": "vispec", "base": "eagle3"}, EAGLE3, None),
+        (
+            {"kind": "vispec"},
+            {"ttt_steps": 2, "step_weight": 1.0, "token_objective": "soft_ce", "token_loss": 20.0, "rank_loss": 0.1},
+            "not as published for vispec: train.feature_noise 0 (published 0.2), train.token_objective soft_ce "
+            "(published total_variation)",
         ),
         ({}, {**EAGLE3, "ttt_steps": 5}, None),
         ({}, {"top_k_loss": 0.5}, "not as published for eagle3: train.top_k_loss 0.5 (published 0)"),

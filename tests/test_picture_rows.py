@@ -1,18 +1,27 @@
 """Conversations with pictures become training rows, and train."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.models.checkpoint import read_drafter_config, read_weights
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import TargetSection
+from tests.conftest import VOCAB_SIZE
 from tests.tiny_vision import FAMILIES, PLACEHOLDER, picture, save_vision_target
+from tests.training_runs import metrics, train
 
 END = 4
+BLIND = {"compressed_tokens": 0, "global_vector": False}
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +95,81 @@ def test_a_regenerated_row_gets_its_pictures_back(family: str, home: Path) -> No
     cut = [{**turns[0], "prompt_token_ids": [x for x in turns[0]["prompt_token_ids"] if x != PLACEHOLDER]}]
     cut[0]["prompt_token_ids"].insert(1, PLACEHOLDER)
     assert "pictures and placeholders differ" in reason({"turns": cut})
+
+
+@pytest.fixture
+def recipe_of(home: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Writes a recipe for LLaVA, with conversations about pictures and without, and its draft vocabulary."""
+
+    def write(drafter: dict[str, Any], family: str = "llava", **train: Any) -> Path:
+        output = tmp_path / f"run{len(list(tmp_path.glob('run*')))}"
+        output.mkdir()
+        text = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
+        records = [{"messages": messages} for messages in (conversation(home), text) * 3]
+        (output / "conversations.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+        DraftVocab.full(VOCAB_SIZE).save(output / "draft_vocab.safetensors", {})
+        recipe = {
+            "output_dir": str(output),
+            "target": {"model": str(home / family), "dtype": "float32", "device": "cpu"},
+            "drafter": drafter,
+            "train": {"max_steps": 3, "batch_size": 3, "log_every_steps": 1, "validation_conversations": 0, **train},
+        }
+        path = output / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        return path
+
+    return write
+
+
+BASES = ({"kind": "vispec"}, {"kind": "vispec", "base": "eagle3", "compressed_tokens": 3})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("drafter", BASES, ids=("eagle", "eagle3"))
+def test_vispec_trains_packed_as_padded(recipe_of: Callable[..., Path], drafter: dict[str, Any], family: str) -> None:
+    padded, packed = (
+        metrics(train(recipe_of(drafter, family, feature_noise=0.0, packing=packing))) for packing in (False, True)
+    )
+    assert len(padded) == 3 and all(line["loss"] > 0 for line in padded)
+    for one, other in zip(padded, packed, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_pictures_matter_to_what_is_learnt(recipe_of: Callable[..., Path]) -> None:
+    """What the drafter may see of a picture changes its loss; without adaptor, the picture is in the target alone."""
+    quick = {"token_objective": "soft_ce", "learning_rate": 0.01}
+    seen = [
+        metrics(train(recipe_of({"kind": "vispec", **drafter}, **quick)))[-1]["loss"]
+        for drafter in ({}, {"compressed_tokens": 0}, {"global_vector": False}, BLIND)
+    ]
+    assert len({round(each, 5) for each in seen}) == len(seen), seen
+
+
+def test_a_blind_drafter_learns_nothing_of_its_adaptor(recipe_of: Callable[..., Path]) -> None:
+    path = recipe_of({"kind": "vispec", **BLIND})
+    drafter = train(path) / "drafter"
+    assert read_drafter_config(drafter)[0].to_dict()["global_vector"] is False
+    projection = read_weights(drafter)["img_fc.weight"]
+    assert not projection[:, 32:].any() and not torch.equal(projection[:, :32], torch.eye(32))
+
+
+def test_the_second_stage_starts_from_text(recipe_of: Callable[..., Path]) -> None:
+    first = train(recipe_of({"kind": "eagle"}, max_steps=1)) / "drafter"
+    output = train(recipe_of({"kind": "vispec", "init_from": str(first)}, max_steps=1, learning_rate=1e-12))
+    before, after = read_weights(first), read_weights(output / "drafter")
+    assert set(after) - set(before) == {name for name in after if name.startswith("img_")}
+    assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before)
+
+
+def test_a_text_target_is_refused(recipe_of: Callable[..., Path], target_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"drafter\.kind: vispec reads pictures, and .* \(llama\) reads text only"):
+        train(recipe_of({"kind": "vispec"}), f"target.model={target_dir}")
+
+
+def test_the_plan_says_what_is_trained(recipe_of: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe_of({"kind": "vispec"})
+    train(path, "--plan")
+    planned = capsys.readouterr().out
+    weights = read_weights(train(path) / "drafter")
+    assert f"{millions(sum(each.numel() for each in weights.values()))} trained (the target's head)" in planned

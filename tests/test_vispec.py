@@ -290,7 +290,7 @@ def test_decoding_drafts_what_the_unroll_drafts(name: str, rows: list[int]) -> N
 @pytest.mark.parametrize("base", ["eagle", "eagle3"])
 def test_at_the_start_it_is_the_text_base(base: str) -> None:
     """To the bit: on text; and with pictures but no compressed tokens, on the columns that remain."""
-    own = {"compressed_tokens": 0}
+    own = {"compressed_tokens": 0, "global_vector": True}
     case = Case("vispec", base, own, 3, False, EAGLE3)
     drafter = drafter_of(case)
     assert isinstance(drafter, VisionDrafter)

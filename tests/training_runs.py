@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.train import eagle, eagle3, poss
+from draftsmith.train import eagle, eagle3, poss, vispec
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
 
 ROOT = Path(__file__).parent.parent
@@ -84,7 +84,7 @@ def run_main(module: Any, *arguments: str | Path) -> None:
         module.main()
 
 
-TRAINED_BY = {"eagle3": eagle3, "eagle": eagle, "poss": poss}
+TRAINED_BY = {"eagle3": eagle3, "eagle": eagle, "poss": poss, "vispec": vispec}
 
 
 def train(recipe_path: Path, *overrides: str, script: str | None = None) -> Path:

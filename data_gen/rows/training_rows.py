@@ -32,6 +32,7 @@ from draftsmith.models.chat import (
     RenderError,
     as_text,
     has_generation_tags,
+    reads_pictures,
     render,
     render_marked,
     render_prompt,
@@ -41,6 +42,7 @@ from draftsmith.models.chat import (
 from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.recipes.command.inputs import conversations, need
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.records import Conversation, is_regenerated, stored_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import check_source, records
@@ -184,9 +186,15 @@ def _stored_turns(tokenizer: PreTrainedTokenizerBase, record: dict[str, Any], co
 
 def turns_of(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> list[Turn]:
     """`turns_of_messages` of a conversation."""
-    if conversation.images:
-        as_text((), conversation.images)
-    return turns_of_messages(tokenizer, conversation.messages, conversation.meta.get("tools"))
+    if reads_pictures(tokenizer):
+        messages = with_named_pictures(conversation, _no_place).messages
+    else:
+        messages = as_text(conversation.messages, conversation.images)
+    return turns_of_messages(tokenizer, messages, conversation.meta.get("tools"))
+
+
+def _no_place(content: bytes) -> str:
+    raise ValueError("picture without a file: `draftsmith regenerate` and `draftsmith reprompt` write it into one")
 
 
 def turns_of_messages(

@@ -63,7 +63,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     section, fingerprint = recipe.target, tokenizer_fingerprint(tokenizer)
     config = load_config(section)
     text_config = config.get_text_config()
-    shape = shape_of_run(recipe, text_config)
+    shape = shape_of_run(recipe, config)
     vocab_is_there = recipe.draft_vocab_path.exists()
     if vocab_is_there:
         vocab = read_run_vocab(recipe, text_config.vocab_size, fingerprint)

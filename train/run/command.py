@@ -5,9 +5,9 @@
     draftsmith train my.yaml --processes 8                # as torchrun --nproc_per_node 8 would start it
     draftsmith train recipes/demo.yaml --plan             # what it would do
 
-Each GPU of this machine gets a process; --processes 1 uses one. The scripts `train/eagle3.py`, `train/eagle.py` and
-`train/poss.py` do the same under any launcher (accelerate launch, torchrun); their --help explains the variants of each
-kind of drafter.
+Each GPU of this machine gets a process; --processes 1 uses one. The scripts `train/eagle3.py`, `train/eagle.py`,
+`train/poss.py` and `train/vispec.py` do the same under any launcher (accelerate launch, torchrun); their --help
+explains the variants of each kind of drafter.
 
 Reads <output_dir>/conversations.jsonl (draftsmith regenerate) and <output_dir>/draft_vocab.safetensors (draftsmith
 rank-vocab). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it resumes from the last whole

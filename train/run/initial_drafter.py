@@ -13,6 +13,7 @@ from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
 from draftsmith.models.poss import specialists_of
 from draftsmith.models.target import Target
+from draftsmith.models.vision import is_vision_language
 from draftsmith.models.vispec import VisionDrafter, with_vision
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -24,10 +25,20 @@ UNSET = ("head_dim", "rms_norm_eps", "max_position_embeddings", "hidden_act", "r
 
 
 def shape_of_run(recipe: Recipe, config: Any) -> DrafterConfig:
-    """The shape of the recipe's drafter, for a target with this text config. Where the recipe sets nothing it is that
-    of drafter.init_from, if one is there.
+    """The shape of the recipe's drafter. What the recipe leaves open is taken from drafter.init_from, if one is there.
+
+    Args:
+        config: the target's whole config.
+
+    Raises:
+        UserError: the drafter is not possible for this target.
     """
-    shape = drafter_shape(recipe.drafter, config)
+    if recipe.drafter.kind == "vispec" and not is_vision_language(config):
+        raise UserError(
+            f"drafter.kind: vispec reads pictures, and {recipe.target.model} ({config.model_type}) reads text only; "
+            f"take a vision-language target, or kind {recipe.drafter.base}"
+        )
+    shape = drafter_shape(recipe.drafter, config.get_text_config())
     if recipe.drafter.init_from is None:
         return shape
     try:

@@ -52,8 +52,8 @@ def read_inputs(recipe: Recipe, tokenizer: Any) -> Inputs:
     rows, validation_rows = read_rows(recipe, tokenizer, rejects)
     if rejects.total and rank() == 0:
         print(rejects.summary())
-    config, fingerprint = load_config(recipe.target).get_text_config(), tokenizer_fingerprint(tokenizer)
-    shape = shape_of_run(recipe, config)
+    whole, fingerprint = load_config(recipe.target), tokenizer_fingerprint(tokenizer)
+    shape, config = shape_of_run(recipe, whole), whole.get_text_config()
     vocab = read_run_vocab(recipe, config.vocab_size, fingerprint)
     check_start_of_recipe(recipe, config, shape, vocab, fingerprint)
     store = store_of(recipe, config, shape.capture_layers, [*rows, *validation_rows], fingerprint)

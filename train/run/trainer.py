@@ -1,6 +1,6 @@
 """Trains a drafter as a recipe says: reads its inputs, builds drafter, target and loop, runs the loop, saves.
 
-The scripts (`train/eagle.py`, `train/eagle3.py`, `train/poss.py`) fix the kind of drafter; the recipe decides the rest.
+The scripts (`train/eagle3.py` and its neighbours) fix the kind of drafter; the recipe decides the rest.
 The method is in `models` (the drafter) and `train.loss` (the unroll and its losses).
 """
 

@@ -1,0 +1,30 @@
+"""Train a ViSpec drafter: for a vision-language target, it reads a picture as a few compressed tokens and one vector.
+
+    accelerate launch train/eagle.py my.yaml drafter='{kind: eagle}' output_dir=runs/text \\
+        data.conversations=runs/text/conversations.jsonl train.rank_loss=0.01         # stage 1: text
+    accelerate launch train/vispec.py my.yaml drafter.init_from=runs/text/drafter     # stage 2: pictures
+    accelerate launch train/vispec.py my.yaml output_dir=runs/q16 drafter.compressed_tokens=16
+    accelerate launch train/vispec.py my.yaml output_dir=runs/v3 drafter='{kind: vispec, base: eagle3}'   # over EAGLE-3
+    accelerate launch train/vispec.py my.yaml output_dir=runs/blind drafter.compressed_tokens=0 \\
+        drafter.global_vector=false                                                   # baseline: sees no picture
+    accelerate launch train/eagle.py my.yaml output_dir=runs/all drafter='{kind: eagle}' # baseline: all tokens
+    python train/vispec.py my.yaml --plan                                               # what it would do
+
+Give data_gen/rank_vocab.py the same output_dir and drafter. docs/pictures.md tells how prompts and answers with
+pictures are made (draftsmith reprompt, draftsmith regenerate), docs/drafters.md what this drafter is.
+
+Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
+(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it resumes
+from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill does no harm.
+"""
+
+from draftsmith.recipes.command.cli import run
+from draftsmith.train.run.command import train_kind
+
+
+def main() -> None:
+    train_kind(__doc__, "vispec")
+
+
+if __name__ == "__main__":
+    run(main, many_processes=True)
