@@ -16,6 +16,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.schema import TargetSection
+from draftsmith.train.measure.plan import millions
 from tests.conftest import VOCAB_SIZE
 from tests.tiny_vision import FAMILIES, PLACEHOLDER, picture, save_vision_target
 from tests.training_runs import metrics, train

@@ -35,6 +35,7 @@ from draftsmith.models.costs import (
 )
 from draftsmith.models.drafters import drafter_shape, trainable_parameters
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -504,8 +505,8 @@ def test_plan_compares_with_the_device_and_names_what_to_lower(tmp_path: Path) -
 def test_counted_data_is_in_the_rows() -> None:
     from draftsmith.data_gen.rows.training_rows import rows_of
 
-    rows = list(rows_of("a", [([1, 2, 3], [4, 5, 6]), ([1, 2, 3, 4, 5, 6, 7], [8, 9])])) + list(
-        rows_of("b", [([1], [2, 3])])
+    rows = list(rows_of("a", [(Prompt([1, 2, 3]), [4, 5, 6]), (Prompt([1, 2, 3, 4, 5, 6, 7]), [8, 9])])) + list(
+        rows_of("b", [(Prompt([1]), [2, 3])])
     )
     data = counted_data(rows, [], batch_size=2, seed=0, packing=False)
     assert (data.rows, data.tokens, data.supervised) == (2, 12, 7)
