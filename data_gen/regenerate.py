@@ -21,6 +21,7 @@ conversations.rejects.jsonl with the reason; those that failing servers could no
 import sys
 
 from draftsmith.recipes.command.cli import parse_command, run
+from draftsmith.recipes.command.inputs import need, prompts
 from draftsmith.recipes.command.stages import print_next
 from draftsmith.recipes.errors import UserError
 
@@ -28,7 +29,8 @@ from draftsmith.recipes.errors import UserError
 def main() -> None:
     command = parse_command(__doc__)
     if command.recipe.data.prompts is None:
-        raise UserError("data.prompts: not given; name a file, `stdlib:train` or `hf:org/name`")
+        raise UserError("data.prompts: not given; name a file, `stdlib:train`, `hf:org/name`, or data.reprompt.sources")
+    need(*prompts(command.recipe))
     from draftsmith.data_gen.answers import regeneration
 
     if regeneration.main(command):

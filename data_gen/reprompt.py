@@ -16,6 +16,7 @@ and pictures give the same file; a stopped run leaves the previous file as it wa
 """
 
 from draftsmith.recipes.command.cli import parse_command, run
+from draftsmith.recipes.command.stages import print_next
 from draftsmith.recipes.errors import UserError
 
 
@@ -26,6 +27,7 @@ def main() -> None:
     from draftsmith.data_gen.pictures import long_answers
 
     long_answers.main(command)
+    print_next(command, "reprompt")
 
 
 if __name__ == "__main__":

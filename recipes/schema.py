@@ -202,7 +202,8 @@ class RepromptSection(Section):
 class DataSection(Section):
     prompts: str | list[str] | None = None
     """Conversations for the target to answer again: a .jsonl, .json, .csv, .tsv or .parquet file, `stdlib:train`, or a
-    dataset as `hf:org/name[:split]` or `hf:org/name:config:split`."""
+    dataset as `hf:org/name[:split]` or `hf:org/name:config:split`. Default: with reprompt.sources, the file that
+    reprompt writes."""
     max_prompts: Count | None = None
     """Most conversations to read; dropped duplicates do not count."""
     duplicates: Literal["drop", "keep"] = "drop"
@@ -867,6 +868,18 @@ def _plain(value: float | bool | str | list[float]) -> str:
     return str(value).lower() if isinstance(value, (bool, str, list)) else f"{value:g}"
 
 
+def _with_picture_prompts(values: dict[str, Any]) -> dict[str, Any]:
+    data, output = values.get("data"), values.get("output_dir")
+    reprompt = data.get("reprompt") if isinstance(data, dict) else None
+    if not isinstance(reprompt, dict) or reprompt.get("sources") is None or not isinstance(output, str):
+        return values
+    prompts = reprompt.get("out") or str(Path(output) / PICTURE_PROMPTS)
+    return {**values, "data": {**data, "prompts": data.get("prompts") or prompts}}
+
+
+PICTURE_PROMPTS = "prompts.jsonl"
+
+
 class Recipe(Section):
     output_dir: str
     """Everything that a run writes is below this folder."""
@@ -882,9 +895,11 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_published(cls, values: Any) -> Any:
-        """Fills missing keys of `train` with the drafter's published settings."""
+        """Fills missing keys of `train` with the drafter's published settings, and data.prompts with the file that
+        reprompt writes."""
         if not isinstance(values, dict):
             return values
+        values = _with_picture_prompts(values)
         drafter, train = values.get("drafter") or {}, values.get("train") or {}
         if not isinstance(drafter, dict) or not isinstance(train, dict):
             return values  # validation reports it
@@ -949,7 +964,13 @@ class Recipe(Section):
     @property
     def picture_prompts_path(self) -> Path:
         """Prompts about pictures."""
-        return Path(self.data.reprompt.out or Path(self.output_dir) / "prompts.jsonl")
+        return Path(self.data.reprompt.out or Path(self.output_dir) / PICTURE_PROMPTS)
+
+    @property
+    def reprompts(self) -> bool:
+        """Whether the prompts for training are those that reprompt writes."""
+        prompts = [self.data.prompts] if isinstance(self.data.prompts, str) else self.data.prompts or []
+        return self.data.reprompt.sources is not None and str(self.picture_prompts_path) in prompts
 
     @property
     def training_rejects_path(self) -> Path:

@@ -18,6 +18,7 @@ import yaml
 from draftsmith.models import starter
 from draftsmith.recipes.command import console, pipeline
 from draftsmith.recipes.command.cli import parse_command
+from draftsmith.recipes.command.inputs import need, prompts
 from draftsmith.recipes.command.stages import INSIDE_RUN, SCRIPTS, print_next
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -290,7 +291,23 @@ def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:
     assert stages.run("data.prompts=null", states, c2t, "--plan") == [
         f"{stage} --plan" for stage in ("rank-vocab", "capture", "train", "label-trees", "train-c2t", "evaluate")
     ]
+    pictures = "data.reprompt.sources=pictures.jsonl"
+    assert stages.run("data.prompts=null", pictures, "--plan") == ["reprompt --plan"]  # the others need its file
+    assert stages.run(pictures, "--plan") == [f"{stage} --plan" for stage in ALL]  # of other prompts
     assert stages.run("eval.prompts=null", "--plan") == [f"{stage} --plan" for stage in ALL[:3]]
+
+
+def test_prompts_about_pictures_come_first_and_stay(stages: Stages) -> None:
+    words = [
+        "data.prompts=null",
+        "data.reprompt.sources=pictures.jsonl",
+        f"output_dir={stages.recipe_path.parent}/seen",
+    ]
+    assert stages.run(*words) == ["reprompt", *ALL]
+    assert stages.run(*words) == []
+    assert stages.run(*words, "data.max_length=99", "output_dir=" + words[-1].split("=")[1]) == ALL[:3]
+    with pytest.raises(UserError, match="run `draftsmith reprompt` first"):
+        need(*prompts(load_recipe(stages.recipe_path, [*words[:2], "output_dir=elsewhere"])))
 
 
 def test_each_stage_names_the_next_one(

@@ -25,6 +25,11 @@ def need(*inputs: tuple[str, Path, str]) -> None:
         raise UserError(missing)
 
 
+def prompts(recipe: Recipe) -> list[tuple[str, Path, str]]:
+    """The prompts for training that reprompt writes, as `need` takes them; empty where it writes none."""
+    return [("data.prompts", recipe.picture_prompts_path, "reprompt")] if recipe.reprompts else []
+
+
 def conversations(recipe: Recipe) -> tuple[str, Path, str]:
     """The regenerated conversations, as `need` takes them."""
     return "data.conversations", recipe.conversations_path, "regenerate"

@@ -4,9 +4,10 @@
     draftsmith run recipes/demo.yaml output_dir=runs/try data.max_prompts=40 train.max_steps=20 train.warmup_steps=2
     draftsmith run recipes/demo.yaml --plan             # which stages are done, and what the others would do
 
-The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate` (with `capture` if the recipe names
-data.states, C2T's two if a tree uses the classifier that the recipe trains, and `export` if it names export.to). Each
-is a command of its own. After Ctrl-C or a kill, the same command continues.
+The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate` (before them `reprompt` if the recipe names
+data.reprompt.sources; with `capture` if it names data.states, C2T's two if a tree uses the classifier that the recipe
+trains, and `export` if it names export.to). Each is a command of its own. After Ctrl-C or a kill, the same command
+continues.
 
 <output_dir>/stages.json records the inputs of each stage. A stage runs again if a setting that affects its result or
 the content of a file that it reads or wrote has changed; the printed list of stages shows which. Hub datasets, folders
@@ -37,7 +38,7 @@ from draftsmith.recipes.prompts.benchmarks import benchmark_of
 from draftsmith.recipes.schema import Recipe
 
 REMEMBERED = "stages.json"
-REWRITTEN = ("train", "evaluate", "export")
+REWRITTEN = ("reprompt", "train", "evaluate", "export")
 """Stages that rewrite their files on every run; the others may have nothing left to do."""
 SECONDS_TO_END = 3.0  # for a stage after Ctrl-C, before it is interrupted again
 
@@ -69,6 +70,9 @@ def main() -> None:
         if code := _call([stage, *words]):
             sys.exit(code)
         if command.plan:
+            if stage == "reprompt":
+                print("\nThe other stages can be planned once it has written the prompts.")
+                return
             continue
         if _unwritten(recipe, stage, before):
             print(f"{stage} was stopped before its end; the same command goes on", file=sys.stderr)
@@ -116,7 +120,9 @@ def _check_prompts_stay(recipe: Recipe, stages: list[str]) -> None:
     if "regenerate" not in stages or remembered is None or not trained:
         return
     files = {_name(recipe, file): file for file in _sources(recipe.data.prompts)}
-    same = all(_is_same(file, remembered["files"].get(name)) for name, file in files.items())
+    # Before reprompt has run again, its file is still the old one.
+    others_follow = recipe.reprompts and why_not_done(recipe, "reprompt") not in (None, "not done yet")
+    same = not others_follow and all(_is_same(file, remembered["files"].get(name)) for name, file in files.items())
     if not same or remembered["settings"] != _digest(_settings(recipe, "regenerate")):
         raise UserError(
             f"data: these are other prompts, or other answers, than those that {recipe.output_dir} was trained on. "
@@ -172,6 +178,7 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
     return (
         model
         + {
+            "reprompt": _sources(recipe.data.reprompt.sources),
             "regenerate": [*_sources(recipe.data.prompts), *evaluated],
             "rank-vocab": [conversations, *start, *_sources([each.source for each in recipe.data.ranking.sources])],
             "capture": [conversations],
@@ -200,6 +207,7 @@ def _writes(recipe: Recipe, stage: str) -> list[Path]:
     output, exported = Path(recipe.output_dir), recipe.export_dir(recipe.export.to or "")
     weights = ["drafter.gguf"] if recipe.export.to == "llama.cpp" else ["config.json", "model.safetensors"]
     return {
+        "reprompt": [recipe.picture_prompts_path],
         "regenerate": [recipe.conversations_path],
         "rank-vocab": [recipe.draft_vocab_path, output / "token_counts.safetensors"],
         "capture": [recipe.states_dir / "manifest.json"],
@@ -214,6 +222,7 @@ def _writes(recipe: Recipe, stage: str) -> list[Path]:
 def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
     """The part of the recipe that affects a stage's result."""
     sections = {
+        "reprompt": (),
         "regenerate": ("target", "data"),
         "rank-vocab": ("target", "data", "drafter"),
         "capture": ("target", "data", "drafter"),
@@ -233,6 +242,8 @@ def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
     data.pop("contamination", None)
     if "data" in sections and recipe.data.contamination == "remove":
         found["left out for asking what is asked in"] = recipe.eval.prompts
+    if stage == "reprompt":
+        found["reprompt"] = recipe.data.reprompt.model_dump(exclude_defaults=True)
     if stage == "rank-vocab":
         found["ranking"] = recipe.data.ranking.model_dump(exclude_defaults=True)
     if stage == "train" and recipe.train.eval_replay:

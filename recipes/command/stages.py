@@ -57,6 +57,7 @@ def stages_of(recipe: Recipe) -> list[str]:
     classifiers = {Path(tree.c2t.classifier) for tree in trees if tree.policy == "c2t" and tree.c2t.classifier}
     c2t = ["label-trees", "train-c2t"] if recipe.classifier_dir in classifiers else []
     return [
+        *(["reprompt"] if recipe.reprompts else []),
         *(["regenerate"] if recipe.data.prompts is not None else []),
         "rank-vocab",
         *(["capture"] if recipe.data.states is not None else []),
