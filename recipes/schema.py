@@ -871,7 +871,12 @@ def _plain(value: float | bool | str | list[float]) -> str:
 def _with_picture_prompts(values: dict[str, Any]) -> dict[str, Any]:
     data, output = values.get("data"), values.get("output_dir")
     reprompt = data.get("reprompt") if isinstance(data, dict) else None
-    if not isinstance(reprompt, dict) or reprompt.get("sources") is None or not isinstance(output, str):
+    if (
+        not isinstance(data, dict)
+        or not isinstance(reprompt, dict)
+        or reprompt.get("sources") is None
+        or not isinstance(output, str)
+    ):
         return values
     prompts = reprompt.get("out") or str(Path(output) / PICTURE_PROMPTS)
     return {**values, "data": {**data, "prompts": data.get("prompts") or prompts}}

@@ -298,16 +298,14 @@ def test_a_recipe_decides_which_stages_there_are(stages: Stages) -> None:
 
 
 def test_prompts_about_pictures_come_first_and_stay(stages: Stages) -> None:
-    words = [
-        "data.prompts=null",
-        "data.reprompt.sources=pictures.jsonl",
-        f"output_dir={stages.recipe_path.parent}/seen",
-    ]
-    assert stages.run(*words) == ["reprompt", *ALL]
-    assert stages.run(*words) == []
-    assert stages.run(*words, "data.max_length=99", "output_dir=" + words[-1].split("=")[1]) == ALL[:3]
+    pictures = ["data.prompts=null", "data.reprompt.sources=pictures.jsonl"]
+    output = f"output_dir={stages.recipe_path.parent}/seen"
+    assert stages.run(*pictures, output) == ["reprompt", *ALL]
+    assert stages.run(*pictures, output) == []
+    with pytest.raises(UserError, match="data: these are other prompts"):  # after training
+        stages.run(*pictures, output, "data.reprompt.min_words=99")
     with pytest.raises(UserError, match="run `draftsmith reprompt` first"):
-        need(*prompts(load_recipe(stages.recipe_path, [*words[:2], "output_dir=elsewhere"])))
+        need(*prompts(load_recipe(stages.recipe_path, [*pictures, "output_dir=elsewhere"])))
 
 
 def test_each_stage_names_the_next_one(
