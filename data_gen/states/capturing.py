@@ -26,6 +26,13 @@ from draftsmith.data_gen.states.store import (
     rows_identity,
     taught_tokens,
 )
+from draftsmith.data_gen.states.stored_pictures import (
+    PICTURES,
+    drop_damaged,
+    inserts_of,
+    picture_bytes,
+    save_pictures,
+)
 from draftsmith.data_gen.states.stored_target import (
     head_bytes,
     logit_settings,
@@ -37,6 +44,7 @@ from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences, target_identity
 from draftsmith.models.costs import gigabytes, torch_dtype
+from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
@@ -150,6 +158,16 @@ class Job:
         return cls(recipe, fingerprint, layers, shape, shards, made_of)
 
     @property
+    def rows(self) -> list[TrainingRow]:
+        """Distinct rows."""
+        return [row for shard in self.shards for row in shard]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number in the target's dtype."""
+        return torch_dtype(load_config(self.recipe.target), self.recipe.target.dtype).itemsize
+
+    @property
     def bytes_of_target(self) -> int:
         """Size of target/: head, embeddings, config and tokenizer."""
         section = self.recipe.target
@@ -184,6 +202,10 @@ def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
         if problem := file_problem(directory / entry["file"], entry, verify):
             print(f"note: {problem}; captured again")
             del manifest.shards[number]
+    for number in list(manifest.shards):
+        for problem in drop_damaged(job.shards[number], directory, verify):
+            print(f"note: {problem}; captured again")
+            manifest.shards.pop(number, None)
     if not target_is_whole(directory, manifest, verify):
         manifest.files = {}
     return manifest
@@ -192,6 +214,7 @@ def store_so_far(directory: Path, job: Job, verify: bool) -> StoreManifest:
 def clear_leftovers(directory: Path, manifest: StoreManifest) -> None:
     """Removes files that a kill left half-written or half-deleted."""
     clear_partial_files(directory)
+    clear_partial_files(directory / PICTURES)
     if manifest.files:  # else `save_target` writes it again and clears up
         for leftover in (directory / "target.partial", directory / "target.replaced"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -207,17 +230,21 @@ def missing_shards(job: Job, manifest: StoreManifest) -> list[int]:
 def estimated_bytes(job: Job) -> int:
     """Size of the whole store: shards, target/ and manifest."""
     shards = sum(map(job.shape.bytes_of_shard, job.shards))
-    return shards + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
+    pictures = sum(each.length for each in inserts_of(job.rows).values()) * job.shape.hidden_size * job.itemsize
+    return shards + pictures + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
 
 
 def capture_plan_lines(job: Job, manifest: StoreManifest, directory: Path) -> Iterator[str]:
-    rows = [row for shard in job.shards for row in shard]
-    shape, tokens = job.shape, sum(map(length_of, rows))
+    rows, shape = job.rows, job.shape
+    tokens = sum(map(length_of, rows))
     taught = sum(taught_tokens(row.spans) for row in rows)
     a_token = shape.encoding.bytes_of(shape.hidden_size) * (shape.states + (taught / tokens if shape.has_last else 0))
     last = f"the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
     yield f"rows           {len(rows):,}, {tokens:,} tokens, of training and validation"
     yield f"states         {list(job.layers)} of every token, {last}, in {job.recipe.data.capture.dtype}"
+    if pictures := inserts_of(rows):
+        of_pictures = sum(each.length for each in pictures.values())
+        yield f"pictures       input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once"
     yield f"a token        {a_token:,.0f} bytes of states"
     count = len(job.shards)
     yield (
@@ -239,6 +266,7 @@ def check_room(job: Job, manifest: StoreManifest, directory: Path) -> None:
     """Raises UserError, before anything is written, if the missing files do not fit on the disk."""
     left = sum(job.shape.bytes_of_shard(job.shards[number]) for number in missing_shards(job, manifest))
     left += 0 if manifest.files else job.bytes_of_target
+    left += picture_bytes(job.rows, job.shape.hidden_size, job.itemsize, directory)
     free = free_bytes(directory)
     if left > free:
         raise UserError(
@@ -357,6 +385,7 @@ def make_shards(
             team.count(TOKENS, sum(length_of(shard.rows[index]) for index in batch))
             if ledger is not None:
                 ledger.update()
+        save_pictures(shard.rows, target, directory, team.rank)  # first: a shard in the manifest has its pictures
         entry = shard.write(directory, number)
         nonfinite = [shard.rows[index].id for index in sorted(shard.nonfinite)]
         team.publish(f"{WRITTEN}/{team.count(WRITTEN, 1)}", (number, entry, nonfinite))
@@ -384,6 +413,9 @@ def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:
     ids = torch.zeros(len(rows), max(map(length_of, rows)), dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, : length_of(row)] = torch.tensor(row.input_ids[: length_of(row)])
-    states = target.states(ids.to(target.device))
+    inserts = [
+        PlacedInsert(i, each) for i, row in enumerate(rows) for each in row.inserts if each.first < length_of(row)
+    ]
+    states = target.states(ids.to(target.device), inserts=inserts)
     for i, (index, row) in enumerate(zip(batch, rows, strict=True)):
         shard.put(index, states.captured[i, : length_of(row)], states.last[i, : length_of(row)])

@@ -6,6 +6,7 @@
 Shapes: V vocabulary, H hidden size.
 """
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,9 +19,12 @@ from transformers import AutoTokenizer
 
 from draftsmith.data_gen.states.shards import file_problem
 from draftsmith.data_gen.states.store import REPAIR, Store, StoreManifest
+from draftsmith.data_gen.states.stored_pictures import stored_picture
 from draftsmith.models.chat import load_config, load_generation_config
+from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
+from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_folder
 from draftsmith.recipes.files.digest import file_digest
@@ -38,8 +42,13 @@ def logit_settings(config: Any) -> dict[str, Any]:
 
 
 def save_config_and_tokenizer(section: TargetSection, directory: Path) -> None:
-    """Writes the target's own config and tokenizer, without the recipe's changes to the template."""
-    load_config(section).save_pretrained(directory)
+    """Writes the target's own config and tokenizer, without the recipe's changes to the template, and its image
+    processor if it has one."""
+    config = load_config(section)
+    config.save_pretrained(directory)
+    if is_vision_language(config):
+        with suppress(UserError):  # without a processor it reads text only
+            PictureProcessor(section, config).processor.save_pretrained(directory)
     load_generation_config(section).save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(
         section.model, revision=section.revision, trust_remote_code=section.trust_remote_code
@@ -112,10 +121,12 @@ class StoredTarget(Target):
         self.head = head
         self.capture_layers = store.capture_layers
         self.embedding_scale = float(store.manifest.made_of["target"]["embedding_scale"])
-        self.scale_behind_embedding = 1.0  # inserts are refused
+        self.scale_behind_embedding = 1.0  # stored inserts are scaled
+        self.folder = store.directory
 
-    def read_insert(self, insert: Insert) -> NoReturn:
-        raise UserError(f"{self.name} cannot read inserts: a store keeps states of text; leave data.states out")
+    def read_insert(self, insert: Insert) -> torch.Tensor:
+        """As `Target.read_insert`, but scaled, from the store's file."""
+        return stored_picture(self.folder, insert).to(self.device)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise UserError(f"{self.name} is not here, only its head and embeddings: leave data.states out to run it")

@@ -70,7 +70,7 @@ def answers_of(rows: Sequence[TrainingRow], conversations: int) -> list[tuple[Re
     """(answer, its row) for every turn of the first `conversations`. An answer's prompt is all that precedes it."""
     ids = list(dict.fromkeys(row.id for row in rows))[:conversations]
     return [
-        (RecordedAnswer(row.input_ids[:start], row.input_ids[start:end], conversation_id=row.id), row)
+        (RecordedAnswer(row.prompt.until(start), row.input_ids[start:end], conversation_id=row.id), row)
         for row in rows
         if row.id in ids
         for start, end in row.spans
