@@ -2,6 +2,7 @@
 
     manifest.json               target, rows and dtype of the store; size, sha256 and counts of every file
     target/                     the target's embeddings and head (`data_gen.states.stored_target`), config, tokenizer
+    pictures/                   input embeddings of the rows' pictures (`data_gen.states.stored_pictures`)
     shard-00000.safetensors     rows, one after another:
         captured        [N, S, H]   the states that the drafter reads, of all tokens
         captured_scale  [N, S]      float32, only for int8 and fp8: a state is values * scale

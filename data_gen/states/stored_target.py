@@ -1,7 +1,8 @@
 """The target's embeddings, head, config and tokenizer in a store's folder target/. Training needs no other weights.
 
     head.safetensors                embedding [V, H]; head [V, H] unless tied; bias [V] if there is one
-    config.json, tokenizer files    the target's; target.model can name this folder on a machine without the target
+    config.json, tokenizer and image processor files
+                                    the target's; target.model can name this folder on a machine without the target
 
 Shapes: V vocabulary, H hidden size.
 """

@@ -1,0 +1,189 @@
+"""Runs with pictures: from a store, interrupted, with replay, and in two processes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from draftsmith.data_gen.states.capturing import estimated_bytes, job_of
+from draftsmith.models.target import Target
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.train.run.validation_replay import answers_of
+from tests.conftest import VOCAB_SIZE
+from tests.ranks import ROOT, run_ranks
+from tests.store_cases import capture, files_of, rows_of
+from tests.tiny_vision import FAMILIES, picture, save_vision_target
+from tests.training_runs import metrics, train
+
+OVER_EAGLE = {"kind": "vispec", "compressed_tokens": 2}
+OVER_EAGLE3 = {"kind": "vispec", "base": "eagle3"}
+WORDS = (
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "the",
+    "mat",
+    "and",
+    "the",
+    "dog",
+    "ran",
+    "to",
+    "a",
+    "red",
+    "house",
+    "by",
+    "the",
+    "sea",
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    for family in FAMILIES:
+        save_vision_target(folder / family, family)
+    for name, size in {"wide": (32, 16), "tall": (16, 24), "small": (16, 16)}.items():
+        picture(*size, seed=len(name)).save(folder / f"{name}.png")
+    return folder
+
+
+def conversations_of(home: Path, count: int) -> list[dict[str, Any]]:
+    """Every third one is text alone; the others show one picture or two."""
+    records = []
+    for i in range(count):
+        shown = [{"type": "image", "path": str(home / f"{name}.png")} for name in ("wide", "tall", "small")[: i % 3]]
+        question = {"role": "user", "content": [*shown, {"type": "text", "text": " ".join(WORDS[i % 9 : i % 9 + 4])}]}
+        answer = {"role": "assistant", "content": " ".join(WORDS[i % 7 : i % 7 + 6])}
+        records.append({"id": f"c{i}", "messages": [question, answer]})
+    return records
+
+
+def recipe_in(folder: Path, home: Path, family: str, drafter: dict[str, Any], **settings: Any) -> Path:
+    """A recipe with its conversations and draft vocabulary."""
+    folder.mkdir()
+    lines = [json.dumps(each) + "\n" for each in conversations_of(home, 15)]
+    (folder / "conversations.jsonl").write_text("".join(lines))
+    DraftVocab.full(VOCAB_SIZE).save(folder / "draft_vocab.safetensors", {})
+    recipe = {
+        "output_dir": str(folder),
+        "target": {"model": str(home / family), "dtype": "float32", "device": "cpu"},
+        "data": {"capture": {"dtype": "float32", "shard_megabytes": 0.05, "batch_tokens": 100}},
+        "drafter": drafter,
+        "train": {
+            "max_steps": 4, "batch_size": 3, "save_every_steps": 2, "log_every_steps": 1, "validate_every_steps": 4,
+            "validation_conversations": 3, "eval_replay": 3, "learning_rate": 3e-3, "mixed_precision": "no", **settings,
+        },
+        "eval": {"tree": {"policy": "chain", "nodes": 4}},
+    }  # fmt: skip
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+CASES = [("llava", OVER_EAGLE), ("qwen2_5_vl", OVER_EAGLE3), ("qwen2_5_vl", {"kind": "eagle"})]
+
+
+@pytest.mark.parametrize(("family", "drafter"), CASES, ids=("vispec", "over eagle3", "all picture columns"))
+def test_a_run_from_a_store_is_one_with_the_target(
+    family: str, drafter: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Last without the target: neither its layers nor its tower are there."""
+    path = recipe_in(tmp_path / "run", home, family, drafter)
+    capture(path)
+    states, runs = tmp_path / "run/states", {}
+    pictures = sorted(each.name for each in (states / "pictures").iterdir())
+    assert len(pictures) == 2 and all(name.endswith(".safetensors") for name in pictures)
+    for name, more in {
+        "online": [],
+        "offline": [f"data.states={states}"],
+        "alone": [f"data.states={states}", f"target.model={states / 'target'}"],
+    }.items():
+        if name == "alone":
+            monkeypatch.setattr(Target, "read_insert", lambda *_: pytest.fail("the tower was asked"))
+        output = tmp_path / name
+        output.mkdir()
+        for file in ("conversations.jsonl", "draft_vocab.safetensors"):
+            shutil.copy(tmp_path / "run" / file, output / file)
+        runs[name] = metrics(train(path, f"output_dir={output}", *more))
+    assert runs["offline"] == runs["alone"]
+    for mine, its in zip(runs["offline"], runs["online"], strict=True):
+        assert mine["loss"] == pytest.approx(its["loss"], rel=1e-4)
+        assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-3)
+        assert mine.get("replay_tau") == its.get("replay_tau")
+    assert runs["online"][-1]["replay_tau"] >= 1
+
+
+def test_replay_in_training_shows_the_pictures(home: Path, tmp_path: Path) -> None:
+    rows = rows_of(load_recipe(recipe_in(tmp_path / "run", home, "llava", OVER_EAGLE)))
+    answers = answers_of(rows, len(rows))
+    assert sum(len(row.inserts) for row in rows) == 15
+    for answer, row in answers:
+        assert answer.prompt == row.prompt.until(row.spans[0][0])
+
+
+def test_damaged_pictures_of_a_store_are_told_and_written_again(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe_in(tmp_path / "run", home, "llava", OVER_EAGLE)
+    capture(path)
+    states = tmp_path / "run/states"
+    before = files_of(states)
+    assert sum(map(len, before.values())) == pytest.approx(
+        estimated_bytes(job_of(load_recipe(path), Rejects())), rel=0.1
+    )
+    one, other = sorted((states / "pictures").iterdir())
+    one.unlink()
+    with pytest.raises(UserError, match=rf"{one.name}: missing or damaged: .*draftsmith capture --verify"):
+        train(path, f"data.states={states}")
+    content = bytearray(other.read_bytes())
+    content[-1] ^= 1
+    other.write_bytes(content)
+    capture(path)
+    assert files_of(states).keys() == before.keys() and files_of(states) != before
+    capture(path, "--verify")
+    assert "damaged: its sha256 is another; captured again" in capsys.readouterr().out
+    assert files_of(states) == before
+
+
+def test_an_interrupted_run_ends_as_another(home: Path, tmp_path: Path) -> None:
+    path = recipe_in(tmp_path / "whole", home, "qwen2_5_vl", OVER_EAGLE)
+    whole = train(path)
+    resumed = tmp_path / "resumed"
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints/step-00000004")
+    train(path, f"output_dir={resumed}")
+    assert metrics(resumed) == metrics(whole)
+    mine, its = (load_file(each / "drafter/model.safetensors") for each in (resumed, whole))
+    assert mine.keys() == its.keys() and all(torch.equal(mine[name], its[name]) for name in its)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("drafter", [OVER_EAGLE, OVER_EAGLE3], ids=("eagle", "eagle3"))
+def test_two_ranks_follow_the_trajectory_of_one(
+    stage: int, drafter: dict[str, Any], home: Path, tmp_path: Path
+) -> None:
+    """A micro-batch is one row, so that a rank often has text alone while the other has pictures."""
+    outputs = []
+    for ranks in (1, 2):
+        outputs.append(tmp_path / f"ranks{ranks}")
+        settings = {"batch_size": 1, "gradient_accumulation_steps": 4 // ranks}
+        path = recipe_in(outputs[-1], home, "llava", drafter, **settings)
+        arguments = [str(path), f"train.zero_stage={stage if ranks == 2 else 0}"]
+        run_ranks(ranks, str(ROOT / "train/vispec.py"), arguments)
+    for mine, its in zip(*map(metrics, outputs), strict=True):
+        assert mine["loss"] == pytest.approx(its["loss"], rel=1e-5)
+        assert mine["grad_norm"] == pytest.approx(its["grad_norm"], rel=1e-4)
+        assert mine.get("replay_tau") == its.get("replay_tau")
+    found, wanted = (load_file(each / "drafter/model.safetensors") for each in outputs)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-4, atol=2e-5)
