@@ -47,7 +47,7 @@ class TargetSize:
 
     parameters: int  # shared ones (tied embeddings) once
     expert_parameters: int
-    active_parameters: int  # read for one token: chosen experts only, no embeddings
+    active_parameters: int  # read for one token: chosen experts only, no embeddings, no vision part
     head_parameters: int  # V * H
     weight_bytes: float
     weight_basis: str  # the source of weight_bytes, as text
@@ -79,7 +79,9 @@ def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = Fals
     number = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0
     shared = embedding.numel() if embedding is head else embedding.numel() + head.numel()
     share = chosen / number if experts and number else 0.0
-    active = parameters - shared - experts + int(experts * share)
+    of_text = {id(p) for p in (embedding, head, *model.get_decoder().parameters())}
+    vision = sum(p.numel() for p in named.values() if id(p) not in of_text)  # runs once for each picture
+    active = parameters - vision - shared - experts + int(experts * share)
     kept = torch_dtype(config, dtype)
     weight_bytes, basis = _weight_bytes(parameters, parameters - shared, kept, quantization)
     return TargetSize(

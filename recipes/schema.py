@@ -420,7 +420,7 @@ class TrainSection(Section):
     """`auto`: bf16 on accelerators with native bf16, else no (float32). On CPUs bf16 may be slower."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed's ZeRO: 1 shards AdamW's moments over the processes, 2 also gradients, 3 also weights. 0: every process
-    holds everything, by DistributedDataParallel."""
+    holds everything, by DistributedDataParallel. 3 is not for kind vispec."""
     offload_optimizer: bool = False
     """With zero_stage: keep AdamW's moments and step on the CPU."""
     shard_target: bool = False

@@ -51,6 +51,7 @@ from draftsmith.train.measure.plan import last_logged, plan_lines
 from draftsmith.train.measure.planned_run import DataSize, PlannedRun, counted_data, expected_data
 from draftsmith.train.run.settings import schedule_of, trainee_of
 from tests.conftest import make_target, make_tokenizer
+from tests.tiny_vision import FAMILIES, make_vision_target
 from tests.training_runs import run_main, train, write_conversations
 
 GPU = Device("NVIDIA H100 80GB HBM3", 85_000_000_000, is_cpu=False)
@@ -110,6 +111,14 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
     chosen = {"gpt_oss": 2 / 4, "qwen3_moe": 2 / 8}.get(family, 0)
     assert size.active_parameters == size.parameters - tables - experts + int(experts * chosen)
     assert cache_bytes_per_token(model.config, size) == 2 * 7 * 2 * 8 * 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_vision_part_is_not_read_for_each_token(family: str) -> None:
+    model = make_vision_target(family)
+    size = target_size(model.config, "float32")
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    assert size.active_parameters == sum(size.layer_parameters) + model.config.text_config.hidden_size  # the last norm
 
 
 def test_dtype_of_a_target_comes_from_the_recipe_then_the_config() -> None:

@@ -21,7 +21,7 @@ A multiplication with its addition counts as two operations. "3 times" is the fo
 backward pass. Columns are the counted ones (`models.alignment`), at the steps at which they count. Padding, masked
 scores, recomputation, norms, activations, softmax and the optimiser are left out, so an implementation does more than
 this. With several layers the lower ones run step 0 for every token. Sliding-window layers of the target are counted
-with full attention.
+with full attention. A vision-language target's tower is left out: it runs once for each picture, not for its tokens.
 """
 
 from collections.abc import Sequence
