@@ -9,7 +9,8 @@ text, and looks whether they hold:
     relation   The red sign is above the large blue square.          versus  The red bar is taller than the blue bar.
     blank      The top row is empty.                                 bars    The chart has four bars.
 
-A sentence in no such phrasing is not checkable. A statement holds only as a whole: place, size, colour and shape.
+Remarks ("That is all.") and sentences in no such phrasing are not checkable. A statement holds only as a whole: place,
+size, colour and shape.
 """
 
 import random
@@ -101,6 +102,7 @@ _CLOSINGS = (
     "The rest of the picture is plain.",
     "This is the whole picture.",
 )
+_REMARKS = {*_OPENINGS, *_DOWNWARDS, *_UPWARDS, *_CLOSINGS}
 
 
 def _alternatives(words: Sequence[str]) -> str:
@@ -144,7 +146,7 @@ class Statement:
     """A sentence of a description, and whether it holds."""
 
     text: str
-    kind: str  # a key of the table above; "" if no phrasing fits
+    kind: str  # a name in the table above, "remark", or "" if no phrasing fits
     holds: bool | None  # None: not checkable
 
 
@@ -158,7 +160,7 @@ def _statement(sentence: str, scene: Scene) -> Statement:
         if match := reader.fullmatch(sentence):
             said = {slot: phrase.lower() for slot, phrase in match.groupdict().items()}
             return Statement(sentence, kind, _HOLDS[kind](said, scene))
-    return Statement(sentence, "", None)
+    return Statement(sentence, "remark" if f"{sentence}." in _REMARKS else "", None)
 
 
 def _number(phrase: str) -> int:

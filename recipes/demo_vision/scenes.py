@@ -109,7 +109,7 @@ class Scene:
         return "heldout" if hashlib.sha256(repr(self.composition).encode()).digest()[0] % 10 == 0 else "train"
 
 
-def scene_at(split: str, index: int, seed: int = 0) -> Scene:
+def scene_at(split: str, index: int, seed: int | str = 0) -> Scene:
     """Number `index` of a split's endless series.
 
     Raises:

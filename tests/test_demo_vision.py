@@ -1,0 +1,226 @@
+"""The vision demo's pictures, and the check of what is said about them."""
+
+import collections
+import random
+from itertools import islice
+
+import numpy
+import pytest
+
+from draftsmith.recipes.demo_vision import scenes as drawing
+from draftsmith.recipes.demo_vision.descriptions import check, describe, questions
+from draftsmith.recipes.demo_vision.scenes import COLOURS, PIXELS, SPLITS, Bar, Scene, Thing, draw, scene_at
+
+KINDS = {"total", "placed", "tally", "relation", "blank", "bars", "nth", "height", "most", "versus"}
+THINGS = Scene(
+    things=(
+        Thing(0, "red", "circle", size="small"),
+        Thing(2, "blue", "square", size="large"),
+        Thing(3, "orange", "sign", word="CAT"),
+        Thing(5, "red", "cross", size="large"),
+    )
+)
+BARS = Scene(bars=(Bar("red", 2), Bar("green", 5), Bar("blue", 2), Bar("yellow", 1)))
+
+
+def test_series_is_the_same_everywhere():
+    """The demo's weights and numbers belong to these very pictures."""
+    scene = scene_at("heldout", 1)
+    assert scene == scene_at("heldout", 1) != scene_at("heldout", 1, seed=1)
+    assert scene.things[:2] == (Thing(1, "purple", "circle", "small"), Thing(2, "yellow", "cross", "small"))
+    assert describe(scene, random.Random(3)) == describe(scene, random.Random(3)) != describe(scene, random.Random(4))
+    assert draw(scene).tobytes() == draw(scene).tobytes() != draw(scene_at("heldout", 3)).tobytes()
+
+
+def test_splits_share_no_composition():
+    train, heldout = ({scene_at(split, i).composition for i in range(2000)} for split in SPLITS)
+    assert len(train) > 1000 and len(heldout) > 500
+    assert not train & heldout
+    with pytest.raises(ValueError, match="'test': one of train, heldout"):
+        scene_at("test", 0)
+
+
+def test_composition_is_without_places_and_sizes():
+    moved = Scene(things=(Thing(4, "blue", "square", size="small"), Thing(7, "red", "circle", size="large")))
+    also = Scene(things=(Thing(0, "red", "circle", size="small"), Thing(1, "blue", "square", size="small")), seed=7)
+    assert moved.composition == also.composition
+    assert Scene(bars=BARS.bars[::-1]).composition == BARS.composition != THINGS.composition
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_pictures_show_their_things(split: str):
+    """In its cell each thing has pixels of its colour, and there are no others; large shapes have more than small."""
+    areas = collections.defaultdict(set)
+    for index in range(150):
+        scene = scene_at(split, index)
+        pixels = numpy.asarray(draw(scene))
+        assert pixels.shape == (PIXELS, PIXELS, 3)
+        seen = {colour: (pixels == numpy.array(rgb)).all(-1) for colour, rgb in COLOURS.items()}
+        if scene.bars:
+            width = PIXELS // len(scene.bars)
+            for i, bar in enumerate(scene.bars):
+                column = seen[bar.colour][:, round((i + 0.5) * width)]
+                assert round(column.sum() / 17) == bar.height  # pixels a unit
+            continue
+        shown = collections.Counter()
+        for thing in scene.things:
+            x, y = (round((place + 0.5) * PIXELS / 3) for place in (thing.column, thing.row))
+            around = seen[thing.colour][max(0, y - 21) : y + 22, max(0, x - 21) : x + 22].sum()
+            areas[thing.shape, thing.size].add(int(around))
+            shown[thing.colour] += around
+        assert shown == collections.Counter({colour: int(mask.sum()) for colour, mask in seen.items() if mask.any()})
+    for shape in drawing.SHAPES:
+        assert max(areas[shape, "small"]) < min(areas[shape, "large"])
+
+
+def test_words_of_signs_differ():
+    signs = {draw(Scene(things=(Thing(4, "red", "sign", word=word),))).tobytes() for word in drawing.WORDS}
+    assert len(signs) == len(drawing.WORDS)
+
+
+def test_descriptions_are_true():
+    """On the pictures that they describe; about other ones nearly all that they say is false."""
+    kinds, about_others, lengths = collections.Counter(), [], []
+    series = [scene_at(split, index) for split in SPLITS for index in range(300)]
+    for scene, other in zip(series, series[1:] + series[:1], strict=True):
+        text = describe(scene, random.Random(str(scene)))
+        statements = check(text, scene)
+        assert [statement.text for statement in statements if statement.holds is False or not statement.kind] == []
+        assert ". ".join(statement.text for statement in statements) + "." == text
+        kinds.update(statement.kind for statement in statements)
+        lengths.append(len(text.split()))
+        about_others += [statement.holds for statement in check(text, other) if statement.holds is not None]
+    assert set(kinds) == KINDS | {"remark"}
+    assert max(lengths) <= 225 and sum(lengths) / len(lengths) > 80
+    assert sum(about_others) / len(about_others) < 0.1
+
+
+def test_answers_to_questions_are_true():
+    kinds = set()
+    for index in range(100):
+        scene = scene_at("train", index)
+        for question, answer in islice(questions(scene, random.Random(index)), 5):
+            (statement,) = check(answer, scene)
+            assert statement.holds, (question, answer)
+            kinds.add((question.split()[0], statement.kind))
+    what, how = {("What", "placed"), ("What", "nth")}, {("How", kind) for kind in ("tally", "total", "height", "bars")}
+    assert kinds == what | how
+
+
+@pytest.mark.parametrize(
+    ("scene", "true", "false"),
+    [
+        (THINGS, "I count four things.", ["I count three things.", "The chart has four bars."]),
+        (
+            THINGS,
+            "At the top left there is a little red circle.",
+            [
+                "At the top right there is a little red circle.",
+                "In the centre there is a little red circle.",
+                "At the top left there is a big red circle.",
+                "At the top left there is a little blue circle.",
+                "At the top left there is a little red square.",
+                "At the top left there is a red sign that says CAT.",
+            ],
+        ),
+        (
+            THINGS,
+            "An orange sign that says CAT is on the left of the middle row.",
+            [
+                "An orange sign that says DOG is on the left of the middle row.",
+                "A yellow sign that says CAT is on the left of the middle row.",
+                "An orange sign that says CAT is on the right of the middle row.",
+            ],
+        ),
+        (THINGS, "The number of red things is two.", ["The number of red things is one."]),
+        (
+            THINGS,
+            "Counting the crosses gives one.",
+            ["Counting the crosses gives zero.", "Counting the circles gives two."],
+        ),
+        (THINGS, "The number of green things is zero.", ["The number of triangles is one."]),
+        (
+            THINGS,
+            "The small red circle is above the orange sign.",
+            [
+                "The small red circle is below the orange sign.",
+                "The orange sign is above the small red circle.",
+                "The small red circle is to the left of the orange sign.",
+                "The small red circle is above the yellow sign.",
+                "The small green circle is above the orange sign.",
+                "The small red circle is above the large blue square.",
+            ],
+        ),
+        (
+            THINGS,
+            "The big red cross stands further right than the orange sign.",
+            ["The big red cross stands further left than the orange sign."],
+        ),
+        (THINGS, "The bottom row is empty.", ["The top row is empty.", "Nothing is in the left column."]),
+        (THINGS, "Nothing is in the middle column.", ["Nothing is in the middle row."]),
+        (
+            BARS,
+            "This is a chart with four bars.",
+            ["This is a chart with three bars.", "The picture shows four things."],
+        ),
+        (
+            BARS,
+            "The second bar is green and five units high.",
+            [
+                "The first bar is green and five units high.",
+                "The second bar is red and five units high.",
+                "The second bar is green and four units high.",
+                "The fifth bar is green and five units high.",
+            ],
+        ),
+        (BARS, "The yellow bar has a height of one unit.", ["The yellow bar has a height of two units."]),
+        (BARS, "Red stands at two units.", ["Purple stands at two units.", "Purple stands at zero units."]),
+        (BARS, "The tallest bar is green.", ["The tallest bar is red.", "The shortest bar is green."]),
+        (BARS, "Of all bars the lowest is the yellow one.", ["Of all bars the lowest is the purple one."]),
+        (
+            BARS,
+            "The green bar is taller than the red bar.",
+            [
+                "The green bar is shorter than the red bar.",
+                "The red bar is taller than the green bar.",
+                "The green bar is taller than the purple bar.",
+                "The green bar is as tall as the red bar.",
+            ],
+        ),
+        (
+            BARS,
+            "Red is as tall as blue.",
+            ["Red is taller than blue.", "Red is as tall as red.", "Red is lower than blue."],
+        ),
+    ],
+)
+def test_planted_falsehoods_are_found(scene: Scene, true: str, false: list[str]):
+    (statement,) = check(true, scene)
+    assert statement.kind in KINDS and statement.holds is True
+    for sentence in false:
+        (statement,) = check(sentence, scene)
+        assert statement.kind in KINDS and statement.holds is False, sentence
+
+
+def test_statements_about_bars_are_false_of_things():
+    for text in ("The tallest bar is red.", "Red is taller than blue.", "Red stands at two units."):
+        assert [statement.holds for statement in check(text, THINGS)] == [False]
+    for text in ("The top row is empty.", "The number of red things is zero.", "The picture shows zero things."):
+        assert [statement.holds for statement in check(text, BARS)] == [False]
+
+
+def test_twins_are_not_related():
+    """ "The small red circle" is neither of two."""
+    twins = Scene(
+        things=(Thing(0, "red", "circle", size="small"), *THINGS.things[1:3], Thing(6, "red", "circle", "small"))
+    )
+    text = (
+        "The small red circle is above the orange sign. The small red circle is to the left of the large blue square."
+    )
+    assert [statement.holds for statement in check(text, twins)] == [False, False]
+
+
+def test_what_cannot_be_checked():
+    text = "That is all. The weather is fine. The first bar is pretty. There is a red. The first bar is red and two"
+    assert [(s.kind, s.holds) for s in check(text, BARS)] == [("remark", None), ("", None), ("", None), ("", None)]
+    assert check("", BARS) == check("no end", BARS) == []
