@@ -16,7 +16,7 @@ import math
 import platform
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,9 @@ def training_functions() -> tuple[list[SourceFunction], list[SourceFunction]]:
     return list(library.values()), list(tests.values())
 
 
-def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with the demo's chat template; ids 0-4 are the special tokens."""
-    special = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+def train_tokenizer(texts: list[str], vocab_size: int, more_special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with the demo's chat template; ids 0-4 are the special tokens, others follow."""
+    special = ["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", *more_special]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
