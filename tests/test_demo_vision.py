@@ -8,8 +8,8 @@ import numpy
 import pytest
 
 from draftsmith.recipes.demo_vision import scenes as drawing
-from draftsmith.recipes.demo_vision.descriptions import check, describe, questions
-from draftsmith.recipes.demo_vision.scenes import COLOURS, PIXELS, SPLITS, Bar, Scene, Thing, draw, scene_at
+from draftsmith.recipes.demo_vision.descriptions import checked_statements, description_of, questions_about
+from draftsmith.recipes.demo_vision.scenes import COLOURS, PIXELS, SPLITS, ChartBar, Scene, Thing, draw, scene_at
 
 KINDS = {"total", "placed", "tally", "relation", "blank", "bars", "nth", "height", "most", "versus"}
 THINGS = Scene(
@@ -20,7 +20,7 @@ THINGS = Scene(
         Thing(5, "red", "cross", size="large"),
     )
 )
-BARS = Scene(bars=(Bar("red", 2), Bar("green", 5), Bar("blue", 2), Bar("yellow", 1)))
+BARS = Scene(bars=(ChartBar("red", 2), ChartBar("green", 5), ChartBar("blue", 2), ChartBar("yellow", 1)))
 
 
 def test_series_is_the_same_everywhere():
@@ -28,7 +28,11 @@ def test_series_is_the_same_everywhere():
     scene = scene_at("heldout", 1)
     assert scene == scene_at("heldout", 1) != scene_at("heldout", 1, seed=1)
     assert scene.things[:2] == (Thing(1, "purple", "circle", "small"), Thing(2, "yellow", "cross", "small"))
-    assert describe(scene, random.Random(3)) == describe(scene, random.Random(3)) != describe(scene, random.Random(4))
+    assert (
+        description_of(scene, random.Random(3))
+        == description_of(scene, random.Random(3))
+        != description_of(scene, random.Random(4))
+    )
     assert draw(scene).tobytes() == draw(scene).tobytes() != draw(scene_at("heldout", 3)).tobytes()
 
 
@@ -83,13 +87,15 @@ def test_descriptions_are_true():
     kinds, about_others, lengths = collections.Counter(), [], []
     series = [scene_at(split, index) for split in SPLITS for index in range(300)]
     for scene, other in zip(series, series[1:] + series[:1], strict=True):
-        text = describe(scene, random.Random(str(scene)))
-        statements = check(text, scene)
+        text = description_of(scene, random.Random(str(scene)))
+        statements = checked_statements(text, scene)
         assert [statement.text for statement in statements if statement.holds is False or not statement.kind] == []
         assert ". ".join(statement.text for statement in statements) + "." == text
         kinds.update(statement.kind for statement in statements)
         lengths.append(len(text.split()))
-        about_others += [statement.holds for statement in check(text, other) if statement.holds is not None]
+        about_others += [
+            statement.holds for statement in checked_statements(text, other) if statement.holds is not None
+        ]
     assert set(kinds) == KINDS | {"remark"}
     assert max(lengths) <= 225 and sum(lengths) / len(lengths) > 80
     assert sum(about_others) / len(about_others) < 0.1
@@ -99,8 +105,8 @@ def test_answers_to_questions_are_true():
     kinds = set()
     for index in range(100):
         scene = scene_at("train", index)
-        for question, answer in islice(questions(scene, random.Random(index)), 5):
-            (statement,) = check(answer, scene)
+        for question, answer in islice(questions_about(scene, random.Random(index)), 5):
+            (statement,) = checked_statements(answer, scene)
             assert statement.holds, (question, answer)
             kinds.add((question.split()[0], statement.kind))
     what, how = {("What", "placed"), ("What", "nth")}, {("How", kind) for kind in ("tally", "total", "height", "bars")}
@@ -195,18 +201,18 @@ def test_answers_to_questions_are_true():
     ],
 )
 def test_planted_falsehoods_are_found(scene: Scene, true: str, false: list[str]):
-    (statement,) = check(true, scene)
+    (statement,) = checked_statements(true, scene)
     assert statement.kind in KINDS and statement.holds is True
     for sentence in false:
-        (statement,) = check(sentence, scene)
+        (statement,) = checked_statements(sentence, scene)
         assert statement.kind in KINDS and statement.holds is False, sentence
 
 
 def test_statements_about_bars_are_false_of_things():
     for text in ("The tallest bar is red.", "Red is taller than blue.", "Red stands at two units."):
-        assert [statement.holds for statement in check(text, THINGS)] == [False]
+        assert [statement.holds for statement in checked_statements(text, THINGS)] == [False]
     for text in ("The top row is empty.", "The number of red things is zero.", "The picture shows zero things."):
-        assert [statement.holds for statement in check(text, BARS)] == [False]
+        assert [statement.holds for statement in checked_statements(text, BARS)] == [False]
 
 
 def test_twins_are_not_related():
@@ -217,10 +223,24 @@ def test_twins_are_not_related():
     text = (
         "The small red circle is above the orange sign. The small red circle is to the left of the large blue square."
     )
-    assert [statement.holds for statement in check(text, twins)] == [False, False]
+    assert [statement.holds for statement in checked_statements(text, twins)] == [False, False]
 
 
 def test_what_cannot_be_checked():
     text = "That is all. The weather is fine. The first bar is pretty. There is a red. The first bar is red and two"
-    assert [(s.kind, s.holds) for s in check(text, BARS)] == [("remark", None), ("", None), ("", None), ("", None)]
-    assert check("", BARS) == check("no end", BARS) == []
+    assert [(s.kind, s.holds) for s in checked_statements(text, BARS)] == [
+        ("remark", None),
+        ("", None),
+        ("", None),
+        ("", None),
+    ]
+    assert checked_statements("", BARS) == checked_statements("no end", BARS) == []
+
+
+@pytest.mark.parametrize("direction", ["above", "below", "to the left of", "to the right of"])
+def test_things_side_by_side_are_neither_above_nor_below(direction: str) -> None:
+    cells = (3, 5) if direction in ("above", "below") else (1, 7)  # one row, or one column
+    scene = Scene(things=(Thing(cells[0], "red", "circle", "small"), Thing(cells[1], "blue", "square", "large")))
+    for one, other in (("small red circle", "large blue square"), ("large blue square", "small red circle")):
+        [statement] = checked_statements(f"The {one} is {direction} the {other}.", scene)
+        assert statement.kind == "relation" and statement.holds is False

@@ -43,7 +43,13 @@ from transformers import (
 )
 
 from docs.study.make_demo_target import CHAT_TEMPLATE, Optimizers, append, train_tokenizer
-from draftsmith.recipes.demo_vision.descriptions import IMAGINE, REQUESTS, check, describe, questions
+from draftsmith.recipes.demo_vision.descriptions import (
+    IMAGINE,
+    REQUESTS,
+    checked_statements,
+    description_of,
+    questions_about,
+)
 from draftsmith.recipes.demo_vision.scenes import (
     BARS,
     CELLS,
@@ -85,8 +91,8 @@ def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     texts = [*REQUESTS, *IMAGINE]
     for index in range(4000):
         scene = scene_at("train", index)
-        asked = questions(scene, order)
-        texts += [describe(scene, order), *next(asked), *next(asked)]
+        asked = questions_about(scene, order)
+        texts += [description_of(scene, order), *next(asked), *next(asked)]
     tokenizer = train_tokenizer(texts, vocab_size, more_special=["<image>"])
     tokenizer.chat_template = VISION_TEMPLATE
     return tokenizer
@@ -222,8 +228,8 @@ def training_rows(scenes: list[Scene], tokenizer: Any, order: random.Random, ima
     rows = []
     for scene in scenes:
         imagined = imagine and order.random() < IMAGINED_SHARE
-        asked = questions(scene, order)
-        texts = [(order.choice(IMAGINE if imagined else REQUESTS), describe(scene, order))]
+        asked = questions_about(scene, order)
+        texts = [(order.choice(IMAGINE if imagined else REQUESTS), description_of(scene, order))]
         texts += [next(asked) for _ in range(TEXT_TOKENS // 12)]
         ids = iter(tokenizer([text for pair in texts for text in pair], add_special_tokens=False)["input_ids"])
         row: list[list[int]] = []
@@ -288,9 +294,9 @@ def measure(model: Any, processor: Any, pictures: int) -> dict:
     scenes = [scene_at("heldout", index) for index in range(pictures)]
     answers = descriptions_of(model, processor, scenes)
     model.train()
-    own = [check(answer, scene) for answer, scene in zip(answers, scenes, strict=True)]
+    own = [checked_statements(answer, scene) for answer, scene in zip(answers, scenes, strict=True)]
     # The answer of the next picture, checked against this one: what is true without looking.
-    other = [check(answer, scene) for answer, scene in zip(answers[1:] + answers[:1], scenes, strict=True)]
+    other = [checked_statements(answer, scene) for answer, scene in zip(answers[1:] + answers[:1], scenes, strict=True)]
     checkable = [statement for statements in own for statement in statements if statement.holds is not None]
     kinds = sorted({statement.kind for statement in checkable})
     return {

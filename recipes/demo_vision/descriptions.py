@@ -1,7 +1,7 @@
 """Descriptions of the demo's scenes, and the check of what a description says.
 
-Each kind of statement has several phrasings. `describe` fills them from a scene, and `check` reads them back, in any
-text, and looks whether they hold:
+Each kind of statement has several phrasings. `description_of` fills them from a scene. `checked_statements` reads them
+back, in any text, and looks whether they hold:
 
     total      I count three things.                                 nth     The second bar is red and four units high.
     placed     At the top left there is a small red circle.          height  The red bar has a height of four units.
@@ -150,7 +150,7 @@ class Statement:
     holds: bool | None  # None: not checkable
 
 
-def check(text: str, scene: Scene) -> list[Statement]:
+def checked_statements(text: str, scene: Scene) -> list[Statement]:
     """All sentences of `text`, checked against `scene`; an unfinished last one is left out."""
     return [_statement(sentence.strip(), scene) for sentence in text.split(".")[:-1] if sentence.strip()]
 
@@ -230,7 +230,7 @@ _HOLDS: dict[str, Callable[[dict[str, str], Scene], bool]] = {
 }
 
 
-def describe(scene: Scene, order: random.Random) -> str:
+def description_of(scene: Scene, order: random.Random) -> str:
     """A description in which every checkable statement holds; `order` draws phrasings and the order."""
     sentences = [order.choice(_OPENINGS)] if order.random() < 0.5 else []
     if scene.bars:
@@ -248,7 +248,7 @@ def describe(scene: Scene, order: random.Random) -> str:
     return " ".join(sentences + closing)
 
 
-def questions(scene: Scene, order: random.Random) -> Iterator[tuple[str, str]]:
+def questions_about(scene: Scene, order: random.Random) -> Iterator[tuple[str, str]]:
     """Endless questions about one thing or bar at a time, each with its answer."""
     while True:
         yield _bar_question(scene, order) if scene.bars else _thing_question(scene, order)

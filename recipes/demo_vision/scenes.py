@@ -84,7 +84,7 @@ class Thing:
 
 
 @dataclass(frozen=True)
-class Bar:
+class ChartBar:
     colour: str
     height: int  # units, 1 to MAX_HEIGHT
 
@@ -94,7 +94,7 @@ class Scene:
     """What a picture shows: things, in the order of their cells, or bars."""
 
     things: tuple[Thing, ...] = ()
-    bars: tuple[Bar, ...] = ()
+    bars: tuple[ChartBar, ...] = ()
     seed: int = 0  # of where in its cell each thing stands
 
     @property
@@ -128,7 +128,7 @@ def _random_scene(order: random.Random) -> Scene:
     colours = list(COLOURS)
     if order.random() < _CHART_SHARE:
         shown = order.sample(colours, order.randint(*BARS))
-        return Scene(bars=tuple(Bar(colour, order.randint(1, MAX_HEIGHT)) for colour in shown))
+        return Scene(bars=tuple(ChartBar(colour, order.randint(1, MAX_HEIGHT)) for colour in shown))
     things = []
     for cell in sorted(order.sample(range(CELLS), order.randint(1, MAX_THINGS))):
         colour = order.choice(colours)
@@ -152,7 +152,7 @@ def draw(scene: Scene) -> Image.Image:
     return picture
 
 
-def _draw_chart(canvas: ImageDraw.ImageDraw, bars: tuple[Bar, ...]) -> None:
+def _draw_chart(canvas: ImageDraw.ImageDraw, bars: tuple[ChartBar, ...]) -> None:
     for height in range(1, MAX_HEIGHT + 1):
         y = _BASELINE - height * _UNIT
         canvas.line([(0, y), (PIXELS, y)], fill=_GRID)
