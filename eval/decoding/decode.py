@@ -57,6 +57,7 @@ class Generation:
     category: str | None = None
     conversation_id: str = ""
     turn: int = 1  # of its conversation, from 1
+    pictures: list[dict[str, str]] = field(default_factory=list)  # of the prompt, in order: `path` and `sha256`
 
     @property
     def rounds(self) -> int:

@@ -1,5 +1,7 @@
 """Runs contenders over evaluation prompts, turn by turn: conversations from any file that `recipes.prompts` reads.
 
+A vision-language target may be asked about pictures, in any user turn.
+
 Answers in the file are dropped. A later turn's prompt has the target's own earlier answers, from plain decoding, so all
 contenders get the same prompts. All contenders decode a batch of prompts before the next one, in a rotating order: if
 the machine becomes slower, it slows all alike.
@@ -16,21 +18,33 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
 from draftsmith.eval.decoding.decode import Generation, TargetVerifier, decode
 from draftsmith.eval.measured.generation_log import record_of, token_texts
-from draftsmith.models.chat import RenderError, answer_message, as_text, decode_answer, render_prompt
+from draftsmith.models.chat import (
+    RenderError,
+    answer_message,
+    as_text,
+    decode_answer,
+    load_config,
+    render_prompt,
+)
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
+from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.picture_files import data_url
+from draftsmith.recipes.prompts.picture_parts import pictures_of
+from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import Conversation, Rejects, questions, read_conversations
-from draftsmith.recipes.prompts.sources import short_names
+from draftsmith.recipes.prompts.sources import StorePicture, short_names
 from draftsmith.recipes.schema import Recipe
 
 if TYPE_CHECKING:
     from draftsmith.eval.decoding.contenders import Contender, Lineup
 
 PLAIN = "plain decoding"
+PICTURE_MARK = " [picture] "  # in the report's questions
 
 
 @dataclass(frozen=True)
@@ -45,28 +59,57 @@ class Question:
     benchmark: str
     category: str | None
 
+    @property
+    def pictures(self) -> int:
+        """How many the user shows."""
+        return len(pictures_of([message for turn in self.turns for message in turn]))
+
+
+def recipe_questions(recipe: Recipe, rejects: Rejects, store: StorePicture = data_url) -> list[Question]:
+    """`load_questions` of eval.prompts.
+
+    Args:
+        store: stores the bytes of a picture that has no file, and returns their place.
+    """
+    section, sees = recipe.eval, is_vision_language(load_config(recipe.target))
+    return load_questions(
+        section.prompts or [], rejects, section.max_prompts, section.turns == "first", store if sees else None
+    )
+
 
 def load_questions(
-    sources: str | list[str], rejects: Rejects, limit: int | None, first_turns_only: bool = False
+    sources: str | list[str],
+    rejects: Rejects,
+    limit: int | None,
+    first_turns_only: bool = False,
+    store: StorePicture | None = None,
 ) -> list[Question]:
-    """The first `limit` conversations of each source. Those with more than text go to `rejects`.
+    """The first `limit` conversations of each source. Those that the target cannot read go to `rejects`.
+
+    Args:
+        store: given for a target that reads pictures, as in `recipe_questions`. Questions then name their pictures as
+            `with_named_pictures` does. None: text only.
 
     Raises:
         UserError: nothing usable.
     """
     names = [sources] if isinstance(sources, str) else sources
-    found, shown = [], short_names(names)
+    found, shown, unseen = [], short_names(names), False
     for source in names:  # one by one: benchmarks number their questions, all from 0
-        for conversation in read_conversations(source, rejects, limit, before="eval.prompts: "):
+        for conversation in read_conversations(source, rejects, limit, before="eval.prompts: ", store=store):
             try:
-                as_text(conversation.messages, conversation.images)
-            except RenderError as error:
+                if store is None:
+                    as_text(conversation.messages, conversation.images)
+                asked = conversation if store is None else with_named_pictures(conversation, store)
+            except (RenderError, ValueError) as error:
+                unseen |= store is None
                 record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
                 rejects.add(conversation.source, conversation.line, str(error), record)
             else:
-                found.append(_question(conversation, shown[source], first_turns_only))
+                found.append(_question(asked, shown[source], first_turns_only))
     if not found:
-        raise UserError(f"eval.prompts: nothing usable in {sources}; {rejects.summary()}")
+        advice = "; the target reads text only: name prompts of text, or a vision-language target" * unseen
+        raise UserError(f"eval.prompts: nothing usable in {sources}; {rejects.summary()}{advice}")
     return found
 
 
@@ -254,9 +297,10 @@ class _Talk:
 
     @property
     def words(self) -> str:
-        """The user's words in this turn."""
-        asked = [message for message in self.question.turns[self.turn - 1] if message["role"] == "user"][-1:]
-        return as_text(asked)[0]["content"]
+        """The user's words in this turn, with a mark for each picture."""
+        asked = [message["content"] for message in self.question.turns[self.turn - 1] if message["role"] == "user"][-1]
+        parts = [{"type": "text", "text": asked}] if isinstance(asked, str) else asked
+        return "".join(part["text"] if part["type"] == "text" else PICTURE_MARK for part in parts)
 
     def key(self, contender: str) -> Hashable:
         """Key of the answer's random numbers."""
@@ -267,3 +311,4 @@ class _Talk:
         question = self.question
         generation.benchmark, generation.category = question.benchmark, question.category
         generation.conversation_id, generation.turn = question.id, self.turn
+        generation.pictures = [{key: part[key] for key in ("path", "sha256")} for part in pictures_of(self.history)]

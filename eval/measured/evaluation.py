@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.proposers import tree_name
-from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, load_questions
+from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, recipe_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page.files import (
@@ -37,6 +38,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
 from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.prompts.picture_files import data_url, store_picture
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 
@@ -64,7 +66,9 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         make_out(recipe)
     with nullcontext() if plan else alone_in(recipe.eval_out):
         rejects = Rejects(None if plan else recipe.eval_out / "prompts.rejects.jsonl")
-        asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
+        # Pictures that have no file are stored beside the answers.
+        folder = generations_path(recipe).with_suffix(".pictures")
+        asked = recipe_questions(recipe, rejects, data_url if plan else partial(store_picture, folder=folder))
         if plan:
             print_evaluation_plan(recipe, asked, contenders)
             if full:
@@ -217,8 +221,10 @@ def how_made(recipe: Recipe, lineup: Lineup, contenders: Sequence[Contender]) ->
 def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Sequence[Contender]) -> None:
     prompts = Counter(question.benchmark for question in asked)
     turns = Counter(turn for question in asked for turn in [question.benchmark] * len(question.turns))
+    pictures = Counter(name for question in asked for name in [question.benchmark] * question.pictures)
     for name in prompts:
-        print(f"prompts      {name}: {prompts[name]} ({turns[name]} turns)")
+        shown = f", {pictures[name]} pictures" if pictures[name] else ""
+        print(f"prompts      {name}: {prompts[name]} ({turns[name]} turns{shown})")
     print(f"decoded by   {PLAIN}")
     for contender in contenders:
         print(f"             {contender.name}: {limits_text(contender)}")

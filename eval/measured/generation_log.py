@@ -3,13 +3,16 @@
     benchmark, category, conversation_id, turn     the turn; turn counts from 1, category may be null
     contender                                      its name; plain decoding is one of them
     prompt_token_ids, token_ids                    the target's input and output, the stop token included
+    pictures                                       those of the prompt in order, `path` and `sha256` of each; only where
+                                                   there are some
     accepted_per_round, tree_nodes, draft_calls    a number per round: drafted tokens in the answer, verified nodes
                                                    (root included), calls of the drafter
     last_round_cut                                 the answer's end cut tokens off the last round
     *_seconds                                      prefill, draft, verify, decode
     text                                           the answer as the next turn's prompt has it
-    question, token_texts                          main contender only: the last user message; each token's part of the
-                                                   text, special tokens written out
+    question, token_texts                          main contender only: the last user message, [picture] for each of
+                                                   its pictures; each token's part of the text, special tokens written
+                                                   out
 
 The first of `token_ids` comes from the prefill; round i then adds accepted_per_round[i] drafted tokens and one bonus
 token of the target. Only the last round may lack it (last_round_cut).
@@ -37,7 +40,8 @@ def record_of(
     generation: "Generation", contender: str, text: str, shown: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """A line of generations.jsonl. `shown` is the main contender's `question` and `token_texts`."""
-    return {"contender": contender} | vars(generation) | {"text": text} | (shown or {})
+    fields = {key: value for key, value in vars(generation).items() if value or key != "pictures"}
+    return {"contender": contender} | fields | {"text": text} | (shown or {})
 
 
 def read_generations(

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contender
-from draftsmith.eval.measured.benchmarks import PLAIN, Question, load_questions
+from draftsmith.eval.measured.benchmarks import PLAIN, Question, recipe_questions
 from draftsmith.eval.page.files import interval_text
 from draftsmith.eval.planner.cost_model import REPEATS, probe_trees
 from draftsmith.eval.planner.search import (
@@ -54,7 +54,7 @@ def main(command: Command) -> None:
     if command.measure:
         if recipe.eval.prompts is None:
             raise UserError("--measure decodes eval.prompts, which is not given; name a prompt file, or stdlib:heldout")
-        asked = load_questions(recipe.eval.prompts, rejects, recipe.eval.max_prompts, recipe.eval.turns == "first")
+        asked = recipe_questions(recipe, rejects)
     out = recipe.eval_out / ("calibration.json" if command.calibrate else "plan.json")
     if command.plan:
         print_planner_plan(recipe, contenders, recording, answers, command.measure, len(asked), out)

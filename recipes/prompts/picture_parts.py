@@ -101,6 +101,13 @@ def _split(content: Any) -> list[dict[str, Any]]:
     return parts
 
 
+def pictures_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parts that are pictures, in order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part for part in parts if isinstance(part, dict) and part.get("type") in PICTURE_TYPES]
+
+
 def places_of(part: dict[str, Any]) -> list[Any]:
     """What a picture's part names, key by key, OpenAI's {"url": ...} as its URL; nothing for a placeholder."""
     return [_cell(part[key]) for key in PATH_KEYS if part.get(key) is not None]

@@ -1,0 +1,210 @@
+"""Evaluation with pictures: what is asked and answered, what generations.jsonl holds, and what is refused."""
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from draftsmith.eval import acceptance
+from draftsmith.eval.measured.benchmarks import PLAIN
+from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
+from draftsmith.models.checkpoint import save_drafter, target_identity
+from draftsmith.models.drafters import build_drafter, config_class
+from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.vision import PictureReader
+from draftsmith.models.vocab import DraftVocab
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TargetSection
+from tests.test_vision import generated
+from tests.tiny_vision import FAMILIES, picture, save_vision_target
+from tests.training_runs import run_main
+
+LENGTH, STOP = 16, 4
+SAY = {"type": "text", "text": "in the rain"}
+NAMES = ("a.png", "b.png", "c.png")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A vision-language target, pictures, prompts of several forms, and a recipe with two kinds of drafter."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_vision_target(folder / "target", request.param)
+    for seed, name in enumerate(NAMES):
+        picture(24, 16, seed).save(folder / name)
+    section = TargetSection(model=str(folder / "target"), dtype="float32")
+    target = Target(load_causal_lm(section), (1, 3, 5))
+    identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
+    vocab = DraftVocab.full(target.vocab_size)
+    torch.manual_seed(0)
+    for kind, layers in (("vispec", (7,)), ("eagle3", (1, 3, 5))):
+        shape = config_class(kind, "eagle" if kind == "vispec" else None)
+        assert shape is not None
+        config = shape.for_target(target.config, target.vocab_size, layers, vocab.size)
+        drafter = build_drafter(config, vocab, None if kind == "eagle3" else target.frozen_head)
+        with torch.no_grad():  # at the start, ViSpec's do not read pictures
+            for key, parameter in drafter.named_parameters():
+                if key.startswith("img_"):
+                    parameter += 0.2 * torch.randn_like(parameter)
+        save_drafter(folder / kind, drafter, identity, "", {})
+    encoded = base64.b64encode((folder / "c.png").read_bytes()).decode()
+    turns = [{"role": "user", "content": text} for text in ("<image>\nthe cat", "the dog", "<image> and <image>")]
+    part = {"type": "image", "path": "a.png", "sha256": digest(folder / "a.png")}
+    records = [
+        {"id": "part", "messages": [{"role": "user", "content": [part, SAY]}]},
+        {"id": "column", "prompt": "in the rain", "image": "b.png"},
+        {"id": "url", "prompt": "in the rain", "image": f"data:image/png;base64,{encoded}"},
+        {"id": "turns", "messages": turns, "images": list(NAMES)},
+        {"id": "text", "prompt": "the cat and the dog"},
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    model = {"model": section.model, "dtype": "float32", "device": "cpu"}
+    chain = {"policy": "chain", "nodes": 4}
+    content = {
+        "output_dir": str(folder / "run"),
+        "target": model,
+        "eval": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "drafter": str(folder / "vispec"),
+            "max_new_tokens": LENGTH,
+            "batch_size": 2,
+            "bootstrap_samples": 100,
+            "tree": {"nodes": 12, "draft_calls": 3, "top_k": 4},
+            "also": [
+                {"name": "eagle3", "drafter": str(folder / "eagle3"), "tree": chain},
+                {"name": "itself", "proposer": "causal_lm", "draft_model": model, "tree": chain},
+            ],
+        },
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+def digest(path: Path) -> str:
+    return sha256(path.read_bytes()).hexdigest()
+
+
+def measure(place: Path, *overrides: str) -> None:
+    run_main(acceptance, str(place / "recipe.yaml"), *overrides)
+
+
+def lines_of(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """By contender, conversation and turn."""
+    lines = map(json.loads, path.read_text().splitlines())
+    return {(line["contender"], line["conversation_id"], line["turn"]): line for line in lines}
+
+
+@pytest.fixture(scope="module")
+def lines(place: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
+    """The answers of one run."""
+    measure(place)
+    return lines_of(place / "run/eval/generations.jsonl")
+
+
+def test_answers_are_those_that_the_model_generates(place: Path, lines: dict[Any, dict[str, Any]]) -> None:
+    """Token for token, with pixels as input: from plain decoding and every drafter, and in later turns."""
+    family, section = place.name.rstrip("0123456789"), TargetSection(model=str(place / "target"), dtype="float32")
+    tokenizer = load_tokenizer(section)
+
+    def told(message: list[dict[str, Any]]) -> list[int]:
+        whole = generated(family, render_prompt(tokenizer, message), LENGTH)
+        return whole[: whole.index(STOP) + 1] if STOP in whole else whole
+
+    a, b, c = ({"type": "image", "path": str(place / name)} for name in NAMES)
+    ask: Callable[..., dict[str, Any]] = lambda *parts: {"role": "user", "content": list(parts)}  # noqa: E731
+    expected = {
+        ("part", 1): [ask(a, SAY)],
+        ("column", 1): [ask(b, SAY)],
+        ("url", 1): [ask(c, SAY)],
+        ("text", 1): [ask({"type": "text", "text": "the cat and the dog"})],
+    }
+    turns = [[a, {"type": "text", "text": "the cat"}], [{"type": "text", "text": "the dog"}]]
+    turns.append([b, {"type": "text", "text": " and "}, c])
+    history: list[dict[str, Any]] = []
+    for turn, parts in enumerate(turns, start=1):
+        history.append(ask(*parts))
+        expected["turns", turn] = list(history)
+        history.append({"role": "assistant", "content": lines[PLAIN, "turns", turn]["text"]})
+    answers = {key: told(messages) for key, messages in expected.items()}
+    assert len({tuple(answers[name, 1]) for name in ("part", "column", "url")}) == 3  # pictures matter
+    contenders = {contender for contender, _, _ in lines}
+    assert len(contenders) == 4 and len(lines) == 4 * len(answers)
+    for contender, name, turn in lines:
+        assert lines[contender, name, turn]["token_ids"] == answers[name, turn], (contender, name, turn)
+    own = [line["accepted_per_round"] for (contender, *_), line in lines.items() if contender == "itself"]
+    assert all(set(accepted[:-1]) == {3} for accepted in own)  # the drafter that is the target sees what it sees
+    numbers = json.loads((place / "run/eval/acceptance.json").read_text())["contenders"]
+    assert all(row["matches_target"] for name, row in numbers.items() if name != PLAIN)
+
+
+def test_lines_name_pictures_and_hold_none(place: Path, lines: dict[Any, dict[str, Any]]) -> None:
+    a, b = ({"path": str(place / name), "sha256": digest(place / name)} for name in NAMES[:2])
+    stored = place / f"run/eval/generations.pictures/{digest(place / 'c.png')}.png"
+    assert stored.read_bytes() == (place / "c.png").read_bytes()
+    (main,) = {contender for contender, *_ in lines if "nodes" in contender or "tree" in contender}
+    for contender in (main, PLAIN, "eagle3"):
+        turns = [("part", 1), ("url", 1), ("text", 1), ("turns", 1), ("turns", 2), ("turns", 3)]
+        pictures = {(name, turn): lines[contender, name, turn].get("pictures") for name, turn in turns}
+        c = {"path": str(place / "c.png"), "sha256": digest(place / "c.png")}
+        assert pictures == {
+            ("part", 1): [a],
+            ("url", 1): [c | {"path": str(stored)}],
+            ("text", 1): None,
+            ("turns", 1): [a],
+            ("turns", 2): [a],
+            ("turns", 3): [a, b, c],
+        }
+    assert "base64" not in (place / "run/eval/generations.jsonl").read_text()
+    assert lines[main, "part", 1]["question"] == " [picture] in the rain"
+    assert lines[main, "turns", 3]["question"] == " [picture]  and  [picture] "
+    assert lines[main, "text", 1]["question"] == "the cat and the dog"
+
+
+def test_the_tower_reads_a_picture_once_for_all_contenders(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    reading = PictureReader._read
+    monkeypatch.setattr(PictureReader, "_read", lambda self, it: read.append(it.digest) or reading(self, it))
+    measure(place, f"eval.out={place / 'once'}")
+    assert len(set(read)) == 3 and len(read) == 6  # by the target and by the drafter that is the same model
+
+
+def test_the_plan_counts_pictures_and_writes_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    measure(place, "--plan", f"eval.out={place / 'planned'}")
+    assert "prompts      prompts: 5 (7 turns, 6 pictures)\n" in capsys.readouterr().out
+    assert not (place / "planned").exists()
+
+
+def test_what_cannot_be_shown_is_rejected_with_its_reason(place: Path, tmp_path: Path) -> None:
+    pictures = {
+        "picture missing": "nowhere.png",
+        "picture URL": "https://example.com/a.png",
+        "not a picture": str(place / "recipe.yaml"),
+    }
+    records = [{"id": kind, "prompt": "the cat", "image": image} for kind, image in pictures.items()]
+    part = {"type": "image", "path": str(place / "a.png"), "sha256": digest(place / "b.png")}
+    records += [{"id": "picture changed", "messages": [{"role": "user", "content": [part, SAY]}]}]
+    records += [{"id": "placeholders", "prompt": "<image> <image>", "image": str(place / "a.png")}]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in [*records, {"id": "text", "prompt": "rain"}]))
+    out = tmp_path / "out"
+    measure(place, f"eval.prompts={prompts}", f"eval.out={out}", "eval.also=[]")
+    assert {name for _, name, _ in lines_of(out / "generations.jsonl")} == {"text"}
+    rejects = [json.loads(line) for line in (out / "prompts.rejects.jsonl").read_text().splitlines()]
+    assert len(rejects) == len(records)
+    assert all(reject["reason"].startswith(f"{reject['record']['id']}: ") for reject in rejects)
+
+
+def test_a_target_of_text_says_what_it_lacks(place: Path, target_dir: Path, tmp_path: Path) -> None:
+    """Prompts with pictures are rejected; where no other is left, the error names the reason."""
+    lookup = 'eval.also=[{"name": "lookup", "proposer": "prompt_lookup", "tree": {"policy": "chain", "nodes": 4}}]'
+    settings = (f"target.model={target_dir}", f"eval.out={tmp_path}", "eval.drafter=null", lookup, "--plan")
+    with pytest.raises(UserError, match=re.escape("(4 not text only)")):
+        only = tmp_path / "only.jsonl"
+        only.write_text("\n".join((place / "prompts.jsonl").read_text().splitlines()[:4]))
+        measure(place, f"eval.prompts={only}", *settings)
