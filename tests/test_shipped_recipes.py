@@ -16,7 +16,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data_gen import label_trees, rank_vocab, regenerate
+from draftsmith.data_gen import label_trees, rank_vocab, regenerate, reprompt
 from draftsmith.eval import acceptance, c2t_sweep
 from draftsmith.models.c2t import C2tClassifier
 from draftsmith.models.chat import load_tokenizer, render_marked, render_prompt
@@ -29,6 +29,7 @@ from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.schema import Recipe, TargetSection, TrainSection, other_than_published
 from draftsmith.train import c2t
 from tests.conftest import make_target
+from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import TRAINED_BY, run_main
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +120,7 @@ SHRUNKEN: dict[str, tuple[str, dict, str | None, list[str]]] = {
     "llama3-8b-fr-spec": LLAMA3_8B,
     "llama2-13b-chat-poss": LLAMA2_CHAT,
     "llama2-7b-chat-c2t": LLAMA2_CHAT,
+    "qwen2.5-vl-7b-instruct-vispec": ("qwen2_5_vl", {}, None, []),  # tests/tiny_vision.py has it
     "qwen3-8b": ("qwen3", {}, QWEN3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
     "gpt-oss-20b": (
         "gpt_oss",
@@ -149,6 +151,8 @@ def tiny_tokenizer(template: str | None, special: list[str]) -> PreTrainedTokeni
 
 def save_target(name: str, directory: Path) -> Path:
     family, settings, template, special = SHRUNKEN[name]
+    if family in FAMILIES:
+        return save_vision_target(directory, family)
     model = make_target(family, **settings, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     model.save_pretrained(directory)
     tiny_tokenizer(template, special).save_pretrained(directory)
@@ -167,6 +171,17 @@ def write_corpus(path: Path) -> Path:
     return path
 
 
+def write_pictures(folder: Path) -> Path:
+    """Twelve pictures with captions, as LLaVA-Pretrain has them."""
+    records = []
+    for i in range(12):
+        picture(16 + i, 24, seed=i).save(folder / f"{i}.png")
+        asked = [{"from": "human", "value": "the cat sat\n<image>"}, {"from": "gpt", "value": "a cat"}]
+        records.append({"id": str(i), "image": f"{i}.png", "conversations": asked})
+    (folder / "captions.json").write_text(json.dumps(records))
+    return folder / "captions.json"
+
+
 def shrunken(name: str, recipe: Recipe, tmp_path: Path) -> list[str]:
     """Overrides that make a run of seconds of a shipped recipe, all its stages and contenders kept."""
     overrides = [
@@ -174,7 +189,6 @@ def shrunken(name: str, recipe: Recipe, tmp_path: Path) -> list[str]:
         f"target.model={save_target(name, tmp_path / 'target')}",
         "target.dtype=float32",
         "target.device=cpu",
-        f"data.prompts={write_prompts(tmp_path / 'prompts.jsonl', 'the cat sat')}",
         "data.max_prompts=12",
         "data.max_length=200",
         "data.generator.kind=transformers",
@@ -191,6 +205,12 @@ def shrunken(name: str, recipe: Recipe, tmp_path: Path) -> list[str]:
         "eval.tree.nodes=12",
         "eval.tree.draft_calls=3",
     ]
+    if recipe.reprompts:
+        overrides.append(f"data.reprompt.sources={write_pictures(tmp_path)}")
+    else:
+        overrides.append(f"data.prompts={write_prompts(tmp_path / 'prompts.jsonl', 'the cat sat')}")
+    if recipe.drafter.num_key_value_heads is not None:
+        overrides.append("drafter.num_key_value_heads=4")
     if recipe.drafter.vocab_size is not None:
         overrides.append("drafter.vocab_size=24")
     if recipe.drafter.intermediate_size is not None:
@@ -239,6 +259,8 @@ def test_from_prompts_to_acceptance(
         said = capsys.readouterr().out
         assert "regenerate writes it" in said
         assert re.match(rf"note: not as published for {kind}: train.token_loss 0.5 \(published [01.]+\)\n", said)
+    if recipe.reprompts:
+        run_main(reprompt, path, *overrides)
     run_main(regenerate, path, *overrides)
     run_main(rank_vocab, path, *overrides)
     if name in ("vicuna-13b-v1.3", "llama2-7b-chat-c2t"):
@@ -258,6 +280,8 @@ def test_from_prompts_to_acceptance(
 
     conversations = [json.loads(line) for line in (tmp_path / "run/conversations.jsonl").read_text().splitlines()]
     assert len(conversations) == 12
+    if recipe.reprompts:
+        assert all("sha256" in str(each["messages"]) for each in conversations)
     report = json.loads((tmp_path / "run/eval/acceptance.json").read_text())
     assert report["matches_target"] is True
     assert len(report["contenders"]) == 2 + len(recipe.eval.also)
