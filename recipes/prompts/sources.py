@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from draftsmith.recipes.demo_vision.prompts import scene_conversations
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.hub import check_dataset
 from draftsmith.recipes.files.json_text import check_depth, parse_json
@@ -21,6 +22,7 @@ from draftsmith.recipes.prompts.stdlib import SPLITS, stdlib_conversations
 
 StorePicture = Callable[[bytes], str]  # writes a picture's bytes to a file and returns its path
 
+DRAWN = {"stdlib": stdlib_conversations, "scenes": scene_conversations}  # each with the splits SPLITS
 TABLE_TYPES = (".csv", ".tsv")
 FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
 DELIMITERS = ",;\t"  # of .csv files; spreadsheets write ; in countries with a decimal comma
@@ -30,9 +32,9 @@ HUB_FORMS = "hf:org/name, hf:org/name:split or hf:org/name:config:split"
 
 def check_source(name: str) -> str | None:
     """The problem of a source that shows before any record is read, or None. Hub datasets are not looked up."""
-    if name.startswith("stdlib:"):
-        split = name.removeprefix("stdlib:")
-        return None if split in SPLITS else f"{name}: write {' or '.join(f'stdlib:{split}' for split in SPLITS)}"
+    kind, _, split = name.partition(":")
+    if kind in DRAWN:
+        return None if split in SPLITS else f"{name}: write {' or '.join(f'{kind}:{split}' for split in SPLITS)}"
     if name.startswith("hf:"):
         if "[" in name:
             return f"{name}: parts of a split cannot be asked for; the first N are data.max_prompts or eval.max_prompts"
@@ -72,7 +74,7 @@ def _short_name(source: str) -> str:
         return named[0]
     if source.startswith("hf:"):
         return source.removeprefix("hf:").split(":")[0]
-    return source if source.startswith("stdlib:") else Path(source).stem
+    return source if source.partition(":")[0] in DRAWN else Path(source).stem
 
 
 def records(source: str, rejects: Rejects, store: StorePicture | None = None) -> Iterator[tuple[int, Any]]:
@@ -92,8 +94,9 @@ def records(source: str, rejects: Rejects, store: StorePicture | None = None) ->
         )
         for line, record in found:
             yield line, known_forms(name, record, line)
-    elif source.startswith("stdlib:"):
-        yield from enumerate(stdlib_conversations(source.removeprefix("stdlib:")), start=1)
+    elif source.partition(":")[0] in DRAWN:
+        kind, _, split = source.partition(":")
+        yield from enumerate(DRAWN[kind](split), start=1)
     elif source.startswith("hf:"):
         for line, row in enumerate(_hub_rows(source, decode=store is None), start=1):
             yield line, plain_row(row, store)
