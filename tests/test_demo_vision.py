@@ -1,15 +1,23 @@
 """The vision demo's pictures, and the check of what is said about them."""
 
 import collections
+import json
 import random
 from itertools import islice
+from pathlib import Path
 
 import numpy
 import pytest
 
+from draftsmith.data_gen import regenerate
 from draftsmith.recipes.demo_vision import scenes as drawing
-from draftsmith.recipes.demo_vision.descriptions import checked_statements, description_of, questions_about
+from draftsmith.recipes.demo_vision.descriptions import REQUESTS, checked_statements, description_of, questions_about
 from draftsmith.recipes.demo_vision.scenes import COLOURS, PIXELS, SPLITS, ChartBar, Scene, Thing, draw, scene_at
+from draftsmith.recipes.prompts.pictures import read_picture
+from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.rejects import Rejects
+from draftsmith.recipes.prompts.sources import check_source
+from tests.training_runs import ROOT, run_main
 
 KINDS = {"total", "placed", "tally", "relation", "blank", "bars", "nth", "height", "most", "versus"}
 THINGS = Scene(
@@ -244,3 +252,30 @@ def test_things_side_by_side_are_neither_above_nor_below(direction: str) -> None
     for one, other in (("small red circle", "large blue square"), ("large blue square", "small red circle")):
         [statement] = checked_statements(f"The {one} is {direction} the {other}.", scene)
         assert statement.kind == "relation" and statement.holds is False
+
+
+def test_prompts_show_the_scenes_of_their_split(tmp_path: Path) -> None:
+    """Two records of each split, through the reader; their pictures are drawn from the same seeds."""
+    for split in SPLITS:
+        read = list(read_conversations(f"scenes:{split}", Rejects(), 2))
+        assert [conversation.id for conversation in read] == [f"scenes/{split}/0", f"scenes/{split}/1"]
+        for index, conversation in enumerate(read):
+            picture, request = conversation.messages[0]["content"]
+            assert request["text"] in REQUESTS
+            shown = read_picture(picture["url"], tmp_path).image
+            assert shown.tobytes() == draw(scene_at(split, index)).tobytes()
+    assert check_source("scenes:test") == "scenes:test: write scenes:train or scenes:heldout"
+
+
+def test_the_target_tells_what_it_sees(tmp_path: Path) -> None:
+    """Of two training pictures, by regeneration as the recipe has it, but greedily."""
+    words = [f"output_dir={tmp_path}", f"data.conversations={tmp_path}/conversations.jsonl", "target.device=cpu"]
+    run_main(
+        regenerate, ROOT / "recipes/demo-vision.yaml", *words, "data.max_prompts=2", "data.generator.temperature=0"
+    )
+    records = [json.loads(line) for line in (tmp_path / "conversations.jsonl").read_text().splitlines()]
+    for record in records:
+        scene = scene_at("train", int(record["id"].split("/")[-1]))
+        statements = checked_statements(record["messages"][-1]["content"], scene)
+        held = [statement.holds for statement in statements if statement.holds is not None]
+        assert len(held) >= 2 and sum(held) >= len(held) / 2, (statements, scene)
