@@ -14,7 +14,7 @@ NEMO := .venv-nemo
 LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow lint types wheel-check ci demo demo-target vision-target study bench serve-check readers clean
+.PHONY: help install test test-slow lint types wheel-check ci demo demo-vision demo-target vision-target study bench serve-check readers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,14 @@ demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptan
 
 demo-target: install  ## train the demo's target model again: 80 minutes
 	$(BIN)/python -m docs.study.make_demo_target --out runs/demo_target
+
+VISION := $(BIN)/draftsmith run recipes/demo-vision.yaml
+demo-vision: install  ## a drafter for a target that sees, and its baselines, in runs/demo-vision
+	$(VISION) output_dir=runs/demo-vision-blind drafter.compressed_tokens=0 drafter.global_vector=false eval.prompts=null
+	$(VISION) output_dir=runs/demo-vision-all drafter='{kind: eagle}' train.ttt_steps=2 train.step_weight=1 \
+		train.token_objective=total_variation train.token_loss=20 train.rank_loss=0.1 train.feature_loss=0 \
+		train.detach_features=false eval.prompts=null
+	$(VISION)
 
 vision-target: install  ## train the vision demo's target again: 104 minutes
 	$(BIN)/python -m docs.study.make_vision_target --out runs/demo_vision_target
