@@ -21,6 +21,7 @@ from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.vision import is_vision_language
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.files.hub import check_model
+from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.schema import TargetSection
 
 Message = dict[str, Any]
@@ -268,10 +269,10 @@ def with_pictures(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], messag
         RenderError: the placeholders are not those of the pictures, or a picture cannot be read.
     """
     pictures: PictureProcessor | None = getattr(tokenizer, _PICTURES, None)
-    if pictures is None:
-        as_text(messages)
-        return Prompt(ids)
-    return Prompt(ids, pictures.placed(ids, in_parts(messages)[1]))
+    shown = pictures_of([message for message in messages if isinstance(message, dict)])  # as stored, not checked
+    if pictures is None and shown:
+        raise RenderError("not text only: image")
+    return Prompt(ids) if pictures is None else Prompt(ids, pictures.placed(ids, in_parts([{"content": shown}])[1]))
 
 
 def has_generation_tags(tokenizer: PreTrainedTokenizerBase) -> bool:
