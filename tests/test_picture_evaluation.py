@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from draftsmith.data_gen import regenerate
 from draftsmith.eval import acceptance
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
@@ -208,3 +209,73 @@ def test_a_target_of_text_says_what_it_lacks(place: Path, target_dir: Path, tmp_
         only = tmp_path / "only.jsonl"
         only.write_text("\n".join((place / "prompts.jsonl").read_text().splitlines()[:4]))
         measure(place, f"eval.prompts={only}", *settings)
+
+
+# Replay.
+
+
+def rounds_of(found: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
+    return {key: (line["token_ids"], line["accepted_per_round"], line.get("pictures")) for key, line in found.items()}
+
+
+def test_replay_reads_the_pictures_of_recorded_answers(place: Path, lines: dict[Any, dict[str, Any]]) -> None:
+    """The rounds of decoding, by drafters that read pictures and by one that would be wrong without them."""
+    measure(place, "eval.mode=replay")
+    replayed = lines_of(place / "run/eval/replay/generations.jsonl")
+    assert rounds_of(replayed) == rounds_of(lines)
+    itself = [line["accepted_per_round"] for (contender, *_), line in replayed.items() if contender == "itself"]
+    assert sum(map(sum, itself)) > 30
+    assert "290" not in json.dumps([line.get("question") for line in replayed.values()])
+
+
+def test_replay_reads_regenerated_conversations(place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path) -> None:
+    """Their messages name all pictures; a turn's prompt has those up to it."""
+    conversations = tmp_path / "conversations.jsonl"
+    generator = {"batch_size": 3, "max_new_tokens": LENGTH, "temperature": 0}
+    content = yaml.safe_load((place / "recipe.yaml").read_text())
+    content["data"] = {
+        "prompts": content["eval"]["prompts"],
+        "conversations": str(conversations),
+        "max_length": 400,
+        "generator": generator,
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    run_main(regenerate, path)
+    out = tmp_path / "out"
+    settings = (
+        "eval.mode=replay",
+        f"eval.answers={conversations}",
+        f"eval.out={out}",
+        "train.validation_conversations=3",
+    )
+    run_main(acceptance, path, *settings, "--plan")
+    run_main(acceptance, path, *settings, f"data.conversations={tmp_path / 'others.jsonl'}")
+    replayed = lines_of(out / "replay/generations.jsonl")
+    shown = {(name, turn): [Path(p["path"]).name for p in line.get("pictures", ())]
+             for (contender, name, turn), line in replayed.items() if contender == PLAIN}  # fmt: skip
+    assert shown["part", 1] == ["a.png"] and shown["text", 1] == []
+    assert shown.get(("turns", 3), list(NAMES)) == list(NAMES)
+    for (contender, name, turn), line in replayed.items():
+        assert line["accepted_per_round"] == lines[contender, name, turn]["accepted_per_round"]
+
+
+@pytest.mark.parametrize("change", ["another picture", "no picture", "not named"])
+def test_answers_to_other_pictures_are_not_replayed(
+    place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path, change: str
+) -> None:
+    shown = tmp_path / "a.png"
+    picture(24, 16, 5 if change == "another picture" else 0).save(shown)
+    line = lines[PLAIN, "part", 1]
+    named = [line["pictures"][0] | {"path": str(shown)}]
+    if change == "no picture":
+        shown.unlink()
+    answers = tmp_path / "generations.jsonl"
+    answers.write_text(json.dumps(line | {"pictures": [] if change == "not named" else named}) + "\n")
+    reason = {
+        "another picture": "picture changed: ",
+        "no picture": "picture missing: ",
+        "not named": "pictures and placeholders differ: ",
+    }[change]
+    with pytest.raises(UserError, match=re.escape(f"eval.answers: {answers}:1: {reason}")):
+        measure(place, "eval.mode=replay", f"eval.answers={answers}", f"eval.out={tmp_path}")

@@ -38,6 +38,7 @@ from draftsmith.eval.recorded.answers import (
     other_sampling,
     read_answers,
     with_rounds,
+    with_their_pictures,
 )
 from draftsmith.eval.recorded.replay import Agreement, RecordedVerifier, read_states
 from draftsmith.models.c2t import DEPTH_CONVENTION, differing_keys, node_features
@@ -148,8 +149,10 @@ def answers_to_label(recipe: Recipe) -> tuple[Recording, list[RecordedAnswer]]:
     only, note = not_trained_on(recipe, path)
     recording = read_answers(path, only=only)
     recording.note = note
-    check_answers_before_loading(recording, TargetFacts.read(recipe.target))
-    return recording, sorted(with_rounds(recording.of(PLAIN, PLAIN), path, "labels.answers"), key=_rank)
+    target = TargetFacts.read(recipe.target)
+    check_answers_before_loading(recording, target)
+    answers = with_their_pictures(recording.of(PLAIN, PLAIN), target.tokenizer)
+    return recording, sorted(with_rounds(answers, path, "labels.answers"), key=_rank)
 
 
 def _rank(answer: RecordedAnswer) -> bytes:

@@ -172,6 +172,13 @@ class AcceptanceFile(FileShape):
 # generations.jsonl
 
 
+class NamedPicture(FileShape):
+    """A picture of a prompt."""
+
+    path: Text
+    sha256: Text | None = None
+
+
 class AnswerLine(FileShape):
     """Whose answer a line holds, and to which turn; see `generation_log`."""
 
@@ -180,6 +187,7 @@ class AnswerLine(FileShape):
     category: Text | None
     conversation_id: Text
     turn: FileCount
+    pictures: list[NamedPicture] = []
 
 
 class Record(AnswerLine):

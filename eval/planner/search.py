@@ -29,6 +29,7 @@ from draftsmith.eval.recorded.answers import (
     other_sampling,
     read_answers,
     with_rounds,
+    with_their_pictures,
 )
 from draftsmith.eval.recorded.replay import Agreement, plain_rounds, replay_all
 from draftsmith.models.draft_tree import Proposer
@@ -200,9 +201,9 @@ def planner_answers(
                 f"{room:,} or less"
             )
         answers = with_rounds(_answers_for_all(recording), path, "eval.planner.answers")
-    if len(answers) > most:
-        answers = [answers[i * len(answers) // most] for i in range(most)]
-    return recording, answers
+        if len(answers) > most:
+            answers = [answers[i * len(answers) // most] for i in range(most)]
+        return recording, with_their_pictures(answers, target.tokenizer)
 
 
 def _answers_for_all(recording: Recording) -> list[RecordedAnswer]:

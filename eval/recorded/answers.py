@@ -5,24 +5,27 @@ The lines of a file show which of two kinds it is:
     generations.jsonl           every contender's answers, by eval/acceptance.py (`eval.measured.generation_log`)
     regenerated conversations   every turn is an answer, by data_gen/regenerate.py
 
-Both hold token ids, so nothing is tokenised again. A line that cannot be used is an error: skipping lines would select
-answers by accident.
+Both hold token ids, so nothing is tokenised again. Both name pictures, which `with_their_pictures` reads again. A
+line that cannot be used is an error: skipping lines would select answers by accident.
 """
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.eval.decoding.target_facts import TargetFacts
-from draftsmith.eval.page.file_shapes import AnswerLine, FileShape, Text, check, load
-from draftsmith.models.chat import FINGERPRINT_COVERS
+from draftsmith.eval.page.file_shapes import AnswerLine, FileShape, NamedPicture, Text, check, load
+from draftsmith.models.chat import FINGERPRINT_COVERS, reads_pictures, with_pictures
+from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.schema import Recipe
 from draftsmith.recipes.validation import validation_rank
 
@@ -43,6 +46,7 @@ class RecordedAnswer:
     conversation_id: str = ""
     turn: int = 1  # of its conversation, from 1
     place: str = ""  # file:line, for messages
+    pictures: list[dict[str, str]] = field(default_factory=list)  # named in its line, `path` and `sha256`
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -119,6 +123,7 @@ class _ConversationLine(FileShape):
     id: Text
     turns: Annotated[list[_Turn], Field(min_length=1)]
     generator: _Generator = _Generator()
+    messages: Annotated[list[dict[str, Any]], Field(default_factory=list)]
     meta: dict[str, Any] | None = None
 
 
@@ -277,7 +282,8 @@ def _answers_of(
     if "contender" in record:
         one = check(record, _GenerationLine)
         turn = (one.benchmark, one.category, one.conversation_id, one.turn)
-        return one.contender, [RecordedAnswer(one.prompt_token_ids, one.token_ids, sampling, *turn, place)], {}
+        shown = [picture.model_dump(exclude_none=True) for picture in one.pictures]
+        return one.contender, [RecordedAnswer(one.prompt_token_ids, one.token_ids, sampling, *turn, place, shown)], {}
     if not isinstance(record.get("turns"), list):
         raise ValueError(
             "neither a line of generations.jsonl nor a regenerated conversation with the token ids of its turns"
@@ -292,8 +298,11 @@ def _answers_of(
     benchmark, category = meta.get("benchmark", ""), meta.get("category")
     benchmark = benchmark if isinstance(benchmark, str) else ""
     category = category if isinstance(category, str) else None
+    # All of the conversation: a turn's prompt shows as many as it has placeholders.
+    shown = [check(part, NamedPicture).model_dump(exclude_none=True) for part in pictures_of(line.messages)]
+    about = sampling, benchmark, category, line.id
     answers = [
-        RecordedAnswer(t.prompt_token_ids, t.output_token_ids, sampling, benchmark, category, line.id, number, place)
+        RecordedAnswer(t.prompt_token_ids, t.output_token_ids, *about, number, place, shown)
         for number, t in enumerate(line.turns, start=1)
     ]
     return EVERYONE, answers, _known(generator.model_dump())
@@ -342,6 +351,36 @@ def _not_lossless(path: Path, whose: str = "") -> UserError:
         f"eval.answers: {whose}{path} {'were' if whose else 'was'} decoded by an acceptance rule that is not lossless; "
         "replay needs the target's own answers. Decode or regenerate them with a lossless rule"
     )
+
+
+def with_their_pictures(answers: Iterable[RecordedAnswer], tokenizer: PreTrainedTokenizerBase) -> list[RecordedAnswer]:
+    """The answers, with each picture in the prompt that shows it.
+
+    Args:
+        tokenizer: the target's, of `load_tokenizer`.
+
+    Raises:
+        UserError: a picture is missing or has changed, is not what the placeholders were written for, or the target
+            reads text only.
+    """
+    found: list[RecordedAnswer] = []
+    known: dict[Hashable, Prompt] = {}  # contenders share prompts
+    sees = reads_pictures(tokenizer)
+    for answer in answers:
+        if not (sees or answer.pictures):
+            found.append(answer)
+            continue
+        key = tuple(answer.prompt), *(tuple(sorted(picture.items())) for picture in answer.pictures)
+        if key not in known:
+            content = [{"type": "image"} | picture for picture in answer.pictures]
+            try:
+                known[key] = with_pictures(tokenizer, answer.prompt, [{"role": "user", "content": content}])
+            except RenderError as error:
+                raise UserError(f"eval.answers: {answer.place}: {error}") from None
+        prompt = known[key]
+        shown = answer.pictures[: len(prompt.inserts)]
+        found.append(replace(answer, prompt=prompt, pictures=shown) if shown else answer)
+    return found
 
 
 # Checks against a target.

@@ -416,7 +416,7 @@ NOT_TIMED = dict.fromkeys(("prefill_seconds", "draft_seconds", "verify_seconds",
 
 def _turn(answer: RecordedAnswer) -> dict[str, Any]:
     """The fields of a `Generation` that name its turn."""
-    return {key: getattr(answer, key) for key in ("benchmark", "category", "conversation_id", "turn")}
+    return {key: getattr(answer, key) for key in ("benchmark", "category", "conversation_id", "turn", "pictures")}
 
 
 def plain_rounds(answer: RecordedAnswer) -> Generation:

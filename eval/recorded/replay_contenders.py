@@ -21,6 +21,7 @@ from draftsmith.eval.recorded.answers import (
     check_recorded_from,
     not_trained_on,
     read_answers,
+    with_their_pictures,
 )
 from draftsmith.eval.recorded.replay import (
     Agreement,
@@ -33,6 +34,7 @@ from draftsmith.eval.recorded.replay import (
 from draftsmith.models.chat import load_config
 from draftsmith.models.checkpoint import read_drafter_config
 from draftsmith.models.costs import cache_bytes_per_token, gigabytes, target_size
+from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -50,7 +52,10 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
     only, note = not_trained_on(recipe, path)
     recording = read_answers(path, recipe.eval.max_prompts, sampling, recipe.eval.turns == "first", only)
     recording.note = note
-    check_answers_before_loading(recording, TargetFacts.read(recipe.target))
+    target = TargetFacts.read(recipe.target)
+    check_answers_before_loading(recording, target)
+    placed = iter(with_their_pictures(recording, target.tokenizer))
+    recording.answers = {name: [next(placed) for _ in answers] for name, answers in recording.answers.items()}
     problems = []
     turns = [answer.key for answer in _baseline(recording, contenders)]
     for contender in contenders:
@@ -101,10 +106,10 @@ def replay_contenders(
     """
     check_recorded_from(recording, lineup.identity)
     along = {contender.name: recording.of(contender.name, PLAIN) for contender in contenders}
-    groups: dict[tuple[tuple[int, ...], ...], list[Contender]] = {}  # by their answers' tokens
+    groups: dict[tuple[tuple[Prompt, tuple[int, ...]], ...], list[Contender]] = {}  # by their answers
     for contender in contenders:
-        tokens = tuple((*answer.prompt, -1, *answer.tokens) for answer in along[contender.name])
-        groups.setdefault(tokens, []).append(contender)
+        told = tuple((Prompt.of(answer.prompt), tuple(answer.tokens)) for answer in along[contender.name])
+        groups.setdefault(told, []).append(contender)
     found: dict[str, list[Generation]] = {}
     with Bar(total=sum(map(answer_tokens, along.values())), desc="replay", unit="token") as progress:
         for members in groups.values():
