@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.demo_vision.prompts import scene_conversations
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.hub import check_dataset
 from draftsmith.recipes.files.json_text import check_depth, parse_json
@@ -22,7 +21,7 @@ from draftsmith.recipes.prompts.stdlib import SPLITS, stdlib_conversations
 
 StorePicture = Callable[[bytes], str]  # writes a picture's bytes to a file and returns its path
 
-DRAWN = {"stdlib": stdlib_conversations, "scenes": scene_conversations}  # each with the splits SPLITS
+DRAWN = ("stdlib", "scenes")  # made here, each with the splits SPLITS
 TABLE_TYPES = (".csv", ".tsv")
 FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
 DELIMITERS = ",;\t"  # of .csv files; spreadsheets write ; in countries with a decimal comma
@@ -96,7 +95,12 @@ def records(source: str, rejects: Rejects, store: StorePicture | None = None) ->
             yield line, known_forms(name, record, line)
     elif source.partition(":")[0] in DRAWN:
         kind, _, split = source.partition(":")
-        yield from enumerate(DRAWN[kind](split), start=1)
+        if kind == "scenes":
+            from draftsmith.recipes.demo_vision.prompts import scene_conversations  # Pillow, which --help does not need
+
+            yield from enumerate(scene_conversations(split), start=1)
+        else:
+            yield from enumerate(stdlib_conversations(split), start=1)
     elif source.startswith("hf:"):
         for line, row in enumerate(_hub_rows(source, decode=store is None), start=1):
             yield line, plain_row(row, store)
