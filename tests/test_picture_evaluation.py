@@ -1,6 +1,7 @@
 """Evaluation with pictures: what is asked and answered, what generations.jsonl holds, and what is refused."""
 
 import base64
+import io
 import json
 import re
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from PIL import Image, ImageChops, ImageStat
 
 from draftsmith.data_gen import regenerate
 from draftsmith.eval import acceptance
 from draftsmith.eval.measured.benchmarks import PLAIN
+from draftsmith.eval.page.files import generations_path
 from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.drafters import build_drafter, config_class
@@ -23,6 +26,7 @@ from draftsmith.models.vision import PictureReader
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
+from tests.report_cases import evaluate, make_recipe, page_of
 from tests.test_vision import generated
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import run_main
@@ -279,3 +283,49 @@ def test_answers_to_other_pictures_are_not_replayed(
     }[change]
     with pytest.raises(UserError, match=re.escape(f"eval.answers: {answers}:1: {reason}")):
         measure(place, "eval.mode=replay", f"eval.answers={answers}", f"eval.out={tmp_path}")
+
+
+# The report.
+
+
+def thumbnails(page: str) -> list[Image.Image]:
+    found = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" [^>]*loading="lazy"', page)
+    return [Image.open(io.BytesIO(base64.b64decode(each))) for each in found]
+
+
+def test_the_report_shows_each_picture_beside_its_answer(place: Path, lines: dict[Any, dict[str, Any]]) -> None:
+    page = (place / "run/eval/report.html").read_text()
+    answers = {re.findall(r"· (\w+), turn (\d)", part)[0]: part for part in page.split("<details")[1:8]}
+    counts = {(name, int(turn)): part.count("<img ") for (name, turn), part in answers.items()}
+    turns = {("turns", 1): 1, ("turns", 2): 1, ("turns", 3): 3}
+    assert counts == {("part", 1): 1, ("column", 1): 1, ("url", 1): 1, ("text", 1): 0, **turns}
+    assert page.count("<img ") == len(thumbnails(page)) == 8
+    (small,) = thumbnails(answers["part", "1"])
+    with Image.open(place / "a.png") as whole:
+        assert small.size == whole.size
+        difference = ImageChops.difference(small.convert("RGB"), whole.convert("RGB"))
+        assert sum(ImageStat.Stat(difference).mean) < 45  # JPEG blurs the colours of small squares
+    others = [ImageChops.difference(small, each).getbbox() for each in thumbnails(answers["column", "1"])]
+    assert all(others)
+
+
+def test_the_report_bounds_pictures_and_says_which_are_gone(tmp_path: Path) -> None:
+    picture(900, 300).save(tmp_path / "large.png")
+    named = {"path": str(tmp_path / "large.png"), "sha256": digest(tmp_path / "large.png")}
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", None, "x", 1)])
+
+    def page_with(*pictures: dict[str, str]) -> str:
+        path = generations_path(recipe)
+        lines = [json.loads(line) | {"pictures": pictures} for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return page_of(recipe)
+
+    assert "beside" not in page_with()
+    page = page_with(*[named] * 10)
+    assert [each.size for each in thumbnails(page)] == [(256, 85)] * 8
+    assert "and 2 more" in page
+    picture(900, 300, seed=1).save(tmp_path / "large.png")
+    page = page_with(named, {"path": "<b>\u202e\ud800.png"})
+    assert "<img" not in page and "picture changed: " in page
+    assert "picture missing: " in page and "&lt;b&gt;" in page and "\u202e" not in page

@@ -34,6 +34,8 @@ CSV_KEYS = (
     *("tau", "speedup", "tokens_per_second", "accepted_per_round", "tree_nodes_per_round", "draft_calls_per_round"),
     *("tau_ratio", "speed_ratio", "matches_target"),
 )
+SHOWN_PICTURES = 8  # of an answer's prompt
+THUMBNAIL = 256  # pixels of the longer side
 UNSEEN = re.compile(r"[\u200b\u200e\u200f\u2028\u2029\u2060-\u2064]")
 
 
@@ -63,6 +65,7 @@ def build_html(
     main, plain = acceptance["contender"], acceptance["baseline"]
     legend = Legend.of(acceptance)
     longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(answers))))
+    shown = [_answer(record, longest) for record in answers]
     page = environment.get_template("report.html.jinja").render(
         acceptance=acceptance,
         contenders=contenders,
@@ -86,7 +89,8 @@ def build_html(
         parts=list(figures.parts_of(acceptance)),
         acceptance_figures=_figures(figures.acceptance_plots(acceptance)),
         training_figures=_figures(figures.training_plots(metrics)),
-        answers=[_answer(record, longest) for record in answers],
+        answers=shown,
+        pictured=any(answer["pictures"] for answer in shown),
         faults=faults,
         light=drawing.LIGHT,
         dark=drawing.DARK,
@@ -263,6 +267,8 @@ def _answer(record: dict[str, Any], longest: int) -> dict[str, Any]:
         "benchmark": record["benchmark"],
         "category": record["category"],
         "question": _shortened(record["question"], 1200),
+        "pictures": [_thumbnail(picture) for picture in record.get("pictures", [])[:SHOWN_PICTURES]],
+        "more_pictures": max(0, len(record.get("pictures", [])) - SHOWN_PICTURES),
         "first": visible(texts[0]),
         "rounds": rounds,
         "tokens": len(texts),
@@ -270,6 +276,26 @@ def _answer(record: dict[str, Any], longest: int) -> dict[str, Any]:
         "verifications": count,
         "tau": (len(texts) - 1) / count if count else None,
         "accepted_per_round": record["accepted_per_round"][: len(rounds)],
+    }
+
+
+def _thumbnail(named: dict[str, str]) -> dict[str, Any]:
+    """A picture of a prompt in small, as a data URL; or `problem`: why it cannot be shown."""
+    from draftsmith.recipes.prompts.pictures import UnusablePicture, read_picture  # Pillow, only where it is needed
+
+    try:
+        image = read_picture(named["path"], Path(), named.get("sha256")).image
+    except UnusablePicture as error:
+        return {"problem": visible(str(error))}
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=85)
+    return {
+        "problem": None,
+        "src": f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}",
+        "width": image.width,
+        "height": image.height,
+        "name": visible(Path(named["path"]).name),
     }
 
 
