@@ -484,6 +484,7 @@ def test_wheel_holds_and_imports_every_module(tmp_path: Path):
     patterns = (
         "recipes/*.yaml",
         "recipes/demo_target/*",
+        "recipes/demo_vision/target/*",
         "recipes/templates/*",
         "eval/page/*.jinja",
         "models/formats/*.jinja",
