@@ -100,8 +100,10 @@ class VisionAdaptor(nn.Module):
         self.v_proj = nn.Linear(size, size, bias=config.attention_bias)
         self.o_proj = nn.Linear(size, size, bias=False)
 
-    def forward(self, rows_NH: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """[Q + 1, H] vectors of each picture.
+    def forward(self, rows_NH: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """[pictures, Q + 1, H] vectors.
+
+        One tensor, not one for each picture: ZeRO-3 counts a module's outputs, and ranks that count differently hang.
 
         Args:
             rows_NH: the pictures' input embeddings, one behind the other; lengths: tokens of each.
@@ -116,7 +118,7 @@ class VisionAdaptor(nn.Module):
             for key, value in zip(keys, values, strict=True)
         ]
         outputs: torch.Tensor = self.o_proj(torch.stack(pooled).transpose(1, 2).flatten(2))
-        return list(outputs.to(self.o_proj.weight.dtype))
+        return outputs.to(self.o_proj.weight.dtype)
 
 
 class VisionDrafter(FeatureDrafter):
