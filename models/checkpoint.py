@@ -159,7 +159,8 @@ def read_drafter_config(directory: Path) -> tuple[DrafterConfig, dict[str, Any]]
         raise UserError(f"{directory}: a file; name the folder that holds a drafter's config.json") from None
     except ValueError as error:
         raise UserError(f"{directory / 'config.json'}: {error}") from None
-    kind = config_class(config.get("kind"), config.get("base")) if isinstance(config, dict) else None
+    own = config.get("drafter") if isinstance(config, dict) else None
+    kind = config_class(config.get("kind"), config.get("base"), own or ()) if isinstance(config, dict) else None
     if kind is None or not {"drafter", "target"} <= config.keys():
         foreign = isinstance(config, dict) and "architectures" in config
         raise UserError(

@@ -1,6 +1,6 @@
 """The only list of drafter kinds: builds a drafter from a config.json or a recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -9,9 +9,18 @@ import torch
 from draftsmith.models.eagle import EagleConfig, EagleDrafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
-from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter
+from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter, SpecialistsConfig
 from draftsmith.models.target import checked_capture_layers
-from draftsmith.models.vispec import Vispec3Config, Vispec3Drafter, VispecConfig, VispecDrafter
+from draftsmith.models.vispec import (
+    Vispec3Config,
+    Vispec3Drafter,
+    VispecConfig,
+    VispecDrafter,
+    VispecPoss3Config,
+    VispecPoss3Drafter,
+    VispecPossConfig,
+    VispecPossDrafter,
+)
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection
@@ -23,27 +32,37 @@ DRAFTER_CLASSES: dict[type[DrafterConfig], Any] = {
     Poss3Config: Poss3Drafter,
     VispecConfig: VispecDrafter,
     Vispec3Config: Vispec3Drafter,
+    VispecPossConfig: VispecPossDrafter,
+    VispecPoss3Config: VispecPoss3Drafter,
 }
 
 
-def config_class(kind: Any, base: Any = None) -> type[DrafterConfig] | None:
-    """The config class of a kind (and, for position specialists and ViSpec, of their base); None: unknown."""
-    return next((config for config in DRAFTER_CLASSES if (config.kind, config.base) == (kind, base)), None)
+def config_class(kind: Any, base: Any = None, own: Container[str] = ()) -> type[DrafterConfig] | None:
+    """The config class of a kind (and, for position specialists and ViSpec, of their base); None: unknown.
+
+    Args:
+        own: names of its fields. ViSpec has specialists if they are among them.
+    """
+    specialised = kind == "poss" or (kind == "vispec" and "specialists" in own)
+    wanted = kind, base, specialised
+    return next((c for c in DRAFTER_CLASSES if (c.kind, c.base, issubclass(c, SpecialistsConfig)) == wanted), None)
 
 
 def known_kinds() -> str:
-    return ", ".join(config.kind + f" over {config.base}" * (config.base is not None) for config in DRAFTER_CLASSES)
+    names = [config.kind + f" over {config.base}" * (config.base is not None) for config in DRAFTER_CLASSES]
+    return ", ".join(dict.fromkeys(names))
 
 
 def kind_text(config: DrafterConfig) -> str:
-    """A kind's name in text: eagle3, eagle, poss-2 (two positions a specialist), poss-2 over eagle3."""
+    """A kind's name in text: eagle3, poss-2 (two positions a specialist), vispec with poss-2 over eagle3."""
     return kind_name(config.kind, config.base, getattr(config, "positions_per_specialist", None))
 
 
 def kind_name(kind: str, base: str | None, positions: int | None) -> str:
     """The same from a recipe's values. Over EAGLE-1, the published form of PosS and ViSpec, the base is not named."""
     over = f" over {base}" * (kind in ("poss", "vispec") and base != "eagle")
-    return kind + f"-{positions}" * (kind == "poss") + over
+    specialists = "" if positions is None else f"-{positions}" if kind == "poss" else f" with poss-{positions}"
+    return kind + specialists + over
 
 
 def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | None) -> FeatureDrafter:
@@ -94,7 +113,7 @@ def drafter_config(section: DrafterSection, target_config: Any, capture_layers: 
         raise UserError(
             f"drafter.vocab_size: {section.vocab_size} is more than the target's vocabulary of {vocab_size} tokens"
         )
-    kind = config_class(section.kind, section.over)
+    kind = config_class(section.kind, section.over, {"specialists"} if section.specialised else ())
     assert kind is not None
     names = {each.name for each in fields(kind)}
     wanted: dict[str, Any] = {

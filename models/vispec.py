@@ -29,6 +29,9 @@ published, g enters behind fc, at the fused feature: drafted features come back 
 one place and one scale, and fc stays free of it. c_i is the layer's embedding and its feature, each through the
 layer's own norm.
 
+Position specialists (`models.poss`) may stand on it. Each makes its own keys and values of the compressed tokens;
+adaptor and img_fc are shared.
+
 Deviations from the reference code: any number of pictures and rows, 0 compressed tokens, attention of the draft layer
 and norms as in the base (`models.eagle`, `models.eagle3`).
 
@@ -45,6 +48,7 @@ from torch.nn import functional
 from draftsmith.models.eagle import EagleConfig, EagleDrafter
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
+from draftsmith.models.poss import Poss3Config, Poss3Drafter, PossConfig, PossDrafter
 from draftsmith.models.prompt import DecoderInputs
 from draftsmith.models.target_columns import SeenPicture, TargetColumns, TextColumns, columns_of_picture
 from draftsmith.models.vocab import DraftVocab
@@ -83,6 +87,16 @@ class Vispec3Config(VisionConfig, Eagle3Config):
     """Over EAGLE-3's fused features."""
 
     base = "eagle3"
+
+
+@dataclass(frozen=True)
+class VispecPossConfig(VispecConfig, PossConfig):
+    """Over specialists of EAGLE-1's layer."""
+
+
+@dataclass(frozen=True)
+class VispecPoss3Config(Vispec3Config, Poss3Config):
+    """Over specialists of EAGLE-3's layer."""
 
 
 class VisionAdaptor(nn.Module):
@@ -239,3 +253,11 @@ class Vispec3Drafter(VisionDrafter, Eagle3Drafter):
 
     def bypass(self, vectors: torch.Tensor) -> torch.Tensor:
         return torch.cat((vectors, vectors), dim=-1)
+
+
+class VispecPossDrafter(VispecDrafter, PossDrafter):
+    config: VispecPossConfig
+
+
+class VispecPoss3Drafter(Vispec3Drafter, Poss3Drafter):
+    config: VispecPoss3Config

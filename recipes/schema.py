@@ -248,9 +248,10 @@ class DrafterSection(Section):
     """The drafter that position specialists or ViSpec extend. Both were published over EAGLE-1's layer, position
     specialists with HASS's training."""
     positions_per_specialist: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
-    """Of poss: number of consecutive draft positions per specialist (n of PosS-n). Default: 2."""
+    """Of poss and vispec: number of consecutive draft positions per specialist (n of PosS-n). Default: 2."""
     specialists: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
-    """Of poss: number of specialists; the last one also drafts all later positions. Default: 4."""
+    """Of poss and vispec: number of specialists; the last one also drafts all later positions. Default: 4. Without this
+    key and positions_per_specialist, vispec has no specialists."""
     match_specialists: int | None = Field(default=None, ge=2, le=MOST_SPECIALISTS)
     """Widen the MLP of a single drafter until it has as many parameters as this many specialists: the baseline that
     position specialists must beat. Of eagle and eagle3; intermediate_size is then the specialists'."""
@@ -286,7 +287,8 @@ class DrafterSection(Section):
     init_from: str | None = None
     """Trained drafter to start from, named as in eval.drafter: one of the same shape (its MLP may be narrower), or for
     poss and vispec a single drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor
-    to it. Its draft vocabulary comes along: rank-vocab takes it, and vocab_size may be left out."""
+    to it. Vispec with specialists may also start from a drafter of kind poss, or from vispec without specialists. The
+    draft vocabulary comes along: rank-vocab takes it, and vocab_size may be left out."""
     lora: LoraSection | None = None
     """Train low-rank matrices beside the frozen weights of init_from, in place of all weights."""
 
@@ -294,8 +296,7 @@ class DrafterSection(Section):
     def _possible(self) -> "DrafterSection":
         extends, based = self.extends, self.over is not None
         owners = [
-            (("base",), based, "drafters of kind poss and vispec"),
-            (("positions_per_specialist", "specialists"), self.kind == "poss", "drafters of kind poss"),
+            (("base", "positions_per_specialist", "specialists"), based, "drafters of kind poss and vispec"),
             (("compressed_tokens", "global_vector"), self.kind == "vispec", "drafters of kind vispec"),
             (("match_specialists", "num_layers"), not based, "drafters of kind eagle and eagle3"),
             (("capture_layers", "fc_norm", "norm_output", "init_head"), extends == "eagle3", "EAGLE-3's drafters"),
@@ -332,6 +333,12 @@ class DrafterSection(Section):
     def extends(self) -> Literal["eagle", "eagle3"]:
         """The drafter kind with the same features and head."""
         return self.base if self.kind in ("poss", "vispec") else self.kind
+
+    @property
+    def specialised(self) -> bool:
+        """Whether it has position specialists."""
+        given = self.specialists is not None or self.positions_per_specialist is not None
+        return self.kind == "poss" or (self.kind == "vispec" and given)
 
     @property
     def positions(self) -> int:
@@ -821,19 +828,21 @@ def published_training(drafter: dict[str, Any]) -> dict[str, Any]:
     Args:
         drafter: the recipe's section before validation.
     """
-    kind = drafter.get("kind")
+    kind, fused = drafter.get("kind"), drafter.get("base") == "eagle3"
     if kind == "eagle":
         return {"ttt_steps": 1, **HASS_TRAINING}
-    if kind == "vispec" and drafter.get("base", "eagle") == "eagle":
-        return VISPEC_TRAINING
-    if kind != "poss":
-        return {}
     per, count = drafter.get("positions_per_specialist"), drafter.get("specialists")
+    if kind == "vispec" and per is None and count is None:
+        return {} if fused else VISPEC_TRAINING
+    if kind not in ("poss", "vispec"):
+        return {}
     per, count = 2 if per is None else per, 4 if count is None else count
     # A value that is not a count is reported at its own key; a step number from it would repeat the report.
     countable = all(type(each) is int and 1 <= each <= MOST_SPECIALISTS for each in (per, count))
     steps = {"ttt_steps": per * count} if countable else {}
-    return steps | ({"detach_features": "specialists"} if drafter.get("base") == "eagle3" else HASS_TRAINING)
+    if fused:
+        return {"detach_features": "specialists"} | steps
+    return (HASS_TRAINING if kind == "poss" else VISPEC_TRAINING) | steps
 
 
 # Settings of PosS's own version over EAGLE-3 that differ from the defaults here.
@@ -944,12 +953,12 @@ class Recipe(Section):
                 f"train.step_weight: {_plain(train.step_weight)}; give each of the {train.ttt_steps} unroll steps a "
                 "number, and one of them more than 0"
             )
-        if train.detach_features == "specialists" and drafter.kind != "poss":
+        if train.detach_features == "specialists" and not drafter.specialised:
             problems.append(
                 f"train.detach_features: specialists, but kind {drafter.kind} has none: set it to true (HASS) or false"
             )
         first = (drafter.specialist_count - 1) * drafter.positions  # drafted by the last specialist, counted from 0
-        if drafter.kind == "poss" and train.ttt_steps <= first:
+        if drafter.specialised and train.ttt_steps <= first:
             problems.append(
                 f"train.ttt_steps: {train.ttt_steps} steps train no further than position {train.ttt_steps}, and the "
                 f"last of {drafter.specialist_count} specialists of {drafter.positions} each would begin at position "

@@ -110,7 +110,7 @@ def drafter_of(case: Case, seed: int = 1) -> FeatureDrafter:
     vocab = DraftVocab.full(VOCAB_SIZE)
     if case.draft_tokens is not None:
         vocab = DraftVocab(torch.randperm(VOCAB_SIZE)[: case.draft_tokens].sort().values, VOCAB_SIZE)
-    shape = config_class(case.kind, case.base)
+    shape = config_class(case.kind, case.base, case.own)
     assert shape is not None
     fused = "eagle3" in (case.kind, case.base)
     layers = target.capture_layers if fused else (target.num_layers,)

@@ -45,6 +45,12 @@ EAGLE3 = {"token_loss": 1.0, "feature_loss": 0.0, "feature_noise": 0.0, "detach_
         ("{kind: poss}", {"ttt_steps": 8, **HASS}),
         ("{kind: poss, positions_per_specialist: 3, specialists: 2}", {"ttt_steps": 6, **HASS}),
         ("{kind: poss, base: eagle3, specialists: 3}", {"ttt_steps": 6, **EAGLE3, "detach_features": "specialists"}),
+        ("{kind: vispec}", {"ttt_steps": 2, "token_loss": 20.0}),
+        ("{kind: vispec, specialists: 3}", {"ttt_steps": 6, "token_loss": 20.0}),
+        (
+            "{kind: vispec, base: eagle3, positions_per_specialist: 1}",
+            {"ttt_steps": 4, **EAGLE3, "detach_features": "specialists"},
+        ),
     ],
 )
 def test_what_a_recipe_leaves_out_is_as_its_drafter_was_published(write, tmp_path: Path, drafter, published):
@@ -87,6 +93,8 @@ def test_features_are_detached_between_specialists_where_there_are_some(write):
     load_recipe(write(SMALLEST + "drafter: {kind: poss}\ntrain: {detach_features: specialists}\n"))
     (problem,) = problems_of(write(SMALLEST + "train: {detach_features: specialists}\n"))
     assert "`train.detach_features`: specialists, but kind eagle3 has none: set it to true (HASS) or false" in problem
+    (problem,) = problems_of(write(SMALLEST + "drafter: {kind: poss}\ntrain: {unroll: passes}\n"))
+    assert "`train.unroll`: passes know no position specialists" in problem
     (problem,) = problems_of(write(SMALLEST + "train: {detach_features: sometimes}\n"))
     assert "train.detach_features" in problem and "specialists" in problem
 
@@ -94,10 +102,12 @@ def test_features_are_detached_between_specialists_where_there_are_some(write):
 @pytest.mark.parametrize(
     ("drafter", "expected"),
     [
-        ("kind: eagle3, specialists: 2", "specialists`: it only works in drafters of kind poss, and kind is eagle3"),
+        (
+            "kind: eagle3, specialists: 2",
+            "specialists`: it only works in drafters of kind poss and vispec, and kind is",
+        ),
         ("kind: eagle, base: eagle3", "base`: it only works in drafters of kind poss and vispec, and kind is eagle"),
         ("kind: poss, global_vector: false", "global_vector`: it only works in drafters of kind vispec, and kind is"),
-        ("kind: vispec, specialists: 2", "specialists`: it only works in drafters of kind poss, and kind is vispec"),
         ("kind: poss, num_layers: 2", "num_layers`: it only works in drafters of kind eagle and eagle3, and kind is"),
         ("kind: poss, match_specialists: 2", "match_specialists`: it only works in drafters of kind eagle and eagle3"),
         ("kind: eagle, fc_norm: true", "fc_norm`: it only works in EAGLE-3's drafters, and kind is eagle: leave it"),

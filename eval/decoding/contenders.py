@@ -62,7 +62,7 @@ def _kind_of(recipe: Recipe, directory: Path) -> str:
         return kind_text(read_drafter_config(directory)[0])
     except UserError:
         section = recipe.drafter
-        return kind_name(section.kind, section.base, section.positions)
+        return kind_name(section.kind, section.base, section.positions if section.specialised else None)
 
 
 def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:

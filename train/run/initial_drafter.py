@@ -11,10 +11,10 @@ from draftsmith.models.checkpoint import check_identity, read_drafter_config, re
 from draftsmith.models.drafters import build_drafter, drafter_shape, kind_text, padded
 from draftsmith.models.eagle3 import Eagle3Drafter
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter
-from draftsmith.models.poss import specialists_of
+from draftsmith.models.poss import Specialists, SpecialistsConfig, specialists_of
 from draftsmith.models.target import Target
 from draftsmith.models.vision import is_vision_language
-from draftsmith.models.vispec import VisionDrafter, with_vision
+from draftsmith.models.vispec import VisionConfig, VisionDrafter, with_vision
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection, Recipe
@@ -73,16 +73,17 @@ def new_drafter(
 
 def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any]) -> None:
     """Copies the weights of a trained drafter: one of the same shape, one with narrower MLPs (`drafters.padded`), a
-    single layer into all specialists, or a text drafter under a new vision adaptor.
+    single layer into all specialists, a text drafter under a new vision adaptor, or both.
 
     Raises:
         UserError: see `check_start`.
     """
     given = check_start(directory, drafter.config, drafter.vocab, identity)
     tensors = read_weights(directory)
-    if given.kind != drafter.config.kind:
-        seeing = isinstance(drafter, VisionDrafter)
-        tensors = with_vision(tensors, drafter) if seeing else specialists_of(tensors, drafter.config)
+    if isinstance(drafter, Specialists) and not isinstance(given, SpecialistsConfig):
+        tensors = specialists_of(tensors, drafter.config)
+    if isinstance(drafter, VisionDrafter) and not isinstance(given, VisionConfig):
+        tensors = with_vision(tensors, drafter)
     drafter.load_state_dict(padded(tensors, drafter))
 
 
@@ -110,9 +111,9 @@ def check_start(
     except UserError as error:
         raise UserError([f"drafter.init_from: {problem}" for problem in error.problems]) from None
     has, wants = given.to_dict(), shape.to_dict()
-    if given.base is None and given.kind == shape.base:
+    if isinstance(shape, type(given)):  # a config inherits those of the drafters that its own extends
         wants = {key: value for key, value in wants.items() if key in has}
-    elif (given.kind, given.base) != (shape.kind, shape.base):
+    else:
         also = f", which may also start from a single {shape.base}" * (shape.base is not None)
         raise UserError(
             f"drafter.init_from: {directory} is a drafter of kind {kind_text(given)}, the recipe asks for "
