@@ -394,6 +394,10 @@ class TrainSection(Section):
     ttt_steps: Annotated[int, Field(ge=1, le=MOST_SPECIALISTS**2)] = 7
     """Unroll steps: the depth of trained chains. Default: 7 for eagle3, 1 for eagle (more is HASS), one for each
     specialist's position for poss, 2 for vispec, but 7 over eagle3."""
+    unroll: Literal["chains", "passes"] = "chains"
+    """`chains`: as drafting does, a step reads drafted features below its chain's root and the target's before it.
+    `passes`: each step runs over all columns, which all read what the step before drafted, in prompts and behind
+    pictures, too (ViSpec's code). It costs more, and trains what drafting does not compute. Not with specialists."""
     step_weight: StepWeight = 0.8
     """The loss of unroll step k is weighted by step_weight**k. A list gives each step's weight. `acceptance` weights
     each step of each chain by its gain in decoding (train/loss/step_weights.py); a better drafter may then have the
@@ -957,6 +961,8 @@ class Recipe(Section):
             problems.append(
                 f"train.detach_features: specialists, but kind {drafter.kind} has none: set it to true (HASS) or false"
             )
+        if train.unroll == "passes" and drafter.specialised:
+            problems.append("train.unroll: passes know no position specialists: set it to chains, or leave it out")
         first = (drafter.specialist_count - 1) * drafter.positions  # drafted by the last specialist, counted from 0
         if drafter.specialised and train.ttt_steps <= first:
             problems.append(

@@ -52,6 +52,9 @@ CASES = {
     "one token": Case("vispec", "eagle", {"compressed_tokens": 1}, 3, True, HASS),
     "three tokens": Case("vispec", "eagle", {"compressed_tokens": 3, "attention_bias": True}, 2, False, HASS),
     "none": Case("vispec", "eagle", {"compressed_tokens": 0, "fc_bias": False}, 2, True, HASS),
+    "whole passes": Case(
+        "vispec", "eagle", {"compressed_tokens": 2, "num_layers": 2}, 3, True, HASS, whole_passes=True
+    ),
     "two layers": Case("vispec", "eagle", {"compressed_tokens": 2, "num_layers": 2}, 2, False, HASS),
     "over eagle3": Case("vispec", "eagle3", {"compressed_tokens": 2, "fc_norm": True}, 3, False, EAGLE3, 0.8, 36),
     "over eagle3, none": Case("vispec", "eagle3", {"compressed_tokens": 0, "norm_output": True}, 2, False, EAGLE3),
@@ -440,7 +443,7 @@ def test_decoding_with_pictures_is_lossless(name: str) -> None:
     assert decode(target, None, Prompt(prompts[0].token_ids, other.inserts), {-1}, 12).token_ids != plain[0]
 
 
-@pytest.mark.parametrize("name", ["one token", "three tokens", "over eagle3"])
+@pytest.mark.parametrize("name", ["one token", "three tokens", "over eagle3", "whole passes"])
 def test_operations_with_a_picture_are_those_of_a_real_unroll(name: str) -> None:
     """As in tests/test_step_flops.py, whose text cases have no adaptor: one row, every token behind the picture
     supervised. Compressed columns pass through entry, too, but nothing of it is needed."""
@@ -471,9 +474,10 @@ def test_operations_with_a_picture_are_those_of_a_real_unroll(name: str) -> None
     # What it does beyond: masked scores, columns that no longer count, compressed columns in img_fc and fc.
     count, steps = supervised - 1, case.steps
     blocks = count * (before + count) * Fraction(7, 6)
-    expected = StepFlops.of_counts(flops, tokens, 0, [count] * steps, [blocks] * steps, counts["pictures"])
+    pictures = replace(counts["pictures"], causal_keys=left**2 * Fraction(7, 6))  # that is, of whole passes
+    expected = StepFlops.of_counts(flops, tokens, 0, [count] * steps, [blocks] * steps, pictures)
     head = 2 * size * shape.draft_vocab_size
     expected -= (3 if shape.own_head else 2) * head * sum(range(steps))
     fc = 3 * 4 * size**2 if case.base == "eagle" else 3 * 2 * size**2 * len(shape.capture_layers)  # behind fc_norm
-    expected += kept * (fc + 3 * 4 * size**2)
+    expected += kept * (fc + 3 * 4 * size**2) * (steps if case.whole_passes else 1)
     assert counter.get_total_flops() == expected

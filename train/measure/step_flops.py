@@ -20,7 +20,8 @@
 A multiplication with its addition counts as two operations. "3 times" is the forward product and two products of the
 backward pass. Columns are the counted ones (`models.alignment`), at the steps at which they count. Padding, masked
 scores, recomputation, norms, activations, softmax and the optimiser are left out, so an implementation does more than
-this. With several layers the lower ones run step 0 for every token. Sliding-window layers of the target are counted
+this. With several layers the lower ones run step 0 for every token. Whole passes (`train.unroll: passes`) run
+everything but the heads for every token at every step. Sliding-window layers of the target are counted
 with full attention. A vision-language target's tower is left out: it runs once for each picture, not for its tokens.
 """
 
@@ -67,6 +68,7 @@ class StepFlops:
     Attributes:
         stacks: the stack of layers that drafts each step (`FeatureDrafter.stack_of`).
         detached: whether gradients stop at every step, or where the stack changes.
+        whole_passes: whether every step runs over all columns.
         size: the target's; None: its states are read from a store, and only its head runs.
         head_parameters: of the target's head.
     """
@@ -74,6 +76,7 @@ class StepFlops:
     shape: DrafterConfig
     stacks: tuple[int, ...]
     detached: Detach
+    whole_passes: bool
     target_config: Any
     size: TargetSize | None
     head_parameters: int
@@ -88,7 +91,8 @@ class StepFlops:
         drafter = trainee.drafter
         stacks = tuple(drafter.stack_of(step) for step in range(trainee.steps))
         layers = None if states_are_read else size
-        return cls(drafter.config, stacks, trainee.detach, target_config, layers, size.head_parameters)
+        how = trainee.detach, trainee.whole_passes
+        return cls(drafter.config, stacks, *how, target_config, layers, size.head_parameters)
 
     def pictures_in(self, batch: MicroBatch) -> tuple[PictureCounts, torch.Tensor | int]:
         """(a batch's pictures for a ViSpec drafter; [B, T] or 0: columns removed of the document so far)."""
@@ -149,7 +153,9 @@ class StepFlops:
         first_keys, upper_keys = 2 * width * groups, 2 * hidden * groups
         score, layers = 4 * heads, s.num_layers
 
-        later = sum(pairs[1:])  # columns at steps that read a drafted feature
+        later = pairs[1:]  # columns that read a drafted feature at each step
+        if self.whole_passes:
+            later = [tokens - pictures.compressed] * len(later)
         entry = 4 * hidden * hidden if self._reads_features else 0
         fused = 0 if self._reads_features else 2 * hidden * hidden * len(s.capture_layers)
         seeing = isinstance(s, VisionConfig)
@@ -157,7 +163,7 @@ class StepFlops:
             (3 if seeing else 2) * entry + (3 if getattr(s, "fc_norm", False) else 2) * fused
         )
         if seeing:
-            total += 3 * 4 * hidden * hidden * (tokens - pictures.compressed + later)
+            total += 3 * 4 * hidden * hidden * (tokens - pictures.compressed + sum(later))
             total += pictures.tokens * (2 * 4 * hidden * hidden + 3 * 4 * hidden * (s.compressed_tokens + 1))
             total += pictures.pictures * (s.compressed_tokens + 1) * 3 * 2 * hidden * hidden
         # Step 0 makes keys of every layer for all tokens. Only the last layer runs on counted columns alone.
@@ -166,14 +172,15 @@ class StepFlops:
             of_tokens += tokens * (first + (layers - 2) * upper) + (layers - 1) * causal_keys * score
         top = upper if layers > 1 else first
         of_columns = pairs[0] * top + keys[0] * score
-        of_columns += (
-            later * (first + first_keys + (layers - 1) * (upper + upper_keys)) + layers * sum(keys[1:]) * score
-        )
+        whole = first + first_keys + (layers - 1) * (upper + upper_keys)
+        of_columns += sum(later) * whole + layers * sum(keys[1:]) * score
+        if self.whole_passes:
+            of_tokens, of_columns = len(pairs) * (tokens * whole + layers * causal_keys * score), 0
         for step in range(1, len(self.stacks)):
             new_stack = self.stacks[step] != self.stacks[step - 1]
             # Behind img_fc, the global vector's gradient is always wanted.
             cut = not seeing and (self.detached is True or (new_stack and bool(self.detached)))
-            total += (2 if cut else 3) * pairs[step] * entry
+            total += (2 if cut else 3) * later[step - 1] * entry
             if new_stack:  # it reads the chain's earlier features with its own weights
                 of_columns += (step - 1) * pairs[step] * first_keys
                 total += (2 if cut else 3) * (step - 1) * pairs[step] * entry
