@@ -7,6 +7,8 @@ import pytest
 
 from docs.study import vision
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.rejects import Rejects
 
 
 @pytest.mark.parametrize("arm", vision.ARMS)
@@ -18,24 +20,45 @@ def test_every_arm_is_a_valid_recipe_of_its_own(arm: str, tmp_path: Path) -> Non
         measured = load_recipe(vision.ROOT / path, overrides)
         assert name == "evaluate" and measured.eval.temperature == temperature
         assert measured.drafter == recipe.drafter and [each.name for each in measured.eval.also] == [vision.PUBLISHED]
-    if arm.startswith("eagle-"):  # what differs is the drafter, never its losses
+    if arm.startswith("eagle-") and arm != "eagle-passes":  # what differs is the drafter, never its losses
         usual = load_recipe(vision.ROOT / vision.RECIPE, ["train.seed=1"])
         assert recipe.train == usual.train
 
 
-def test_the_table_shows_arms_with_all_seeds(tmp_path: Path) -> None:
-    for arm, seeds in {"eagle-q1": 3, "eagle-q4": 2}.items():
-        for seed in range(seeds):
-            for temperature in vision.TEMPERATURES:
-                folder = tmp_path / f"{arm}-{seed}" / f"eval{temperature}"
-                folder.mkdir(parents=True)
-                numbers = {"tau": 4 + seed + temperature / 2, "draft_milliseconds_per_call": 1 + seed}
-                contenders = {"tree": numbers, vision.PUBLISHED: {"tau": 2 + seed}}
-                content = {"contender": "tree", "contenders": contenders}
-                (folder / "acceptance.json").write_text(json.dumps(content))
-            (tmp_path / f"{arm}-{seed}" / "seconds.json").write_text(str(60 * (seed + 2)))
-    [*_, last] = lines = vision.table(tmp_path, ["eagle-q1", "eagle-q4"]).splitlines()
+def test_the_table_shows_arms_with_all_seeds() -> None:
+    measured = [
+        {"arm": arm, "seed": seed, "training_seconds": 60 * (seed + 2)}
+        | {
+            f"temperature {temperature}": {
+                "main": {
+                    "tau": 4 + seed + temperature / 2,
+                    "draft_milliseconds_per_call": 1 + seed,
+                    "draft_calls_per_round": 8,
+                },
+                vision.PUBLISHED: {"tau": 2 + seed},
+            }
+            for temperature in vision.TEMPERATURES
+        }
+        for arm, seeds in {"eagle-q1": 3, "eagle-q4": 2}.items()
+        for seed in reversed(range(seeds))
+    ]
+    [*_, last] = lines = vision.table(measured, ["eagle-q1", "eagle-q4"]).splitlines()
     assert len(lines) == 3 and last.startswith("| ViSpec: 1 compressed token")
     assert [each.strip() for each in last.split("|")[2:-1]] == [
-        *("5.00 (4.00, 5.00, 6.00)", "5.50 (4.50, 5.50, 6.50)", "3.00 (2.00, 3.00, 4.00)", "2.00", "3.0")
+        *("5.00 (4.00, 5.00, 6.00)", "5.50 (4.50, 5.50, 6.50)", "3.00 (2.00, 3.00, 4.00)", "16.0", "3.0")
     ]
+
+
+def test_short_answers_are_to_questions_about_the_training_pictures(tmp_path: Path) -> None:
+    """Two of them, asked of nobody: the command fails without a recipe's target, and says where it tells why."""
+    vision.PICTURES, usual = 2, vision.PICTURES
+    try:
+        told = vision.ask_questions(tmp_path, "target.model=nowhere")
+    finally:
+        vision.PICTURES = usual
+    asked = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
+    described = list(read_conversations("scenes:train", Rejects(), 2))
+    for one, other in zip(asked, described, strict=True):
+        [picture, question], [same, _] = (m[0]["content"] for m in (one["messages"], other.messages))
+        assert picture == same and question["text"].endswith("?")
+    assert told == f"regenerate ended with 2; see {tmp_path / 'log.txt'}"

@@ -5,30 +5,38 @@
     python -m docs.study.vision --jobs 2                 # trains and measures them, then prints docs/vision.md's table
     python -m docs.study.vision --only 'eagle3-*'
 
-All drafters train as recipes/demo-vision.yaml says (the same answers, order, steps, batch and schedule) and answer its
-held-out questions. A cell takes about 6 minutes of a core. Stopped and started again, the study goes on.
+All drafters train as recipes/demo-vision.yaml says (order, steps, batch, schedule) and are measured on its held-out
+pictures. They learn from the same answers; those of SHORT learn from answers to questions about the same pictures. A
+cell takes about 6 minutes of a core, and ends as a line of docs/study/vision.jsonl. Cells with a line are done.
 """
 
 import argparse
 import fnmatch
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.command.cli import run
+from draftsmith.recipes.demo_vision.descriptions import questions_about
+from draftsmith.recipes.demo_vision.prompts import scene_conversations
+from draftsmith.recipes.demo_vision.scenes import scene_at
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "recipes/demo-vision.yaml"
+RESULTS = ROOT / "docs/study/vision.jsonl"
 SEEDS = (0, 1, 2)
+PICTURES = 2000  # asked about in training
 TEMPERATURES = (0, 1)
 # The published tree has too few draft calls to tell drafters apart that are right for more than four tokens.
 LARGE = "{policy: eagle2, nodes: 60, draft_calls: 8, top_k: 10}"
@@ -51,6 +59,7 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eagle-q4": ("ViSpec, 4 compressed tokens", ("drafter.compressed_tokens=4",)),
     "eagle-q16": ("ViSpec, 16 compressed tokens", ("drafter.compressed_tokens=16",)),
     "eagle-no-global": ("ViSpec without global vector", ("drafter.global_vector=false",)),
+    "eagle-passes": ("ViSpec with the published second pass", ("train.unroll=passes",)),
     "eagle-no-token": ("ViSpec without compressed token", ("drafter.compressed_tokens=0",)),
     "eagle3-blind": (
         "EAGLE-3's base, without adaptor",
@@ -62,6 +71,9 @@ ARMS: dict[str, tuple[str, tuple[str, ...]]] = {
         (f"drafter={{kind: vispec, base: eagle3, {_LAYERS}}}",),
     ),
 }
+# The same drafters, taught by short answers.
+SHORT = {f"short-{name.removeprefix('eagle-')}": name for name in ("eagle-blind", "eagle-all", "eagle-q1")}
+ARMS |= {name: (f"{ARMS[same][0]}; short answers", ARMS[same][1]) for name, same in SHORT.items()}
 
 
 def main() -> None:
@@ -79,26 +91,58 @@ def main() -> None:
         raise UserError(f"--only: no arm is called {options.only}; there are {', '.join(ARMS)}")
     if options.jobs < 1:
         raise UserError(f"--jobs: {options.jobs} cells at a time; give 1 or more")
-    cells = [(arm, seed) for seed in SEEDS for arm in arms]
-    left = [cell for cell in cells if not all(_measured(options.out, *cell, t).exists() for t in TEMPERATURES)]
+    done = {(line["arm"], line["seed"]) for line in lines()}
+    left = [(arm, seed) for seed in SEEDS for arm in arms if (arm, seed) not in done]
     if options.plan:
         print("\n".join(f"{arm}, seed {seed}" for arm, seed in left))
-        print(f"{len(left)} of {len(cells)} cells to do, about {len(left) * 6 / 60:.1f} hours of a core")
+        print(f"{len(left)} of {len(SEEDS) * len(arms)} cells to do, about {len(left) * 6 / 60:.1f} hours of a core")
         return
     for name in ("conversations.jsonl", "draft_vocab.safetensors"):
         if left and not (ROOT / options.demo / name).exists():
             raise UserError(f"--demo: {options.demo / name} does not exist; `make demo-vision` writes it")
-    with ThreadPoolExecutor(options.jobs) as workers:
-        failed = [line for line in workers.map(lambda cell: make(options.out, options.demo, *cell), left) if line]
-    print(table(options.out, arms))
+    failed = ask_questions(ROOT / options.out / "short") if any(arm in SHORT for arm, _ in left) else ""
     if failed:
         raise UserError(failed)
+    with ThreadPoolExecutor(options.jobs) as workers:
+        problems = [line for line in workers.map(lambda cell: make(options.out, options.demo, *cell), left) if line]
+    print(table(lines(), arms))
+    if problems:
+        raise UserError(problems)
+
+
+def lines() -> list[dict[str, Any]]:
+    """What was measured: a line for each cell."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def ask_questions(folder: Path, *overrides: str) -> str:
+    """The target's answers to a question about each training picture. Returns what failed, or nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    asked = []
+    for index, shown in zip(range(PICTURES), scene_conversations("train"), strict=False):
+        question, _ = next(questions_about(scene_at("train", index), random.Random(index)))
+        [message] = shown["messages"]
+        content = [message["content"][0], {"type": "text", "text": question}]
+        asked.append({"id": shown["id"], "messages": [message | {"content": content}]})
+    atomic_write(folder / "questions.jsonl", "".join(json.dumps(each) + "\n" for each in asked))
+    words = [f"data.{key}={folder / name}.jsonl" for key, name in (("prompts", "questions"), ("conversations",) * 2)]
+    return draftsmith(["regenerate", RECIPE, f"output_dir={folder}", *words, *overrides], folder / "log.txt")
+
+
+def draftsmith(words: list[str], log: Path) -> str:
+    """Runs a command on one core. Returns what failed, or nothing."""
+    command = [str(Path(sys.executable).with_name("draftsmith")), *words]
+    with log.open("ab") as file:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, env=environment, check=False)
+    return f"{words[0]} ended with {ended.returncode}; see {log}" if ended.returncode else ""
 
 
 def commands(out: Path, demo: Path, arm: str, seed: int) -> list[list[str]]:
     """Arguments of `draftsmith`: a training, and an evaluation for each temperature."""
+    answers = out / "short" if arm in SHORT else demo
     common = [
-        *(RECIPE, f"output_dir={out / f'{arm}-{seed}'}", f"data.conversations={demo / 'conversations.jsonl'}"),
+        *(RECIPE, f"output_dir={out / f'{arm}-{seed}'}", f"data.conversations={answers / 'conversations.jsonl'}"),
         *(f"train.seed={seed}", f"eval.tree={LARGE}", f"eval.also={_ALSO}", *ARMS[arm][1]),
     ]
     evaluations = [
@@ -114,38 +158,44 @@ def make(out: Path, demo: Path, arm: str, seed: int) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / demo / "draft_vocab.safetensors", folder)  # all tokens, so every arm's is the same
     done = [folder / "drafter", *(ROOT / _measured(out, arm, seed, each) for each in TEMPERATURES)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for command, result in zip(commands(out, demo, arm, seed), done, strict=True):
         if result.exists():
             continue
         began = time.monotonic()
-        with (folder / "log.txt").open("ab") as log:
-            whole = [str(Path(sys.executable).with_name("draftsmith")), *command]
-            code = subprocess.run(whole, cwd=ROOT, stdout=log, stderr=log, env=environment, check=False).returncode
-        if code:
-            return f"{arm}, seed {seed}: {command[0]} ended with {code}; see {folder / 'log.txt'}"
+        if failed := draftsmith(command, folder / "log.txt"):
+            return f"{arm}, seed {seed}: {failed}"
         if command[0] == "train":
             atomic_write(folder / "seconds.json", json.dumps(time.monotonic() - began))
+    line = {
+        "arm": arm,
+        "seed": seed,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "training_seconds": round(json.loads((folder / "seconds.json").read_text()), 1),
+        **{f"temperature {each}": _contenders(out, arm, seed, each) for each in TEMPERATURES},
+    }
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line) + "\n")
     print(f"{arm}, seed {seed}: done", flush=True)
     return ""
 
 
-def table(out: Path, arms: list[str]) -> str:
-    """docs/vision.md's table, of the cells that are done. Means over seeds, and each seed's value."""
+def table(measured: list[dict[str, Any]], arms: list[str]) -> str:
+    """docs/vision.md's table, of the arms with all seeds. Means over seeds, and each seed's value."""
     rows = [
-        "| drafter | tau, greedy | tau, temperature 1 | tau of the tree of 30, greedy | ms of a draft call | minutes |",
+        "| drafter | tau, greedy | tau, temperature 1 | tau of the tree of 30, greedy | ms of drafting | minutes |",
         "|---|---|---|---|---|---|",
     ]
     for arm in arms:
-        greedy, sampled = ([_contenders(out, arm, seed, each) for seed in SEEDS] for each in TEMPERATURES)
-        seconds = [ROOT / out / f"{arm}-{seed}" / "seconds.json" for seed in SEEDS]
-        if all(greedy) and all(sampled):
+        found = sorted((line for line in measured if line["arm"] == arm), key=lambda line: line["seed"])
+        if [line["seed"] for line in found] == list(SEEDS):
+            greedy, sampled = ([line[f"temperature {each}"] for line in found] for each in TEMPERATURES)
+            trees = [line["main"] for line in greedy]
+            rounds = [each["draft_milliseconds_per_call"] * each["draft_calls_per_round"] for each in trees]
             rows.append(
-                f"| {ARMS[arm][0]} | {_mean([each['main']['tau'] for each in greedy])} | "
+                f"| {ARMS[arm][0]} | {_mean([each['tau'] for each in trees])} | "
                 f"{_mean([each['main']['tau'] for each in sampled])} | "
-                f"{_mean([each[PUBLISHED]['tau'] for each in greedy])} | "
-                f"{statistics.median(each['main']['draft_milliseconds_per_call'] for each in greedy):.2f} | "
-                f"{statistics.median(json.loads(path.read_text()) for path in seconds) / 60:.1f} |"
+                f"{_mean([each[PUBLISHED]['tau'] for each in greedy])} | {statistics.median(rounds):.1f} | "
+                f"{statistics.median(line['training_seconds'] for line in found) / 60:.1f} |"
             )
     return "\n".join(rows)
 
@@ -159,13 +209,15 @@ def _measured(out: Path, arm: str, seed: int, temperature: int) -> Path:
 
 
 def _contenders(out: Path, arm: str, seed: int, temperature: int) -> dict[str, Any]:
-    """The table's two trees; {}: not measured yet."""
-    path = ROOT / _measured(out, arm, seed, temperature)
-    if not path.exists():
-        return {}
-    content = json.loads(path.read_bytes())
+    """The table's numbers of its two trees."""
+    content = json.loads((ROOT / _measured(out, arm, seed, temperature)).read_bytes())
     found = content["contenders"]
-    return {"main": found[content["contender"]], PUBLISHED: found[PUBLISHED]}
+    kept = (
+        *("tau", "tau_interval", "accepted_per_round", "rounds", "new_tokens", "draft_calls_per_round"),
+        *("draft_milliseconds_per_call", "verify_milliseconds_per_round", "speedup", "matches_target"),
+    )
+    both = {"main": found[content["contender"]], PUBLISHED: found[PUBLISHED]}
+    return {name: {key: numbers[key] for key in kept} for name, numbers in both.items()}
 
 
 if __name__ == "__main__":
