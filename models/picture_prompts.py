@@ -16,8 +16,10 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +27,22 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from draftsmith.models.prompt import Insert, RenderError
-from draftsmith.models.vision import PictureInsert
+from draftsmith.models.vision import SUPPORTED, PictureInsert
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.prompts.picture_parts import PICTURE_TYPES, places_of
 from draftsmith.recipes.prompts.pictures import UnusablePicture, decoded_picture, read_picture, upright_rgb
 from draftsmith.recipes.schema import TargetSection
 
 HELD_PICTURES = 8  # processed ones that are kept: a prompt is often read soon after it was made
+_LLAVA = ("llava", "llava_next")
+# Why pictures of these families, and of LLaVA with Pixtral's tower, cannot be inserts that a causal decoder reads.
+_TEXT_BETWEEN = "their prompts have text between the parts of a picture"
+_UNREADABLE = {
+    "idefics3": _TEXT_BETWEEN,
+    "smolvlm": _TEXT_BETWEEN,
+    "pixtral": _TEXT_BETWEEN,
+    "gemma3": "the tokens of a picture attend to one another in both directions",
+}
 
 
 class PlacedPicture(NamedTuple):
@@ -83,7 +94,10 @@ class PictureProcessor:
 
         Raises:
             RenderError: other numbers of placeholders and pictures, or a picture that cannot be read.
+            UserError: pictures of a family that is not supported.
         """
+        if sources:
+            check_family(self.config)
         written = sum(token == self.placeholder for token in ids)
         if written != len(sources):
             raise RenderError(
@@ -196,6 +210,23 @@ def opened(source: Any) -> Image.Image:
         raise RenderError(f"picture unreadable: {str(error) or type(error).__name__}") from error
 
 
+def check_family(config: Any) -> None:
+    """Raises UserError if pictures of this family are not supported. Its prompts of text are."""
+    family, tower = config.model_type, config.vision_config
+    known = family in _LLAVA or hasattr(tower, "spatial_merge_size")  # Qwen2.5-VL, Qwen3-VL
+    if not known or not _UNREADABLE.keys().isdisjoint((family, tower.model_type)):
+        raise _unsupported(config)
+
+
+def _unsupported(config: Any) -> UserError:
+    why = _UNREADABLE.get(config.model_type) or _UNREADABLE.get(config.vision_config.model_type)
+    return UserError(
+        f"target.model: pictures of {config.model_type} are not supported: "
+        f"{why or 'how many tokens a picture has is not known here'}; those of {SUPPORTED} are. Leave prompts with "
+        "pictures out, or name another target"
+    )
+
+
 def embeddings_of(config: Any, pixels: Mapping[str, torch.Tensor]) -> int:
     """Number of embeddings that the target makes of a picture.
 
@@ -204,18 +235,45 @@ def embeddings_of(config: Any, pixels: Mapping[str, torch.Tensor]) -> int:
         pixels: of one picture, as its processor made them.
 
     Raises:
-        UserError: a family whose number is not known here.
+        UserError: a family that is not supported, or a processor that is not the target's.
     """
     vision = config.vision_config
-    if "image_grid_thw" in pixels:  # Qwen2.5-VL: patches are merged into squares
+    if "image_grid_thw" in pixels:  # Qwen2.5-VL, Qwen3-VL: patches are merged into squares
         return int(pixels["image_grid_thw"].prod()) // vision.spatial_merge_size**2
-    if config.model_type == "llava":  # one for each patch of the tower, and CLIP's class token where it is kept
-        height, width = pixels["pixel_values"].shape[-2:]
-        classes = (vision.model_type == "clip_vision_model") - (config.vision_feature_select_strategy == "default")
-        return (height // vision.patch_size) * (width // vision.patch_size) + classes
+    if config.model_type not in _LLAVA:
+        raise _unsupported(config)
+    # One for each patch of the tower, and CLIP's class token where it is kept.
+    height, width = pixels["pixel_values"].shape[-2:]
+    classes = (vision.model_type == "clip_vision_model") - (config.vision_feature_select_strategy == "default")
+    patches = (height // vision.patch_size) * (width // vision.patch_size) + classes
+    return patches if config.model_type == "llava" else _of_tiles(config, pixels, patches)
+
+
+def _of_tiles(config: Any, pixels: Mapping[str, torch.Tensor], patches: int) -> int:
+    """Number of embeddings that LLaVA-NeXT makes of a picture. It reads the whole picture in one tile, then parts of an
+    enlarged one, whose padding it cuts off again; each row of patches ends with a newline.
+
+    The model's own code counts, on tensors without content.
+
+    Args:
+        patches: of a tile.
+    """
+    # Imported here: it takes a second, and other families do without.
+    from transformers.models.llava_next.modeling_llava_next import LlavaNextModel, image_size_to_num_patches
+
+    size, (tiles, _, height, width) = pixels.get("image_sizes"), pixels["pixel_values"].shape[-4:]
+    side, pinpoints = config.vision_config.image_size, config.image_grid_pinpoints
+    if size is not None and tiles == image_size_to_num_patches(size[0], pinpoints, side):
+        features, newline = torch.empty(tiles, patches, 1, device="meta"), torch.empty(1, device="meta")
+        strategy = config.vision_feature_select_strategy
+        with suppress(RuntimeError):  # tiles of another size
+            model: Any = SimpleNamespace(config=config)
+            (placed,), _ = LlavaNextModel.pack_image_features(model, [features], size, strategy, newline)
+            return len(placed)
     raise UserError(
-        f"target.model: how many tokens a picture has in {config.model_type} is not known here; pictures are supported "
-        "for LLaVA-1.5 and Qwen2.5-VL"
+        f"target.model: the image processor makes {tiles} tiles of {height}x{width} pixels of a picture; the model's "
+        f"config (image_grid_pinpoints, tiles of {side}x{side}) expects others; is preprocessor_config.json another "
+        "model's?"
     )
 
 

@@ -34,7 +34,7 @@ from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
 from draftsmith.models.target_session import TargetSession
 from draftsmith.models.target_trials import Packing, check_trees, embedding_scales, tried_attention, working_packing
-from draftsmith.models.vision import PictureInsert, PictureReader
+from draftsmith.models.vision import SUPPORTED, PictureInsert, PictureReader
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.schema import TargetSection
@@ -271,7 +271,7 @@ class Target:
             if self.pictures is None:
                 raise UserError(
                     f"target.model: {self.name} reads text, but a prompt holds a picture; name a vision-language "
-                    "target, such as LLaVA-1.5 or Qwen2.5-VL, or leave prompts with pictures out"
+                    f"target ({SUPPORTED}), or leave prompts with pictures out"
                 )
             return self.pictures.read(insert).embeddings
         if not isinstance(insert, EmbeddingInsert) or insert.rows.shape[1] != self.hidden_size:
@@ -290,20 +290,23 @@ class Target:
 
     def decoder_arguments(
         self, ids: torch.Tensor, inserts: Sequence[PlacedInsert], documents: Documents | None = None
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """The decoder's keyword arguments for texts from their beginning.
 
         Ids where there is no insert: some families use them elsewhere, too. Positions where the decoder's own, 0, 1, 2,
-        ... along each row, are wrong: packed documents, and pictures in M-RoPE.
+        ... along each row, are wrong: packed documents, and pictures in M-RoPE. What deeper layers read of pictures, in
+        the families that have it.
         """
-        arguments = {} if documents is None else {"position_ids": documents.position}
+        arguments: dict[str, Any] = {} if documents is None else {"position_ids": documents.position}
         if not inserts:
             return {"input_ids": ids} | arguments
         embeddings = self.embedding(ids).clone()
         for placed in inserts:
             self._insert(placed, embeddings, scale=1.0)
-        if self.pictures is not None and self.pictures.has_axes:
-            arguments["position_ids"] = self._rotary_positions(ids, inserts, documents)
+        if self.pictures is not None:
+            arguments |= self.pictures.deeper(ids, inserts)
+            if self.pictures.has_axes:
+                arguments["position_ids"] = self._rotary_positions(ids, inserts, documents)
         return {"inputs_embeds": embeddings} | arguments
 
     def _rotary_positions(

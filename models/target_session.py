@@ -124,7 +124,7 @@ class TargetSession:
         padded = [functional.pad(s, (0, 0, 0, longest - len(s))) for s in captured if s is not None]
         return torch.cat(logits), torch.stack(padded) if padded else None
 
-    def _asked_in_a_group(self, prompts: Sequence[Prompt]) -> dict[str, torch.Tensor]:
+    def _asked_in_a_group(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
         """The decoder's arguments for right-padded prompts; causal attention hides the padding."""
         longest = max(map(len, prompts))
         ids = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]

@@ -13,10 +13,20 @@ covers h rows and w columns, and only max(h, w) positions:
 Other families (LLaVA) count columns everywhere. The shift follows from a row's pictures alone: nothing here reads
 `rope_deltas`, which a model keeps for the prompt that it read last.
 
-Both, embeddings and positions, are the family's own: its whole model reads the picture alone up to the input of its
-decoder, where they are caught. So any family is supported that gives its decoder nothing else.
+Qwen3-VL also adds a picture to the states behind its first layers (DeepStack, Meng et al. 2024, arXiv 2406.04334):
 
-Shapes: B rows, T tokens, n tokens of a picture, H hidden size.
+    column            U   <   P   P   P   P   P   P   >   H
+    layer 0 reads     t   t   e   e   e   e   e   e   t   t        e: embeddings
+    behind layer 0            +d0 +d0 +d0 +d0 +d0 +d0              d: `deeper`, from deeper layers of the tower
+    behind layer 1            +d1 +d1 +d1 +d1 +d1 +d1
+    behind layer 2            +d2 +d2 +d2 +d2 +d2 +d2
+
+Drafters read e alone; d reaches them in the target's states.
+
+All of it is the family's own: its whole model reads the picture alone up to the input of its decoder, where it is
+caught. So any family is supported that gives its decoder nothing else.
+
+Shapes: B rows, T tokens, n tokens of a picture, H hidden size, D layers that add a picture.
 """
 
 from collections import OrderedDict
@@ -31,6 +41,7 @@ from torch import nn
 from draftsmith.models.prompt import Insert, PlacedInsert
 from draftsmith.recipes.errors import UserError
 
+SUPPORTED = "LLaVA-1.5, LLaVA-NeXT, Qwen2.5-VL and Qwen3-VL"
 HELD_BYTES = 256 * 2**20  # of embeddings that a target holds for pictures it read last
 
 
@@ -57,10 +68,11 @@ class PictureStates:
 
     embeddings: torch.Tensor  # [n, H] in the scale of `get_input_embeddings()(ids)`
     offsets: torch.Tensor | None  # [3, n] positions behind that of its first token; None: columns
+    deeper: torch.Tensor | None  # [D, n, H] added to the states behind layers 0 to D-1; None: nothing is
 
     @property
     def nbytes(self) -> int:
-        return self.embeddings.nbytes
+        return self.embeddings.nbytes + (0 if self.deeper is None else self.deeper.nbytes)
 
 
 class _Merged(Exception):
@@ -93,11 +105,11 @@ class PictureReader:
         return PictureReader(model) if is_vision_language(model.config) else None
 
     def read(self, picture: PictureInsert) -> PictureStates:
-        """The picture's embeddings and positions.
+        """The picture as the decoder reads it.
 
         Raises:
             UserError: it has another number of embeddings than of placeholders, or this family gives its decoder more
-                than embeddings and positions.
+                than `PictureStates` has.
         """
         states = self._held.pop(picture.digest, None)
         if states is None:
@@ -140,14 +152,20 @@ class PictureReader:
                 self.whole.rope_deltas = kept
         positions = caught.pop("position_ids", None)
         embeddings = caught.pop("inputs_embeds", None)
+        deeper = caught.pop("deepstack_visual_embeds", None)
+        caught.pop("visual_pos_masks", None)  # all of this input
         more = sorted(name for name, value in caught.items() if value is not None and name != "use_cache")
         if embeddings is None or more or (self.has_axes and positions is None):
             raise UserError(
                 f"target.model: {self.name} gives its decoder more than embeddings and positions for a picture "
-                f"({', '.join(more) or 'it gives neither'}); pictures for this family are not supported, LLaVA's and "
-                "Qwen2.5-VL's are"
+                f"({', '.join(more) or 'it gives neither'}); pictures of this family are not supported, those of "
+                f"{SUPPORTED} are"
             )
-        return PictureStates(embeddings[0].clone(), positions[:, 0].clone() if self.has_axes else None)
+        return PictureStates(
+            embeddings[0].clone(),
+            positions[:, 0].clone() if self.has_axes else None,
+            torch.stack(tuple(deeper)) if deeper else None,
+        )
 
     def _wrong_count(self, picture: PictureInsert) -> UserError:
         return UserError(
@@ -155,6 +173,22 @@ class PictureReader:
             "placeholders that its prompt has for it; is the prompt another target's, or the processor's config "
             "(preprocessor_config.json) another model's?"
         )
+
+    def deeper(self, ids_BT: torch.Tensor, pictures: Sequence[PlacedInsert]) -> dict[str, Any]:
+        """The decoder's arguments for what it adds to the states behind its first layers: empty if that is nothing.
+
+        Args:
+            pictures: other inserts add nothing.
+        """
+        seen_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+        added: list[torch.Tensor] = []  # in the order of `seen_BT`'s columns, row by row
+        for placed in sorted(pictures, key=lambda each: (each.row, each.insert.first)):
+            states = self.read(placed.insert) if isinstance(placed.insert, PictureInsert) else None
+            if states is not None and states.deeper is not None:
+                first = placed.insert.first
+                added.append(states.deeper[:, : max(0, ids_BT.shape[1] - first)])
+                seen_BT[placed.row, first : first + states.deeper.shape[1]] = True
+        return {"visual_pos_masks": seen_BT, "deepstack_visual_embeds": [*torch.cat(added, dim=1)]} if added else {}
 
     def positions(
         self, columns_BT: torch.Tensor, pictures: Sequence[PlacedInsert], ends: Sequence[int]

@@ -23,7 +23,7 @@ from draftsmith.recipes.schema import TargetSection
 from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, expected
 from tests.test_pictures import DAMAGES, good_files
-from tests.tiny_vision import FAMILIES, PLACEHOLDER, picture, save_vision_target
+from tests.tiny_vision import BASIC_FAMILIES, PLACEHOLDER, picture, save_vision_target
 
 STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
 
@@ -79,14 +79,14 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     saved = {}
-    for family in FAMILIES:
+    for family in BASIC_FAMILIES:
         saved[family] = folder = save_vision_target(tmp_path_factory.mktemp(family), family)
         path = folder / "generation_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": STOPS, "temperature": 0.01}))
     return saved
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=BASIC_FAMILIES)
 def place(
     request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Place:
@@ -210,7 +210,7 @@ def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place, caps
 # Servers.
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=BASIC_FAMILIES)
 def served(
     request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Place:

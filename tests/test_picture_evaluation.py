@@ -28,7 +28,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from tests.report_cases import evaluate, make_recipe, page_of
 from tests.test_vision import generated
-from tests.tiny_vision import FAMILIES, picture, save_vision_target
+from tests.tiny_vision import BASIC_FAMILIES, picture, save_vision_target
 from tests.training_runs import run_main
 
 LENGTH, STOP = 16, 4
@@ -36,7 +36,7 @@ SAY = {"type": "text", "text": "in the rain"}
 NAMES = ("a.png", "b.png", "c.png")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=BASIC_FAMILIES)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A vision-language target, pictures, prompts of several forms, and a recipe with two kinds of drafter."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -1,14 +1,18 @@
 """Vision-language targets: pictures reach prefill, trees, training rows and keys as the family's model reads them."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import key_of
@@ -31,9 +35,13 @@ from tests.decoding import decode, decode_batch
 from tests.pairs import untaught
 from tests.tiny_vision import (
     FAMILIES,
+    PATCH,
     PLACEHOLDER,
+    WITH_AXES,
     asked,
+    make_image_processor,
     make_vision_target,
+    make_vision_tokenizer,
     picture,
     save_vision_target,
     vision_config,
@@ -76,8 +84,10 @@ def pixel_inputs(family: str, prompt: Prompt) -> dict[str, torch.Tensor]:
     """What the family's own model takes for a prompt."""
     ids = torch.tensor([list(prompt)])
     pixels = [insert.pixels() for insert in prompt.inserts if isinstance(insert, PictureInsert)]
+    if family == "llava_next":  # tiles of all pictures, one behind the other
+        pixels = [each | {"pixel_values": each["pixel_values"].flatten(0, 1)} for each in map(dict, pixels)]
     joined = {name: torch.cat([each[name] for each in pixels]) for name in (pixels[0] if pixels else ())}
-    if family == "qwen2_5_vl":
+    if family in WITH_AXES:
         joined["mm_token_type_ids"] = (ids == PLACEHOLDER).int()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | joined
 
@@ -85,7 +95,7 @@ def pixel_inputs(family: str, prompt: Prompt) -> dict[str, torch.Tensor]:
 def generated(family: str, prompt: Prompt, length: int) -> list[int]:
     """transformers' own greedy answer."""
     model = make_vision_target(family)
-    if family == "qwen2_5_vl":
+    if family in WITH_AXES:
         model.model.rope_deltas = None  # text after a picture would inherit it
     inputs = pixel_inputs(family, prompt)
     out = model.generate(**inputs, max_new_tokens=length, do_sample=False, eos_token_id=None)
@@ -101,12 +111,51 @@ def placed(prompts: Sequence[Prompt]) -> list[PlacedInsert]:
 
 def test_placeholders_become_as_many_as_a_picture_has_embeddings(folders: dict[str, Path]) -> None:
     lengths = {"llava": [[16], [16, 16], [16, 16], []], "qwen2_5_vl": [[6], [10, 12], [12, 10], []]}
+    lengths |= {"llava_next": [[44], [56, 34], [34, 56], []], "qwen3_vl": lengths["qwen2_5_vl"]}
     for family in FAMILIES:
         prompts = prompts_of(folders[family])
         assert [[insert.length for insert in prompt.inserts] for prompt in prompts] == lengths[family]
         for prompt in prompts:
             covered = [insert.first + i for insert in prompt.inserts for i in range(insert.length)]
             assert covered == [column for column, token in enumerate(prompt) if token == PLACEHOLDER]
+
+
+SIZES = [(1, 1), (3, 5), (16, 16), (33, 32), (48, 16), (16, 48), (200, 1), (1, 200), (37, 111), (512, 384)]
+
+
+def test_llava_next_counts_tokens_as_its_model_and_its_processor(folders: dict[str, Path]) -> None:
+    """Wide, tall, small: of the parts of an enlarged picture, rows and columns of padding are cut off."""
+    tokenizer, reader = load_tokenizer(section_of(folders["llava_next"])), target_of("llava_next").pictures
+    assert reader is not None
+    own: Any = LlavaNextProcessor(
+        make_image_processor("llava_next"),
+        make_vision_tokenizer("llava_next"),
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    lengths = []
+    for width, height in SIZES:
+        (insert,) = render_prompt(tokenizer, [asked("the cat", picture(width, height))]).inserts
+        assert isinstance(insert, PictureInsert)
+        assert len(reader.read(insert).embeddings) == insert.length
+        lengths.append(insert.length)
+    wanted = own._get_num_multimodal_tokens([(height, width) for width, height in SIZES]).num_image_tokens
+    assert lengths == wanted and len(set(lengths)) > 5
+
+
+def test_an_image_processor_of_another_llava_next_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Other tiles, or other sizes of tiles, before the model would place them wrongly."""
+    for name, settings in {
+        "fewer": {"image_grid_pinpoints": [[16, 32]]},
+        "larger": {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}},
+    }.items():
+        folder = tmp_path / name
+        copytree(folders["llava_next"], folder)
+        kept = json.loads((folder / "preprocessor_config.json").read_text())
+        (folder / "preprocessor_config.json").write_text(json.dumps(kept | settings))
+        with pytest.raises(UserError, match=r"is preprocessor_config\.json another model's"):
+            render_prompt(load_tokenizer(section_of(folder)), [asked("the cat", picture(64, 64))])
 
 
 @both
@@ -210,12 +259,15 @@ def test_embeddings_and_positions_are_the_model_s_own(family: str, folders: dict
         torch.testing.assert_close(mine["inputs_embeds"], given["inputs_embeds"], rtol=0, atol=1e-6)
         torch.testing.assert_close(target.inputs(ids, inserts=inserts).embeddings, mine["inputs_embeds"])
         assert torch.equal(target.inputs(ids, inserts=inserts).positions[0], torch.arange(len(prompt)))  # the drafter's
-        if family == "qwen2_5_vl":
+        if family in WITH_AXES:
             assert torch.equal(mine["position_ids"], given["position_ids"])
             shift = target.model.model.rope_deltas.item()
             assert target.pictures is not None and target.pictures.shift(prompt.inserts, len(prompt)) == shift < 0
         else:
             assert "position_ids" not in mine
+        assert ("deepstack_visual_embeds" in mine) == (family == "qwen3_vl")
+        for name in mine.keys() & {"visual_pos_masks", "deepstack_visual_embeds"}:
+            torch.testing.assert_close(mine[name], given[name])
 
 
 @both
@@ -257,7 +309,7 @@ def test_greedy_answers_are_the_model_s_own(family: str, folders: dict[str, Path
     others = [render_prompt(load_tokenizer(section_of(folders[family])), [asked("the cat sat", TALL)])]
     assert generated(family, others[0], length) != expected[0]  # the picture matters
     for name, proposer in proposers(family).items():
-        if family == "qwen2_5_vl":
+        if family in WITH_AXES:
             target.model.model.rope_deltas = torch.tensor([[77]])  # of another prompt
         together = decode_batch(target, proposer, prompts, {-1}, length)
         alone = [decode(target, proposer, prompt, {-1}, length) for prompt in prompts]
@@ -266,7 +318,7 @@ def test_greedy_answers_are_the_model_s_own(family: str, folders: dict[str, Path
             assert all(set(answer.accepted_per_round[:-1]) == {3} for answer in together)
         if name == "itself, tree":
             assert sum(sum(answer.accepted_per_round) for answer in together) > 50
-        if family == "qwen2_5_vl":
+        if family in WITH_AXES:
             assert target.model.model.rope_deltas.item() == 77
 
 
@@ -289,7 +341,7 @@ def test_rows_come_and_go_with_their_positions(family: str, folders: dict[str, P
         for row, text in enumerate(texts):
             wanted, _ = target.session().prefill([text])
             torch.testing.assert_close(target.logits(last[row : row + 1, -1]), wanted, rtol=1e-4, atol=1e-4)
-    if family == "qwen2_5_vl":
+    if family in WITH_AXES:
         lengths = session.lengths
         with pytest.raises(ValueError, match="inside a picture"):
             session.rollback([*lengths[:2], prompts[0].inserts[0].first + 1])
@@ -314,9 +366,10 @@ def test_rows_share_a_pass_as_if_each_were_alone(family: str, folders: dict[str,
     wanted = []
     for row in rows:
         inputs = pixel_inputs(family, Prompt(row.input_ids, row.inserts))
-        with torch.no_grad():
-            hidden = target.model(**inputs, output_hidden_states=True).hidden_states
-        wanted.append((torch.cat([hidden[i][0] for i in (1, 3, 5)], dim=-1), hidden[-1][0]))
+        # Not output_hidden_states, which has Qwen3-VL's states before a picture is added to them.
+        with torch.no_grad(), target.capturing((1, 3, 5)) as read:
+            last = target.model.base_model(**inputs).last_hidden_state
+        wanted.append((torch.cat(read, dim=-1)[0], last[0]))
 
     def check(batch: MicroBatch, documents: Any) -> None:
         states = target.states(batch.ids, documents=documents, inserts=batch.inserts)
@@ -329,7 +382,7 @@ def test_rows_share_a_pass_as_if_each_were_alone(family: str, folders: dict[str,
     for way in (None, "masks"):
         target._packing = way  # type: ignore[assignment]
         check(packed, packed.documents)
-    if family == "qwen2_5_vl":
+    if family in WITH_AXES:
         together = target.decoder_arguments(packed.ids, packed.inserts, packed.documents)["position_ids"]
         for (line, start, tokens), i in zip(packed.places, packed.rows, strict=True):
             alone = target.decoder_arguments(
@@ -362,20 +415,62 @@ def test_a_picture_of_another_length_is_refused(family: str, folders: dict[str, 
 
 
 def test_a_family_that_gives_its_decoder_more_is_refused(folders: dict[str, Path]) -> None:
-    """As Qwen3-VL does, with states for deeper layers."""
+    """As a family might that nobody has tried."""
     target, insert = Target(make_vision_target("llava")), prompts_of(folders["llava"])[0].inserts[0]
     assert target.pictures is not None
     own: Any = target.pictures.whole
 
-    class Deep(torch.nn.Module):
+    class Stranger(torch.nn.Module):
         get_input_embeddings = own.get_input_embeddings
 
         def forward(self, input_ids: torch.Tensor, **_: Any) -> None:
-            target.decoder(inputs_embeds=target.embedding(input_ids), deepstack_visual_embeds=torch.zeros(1))
+            target.decoder(inputs_embeds=target.embedding(input_ids), cross_attention_states=torch.zeros(1))
 
-    target.pictures.whole = Deep()
-    with pytest.raises(UserError, match=r"more than embeddings and positions for a picture .deepstack_visual_embeds"):
+    target.pictures.whole = Stranger()
+    with pytest.raises(UserError, match=r"more than embeddings and positions for a picture .cross_attention_states"):
         target.read_insert(insert)
+
+
+UNREADABLE = {
+    "gemma3": "attend to one another in both directions",
+    "idefics3": "text between the parts of a picture",
+    "smolvlm": "text between the parts of a picture",
+    "pixtral": "text between the parts of a picture",
+    "llava_onevision": "how many tokens a picture has is not known here",
+}
+
+
+@pytest.mark.parametrize("family", UNREADABLE)
+def test_pictures_of_other_families_are_refused_by_name_and_text_is_read(
+    family: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Before anything is decoded, and before placeholders are counted: these families' templates write other ones."""
+    text = vision_config("llava").text_config.to_dict() | {"head_dim": 8}
+    name, kind, tower = family, "llama", vision_config("llava").vision_config.to_dict()
+    special: dict[str, Any] = {"image_token_id": PLACEHOLDER, "eos_token_id": 4, "pad_token_id": 0}
+    if family == "gemma3":
+        kind = "gemma3_text"
+        text |= {"sliding_window": 64, "query_pre_attn_scalar": 8, "layer_types": None, "rope_parameters": None}
+        tower |= {"model_type": "siglip_vision_model"}
+    elif family == "pixtral":  # Mistral's models have LLaVA's class
+        name, tower = "llava", {"model_type": "pixtral", "hidden_size": 16, "num_attention_heads": 2, "patch_size": 4}
+    elif family != "llava_onevision":
+        tower |= {"model_type": {"idefics3": "idefics3_vision"}.get(family, "smolvlm_vision")}
+    config = AutoConfig.for_model(name, text_config=text | {"model_type": kind}, vision_config=tower, **special)
+    model: Any = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    for file in folders["llava"].glob("*token*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes((folders["llava"] / "chat_template.jinja").read_bytes())
+    tokenizer = load_tokenizer(section_of(tmp_path))
+    message = f"pictures of {name} are not supported: .*{UNREADABLE[family]}.*; those of LLaVA-1.5, LLaVA-NeXT"
+    with pytest.raises(UserError, match=message):
+        render_prompt(tokenizer, [asked("the cat", picture())])
+    target = Target(load_causal_lm(section_of(tmp_path)))
+    prompt = render_prompt(tokenizer, [{"role": "user", "content": "the cat"}])
+    ids = torch.tensor([list(prompt)])
+    own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None)
+    assert decode(target, None, prompt, {-1}, 6).token_ids == own[0, len(prompt) :].tolist()
 
 
 def test_a_folder_without_an_image_processor_reads_text(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -12,15 +12,19 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 
-FAMILIES = ("llava", "qwen2_5_vl")
+FAMILIES = ("llava", "llava_next", "qwen2_5_vl", "qwen3_vl")
+WITH_AXES = ("qwen2_5_vl", "qwen3_vl")  # M-RoPE
+BASIC_FAMILIES = ("llava", "qwen2_5_vl")  # for tests of commands, which see tokens and positions alone
 PLACEHOLDER = 290  # the first token behind those of `make_tokenizer`
 MARKS = ("<image>", "<|vision_start|>", "<|vision_end|>")  # 290, 291, 292
 PATCH = 4  # pixels
-# Each shows lists of parts; LLaVA's drops contents that are strings, as the published one does.
+PINPOINTS = [[16, 32], [32, 16], [32, 32]]  # of LLaVA-NeXT: pixels that its tiles of 16 x 16 cover
+# All show lists of parts; LLaVA's drops contents that are strings, as the published one does.
 PARTS = (
     "{%- for part in message['content'] -%}{%- if part['type'] == 'text' -%}{{ part['text'] }}"
     "{%- elif part['type'] == 'image' -%}PICTURE{%- endif -%}{%- endfor -%}"
@@ -31,13 +35,10 @@ TEMPLATE = (
     "{%- else -%}CONTENT<|end|>{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
-TEMPLATES = {
-    "llava": TEMPLATE.replace("CONTENT", PARTS).replace("PICTURE", "<image>"),
-    "qwen2_5_vl": TEMPLATE.replace(
-        "CONTENT",
-        "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}" + PARTS + "{%- endif -%}",
-    ).replace("PICTURE", "<|vision_start|><image><|vision_end|>"),
-}
+LLAVA_TEMPLATE = TEMPLATE.replace("CONTENT", PARTS).replace("PICTURE", "<image>")
+QWEN_TEMPLATE = TEMPLATE.replace(
+    "CONTENT", "{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}" + PARTS + "{%- endif -%}"
+).replace("PICTURE", "<|vision_start|><image><|vision_end|>")
 
 
 def vision_config(family: str, num_layers: int = 7) -> Any:
@@ -56,7 +57,7 @@ def vision_config(family: str, num_layers: int = 7) -> Any:
         "eos_token_id": 4,
     }
     special = {"image_token_id": PLACEHOLDER, "tie_word_embeddings": False, "eos_token_id": 4, "pad_token_id": 0}
-    if family == "llava":
+    if family not in WITH_AXES:
         tower = {
             "model_type": "clip_vision_model",
             "hidden_size": 16,
@@ -68,7 +69,9 @@ def vision_config(family: str, num_layers: int = 7) -> Any:
             "initializer_range": 0.3,
         }
         text |= {"model_type": "llama", "tie_word_embeddings": False}
-        return AutoConfig.for_model("llava", text_config=text, vision_config=tower, **special)
+        if family == "llava_next":
+            special |= {"image_grid_pinpoints": PINPOINTS}
+        return AutoConfig.for_model(family, text_config=text, vision_config=tower, **special)
     tower = {
         "hidden_size": 16,
         "out_hidden_size": 32,
@@ -76,13 +79,18 @@ def vision_config(family: str, num_layers: int = 7) -> Any:
         "depth": 2,
         "num_heads": 2,
         "patch_size": PATCH,
-        "window_size": 4 * PATCH,
-        "fullatt_block_indexes": [1],
         "initializer_range": 0.3,
     }
-    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    if family == "qwen2_5_vl":
+        tower |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
+    else:
+        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+        text |= {"head_dim": 8}
+        rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text |= {"rope_parameters": rope}
     special |= {"video_token_id": 1, "vision_start_token_id": PLACEHOLDER + 1, "vision_end_token_id": PLACEHOLDER + 2}
-    return AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=tower, **special)
+    return AutoConfig.for_model(family, text_config=text, vision_config=tower, **special)
 
 
 @cache
@@ -98,18 +106,21 @@ def make_vision_target(family: str, seed: int = 0) -> Any:
 
 
 def make_image_processor(family: str) -> Any:
-    """LLaVA's makes 4 x 4 patches of every picture, Qwen2.5-VL's up to 16 tokens of 2 x 2 patches."""
+    """LLaVA's makes 4 x 4 patches of every picture, LLaVA-NeXT's as many of each of up to five tiles, Qwen's up to 16
+    tokens of 2 x 2 patches."""
+    if family in WITH_AXES:
+        size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 16 * (2 * PATCH) ** 2}
+        return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, temporal_patch_size=2, size=size)
+    sizes: Any = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     if family == "llava":
-        side = {"height": 16, "width": 16}
-        return CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=side)
-    size = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": 16 * (2 * PATCH) ** 2}
-    return Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, temporal_patch_size=2, size=size)
+        return CLIPImageProcessorPil(**sizes)
+    return LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=PINPOINTS)
 
 
 def make_vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
-    tokenizer.chat_template = TEMPLATES[family]
+    tokenizer.chat_template = QWEN_TEMPLATE if family in WITH_AXES else LLAVA_TEMPLATE
     return tokenizer
 
 
