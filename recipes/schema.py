@@ -335,6 +335,11 @@ class DrafterSection(Section):
         return self.base if self.kind in ("poss", "vispec") else self.kind
 
     @property
+    def reads_picture_states(self) -> bool:
+        """Whether it reads the target's states of pictures. ViSpec reads their input embeddings alone."""
+        return self.kind != "vispec"
+
+    @property
     def specialised(self) -> bool:
         """Whether it has position specialists."""
         given = self.specialists is not None or self.positions_per_specialist is not None

@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.data_gen.states.capturing import estimated_bytes, job_of
+from draftsmith.data_gen.states.store import Store, length_of
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -89,16 +90,30 @@ def recipe_in(folder: Path, home: Path, family: str, drafter: dict[str, Any], **
     return path
 
 
-CASES = [("llava", OVER_EAGLE), ("qwen2_5_vl", OVER_EAGLE3), ("qwen2_5_vl", {"kind": "eagle"})]
+SPECIALISTS = {"specialists": 2, "positions_per_specialist": 1}
+# And the drafter that the store was captured for.
+CASES = [
+    ("llava", OVER_EAGLE, OVER_EAGLE),
+    ("llava", OVER_EAGLE, {"kind": "eagle"}),
+    ("qwen2_5_vl", OVER_EAGLE3 | SPECIALISTS | {"compressed_tokens": 3}, OVER_EAGLE3),
+    ("qwen2_5_vl", {"kind": "eagle"}, {"kind": "eagle"}),
+]
 
 
-@pytest.mark.parametrize(("family", "drafter"), CASES, ids=("vispec", "over eagle3", "all picture columns"))
+@pytest.mark.parametrize(
+    ("family", "drafter", "captured_for"), CASES, ids=("vispec", "from a full store", "over eagle3", "all columns")
+)
 def test_a_run_from_a_store_is_one_with_the_target(
-    family: str, drafter: dict[str, Any], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    drafter: dict[str, Any],
+    captured_for: dict[str, Any],
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Last without the target: neither its layers nor its tower are there."""
     path = recipe_in(tmp_path / "run", home, family, drafter)
-    capture(path)
+    capture(path, f"drafter={captured_for}")
     states, runs = tmp_path / "run/states", {}
     pictures = sorted(each.name for each in (states / "pictures").iterdir())
     assert len(pictures) == 2 and all(name.endswith(".safetensors") for name in pictures)
@@ -122,6 +137,25 @@ def test_a_run_from_a_store_is_one_with_the_target(
     assert runs["online"][-1]["replay_tau"] >= 1
 
 
+def test_a_store_without_states_of_pictures_serves_no_drafter_that_reads_them(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does capture go on with them."""
+    path = recipe_in(tmp_path / "run", home, "llava", OVER_EAGLE)
+    capture(path)
+    states = tmp_path / "run/states"
+    manifest, rows = Store(states).manifest, rows_of(load_recipe(path))
+    of_pictures = sum(each.length for row in rows for each in row.inserts)
+    assert of_pictures > 100
+    assert manifest.total("tokens") == sum(map(length_of, rows)) - of_pictures
+    assert f"of {manifest.total('tokens'):,} tokens that a vispec drafter reads" in capsys.readouterr().out
+    baseline = "drafter={kind: eagle}"
+    with pytest.raises(UserError, match=r"left out there, because .* vispec reads none; kind eagle .* another folder"):
+        train(path, f"data.states={states}", baseline)
+    with pytest.raises(UserError, match=r"picture_states: False there, True now\); name another data\.states"):
+        capture(path, baseline)
+
+
 def test_replay_in_training_shows_the_pictures(home: Path, tmp_path: Path) -> None:
     rows = rows_of(load_recipe(recipe_in(tmp_path / "run", home, "llava", OVER_EAGLE)))
     answers = answers_of(rows, len(rows))
@@ -138,7 +172,7 @@ def test_damaged_pictures_of_a_store_are_told_and_written_again(
     states = tmp_path / "run/states"
     before = files_of(states)
     assert sum(map(len, before.values())) == pytest.approx(
-        estimated_bytes(job_of(load_recipe(path), Rejects())), rel=0.1
+        estimated_bytes(job_of(load_recipe(path), Rejects())), rel=0.02
     )
     one, other = sorted((states / "pictures").iterdir())
     one.unlink()

@@ -24,6 +24,7 @@ from draftsmith.data_gen.states.store import (
     key_of,
     length_of,
     rows_identity,
+    stored_tokens,
     taught_tokens,
 )
 from draftsmith.data_gen.states.stored_pictures import (
@@ -142,12 +143,14 @@ class Job:
         config = load_config(section).get_text_config(decoder=True)
         layers = layers_of(recipe, config)
         has_last = layers[-1] != config.num_hidden_layers
-        shape = RowShape(len(layers), config.hidden_size, ENCODINGS[settings.dtype], has_last)
+        pictures = recipe.drafter.reads_picture_states
+        shape = RowShape(len(layers), config.hidden_size, ENCODINGS[settings.dtype], has_last, pictures)
         target = config_identity(config, section.model, section.revision, fingerprint, adapter_digest(section))
         made_of = {
             "target": target | logit_settings(config),
             "capture_layers": list(layers),
             "dtype": settings.dtype,
+            "picture_states": pictures,
             "rows": rows_identity({key_of(row) for row in rows}),
             # These change the last bits of a state, or the shard of a row.
             "computed_in": str(torch_dtype(config, section.dtype)).removeprefix("torch."),
@@ -236,12 +239,14 @@ def estimated_bytes(job: Job) -> int:
 
 def capture_plan_lines(job: Job, manifest: StoreManifest, directory: Path) -> Iterator[str]:
     rows, shape = job.rows, job.shape
-    tokens = sum(map(length_of, rows))
+    read = sum(map(length_of, rows))
+    tokens = sum(stored_tokens(row, shape.picture_states) for row in rows)
     taught = sum(taught_tokens(row.spans) for row in rows)
     a_token = shape.encoding.bytes_of(shape.hidden_size) * (shape.states + (taught / tokens if shape.has_last else 0))
     last = f"the last one of {taught:,} ({taught / tokens:.0%})" if shape.has_last else "which also teaches"
-    yield f"rows           {len(rows):,}, {tokens:,} tokens, of training and validation"
-    yield f"states         {list(job.layers)} of every token, {last}, in {job.recipe.data.capture.dtype}"
+    of = "every token" if tokens == read else f"{tokens:,} tokens that a vispec drafter reads"
+    yield f"rows           {len(rows):,}, {read:,} tokens, of training and validation"
+    yield f"states         {list(job.layers)} of {of}, {last}, in {job.recipe.data.capture.dtype}"
     if pictures := inserts_of(rows):
         of_pictures = sum(each.length for each in pictures.values())
         yield f"pictures       input embeddings of {len(pictures):,}, {of_pictures:,} tokens, each stored once"

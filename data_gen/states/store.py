@@ -4,12 +4,12 @@
     target/                     the target's embeddings and head (`data_gen.states.stored_target`), config, tokenizer
     pictures/                   input embeddings of the rows' pictures (`data_gen.states.stored_pictures`)
     shard-00000.safetensors     rows, one after another:
-        captured        [N, S, H]   the states that the drafter reads, of all tokens
+        captured        [N, S, H]   the states that the drafter reads, of all tokens that it reads
         captured_scale  [N, S]      float32, only for int8 and fp8: a state is values * scale
         last            [M, H]      the last states of teacher positions. `last` and `last_scale` are absent if the
         last_scale      [M]         drafter reads the last state, because `captured` holds it then
-        ids             [N] int32   the rows' tokens
-        starts          [R + 1]     tokens of row r are starts[r] to starts[r + 1]
+        ids             [N] int32   these tokens
+        starts          [R + 1]     those of row r are starts[r] to starts[r + 1]
         spans           [P, 3]      (row, start, end) of the supervised spans
         key             [R, 16]     `key_of` each row
 
@@ -21,6 +21,14 @@ in one span. So a span (s, e) needs the last states of s to e - 2:
     token         u  u  u  >  A  B  C  D  .  u  u          span (4, 9)
     captured      *  *  *  *  *  *  *  *  *
     last                      *  *  *  *
+
+A ViSpec drafter reads no state in a picture's columns: it has none there, or compressed tokens (`models.vispec`). A
+store for ViSpec leaves these states out (`picture_states: false` in the manifest) and serves ViSpec alone; any other
+store serves every drafter. Column 6 is the first behind the picture:
+
+    position      0  1  2  3  4  5  6  7  8
+    token         u  u  P  P  P  P  P  u  A
+    captured      *                 *  *  *
 
 Rows are sorted into shards by their keys, which are random. A shard is therefore a fair sample, and training shuffles
 shards, then the rows of a few neighbouring shards (`train.run.state_sources`).
@@ -43,6 +51,7 @@ from safetensors import SafetensorError, safe_open
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.shards import Manifest, check_counts, file_problem, write_shard
+from draftsmith.models.target_columns import columns_of_picture
 from draftsmith.recipes.errors import UserError, short
 
 T = TypeVar("T")
@@ -98,8 +107,38 @@ def key_of(row: TrainingRow) -> bytes:
 
 
 def length_of(row: TrainingRow) -> int:
-    """Number of tokens with stored states."""
+    """Number of tokens that training reads."""
     return max(end for _, end in row.spans)
+
+
+def columns_of_pictures(row: TrainingRow) -> list[range]:
+    """The columns of each picture. One inside an answer is left out: its states may teach."""
+    found = []
+    for each in row.inserts:
+        inside = any(start < each.first + each.length and each.first < stop for start, stop in row.spans)
+        if each.first < length_of(row) and not inside:
+            found.append(range(*columns_of_picture(each.first, each.length, most=0)[:2]))
+    return found
+
+
+def stored_positions(row: TrainingRow, picture_states: bool) -> torch.Tensor:
+    """[n] positions with stored states, ascending."""
+    stored = torch.ones(length_of(row), dtype=torch.bool)
+    for columns in [] if picture_states else columns_of_pictures(row):
+        stored[columns.start : columns.stop] = False
+    return stored.nonzero().flatten()
+
+
+def stored_tokens(row: TrainingRow, picture_states: bool) -> int:
+    """Number of `stored_positions`."""
+    return length_of(row) - (0 if picture_states else sum(map(len, columns_of_pictures(row))))
+
+
+def stored_ids(row: TrainingRow, picture_states: bool) -> list[int]:
+    """Token ids at `stored_positions`."""
+    if picture_states or not row.inserts:
+        return row.input_ids[: length_of(row)]
+    return [row.input_ids[position] for position in stored_positions(row, picture_states).tolist()]
 
 
 def teacher_positions(spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -131,15 +170,17 @@ class RowShape:
     Attributes:
         states: S, captured states of a token.
         has_last: the teacher's last states are stored separately.
+        picture_states: whether states of pictures are stored.
     """
 
     states: int
     hidden_size: int
     encoding: Encoding
     has_last: bool
+    picture_states: bool
 
     def bytes_of(self, row: TrainingRow) -> int:
-        state, length = self.encoding.bytes_of(self.hidden_size), length_of(row)
+        state, length = self.encoding.bytes_of(self.hidden_size), stored_tokens(row, self.picture_states)
         taught = taught_tokens(row.spans) if self.has_last else 0
         return state * (self.states * length + taught) + 4 * length + 24 * len(row.spans) + 8 + KEY_BYTES
 
@@ -169,7 +210,8 @@ class ShardBuffer:
 
     def __init__(self, shape: RowShape, rows: Sequence[TrainingRow]):
         self.shape, self.rows = shape, rows
-        self.starts = list(accumulate(map(length_of, rows), initial=0))
+        tokens_of = (stored_tokens(row, shape.picture_states) for row in rows)
+        self.starts = list(accumulate(tokens_of, initial=0))
         self.taught_starts = list(accumulate((taught_tokens(row.spans) for row in rows), initial=0))
         tokens, taught = self.starts[-1], self.taught_starts[-1]
         dtype, width = shape.encoding.dtype, shape.hidden_size
@@ -183,7 +225,14 @@ class ShardBuffer:
         self.nonfinite: set[int] = set()
 
     def put(self, index: int, captured_TF: torch.Tensor, last_TH: torch.Tensor) -> None:
-        """Stores the states of row `index`, one for each of its tokens."""
+        """Stores the states of row `index`.
+
+        Args:
+            captured_TF, last_TH: one for each of its tokens.
+        """
+        if self.starts[index + 1] - self.starts[index] < len(captured_TF):
+            stored = stored_positions(self.rows[index], self.shape.picture_states)
+            captured_TF = captured_TF[stored.to(captured_TF.device)]
         captured_TSH = captured_TF.unflatten(-1, (self.shape.states, self.shape.hidden_size))
         self._put(index, "captured", self.starts, captured_TSH)
         if self.shape.has_last:
@@ -201,7 +250,7 @@ class ShardBuffer:
 
     def write(self, directory: Path, number: int) -> dict[str, Any]:
         """Writes shard `number` and returns its manifest entry."""
-        ids = [row.input_ids[: length_of(row)] for row in self.rows]
+        ids = [stored_ids(row, self.shape.picture_states) for row in self.rows]
         spans = [(index, start, end) for index, row in enumerate(self.rows) for start, end in row.spans]
         keys = b"".join(map(key_of, self.rows))
         tensors = self.tensors | {
@@ -258,6 +307,9 @@ class StoreManifest(Manifest):
         layers = made_of["capture_layers"]
         if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
             raise ValueError(f"capture_layers are {short(layers)}, not a list of whole numbers")
+        pictures = made_of.setdefault("picture_states", True)  # absent in older stores
+        if type(pictures) is not bool:
+            raise ValueError(f"picture_states is {short(pictures)}, neither true nor false")
 
     def other_than(self, wanted: dict[str, Any]) -> list[str]:
         """Differences from what is asked for. The target's place and name may differ."""
@@ -272,7 +324,7 @@ class RowStates:
     """The stored, encoded states of a row.
 
     Attributes:
-        captured: [T, S, H]; captured_scale: [T, S] or None.
+        captured: [n, S, H], of `stored_positions`; captured_scale: [n, S] or None.
         last: [m, H], of `teacher_positions`; None if `captured` holds it. last_scale: [m] or None.
     """
 
@@ -318,6 +370,7 @@ class Store:
             raise UserError([f"{problem}; {REPAIR}" for problem in problems])
         self.encoding = ENCODINGS[manifest.made_of["dtype"]]
         self.capture_layers: tuple[int, ...] = tuple(manifest.made_of["capture_layers"])
+        self.picture_states: bool = manifest.made_of["picture_states"]
         self._verified: set[int] = set()
         self._opened = lru_cache(OPEN_SHARDS)(self._open)  # a process may not open many files
         self._starts = lru_cache(None)(lambda number: _starts(self._opened(number)))
@@ -364,7 +417,7 @@ class Store:
             return shard.get_slice(name)[starts[index] : starts[index + 1]] if name in names else None
 
         captured, ids = part("captured", starts), part("ids", starts)
-        if captured is None or ids is None or ids.tolist() != row.input_ids[: length_of(row)]:
+        if captured is None or ids is None or ids.tolist() != stored_ids(row, self.picture_states):
             raise self._damaged(number, f"its tokens of row {row.id!r} are not the row's")
         last, last_scale = part("last", taught_starts), part("last_scale", taught_starts)
         return RowStates(captured, part("captured_scale", starts), last, last_scale)

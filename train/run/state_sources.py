@@ -28,7 +28,9 @@ from draftsmith.data_gen.states.store import (
     RowStates,
     Store,
     key_of,
+    length_of,
     rows_identity,
+    stored_positions,
     teacher_positions,
 )
 from draftsmith.data_gen.states.stored_target import logit_settings
@@ -159,11 +161,20 @@ class StoredStates:
         begun = {id(row): self.reader.submit(self._read, row) for row in {id(row): row for row, _ in read}.values()}
         parts = []
         for row, tokens in read:
-            states = begun[id(row)].result()
-            scales = None if states.captured_scale is None else states.captured_scale[:tokens].to(self.device)
-            values = states.captured[:tokens].to(self.device)
-            parts.append(self.store.encoding.decode(values, scales, self.dtype).flatten(1))
+            parts.append(self._captured(row, begun[id(row)].result(), tokens).flatten(1))
         return torch.cat(parts)
+
+    def _captured(self, row: TrainingRow, states: RowStates, tokens: int) -> torch.Tensor:
+        """[tokens, S, H] of a row's first tokens. Those that the store leaves out are 0: no drafter reads them."""
+        positions = stored_positions(row, self.store.picture_states)
+        count = int((positions < tokens).sum())
+        scales = None if states.captured_scale is None else states.captured_scale[:count].to(self.device)
+        values = self.store.encoding.decode(states.captured[:count].to(self.device), scales, self.dtype)
+        if count == tokens:
+            return values
+        whole_TSH = values.new_zeros(tokens, *values.shape[1:])
+        whole_TSH[positions[:count].to(self.device)] = values
+        return whole_TSH
 
     def _read(self, row: TrainingRow) -> RowStates:
         states = self.store.read(row)
@@ -171,13 +182,13 @@ class StoredStates:
 
     def _decoded(self, row: int, stored: RowStates) -> tuple[torch.Tensor, torch.Tensor]:
         """(captured [T, F], last [T, H])"""
-        encoding, states = self.store.encoding, stored.to(self.device)
-        captured_TSH = encoding.decode(states.captured, states.captured_scale, self.dtype)
+        training_row, states = self.all_rows[row], stored.to(self.device)
+        captured_TSH = self._captured(training_row, states, length_of(training_row))
         if states.last is None:
             return captured_TSH.flatten(1), captured_TSH[:, -1]
-        taught = torch.tensor(teacher_positions(self.all_rows[row].spans), dtype=torch.long, device=self.device)
+        taught = torch.tensor(teacher_positions(training_row.spans), dtype=torch.long, device=self.device)
         last_TH = torch.zeros_like(captured_TSH[:, 0])
-        last_TH[taught] = encoding.decode(states.last, states.last_scale, self.dtype)
+        last_TH[taught] = self.store.encoding.decode(states.last, states.last_scale, self.dtype)
         return captured_TSH.flatten(1), last_TH
 
 
@@ -209,6 +220,11 @@ def store_of(
         "dtype": recipe.data.capture.dtype,
     }
     problems = store.manifest.other_than(asked)
+    if recipe.drafter.reads_picture_states and not store.picture_states:
+        problems.append(
+            f"states of pictures: left out there, because a drafter of kind vispec reads none; kind "
+            f"{recipe.drafter.kind} reads them"
+        )
     covers = f" (a fingerprint covers {FINGERPRINT_COVERS})" * ("tokenizer_fingerprint: " in "".join(problems))
     if missing := store.missing(rows):
         problems.append(
@@ -227,4 +243,8 @@ def store_of(
 def store_identity(store: Store | None) -> dict[str, Any] | None:
     """The parts of a store's manifest that a resumed run must find unchanged: they decide values and reading order."""
     names = ("dtype", "capture_layers", "rows", "computed_in", "shard_megabytes", "batch_tokens")
-    return None if store is None else {name: store.manifest.made_of.get(name) for name in names}
+    if store is None:
+        return None
+    identity = {name: store.manifest.made_of.get(name) for name in names}
+    # Runs that began with an older version have no such key.
+    return identity if store.picture_states else identity | {"picture_states": False}
