@@ -16,7 +16,6 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +33,6 @@ from draftsmith.recipes.prompts.pictures import UnusablePicture, decoded_picture
 from draftsmith.recipes.schema import TargetSection
 
 HELD_PICTURES = 8  # processed ones that are kept: a prompt is often read soon after it was made
-_LLAVA = ("llava", "llava_next")
 # Why pictures of these families, and of LLaVA with Pixtral's tower, cannot be inserts that a causal decoder reads.
 _TEXT_BETWEEN = "their prompts have text between the parts of a picture"
 _UNREADABLE = {
@@ -123,7 +121,10 @@ class PictureProcessor:
 
         Raises:
             RenderError: placeholders and pictures differ, or a picture cannot be read.
+            UserError: pictures of a family that is not supported.
         """
+        if sources:
+            check_family(self.config)
         inserts, at = list[Insert](), 0
         while (at := next((i for i in range(at, len(ids)) if ids[i] == self.placeholder), len(ids))) < len(ids):
             if len(inserts) == len(sources):
@@ -213,68 +214,70 @@ def opened(source: Any) -> Image.Image:
 def check_family(config: Any) -> None:
     """Raises UserError if pictures of this family are not supported. Its prompts of text are."""
     family, tower = config.model_type, config.vision_config
-    known = family in _LLAVA or hasattr(tower, "spatial_merge_size")  # Qwen2.5-VL, Qwen3-VL
-    if not known or not _UNREADABLE.keys().isdisjoint((family, tower.model_type)):
-        raise _unsupported(config)
-
-
-def _unsupported(config: Any) -> UserError:
-    why = _UNREADABLE.get(config.model_type) or _UNREADABLE.get(config.vision_config.model_type)
-    return UserError(
-        f"target.model: pictures of {config.model_type} are not supported: "
-        f"{why or 'how many tokens a picture has is not known here'}; those of {SUPPORTED} are. Leave prompts with "
-        "pictures out, or name another target"
-    )
+    known = family in ("llava", "llava_next") or hasattr(tower, "spatial_merge_size")  # Qwen2.5-VL, Qwen3-VL
+    why = _UNREADABLE.get(family) or _UNREADABLE.get(tower.model_type)
+    if why or not known:
+        raise UserError(
+            f"target.model: pictures of {family} are not supported: "
+            f"{why or 'how many tokens a picture has is not known here'}; those of {SUPPORTED} are. Leave prompts with "
+            "pictures out, or name another target"
+        )
 
 
 def embeddings_of(config: Any, pixels: Mapping[str, torch.Tensor]) -> int:
     """Number of embeddings that the target makes of a picture.
 
     Args:
-        config: the target's whole config.
+        config: the target's whole config, of a family that `check_family` knows.
         pixels: of one picture, as its processor made them.
 
     Raises:
-        UserError: a family that is not supported, or a processor that is not the target's.
+        UserError: the processor is not the target's.
     """
-    vision = config.vision_config
-    if "image_grid_thw" in pixels:  # Qwen2.5-VL, Qwen3-VL: patches are merged into squares
-        return int(pixels["image_grid_thw"].prod()) // vision.spatial_merge_size**2
-    if config.model_type not in _LLAVA:
-        raise _unsupported(config)
-    # One for each patch of the tower, and CLIP's class token where it is kept.
-    height, width = pixels["pixel_values"].shape[-2:]
-    classes = (vision.model_type == "clip_vision_model") - (config.vision_feature_select_strategy == "default")
-    patches = (height // vision.patch_size) * (width // vision.patch_size) + classes
-    return patches if config.model_type == "llava" else _of_tiles(config, pixels, patches)
+    vision, tiled, found = config.vision_config, config.model_type == "llava_next", None
+    if config.model_type not in ("llava", "llava_next"):
+        if "image_grid_thw" in pixels:  # patches are merged into squares
+            found = int(pixels["image_grid_thw"].prod()) // vision.spatial_merge_size**2
+    elif pixels["pixel_values"].dim() == 4 + tiled:
+        # One for each patch of the tower, and CLIP's class token where it is kept.
+        height, width = pixels["pixel_values"].shape[-2:]
+        classes = (vision.model_type == "clip_vision_model") - (config.vision_feature_select_strategy == "default")
+        patches = (height // vision.patch_size) * (width // vision.patch_size) + classes
+        found = _of_tiles(config, pixels, patches) if tiled else patches
+    if found is None:
+        made = ", ".join(f"{name} of shape {list(each.shape)}" for name, each in pixels.items())
+        raise UserError(
+            f"target.model: the image processor makes {made} of a picture, which a {config.model_type} with this "
+            "config does not read; is preprocessor_config.json another model's?"
+        )
+    return found
 
 
-def _of_tiles(config: Any, pixels: Mapping[str, torch.Tensor], patches: int) -> int:
-    """Number of embeddings that LLaVA-NeXT makes of a picture. It reads the whole picture in one tile, then parts of an
-    enlarged one, whose padding it cuts off again; each row of patches ends with a newline.
+def _of_tiles(config: Any, pixels: Mapping[str, torch.Tensor], patches: int) -> int | None:
+    """Number of embeddings that LLaVA-NeXT makes of a picture; None: it cannot read these pixels.
 
-    The model's own code counts, on tensors without content.
+    It reads the whole picture in one tile, then the parts of an enlarged one, whose padding it cuts off again, and adds
+    a newline to each row of patches. The model's own code counts, on tensors without content.
 
     Args:
         patches: of a tile.
     """
-    # Imported here: it takes a second, and other families do without.
+    # Imported here, since other families do without.
     from transformers.models.llava_next.modeling_llava_next import LlavaNextModel, image_size_to_num_patches
 
-    size, (tiles, _, height, width) = pixels.get("image_sizes"), pixels["pixel_values"].shape[-4:]
+    size, tiles = pixels.get("image_sizes"), pixels["pixel_values"].shape[-4]
     side, pinpoints = config.vision_config.image_size, config.image_grid_pinpoints
-    if size is not None and tiles == image_size_to_num_patches(size[0], pinpoints, side):
-        features, newline = torch.empty(tiles, patches, 1, device="meta"), torch.empty(1, device="meta")
-        strategy = config.vision_feature_select_strategy
-        with suppress(RuntimeError):  # tiles of another size
-            model: Any = SimpleNamespace(config=config)
-            (placed,), _ = LlavaNextModel.pack_image_features(model, [features], size, strategy, newline)
-            return len(placed)
-    raise UserError(
-        f"target.model: the image processor makes {tiles} tiles of {height}x{width} pixels of a picture; the model's "
-        f"config (image_grid_pinpoints, tiles of {side}x{side}) expects others; is preprocessor_config.json another "
-        "model's?"
-    )
+    if size is None or tiles != image_size_to_num_patches(size[0], pinpoints, side):
+        return None
+    features, newline = torch.empty(tiles, patches, 1, device="meta"), torch.empty(1, device="meta")
+    model: Any = SimpleNamespace(config=config)
+    try:
+        (placed,), _ = LlavaNextModel.pack_image_features(
+            model, [features], size, config.vision_feature_select_strategy, newline
+        )
+    except RuntimeError:  # tiles of another size than the config's
+        return None
+    return len(placed)
 
 
 def in_parts(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -144,18 +144,25 @@ def test_llava_next_counts_tokens_as_its_model_and_its_processor(folders: dict[s
     assert lengths == wanted and len(set(lengths)) > 5
 
 
-def test_an_image_processor_of_another_llava_next_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Other tiles, or other sizes of tiles, before the model would place them wrongly."""
-    for name, settings in {
-        "fewer": {"image_grid_pinpoints": [[16, 32]]},
-        "larger": {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}},
-    }.items():
-        folder = tmp_path / name
-        copytree(folders["llava_next"], folder)
-        kept = json.loads((folder / "preprocessor_config.json").read_text())
-        (folder / "preprocessor_config.json").write_text(json.dumps(kept | settings))
-        with pytest.raises(UserError, match=r"is preprocessor_config\.json another model's"):
-            render_prompt(load_tokenizer(section_of(folder)), [asked("the cat", picture(64, 64))])
+@pytest.mark.parametrize(
+    ("family", "other", "settings"),
+    [
+        ("llava_next", "llava_next", {"image_grid_pinpoints": [[16, 32]]}),
+        ("llava_next", "llava_next", {"size": {"shortest_edge": 24}, "crop_size": {"height": 24, "width": 24}}),
+        ("llava_next", "llava", {}),
+        ("llava", "llava_next", {}),
+        ("llava", "qwen2_5_vl", {}),
+        ("qwen2_5_vl", "llava", {}),
+    ],
+)
+def test_another_model_s_image_processor_is_refused(
+    family: str, other: str, settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    copytree(folders[family], tmp_path, dirs_exist_ok=True)
+    processor = json.loads((folders[other] / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor | settings))
+    with pytest.raises(UserError, match=r"which a \w+ with this config does not read; is preprocessor_config\.json"):
+        render_prompt(load_tokenizer(section_of(tmp_path)), [asked("the cat", picture(64, 64))])
 
 
 @both
