@@ -24,6 +24,30 @@ from draftsmith.models.sampling import Draws
 from draftsmith.models.vocab import DraftVocab
 
 
+@dataclass(frozen=True)
+class DraftedBy:
+    """Who drafted a tree, where a proposer has several sources.
+
+    Attributes:
+        source: of all nodes but a second source's chain.
+        chain_source, chain: the second source, and the tokens of its chain below the root.
+        shared: first tokens of the chain that the tree has, too; they count as the tree's.
+    """
+
+    source: str
+    chain_source: str = ""
+    chain: tuple[int, ...] = ()
+    shared: int = 0
+
+    def credited(self, accepted: Sequence[int]) -> dict[str, int]:
+        """Tokens of an accepted path by their source; 0 for a source without any."""
+        if not self.chain_source:
+            return {self.source: len(accepted)}
+        on_chain = tuple(accepted) == self.chain[: len(accepted)]
+        further = max(0, len(accepted) - self.shared) if on_chain else 0
+        return {self.source: len(accepted) - further, self.chain_source: further}
+
+
 @dataclass(eq=False)
 class DraftTree:
     """Nodes with their parents. All else is derived once, without waiting for the device.
@@ -36,6 +60,7 @@ class DraftTree:
         drawn_from: [B, N, V] for sampled chains, the distribution of each node's child; zero for nodes without a
             child. None: all nodes were chosen by rank.
         is_chain: in all trees, each node is the child of the one before it.
+        sources: of each tree; None: the proposer has only one.
     """
 
     tokens: torch.Tensor
@@ -44,6 +69,7 @@ class DraftTree:
     sizes: torch.Tensor | None = None
     drawn_from: torch.Tensor | None = None
     is_chain: bool = False
+    sources: Sequence[DraftedBy] | None = None
 
     @property
     def rows(self) -> int:

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from draftsmith.eval.decoding.accept import Acceptance, GreedyAcceptance
-from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
+from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
@@ -48,6 +48,8 @@ class Generation:
     last_round_cut: bool  # a stop token or the budget cut accepted tokens, or the bonus, off the last round
     tree_nodes: list[int] = field(default_factory=list)  # verified nodes of each round, root included
     draft_calls: list[int] = field(default_factory=list)
+    # Accepted tokens of each round by who drafted them, of proposers with several sources (`DraftedBy`).
+    drafted_by: list[dict[str, int]] = field(default_factory=list)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -79,6 +81,7 @@ class Round(Verified):
     calls: list[int]  # draft calls of each row
     widest: int  # nodes that each row's tree was padded to
     marks: "list[Mark]"  # when drafting, verifying and accepting began; plain decoding's drafting takes no time
+    sources: Sequence[DraftedBy] | None = None  # of each row's tree
 
 
 class Verifier(Protocol):
@@ -237,19 +240,19 @@ def run_round(
         proposer: None: plain decoding.
         texts: all tokens of each row, the unread root last.
     """
-    began = mark()
+    began, sources = mark(), None
     if proposer is None:
         tree, calls = DraftTree.root_only([tokens[-1] for tokens in texts], verifier.device), [0] * len(texts)
     else:
         proposer.observe(verifier.committed(texts))
         tree, calls = proposer.propose()
-        tree = tree.pruned(verifier.limits())
+        sources, tree = tree.sources, tree.pruned(verifier.limits())
     drafted = mark()
     verifier.verify(tree)
     verified = mark()
     done = verifier.accept(tree)
     marks = [drafted if proposer is None else began, drafted, verified]
-    return Round(done.new_tokens, done.nodes, calls, tree.nodes, marks)
+    return Round(done.new_tokens, done.nodes, calls, tree.nodes, marks, sources)
 
 
 def decode(
@@ -311,13 +314,18 @@ class _Row:
         tokens = self.answer.token_ids
         return tokens[-1] in stop_ids or len(tokens) >= self.request.max_new_tokens
 
-    def take(self, new_tokens: Sequence[int], nodes: int, calls: int, stop_ids: Collection[int]) -> None:
+    def take(
+        self, new_tokens: Sequence[int], nodes: int, calls: int, source: DraftedBy | None, stop_ids: Collection[int]
+    ) -> None:
         """Appends a round's tokens."""
         answer = self.answer
         self.committed.extend(new_tokens)
         kept = count_kept(new_tokens, stop_ids, self.request.max_new_tokens - len(answer.token_ids))
         answer.token_ids.extend(new_tokens[:kept])
-        answer.accepted_per_round.append(min(kept, len(new_tokens) - 1))
+        accepted = min(kept, len(new_tokens) - 1)
+        answer.accepted_per_round.append(accepted)
+        if source is not None:
+            answer.drafted_by.append(source.credited(new_tokens[:accepted]))
         answer.last_round_cut = kept < len(new_tokens)
         answer.tree_nodes.append(nodes)
         answer.draft_calls.append(calls)
@@ -368,8 +376,9 @@ def decode_stream(
             return
         committed = [row.committed for row in live]
         done = run_round(verifier, proposer, committed, clock.mark)
-        for row, tokens, nodes, count in zip(live, done.new_tokens, done.nodes, done.calls, strict=True):
-            row.take(tokens, nodes, count, stop_ids)
+        sources = done.sources or [None] * len(live)
+        for row, *of_row in zip(live, done.new_tokens, done.nodes, done.calls, sources, strict=True):
+            row.take(*of_row, stop_ids)
         before, ended = ended, clock.mark()
         rounds.append((live, [before, *done.marks, ended]))
         if watch is not None:

@@ -1,0 +1,335 @@
+"""SAM-Decoding (arXiv 2411.10666): drafts what followed the newest tokens where they occurred before.
+
+`SamProposer` looks in the answer's own text and in a corpus (`models.sam`). `SamRouter` puts it beside a drafter: by
+the length of the match it decides each round who drafts, or has both drafts verified as one tree.
+
+    match of 5 tokens or more      SAM's chain                          fused:      root
+    shorter                        the drafter's tree                              /    \\
+                                                                                  a      x      the drafter's a b c
+    fused                          both in one tree; where they                  / \\            and SAM's a b d e
+                                   begin alike they share nodes                 b   y
+                                                                               / \\
+                                                                              c   d
+                                                                                   \\
+                                                                                    e
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
+from draftsmith.models.key_values import check_rollback
+from draftsmith.models.sam import DynamicAutomaton, Match, StaticAutomaton
+from draftsmith.models.sampling import Draws
+
+DYNAMIC, STATIC, DRAFTER = "sam dynamic", "sam static", "drafter"
+
+
+@dataclass(frozen=True)
+class SamDraft:
+    """A row's tree: the tokens below the root, parents first, each with its parent's index (0 is the root)."""
+
+    source: str
+    score: int  # length of the match, less the bias
+    tokens: list[int]
+    parents: list[int]
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == list(range(len(self.tokens)))
+
+
+NOTHING = SamDraft(DYNAMIC, 0, [], [])
+
+
+class SamProposer:
+    """A `models.draft_tree.Proposer`.
+
+    Args:
+        nodes: most of one tree, the root included.
+        alpha: a match of l tokens is followed by at most alpha * l drafted ones; None: always by as many as fit.
+        static: the corpus; its drafts are trees where it knows several continuations.
+        dynamic: look in the answer's own text, too.
+        l_bias: how much longer a match in the corpus must be than one in the text; a tie goes to the text.
+        width: most children of a node, and most nodes at one depth, of a tree from the corpus; 1: chains.
+        depth: of the deepest node of such a tree.
+        stop_ids: nothing is drafted behind these.
+    """
+
+    capture_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        device: torch.device,
+        nodes: int,
+        alpha: float | None,
+        static: StaticAutomaton | None = None,
+        dynamic: bool = True,
+        l_bias: int = 0,
+        width: int = 8,
+        depth: int | None = None,
+        stop_ids: Collection[int] = (),
+    ):
+        self.device, self.nodes, self.alpha, self.l_bias = device, nodes, alpha, l_bias
+        self.static, self.dynamic, self.width, self.depth = static, dynamic, width, depth or nodes
+        self.stop_ids = frozenset(stop_ids)
+        self.texts: list[_Text] = []
+
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.texts = []
+        self.admit(rows)
+
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.texts += [_Text(self.dynamic) for _ in range(rows)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        check_rollback([max(0, len(text.tokens) - 1) for text in self.texts], lengths)
+        kept = [text.tokens[: length + 1] for text, length in zip(self.texts, lengths, strict=True)]
+        self.reset(len(kept))
+        for text, tokens in zip(self.texts, kept, strict=True):
+            text.extend(tokens)
+
+    def observe(self, committed: Committed) -> None:
+        for text, tokens in zip(self.texts, committed.tokens, strict=True):
+            text.extend(tokens)
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        drafts = self.drafts()
+        return self.tree(drafts), [0] * len(drafts)
+
+    def drafts(self) -> list[SamDraft]:
+        """A draft for each row, without tokens where nothing matches."""
+        return [self._draft(text) for text in self.texts]
+
+    def tree(self, drafts: Sequence[SamDraft]) -> DraftTree:
+        """The rows' drafts, each below its root."""
+        roots = [text.tokens[-1] for text in self.texts]
+        tree = _tree([([root, *d.tokens], [-1, *d.parents]) for root, d in zip(roots, drafts, strict=True)], self.device)
+        tree.sources = [DraftedBy(draft.source) for draft in drafts]
+        return tree
+
+    def _draft(self, text: "_Text") -> SamDraft:
+        own = text.automaton.matched if text.automaton is not None else 0
+        found = self.static.longest(text.tokens) if self.static is not None else Match(0)
+        score = found.length - self.l_bias
+        if found.length and (score > own or not own):
+            assert self.static is not None
+            tokens, parents = self.static.continuations(found, self._most(found.length), self.width, self.depth)
+            if tokens or not own:  # else every occurrence ends its document
+                return SamDraft(STATIC, score, *_shallow_first(tokens, parents))
+        if not own:
+            return NOTHING
+        assert text.automaton is not None
+        tokens = self._up_to_stop(text.automaton.continuation(self._most(own)))
+        return SamDraft(DYNAMIC, own, tokens, list(range(len(tokens))))
+
+    def _most(self, matched: int) -> int:
+        """Drafted tokens. The paper's n = min(max, 1 + alpha * l) counts the root."""
+        return self.nodes - 1 if self.alpha is None else min(self.nodes - 1, int(self.alpha * matched))
+
+    def _up_to_stop(self, tokens: list[int]) -> list[int]:
+        stop = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
+        return tokens[: stop + 1]
+
+
+class _Text:
+    """One answer's tokens, prompt included."""
+
+    def __init__(self, dynamic: bool):
+        self.automaton = DynamicAutomaton() if dynamic else None
+        self.tokens: list[int] = [] if self.automaton is None else self.automaton.text
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds the new ones of `tokens`, which are all tokens so far."""
+        new = tokens[len(self.tokens) :]
+        if self.automaton is None:
+            self.tokens.extend(new)
+        else:
+            self.automaton.extend(new)
+
+
+class SamRouter:
+    """SAM beside another proposer: a `models.draft_tree.Proposer`.
+
+    The other one observes every committed token, but late: where SAM drafts for all rows, target states are kept until
+    the other is asked again, or until rows come or go. So it costs nothing in these rounds. With several rows it drafts
+    if one of them needs it; the others' trees are dropped.
+
+    Args:
+        l_threshold: SAM drafts for a row if its match, less the bias in the corpus, is at least so long.
+        fuse: SAM's chain joins the other's tree instead of replacing it.
+
+    Fused trees hold no drawn tokens: a drawn chain has one child for each node.
+    """
+
+    def __init__(self, sam: SamProposer, other: Proposer, l_threshold: int, fuse: bool = False):
+        self.sam, self.other, self.l_threshold, self.fuse = sam, other, l_threshold, fuse
+        self.capture_layers = other.capture_layers
+        self.waiting: Committed | None = None  # what the other has yet to observe
+
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.waiting = None
+        self.sam.reset(rows)
+        self.other.reset(rows, draws)
+
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self._catch_up()
+        self.sam.admit(rows)
+        self.other.admit(rows, draws)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._catch_up()
+        self.sam.keep(rows)
+        self.other.keep(rows)
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        self._catch_up()
+        self.sam.rollback(lengths)
+        self.other.rollback(lengths)
+
+    def observe(self, committed: Committed) -> None:
+        self.sam.observe(committed)
+        # The loop's lists of tokens grow further, while counts and features are of now.
+        committed = replace(committed, tokens=[list(tokens) for tokens in committed.tokens])
+        self.waiting = committed if self.waiting is None else _joined(self.waiting, committed)
+
+    def _catch_up(self) -> None:
+        if self.waiting is not None:
+            self.other.observe(self.waiting)
+            self.waiting = None
+
+    def propose(self) -> tuple[DraftTree, list[int]]:
+        drafts = [draft if draft.score >= self.l_threshold else NOTHING for draft in self.sam.drafts()]
+        if not self.fuse and all(draft.tokens for draft in drafts):
+            return self.sam.tree(drafts), [0] * len(drafts)
+        self._catch_up()
+        tree, calls = self.other.propose()
+        if not any(draft.tokens for draft in drafts):
+            tree.sources = [DraftedBy(DRAFTER)] * len(drafts)
+            return tree, calls
+        if self.fuse:
+            return fused(tree, drafts), calls
+        calls = [0 if draft.tokens else count for draft, count in zip(drafts, calls, strict=True)]
+        return _each_its_own(self.sam.tree(drafts), tree, drafts), calls
+
+
+def _joined(before: Committed, after: Committed) -> Committed:
+    """Both as if they had been committed at once."""
+    features = after.features
+    if before.features is not None and features is not None:
+        pairs = zip(before.features, before.counts, features, after.counts, strict=True)
+        features = pad_sequence([torch.cat((a[:n], b[:m])) for a, n, b, m in pairs], batch_first=True)
+    counts = [n + m for n, m in zip(before.counts, after.counts, strict=True)]
+    return replace(after, features=features, counts=counts)
+
+
+# Trees. A row is its tokens and parents, the root's own parent -1.
+
+
+def _tree(rows: Sequence[tuple[list[int], list[int]]], device: torch.device) -> DraftTree:
+    sizes = [len(tokens) for tokens, _ in rows]
+    most = max(sizes)
+    # Padding continues a chain: any earlier node is a valid parent.
+    padded = [[*tokens, *[tokens[0]] * (most - len(tokens))] for tokens, _ in rows]
+    parents = [[*parents, *range(len(parents) - 1, most - 1)] for _, parents in rows]
+    chain = all(parent == list(range(-1, most - 1)) for parent in parents)
+    depths = [0] * most
+    for row, size in zip(parents, sizes, strict=True):
+        at = [0] * size
+        for i in range(1, size):
+            at[i] = at[row[i]] + 1
+            depths[i] = max(depths[i], at[i])
+    lengths = None if min(sizes) == most else torch.tensor(sizes, device=device)
+    tokens_BN, parents_BN = torch.tensor([padded, parents], device=device)
+    return DraftTree(tokens_BN, parents_BN, max(depths), lengths, is_chain=chain)
+
+
+def _shallow_first(tokens: list[int], parents: list[int]) -> tuple[list[int], list[int]]:
+    """The same nodes below a root, sorted by depth."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    order = sorted(range(1, len(depths)), key=lambda node: depths[node])
+    place = {0: 0} | {node: i for i, node in enumerate(order, start=1)}
+    return [tokens[node - 1] for node in order], [place[parents[node - 1]] for node in order]
+
+
+def _each_its_own(sam: DraftTree, other: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
+    """SAM's chain in rows with a draft, the other's tree in the others; nothing is read from the device.
+
+    Beside drawn chains SAM's chains count as drawn from distributions with one token each.
+    """
+    device, most = other.tokens.device, max(sam.nodes, other.nodes)
+    by_sam_B = torch.tensor([bool(draft.tokens) for draft in drafts], device=device)
+
+    def chosen(of_sam: torch.Tensor, of_other: torch.Tensor) -> torch.Tensor:
+        return torch.where(by_sam_B.view(-1, *[1] * (of_sam.dim() - 1)), of_sam, of_other)
+
+    def padded(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, nodes = tree.tokens.shape
+        tail = torch.arange(nodes - 1, most - 1, device=device).expand(rows, -1)
+        sizes = torch.full((rows,), nodes, device=device) if tree.sizes is None else tree.sizes
+        return functional.pad(tree.tokens, (0, most - nodes)), torch.cat((tree.parents, tail), dim=1), sizes
+
+    drawn_from = None
+    if other.drawn_from is not None:
+        vocab_size = other.drawn_from.shape[-1]
+        one_token = functional.one_hot(sam.tokens[:, 1:], vocab_size).to(other.drawn_from)
+        if sam.sizes is not None:
+            drafted = torch.arange(1, sam.nodes, device=device) < sam.sizes[:, None]
+            one_token = one_token * drafted[..., None]
+        drawn_from = chosen(
+            functional.pad(one_token, (0, 0, 0, most - one_token.shape[1])),
+            functional.pad(other.drawn_from, (0, 0, 0, most - other.nodes)),
+        )
+    tokens, parents, sizes = (chosen(*pair) for pair in zip(padded(sam), padded(other), strict=True))
+    return DraftTree(
+        tokens,
+        parents,
+        max(sam.depth, other.depth),
+        sizes,
+        drawn_from,
+        sam.is_chain and other.is_chain,
+        [DraftedBy(draft.source if draft.tokens else DRAFTER) for draft in drafts],
+    )
+
+
+def fused(tree: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
+    """The trees with SAM's chains: a trie, in which a token that both drafted at the same place is one node.
+
+    It reads the drafter's tokens, so a round waits for the device once more.
+
+    Raises:
+        ValueError: a chain of drawn tokens.
+    """
+    if tree.drawn_from is not None:
+        raise ValueError("a chain of drawn tokens cannot be fused: its nodes would have two children")
+    numbers = torch.stack((tree.tokens, tree.parents)).tolist()
+    sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
+    rows, sources = [], []
+    for row, (size, draft) in enumerate(zip(sizes, drafts, strict=True)):
+        tokens, parents = (numbers[part][row][:size] for part in (0, 1))
+        child: dict[tuple[int, int], int] = {}
+        for node in range(1, size):
+            child.setdefault((parents[node], tokens[node]), node)
+        at = shared = 0
+        for token in draft.tokens:
+            if (at, token) not in child:
+                child[at, token] = len(tokens)
+                tokens.append(token)
+                parents.append(at)
+            shared += child[at, token] < size
+            at = child[at, token]
+        below, their_parents = _shallow_first(tokens[1:], parents[1:])
+        rows.append(([tokens[0], *below], [-1, *their_parents]))
+        sources.append(DraftedBy(DRAFTER, *((draft.source, tuple(draft.tokens), shared) if draft.tokens else ())))
+    merged = _tree(rows, tree.tokens.device)
+    merged.sources = sources
+    return merged

@@ -1,0 +1,370 @@
+"""Where did this text occur before, and what followed? The structures of SAM-Decoding (arXiv 2411.10666).
+
+Both answer for the longest suffix of a text that occurs elsewhere:
+
+    text         c a b d a b            the longest suffix that occurred earlier is "a b"; what followed it: d
+    corpus       . a b d . x a b e .    its occurrences end at two places; what followed them: d and e
+
+`DynamicAutomaton`: the answer's own text, growing token by token. A suffix automaton, amortised O(1) per token.
+
+`StaticAutomaton`: a corpus that does not change. Deviation: the paper stores a second suffix automaton, at about 400
+bytes a token in Python, and moves a state through it at every token. Here the corpus is sorted once, by the text
+*before* each position, read backwards (a suffix array of the mirrored corpus). A binary search finds the longest
+suffix of any text and the interval of all its occurrences, which is what the automaton's state tells. There is no
+state to move, to roll back or to keep in step with a batch, and two flat arrays of 6 to 8 bytes a token can be
+memory-mapped:
+
+    position     0 1 2 3 4 5 6 7 8 9    `tokens`; a dot is the separator at every document's ends
+    token        . a b d . x a b e .
+    text before, read backwards         of 2: b a .   of 7: b a x .   of 3: d b a .
+    `order`      1 6 2 7 3 8 5          sorted by it: the occurrences of "a b" stand side by side (2 7)
+
+Documents end before and after a stop token's end, so neither a match nor a continuation crosses one.
+"""
+
+import heapq
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from draftsmith.models.chat import FINGERPRINT_COVERS
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import atomic_path
+
+FORM = "1"  # of the file
+SAMPLED = 256  # occurrences whose continuations are looked at, spread evenly; a tree has fewer nodes
+FIRST_WINDOW = 32  # tokens of the context that a look-up begins with
+MOST_TOKENS = 2**31 - 1  # positions are int32
+
+
+class DynamicAutomaton:
+    """A suffix automaton of one text, and the longest suffix of the text that occurred in it before.
+
+    A state stands for the substrings that end at the same places; it has the longest one's length, the end of the
+    first occurrence, an edge for each token that may follow, and a link to the state of the next shorter suffix. State
+    0 is the empty text.
+
+    Attributes:
+        matched: length of that longest suffix; 0: the last token is new.
+    """
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.edges: list[dict[int, int]] = [{}]
+        self.link, self.length, self.end = [-1], [0], [-1]
+        self._whole = 0  # state of the whole text
+        self._state, self.matched = 0, 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._transfer(token)  # before the text has the token, or its suffix would match itself
+            self._append(token)
+
+    def _transfer(self, token: int) -> None:
+        edges, link, length = self.edges, self.link, self.length
+        state, matched = self._state, self.matched
+        while state and matched <= length[link[state]]:  # a clone has taken over the shorter substrings
+            state = link[state]
+        while state and token not in edges[state]:
+            state = link[state]
+            matched = length[state]
+        after = edges[state].get(token)
+        self._state, self.matched = (0, 0) if after is None else (after, matched + 1)
+
+    def _append(self, token: int) -> None:
+        edges, link, length = self.edges, self.link, self.length
+        new, at = self._state_of({}, length[self._whole] + 1, len(self.text)), self._whole
+        self.text.append(token)
+        self._whole = new
+        while at >= 0 and token not in edges[at]:
+            edges[at][token] = new
+            at = link[at]
+        if at < 0:
+            link[new] = 0
+            return
+        after = edges[at][token]
+        if length[after] == length[at] + 1:
+            link[new] = after
+            return
+        clone = self._state_of(dict(edges[after]), length[at] + 1, self.end[after])
+        link[clone] = link[after]
+        link[after] = link[new] = clone
+        while at >= 0 and edges[at].get(token) == after:
+            edges[at][token] = clone
+            at = link[at]
+
+    def _state_of(self, edges: dict[int, int], length: int, end: int) -> int:
+        self.edges.append(edges)
+        self.link.append(0)
+        self.length.append(length)
+        self.end.append(end)
+        return len(self.edges) - 1
+
+    @property
+    def matched_end(self) -> int:
+        """Index of the last token of the first occurrence of that suffix; -1 if nothing is matched."""
+        return self.end[self._state] if self.matched else -1
+
+    def continuation(self, count: int) -> list[int]:
+        """`count` tokens that followed the first occurrence.
+
+        Where fewer follow, they are repeated, because the text that is being repeated is then a loop ("a b a b a").
+        Deviation: the paper looks for a shorter suffix with more tokens behind it, or drafts a shorter chain.
+        """
+        if not self.matched:
+            return []
+        first = self.matched_end + 1
+        period = len(self.text) - first
+        return [self.text[first + i % period] for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Match:
+    """The longest suffix of a text in a corpus: its length, and the interval of its occurrences in `order`."""
+
+    length: int
+    first: int = 0
+    end: int = 0
+
+    @property
+    def occurrences(self) -> int:
+        return self.end - self.first
+
+
+class StaticAutomaton:
+    """A sorted corpus.
+
+    Args:
+        tokens: [n] with a separator before, between and behind the documents.
+        order: [n - separators] positions of the tokens, sorted by the text that ends there, read backwards.
+        separator: greater than every token.
+    """
+
+    def __init__(self, tokens: np.ndarray, order: np.ndarray, separator: int):
+        self.tokens, self.order, self.separator = tokens, order, separator
+
+    @classmethod
+    def of_documents(cls, tokens: np.ndarray, separator: int) -> "StaticAutomaton":
+        """Sorts a corpus as `joined` makes it."""
+        return cls(tokens, sorted_positions(tokens, separator), separator)
+
+    # Look-ups.
+
+    def longest(self, context: Sequence[int]) -> Match:
+        """The longest suffix of `context` in the corpus, in a binary search. It starts with the last few tokens and
+        takes more where all of them match."""
+        window = FIRST_WINDOW
+        while True:
+            found = self._longest(list(context[: -window - 1 : -1]))
+            if found.length < window or window >= len(context):
+                return found
+            window *= 8
+
+    def _longest(self, sought: list[int]) -> Match:
+        """`sought`: the context, read backwards."""
+        low, high = 0, len(self.order)  # every entry before low is smaller, every one from high on is greater
+        common_low = common_high = 0  # tokens in common with the entries beside the interval
+        while low < high:
+            middle = (low + high) // 2
+            common, smaller = self._compared(middle, sought, min(common_low, common_high))
+            if smaller:
+                low, common_low = middle + 1, common
+            else:
+                high, common_high = middle, common
+        length = max(common_low, common_high)
+        if not length:
+            return Match(0)
+        suffix = np.array(sought[:length][::-1])
+        at = low if common_high == length else low - 1
+        return Match(length, self._boundary(at, suffix, -1) + 1, self._boundary(at, suffix, 1))
+
+    def _compared(self, entry: int, sought: list[int], common: int) -> tuple[int, bool]:
+        """(tokens in common, whether the entry is smaller). `common`: as many are known to be."""
+        tokens, position = self.tokens, self.order.item(entry)
+        for common in range(common, len(sought)):
+            token = tokens.item(position - common)
+            if token != sought[common]:
+                return common, token < sought[common]
+        return len(sought), False
+
+    def _boundary(self, inside: int, suffix: np.ndarray, step: int) -> int:
+        """The first entry without this suffix, before (step -1) or behind (step 1) one with it."""
+        last = len(self.order) if step > 0 else -1
+        span = 1
+        while (at := inside + step * span) * step < last * step and self._has(at, suffix):
+            inside, span = at, 2 * span
+        outside = at if at * step < last * step else last
+        while abs(outside - inside) > 1:
+            middle = (inside + outside) // 2
+            inside, outside = (middle, outside) if self._has(middle, suffix) else (inside, middle)
+        return outside
+
+    def _has(self, entry: int, suffix: np.ndarray) -> bool:
+        end = self.order.item(entry) + 1
+        return end >= len(suffix) and bool((self.tokens[end - len(suffix) : end] == suffix).all())
+
+    def continuations(self, match: Match, most: int, width: int, depth: int) -> tuple[list[int], list[int]]:
+        """(tokens, parents) of the `most` likeliest nodes below the matched text, parents first; 0 is the root, which
+        is not among them.
+
+        A node's probability is the product of the frequencies of its path's tokens, each after the text before it. The
+        product telescopes: it is the share of the occurrences that the node's whole path follows. Ties go to the
+        shallower node, then to the one found first.
+
+        Args:
+            width: most nodes of one depth, and most children of one node.
+            depth: of the deepest node.
+
+        Deviation: of more than `SAMPLED` occurrences, it looks at so many.
+        """
+        positions = self._ends(match)
+        found_tokens: list[int] = []
+        found_parents: list[int] = []
+        at_depth: Counter[int] = Counter()
+        heap: list[tuple[int, int, int, int, int, list[int]]] = []
+        parent, level, number = 0, 0, 0
+        while True:
+            if level < depth:
+                for token, ends in self._following(positions)[:width]:
+                    number += 1  # so that no lists are compared
+                    heapq.heappush(heap, (-len(ends), level + 1, number, token, parent, ends))
+            while heap and at_depth[heap[0][1]] == width:
+                heapq.heappop(heap)
+            if not heap or len(found_tokens) == most:
+                return found_tokens, found_parents
+            _, level, _, token, parent, positions = heapq.heappop(heap)
+            at_depth[level] += 1
+            found_tokens.append(token)
+            found_parents.append(parent)
+            parent = len(found_tokens)
+
+    def _ends(self, match: Match) -> list[int]:
+        if match.occurrences <= SAMPLED:
+            return self.order[match.first : match.end].tolist()
+        return self.order[match.first + np.arange(SAMPLED) * match.occurrences // SAMPLED].tolist()
+
+    def _following(self, positions: list[int]) -> list[tuple[int, list[int]]]:
+        """(token, its positions) of what follows these positions, the most frequent first."""
+        groups: dict[int, list[int]] = {}
+        for position in positions:
+            token = self.tokens.item(position + 1)
+            if token != self.separator:
+                groups.setdefault(token, []).append(position + 1)
+        return sorted(groups.items(), key=lambda group: -len(group[1]))
+
+    # Files.
+
+    @property
+    def bytes(self) -> int:
+        return self.tokens.nbytes + self.order.nbytes
+
+    def save(self, path: Path, fingerprint: str, facts: dict[str, Any]) -> None:
+        """Writes safetensors, atomically.
+
+        Args:
+            fingerprint: of the tokenizer.
+            facts: what the corpus is, for readers of the file; JSON.
+        """
+        metadata = {
+            "form": FORM,
+            "tokenizer_fingerprint": fingerprint,
+            "separator": str(self.separator),
+            "corpus": json.dumps(facts, ensure_ascii=False),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as partial:
+            save_file({"tokens": self.tokens, "order": self.order}, partial, metadata)
+
+    @classmethod
+    def load(cls, path: Path, fingerprint: str) -> "StaticAutomaton":
+        """Maps a file into memory.
+
+        Raises:
+            UserError: no such file, not an automaton, or one of another tokenizer.
+        """
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("form") != FORM or {"tokens", "order"} - set(file.keys()):
+                    raise UserError(f"{path}: not an automaton; `draftsmith build-sam` writes one")
+                # The tensors are views of the mapped file: nothing is read before it is looked at.
+                tokens, order = (file.get_tensor(name).numpy() for name in ("tokens", "order"))
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file; run `draftsmith build-sam` first") from None
+        except (OSError, SafetensorError) as error:
+            why = "it is a folder" if path.is_dir() else error
+            raise UserError(f"{path}: not a readable safetensors file: {why}") from None
+        if (there := metadata.get("tokenizer_fingerprint", "none")) != fingerprint:
+            raise UserError(
+                f"{path}: built with another tokenizer: fingerprint {there[:16]} there, {fingerprint[:16]} here (a "
+                f"fingerprint covers {FINGERPRINT_COVERS}); run `draftsmith build-sam` for this target"
+            )
+        if not len(order):
+            raise UserError(f"{path}: holds no token; run `draftsmith build-sam` with other sources")
+        return cls(tokens, order, int(metadata["separator"]))
+
+
+# Building.
+
+
+def joined(documents: Sequence[np.ndarray], separator: int) -> np.ndarray:
+    """The documents with separators, in the smallest type that holds them."""
+    kind = np.uint16 if separator < 2**16 else np.int32
+    sizes = np.array([len(document) + 1 for document in documents])
+    tokens = np.full(1 + sizes.sum(), separator, dtype=kind)
+    inside = np.ones(len(tokens), dtype=bool)
+    inside[np.concatenate(([0], sizes.cumsum()))] = False
+    if documents:
+        tokens[inside] = np.concatenate(documents)
+    return tokens
+
+
+def sorted_positions(tokens: np.ndarray, separator: int) -> np.ndarray:
+    """[n - separators] int32 positions of the tokens, sorted by the text that ends there, read backwards.
+
+    Prefix doubling (Manber and Myers 1990), in numpy: positions that share their last h tokens share a rank; sorting by
+    the pair of a rank and that of the position h before doubles h. As in Larsson and Sadakane (2007), only positions
+    that still share a rank are sorted again, so that long repeats cost little. Every separator has a rank of its own:
+    texts are compared within their document, and equal ones are ordered by their separators.
+    """
+    mirrored = tokens[::-1]
+    separators = mirrored == separator
+    symbols = mirrored.astype(np.int64)
+    symbols[separators] = separator + np.arange(separators.sum())
+    bits = int(symbols.max()).bit_length()
+    known = max(1, 63 // bits)  # h: tokens that fit into one integer
+    keys = symbols.copy()
+    for ahead in range(1, known):
+        keys <<= bits
+        keys[:-ahead] |= symbols[ahead:]
+    del symbols
+    order = np.argsort(keys)
+    slots = np.arange(len(keys))  # places in `order` that are not decided yet: all
+    ranks = np.empty(len(keys), dtype=np.int64)
+    sorted_keys = keys[order]
+    while True:
+        opens = np.ones(len(slots), dtype=bool)
+        np.not_equal(sorted_keys[1:], sorted_keys[:-1], out=opens[1:])
+        # A rank is the first place of those that share it, so it never changes for those that are decided.
+        ranks[order[slots]] = np.maximum.accumulate(np.where(opens, slots, 0))
+        alone = opens.copy()
+        alone[:-1] &= opens[1:]
+        slots = slots[~alone]
+        if not len(slots):
+            break
+        # No separator is among the last h tokens of these, or their rank would be their own: h more exist.
+        undecided = order[slots]
+        keys = (ranks[undecided] << 32) | ranks[undecided + known]
+        by_key = np.argsort(keys)
+        sorted_keys = keys[by_key]
+        order[slots] = undecided[by_key]
+        known *= 2
+    order = order[: len(order) - int(separators.sum())]  # separators are the greatest symbols
+    return (len(tokens) - 1 - order).astype(np.int32)
