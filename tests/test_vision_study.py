@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from docs.study import vision
+from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -53,7 +54,8 @@ def test_short_answers_are_to_questions_about_the_training_pictures(tmp_path: Pa
     """Two of them, asked of nobody: the command fails without a recipe's target, and says where it tells why."""
     vision.PICTURES, usual = 2, vision.PICTURES
     try:
-        told = vision.ask_questions(tmp_path, "target.model=nowhere")
+        with pytest.raises(UserError, match=f"regenerate ended with 2; see {tmp_path}/log.txt"):
+            vision.ask_questions(tmp_path, "target.model=nowhere")
     finally:
         vision.PICTURES = usual
     asked = [json.loads(line) for line in (tmp_path / "questions.jsonl").read_text().splitlines()]
@@ -61,4 +63,3 @@ def test_short_answers_are_to_questions_about_the_training_pictures(tmp_path: Pa
     for one, other in zip(asked, described, strict=True):
         [picture, question], [same, _] = (m[0]["content"] for m in (one["messages"], other.messages))
         assert picture == same and question["text"].endswith("?")
-    assert told == f"regenerate ended with 2; see {tmp_path / 'log.txt'}"

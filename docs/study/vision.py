@@ -6,8 +6,9 @@
     python -m docs.study.vision --only 'eagle3-*'
 
 All drafters train as recipes/demo-vision.yaml says (order, steps, batch, schedule) and are measured on its held-out
-pictures. They learn from the same answers; those of SHORT learn from answers to questions about the same pictures. A
-cell takes about 6 minutes of a core, and ends as a line of docs/study/vision.jsonl. Cells with a line are done.
+pictures. They learn from the same answers, whose states are captured once; those of SHORT learn from answers to
+questions about the same pictures. A cell takes MINUTES of a core and ends as a line of docs/study/vision.jsonl. Cells
+with a line are done.
 """
 
 import argparse
@@ -37,6 +38,7 @@ RECIPE = "recipes/demo-vision.yaml"
 RESULTS = ROOT / "docs/study/vision.jsonl"
 SEEDS = (0, 1, 2)
 PICTURES = 2000  # asked about in training
+MINUTES = 6
 TEMPERATURES = (0, 1)
 # The published tree has too few draft calls to tell drafters apart that are right for more than four tokens.
 LARGE = "{policy: eagle2, nodes: 60, draft_calls: 8, top_k: 10}"
@@ -95,14 +97,17 @@ def main() -> None:
     left = [(arm, seed) for seed in SEEDS for arm in arms if (arm, seed) not in done]
     if options.plan:
         print("\n".join(f"{arm}, seed {seed}" for arm, seed in left))
-        print(f"{len(left)} of {len(SEEDS) * len(arms)} cells to do, about {len(left) * 6 / 60:.1f} hours of a core")
+        print(
+            f"{len(left)} of {len(SEEDS) * len(arms)} cells to do, about {len(left) * MINUTES / 60:.1f} hours of a core"
+        )
         return
     for name in ("conversations.jsonl", "draft_vocab.safetensors"):
         if left and not (ROOT / options.demo / name).exists():
             raise UserError(f"--demo: {options.demo / name} does not exist; `make demo-vision` writes it")
-    failed = ask_questions(ROOT / options.out / "short") if any(arm in SHORT for arm, _ in left) else ""
-    if failed:
-        raise UserError(failed)
+    if any(arm in SHORT for arm, _ in left):
+        ask_questions(ROOT / options.out / "short")
+    for base in sorted({states_of(arm) for arm, _ in left}):
+        capture(options.out, options.demo, base)
     with ThreadPoolExecutor(options.jobs) as workers:
         problems = [line for line in workers.map(lambda cell: make(options.out, options.demo, *cell), left) if line]
     print(table(lines(), arms))
@@ -115,8 +120,8 @@ def lines() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
-def ask_questions(folder: Path, *overrides: str) -> str:
-    """The target's answers to a question about each training picture. Returns what failed, or nothing."""
+def ask_questions(folder: Path, *overrides: str) -> None:
+    """Writes the target's answers to a question about each training picture. Raises UserError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     asked = []
     for index, shown in zip(range(PICTURES), scene_conversations("train"), strict=False):
@@ -126,23 +131,45 @@ def ask_questions(folder: Path, *overrides: str) -> str:
         asked.append({"id": shown["id"], "messages": [message | {"content": content}]})
     atomic_write(folder / "questions.jsonl", "".join(json.dumps(each) + "\n" for each in asked))
     words = [f"data.{key}={folder / name}.jsonl" for key, name in (("prompts", "questions"), ("conversations",) * 2)]
-    return draftsmith(["regenerate", RECIPE, f"output_dir={folder}", *words, *overrides], folder / "log.txt")
+    draftsmith(["regenerate", RECIPE, f"output_dir={folder}", *words, *overrides], folder / "log.txt")
 
 
-def draftsmith(words: list[str], log: Path) -> str:
-    """Runs a command on one core. Returns what failed, or nothing."""
+def states_of(arm: str) -> str:
+    """The states that an arm learns from: of the short answers, or of the long ones, EAGLE-2's or EAGLE-3's."""
+    return "short" if arm in SHORT else arm.partition("-")[0]
+
+
+def capture(out: Path, demo: Path, states: str) -> None:
+    """Captures all columns, so that every arm can read them. Raises UserError if that fails."""
+    folder = ROOT / out / f"states-{states}"
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = f"{{kind: eagle3, {_LAYERS}}}" if states == "eagle3" else "{kind: eagle}"
+    words = [f"output_dir={folder}", f"drafter={kind}", *_read(out, demo, states), "data.capture.dtype=float32"]
+    draftsmith(["capture", RECIPE, *words], folder / "log.txt")
+
+
+def _read(out: Path, demo: Path, states: str) -> list[str]:
+    answers = out / "short" if states == "short" else demo
+    return [
+        f"data.conversations={answers / 'conversations.jsonl'}",
+        f"data.states={out / f'states-{states}' / 'states'}",
+    ]
+
+
+def draftsmith(words: list[str], log: Path) -> None:
+    """Runs a command on one core. Raises UserError if it fails."""
     command = [str(Path(sys.executable).with_name("draftsmith")), *words]
     with log.open("ab") as file:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         ended = subprocess.run(command, cwd=ROOT, stdout=file, stderr=file, env=environment, check=False)
-    return f"{words[0]} ended with {ended.returncode}; see {log}" if ended.returncode else ""
+    if ended.returncode:
+        raise UserError(f"{words[0]} ended with {ended.returncode}; see {log}")
 
 
 def commands(out: Path, demo: Path, arm: str, seed: int) -> list[list[str]]:
     """Arguments of `draftsmith`: a training, and an evaluation for each temperature."""
-    answers = out / "short" if arm in SHORT else demo
     common = [
-        *(RECIPE, f"output_dir={out / f'{arm}-{seed}'}", f"data.conversations={answers / 'conversations.jsonl'}"),
+        *(RECIPE, f"output_dir={out / f'{arm}-{seed}'}", *_read(out, demo, states_of(arm))),
         *(f"train.seed={seed}", f"eval.tree={LARGE}", f"eval.also={_ALSO}", *ARMS[arm][1]),
     ]
     evaluations = [
@@ -162,8 +189,10 @@ def make(out: Path, demo: Path, arm: str, seed: int) -> str:
         if result.exists():
             continue
         began = time.monotonic()
-        if failed := draftsmith(command, folder / "log.txt"):
-            return f"{arm}, seed {seed}: {failed}"
+        try:
+            draftsmith(command, folder / "log.txt")
+        except UserError as error:
+            return f"{arm}, seed {seed}: {error}"
         if command[0] == "train":
             atomic_write(folder / "seconds.json", json.dumps(time.monotonic() - began))
     line = {
