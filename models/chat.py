@@ -13,7 +13,7 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from draftsmith.models.families import attention_kinds
 from draftsmith.models.picture_prompts import PictureProcessor, in_parts
@@ -68,17 +68,28 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
             tokenizer.chat_template = Path(target.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"target.chat_template: cannot read {target.chat_template}: {first_line(error)}") from error
+    config = load_config(target)
+    if not tokenizer.chat_template and is_vision_language(config):
+        tokenizer.chat_template = processor_template(target)
     if not tokenizer.chat_template:
         raise UserError(
             f"target.model: the tokenizer of {target.model!r} has no chat template, so conversations cannot be written "
             "as its tokens; name a file with the template it was tuned with in target.chat_template"
         )
     tokenizer.chat_template = _with_variables(tokenizer.chat_template, target)
-    config = load_config(target)
     _check_vocabulary(tokenizer, config)
     if is_vision_language(config):
         setattr(tokenizer, _PICTURES, PictureProcessor(target, config))
     return tokenizer
+
+
+def processor_template(target: TargetSection) -> str | dict[str, str] | None:
+    """The chat template of a vision-language target whose tokenizer has none: LLaVA's are in a file of the processor
+    (chat_template.json), which tokenizers do not read."""
+    try:
+        return ProcessorMixin.get_processor_dict(target.model, revision=target.revision)[0].get("chat_template")
+    except (OSError, ValueError, KeyError):  # no such file, or none that can be read
+        return None
 
 
 def template_variables(target: TargetSection) -> dict[str, str | int | float | bool]:

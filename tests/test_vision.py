@@ -16,6 +16,7 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import key_of
+from draftsmith.data_gen.states.stored_target import save_config_and_tokenizer
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import CausalLMDrafting
@@ -197,6 +198,21 @@ def test_pictures_and_placeholders_that_differ_are_refused(
     for part, reason in (({"type": "video"}, "neither text nor picture: video"), ({"type": "image"}, "without a path")):
         with pytest.raises(RenderError, match=reason):
             render_prompt(tokenizer, [{"role": "user", "content": [part]}])
+
+
+def test_a_chat_template_of_the_processor_serves(folders: dict[str, Path], tmp_path: Path) -> None:
+    """LLaVA's published folders have it in a file that tokenizers do not read."""
+    copytree(folders["llava_next"], tmp_path, dirs_exist_ok=True)
+    template = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="has no chat template"):
+        load_tokenizer(section_of(tmp_path))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    messages = [asked("the cat", picture())]
+    own = render_prompt(load_tokenizer(section_of(folders["llava_next"])), messages)
+    assert render_prompt(load_tokenizer(section_of(tmp_path)), messages) == own
+    save_config_and_tokenizer(section_of(tmp_path), tmp_path / "stored")
+    assert render_prompt(load_tokenizer(section_of(tmp_path / "stored")), messages) == own
 
 
 def test_pictures_come_as_files_bytes_or_images(folders: dict[str, Path], tmp_path: Path) -> None:

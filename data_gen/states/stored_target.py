@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from draftsmith.data_gen.states.shards import file_problem
 from draftsmith.data_gen.states.store import REPAIR, Store, StoreManifest
 from draftsmith.data_gen.states.stored_pictures import stored_picture
-from draftsmith.models.chat import load_config, load_generation_config
+from draftsmith.models.chat import load_config, load_generation_config, processor_template
 from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
@@ -54,6 +54,8 @@ def save_config_and_tokenizer(section: TargetSection, directory: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(
         section.model, revision=section.revision, trust_remote_code=section.trust_remote_code
     )
+    if not tokenizer.chat_template and is_vision_language(config):
+        tokenizer.chat_template = processor_template(section)  # type: ignore[assignment]
     tokenizer.save_pretrained(directory)
 
 
