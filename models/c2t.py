@@ -38,8 +38,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.checkpoint import FILES, LARGEST_NUMBER
+from draftsmith.models.quantize import target_changes
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, short
 from draftsmith.recipes.files.atomic import atomic_folder, written
@@ -232,8 +232,8 @@ def drafter_identity(
             identity["weights_sha256"] = weights_digest(Path(draft_model.model))
         folder = Path(target.model)
         identity["target"] = weights_digest(folder) if folder.is_dir() else f"{target.model}@{target.revision}"
-        adapters = {"adapter": adapter_digest(draft_model), "target_adapter": adapter_digest(target)}
-        identity |= {key: digest for key, digest in adapters.items() if digest is not None}
+        changes = target_changes(draft_model) | {f"target_{key}": each for key, each in target_changes(target).items()}
+        identity |= {key: change for key, change in changes.items() if change is not None}
     else:
         assert directory is not None
         weights = written(directory) / "model.safetensors"

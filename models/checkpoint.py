@@ -39,14 +39,14 @@ from draftsmith.recipes.files.json_text import parse_json
 
 
 def config_identity(
-    config: Any, model: str, revision: str | None, fingerprint: str, adapter: str | None = None
+    config: Any, model: str, revision: str | None, fingerprint: str, changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """The part of a target's identity that is known before loading it.
 
     Args:
         config: its text config.
         fingerprint: `chat.tokenizer_fingerprint` of its tokenizer.
-        adapter: `models.adapter.adapter_digest`.
+        changes: `models.quantize.target_changes`; None: there are none.
     """
     return {
         "model": model,
@@ -55,15 +55,15 @@ def config_identity(
         "hidden_size": config.hidden_size,
         "num_layers": config.num_hidden_layers,
         "tokenizer_fingerprint": fingerprint,
-        "adapter": adapter,
+        **(changes or {"adapter": None, "quantization": None}),
     }
 
 
 def target_identity(
-    target: Target, model: str, revision: str | None, fingerprint: str, adapter: str | None = None
+    target: Target, model: str, revision: str | None, fingerprint: str, changes: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """A target's identity: recorded answers and stored states must agree with it, and drafters (`check_identity`)."""
-    identity = config_identity(target.config, model, revision, fingerprint, adapter)
+    identity = config_identity(target.config, model, revision, fingerprint, changes)
     return identity | {"embedding_digest": tensor_digest(target.embedding_table)}
 
 
@@ -230,13 +230,13 @@ def differences(there: dict[str, Any], here: dict[str, Any], before: str = "") -
 def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str, Any]) -> None:
     """Raises UserError with every difference for a drafter made for another target.
 
-    The model's name and revision are not compared: models are moved and copied. Nor is the adapter: a drafter can be
-    measured with a fine-tuned target, and adapted to it.
+    The model's name and revision are not compared: models are moved and copied. Nor are adapter and quantisation: a
+    drafter can be measured with a fine-tuned or quantised target, and adapted to it (`precision_note`).
     """
     different = [
         f"{key}: the drafter was trained for {short(trained_for.get(key))}, this target has {here[key]!r}"
         for key in here
-        if key not in ("model", "revision", "adapter") and trained_for.get(key) != here[key]
+        if key not in ("model", "revision", "adapter", "quantization") and trained_for.get(key) != here[key]
     ]
     if different:
         raise UserError(
@@ -244,6 +244,21 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
             + "; ".join(different)
             + f" (a fingerprint covers {FINGERPRINT_COVERS})" * ("tokenizer_fingerprint: " in "".join(different))
         )
+
+
+def precision_note(directory: Path, here: dict[str, Any]) -> str | None:
+    """A sentence about a drafter that was trained on the target in another precision; None: in this one."""
+    there = read_drafter_config(directory)[1].get("quantization")
+    if there == here.get("quantization"):
+        return None
+    return (
+        f"{directory} was trained on the target {_as_said(there)} and drafts for it {_as_said(here['quantization'])}; "
+        "output stays the target's"
+    )
+
+
+def _as_said(quantization: Any) -> str:
+    return "unquantised" if quantization is None else f"in {short(quantization)}"
 
 
 def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:

@@ -21,8 +21,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.models.families import auto_class, layer_configs
-from draftsmith.models.target import decoder_layers, device_name
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.models.quantize import precision_name, quantized_bytes
+from draftsmith.models.target import check_precision, decoder_layers, device_name
+from draftsmith.recipes.schema import QuantizationSection, TargetSection
 
 # Dense bf16 operations per second and bytes per second, from the vendors' data sheets. The first matching name counts.
 PEAKS_PER_SECOND = {
@@ -56,12 +57,18 @@ class TargetSize:
     layer_parameters: tuple[int, ...] = ()  # of each decoder layer
 
 
-def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = False) -> TargetSize:
+def target_size(
+    config: Any,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    precision: QuantizationSection | None = None,
+) -> TargetSize:
     """The target's size. Parameters are exact; bytes too, except the assumed bits per weight of quantised checkpoints.
 
     Args:
         config: from AutoConfig (the whole one of a multimodal model).
         dtype: `target.dtype` of the recipe.
+        precision: `target.quantization`.
     """
     plain = copy.deepcopy(config)
     quantization = getattr(plain, "quantization_config", None)
@@ -83,7 +90,12 @@ def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = Fals
     vision = sum(p.numel() for p in named.values() if id(p) not in of_text)  # runs once for each picture
     active = parameters - vision - shared - experts + int(experts * share)
     kept = torch_dtype(config, dtype)
+    layers = decoder_layers(model.get_decoder(), text, type(model).__name__)
     weight_bytes, basis = _weight_bytes(parameters, parameters - shared, kept, quantization)
+    if precision is not None and not precision.fake:
+        quantized, packed = quantized_bytes(layers, precision)
+        weight_bytes = (parameters - quantized) * kept.itemsize + packed
+        basis = f"{precision_name(precision)} in the layers, {str(kept).removeprefix('torch.')} elsewhere, exact"
     return TargetSize(
         parameters=parameters,
         expert_parameters=experts,
@@ -93,10 +105,7 @@ def target_size(config: Any, dtype: str = "auto", trust_remote_code: bool = Fals
         weight_basis=basis,
         dtype=kept,
         eager_attention=model.config._attn_implementation == "eager",
-        layer_parameters=tuple(
-            sum(p.numel() for p in layer.parameters())
-            for layer in decoder_layers(model.get_decoder(), text, type(model).__name__)
-        ),
+        layer_parameters=tuple(sum(p.numel() for p in layer.parameters()) for layer in layers),
     )
 
 
@@ -195,7 +204,9 @@ def decoding_lines(config: Any, section: TargetSection, rows: int, tokens: int, 
         rows, tokens: conversations side by side, and the length of the longest, prompt and answer.
         extra_bytes: a drafter's.
     """
-    size, device = target_size(config, section.dtype, section.trust_remote_code), device_here(section.device)
+    check_precision(section)
+    size = target_size(config, section.dtype, section.trust_remote_code, section.quantization)
+    device = device_here(section.device)
     cache = cache_bytes_per_token(config.get_text_config(), size) * rows * tokens
     total = size.weight_bytes + cache + extra_bytes
     beside = f", the drafter {gigabytes(extra_bytes)}" if extra_bytes else ""
@@ -217,7 +228,7 @@ def decoding_time(config: Any, section: TargetSection, rows: int, tokens: float)
     device = device_here(section.device)
     if device.peaks is None:
         return f"not known for {device.name}; the progress bar shows it after the first answers"
-    size = target_size(config, section.dtype, section.trust_remote_code)
+    size = target_size(config, section.dtype, section.trust_remote_code, section.quantization)
     reached = device.peaks[1] * BANDWIDTH_UTILISATION
     seconds = max(SECONDS_PER_STEP, size.weight_bytes / reached) * tokens / rows
     return (

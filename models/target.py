@@ -32,6 +32,7 @@ from draftsmith.models.document_attention import document_attention
 from draftsmith.models.families import AttentionKinds, auto_class, scaled_logits
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
+from draftsmith.models.quantize import check_quantization, quantize_layers
 from draftsmith.models.target_session import TargetSession
 from draftsmith.models.target_trials import Packing, check_trees, embedding_scales, tried_attention, working_packing
 from draftsmith.models.vision import SUPPORTED, PictureInsert, PictureReader
@@ -45,9 +46,34 @@ def load_causal_lm(section: TargetSection, device: str | None = None) -> Any:
 
     Raises:
         UserError: nothing loadable there, an unsupported family (`families.attention_kinds`), missing weights,
-            only pickled weights (only safetensors are read), or an adapter that does not fit.
+            only pickled weights (only safetensors are read), an adapter that does not fit, or a quantisation that
+            cannot be had here.
     """
-    return read_causal_lm(section).to(device_name(device or section.device))
+    where = device_name(device or section.device)
+    check_precision(section, where)
+    model = read_causal_lm(section)
+    if section.quantization is not None:
+        config = model.config.get_text_config(decoder=True)
+        quantize_layers(decoder_layers(model.get_decoder(), config, type(model).__name__), section.quantization)
+    return model.to(where)
+
+
+def check_precision(section: TargetSection, device: str | None = None) -> None:
+    """`quantize.check_quantization` of target.quantization, before any weight is read.
+
+    Raises:
+        UserError: also for a target without a config.
+    """
+    if section.quantization is None:
+        return
+    config = load_config(section)
+    try:
+        with torch.device("meta"):
+            model = auto_class(config).from_config(config, trust_remote_code=section.trust_remote_code)
+    except ValueError:  # not a causal LM: the error comes when it is loaded
+        return
+    layers = decoder_layers(model.get_decoder(), config.get_text_config(decoder=True), type(model).__name__)
+    check_quantization(section.quantization, config, layers, device or device_name(section.device))
 
 
 def device_name(wanted: str) -> str:
@@ -69,7 +95,7 @@ def device_name(wanted: str) -> str:
 
 
 def read_causal_lm(section: TargetSection) -> Any:
-    """Like `load_causal_lm`, on the CPU or wherever transformers puts the weights."""
+    """Like `load_causal_lm`, in the checkpoint's precision, on the CPU or wherever transformers puts the weights."""
     config = load_config(section)  # raises for unsupported configs before any weight is read
     try:
         with _our_bars():

@@ -69,6 +69,37 @@ class ImpossibleSettings(ValueError):
         self.problems = list(problems)
 
 
+class QuantizationSection(Section):
+    bits: Literal[8, 4] = 4
+    """Bits of a weight. 8: one scale for each row. 4: scale and zero for each group of inputs."""
+    group_size: Literal[32, 64, 128] = 64
+    """Of 4 bits: inputs of a row that share scale and zero. Smaller groups are more exact and take more memory."""
+    fake: bool = False
+    """Quantise the weights and keep them in the target's own dtype: the precision's effect without its speed, on any
+    device."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> "QuantizationSection":
+        if self.bits == 8 and "group_size" in self.meant:
+            raise ValueError("group_size: rows of 8 bits have one scale: leave it out, or set bits to 4")
+        return self
+
+
+PRECISIONS: dict[str, dict[str, Any]] = {"int8": {"bits": 8}, "int4": {"bits": 4}, "fake": {"bits": 4, "fake": True}}
+
+
+def _precision(value: Any) -> Any:
+    """The section that a precision's name stands for."""
+    if not isinstance(value, str):
+        return value
+    if value not in PRECISIONS:
+        raise ValueError(f"expected {', '.join(PRECISIONS)} or {{bits, group_size, fake}}, got {value!r}")
+    return PRECISIONS[value]
+
+
+Precision = Annotated[QuantizationSection | None, BeforeValidator(_precision)]
+
+
 class TargetSection(Section):
     model: str
     """Hugging Face id or local directory of the causal LM to draft for."""
@@ -79,6 +110,10 @@ class TargetSection(Section):
     capture and evaluation (docs/adapting.md)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of the target's weights; `auto`: its config's. Exact equality with plain decoding needs float32."""
+    quantization: Precision = None
+    """Quantise the decoder's linear layers when the target is loaded: `int8`, `int4`, `fake` (int4's effect without its
+    speed), or {bits, group_size, fake}. int8 and int4 are for CPUs and compute in bfloat16, which `dtype: auto` then
+    means (docs/decoding.md). Checkpoints that are quantised already need no key."""
     device: str = "auto"
     """`auto`: the accelerator if there is one, else the CPU."""
     trust_remote_code: bool = False
@@ -90,6 +125,38 @@ class TargetSection(Section):
     same in regeneration, training and evaluation. None: the template's default."""
     template_args: dict[str, str | int | float | bool] = {}
     """Further variables of the chat template, for example {reasoning_effort: low} for gpt-oss."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _computed_in(cls, values: Any) -> Any:
+        """The kernels' dtype in the place of `auto`."""
+        kernels = isinstance(values, dict) and _by_kernels(values.get("quantization"))
+        return {**values, "dtype": "bfloat16"} if kernels and values.get("dtype", "auto") == "auto" else values
+
+    @model_validator(mode="after")
+    def _in_the_kernels_dtype(self) -> "TargetSection":
+        if _by_kernels(self.quantization) and self.dtype != "bfloat16":
+            raise ImpossibleSettings(
+                [
+                    f"dtype: {self.dtype}, but int8 and int4 targets compute in bfloat16: set dtype to bfloat16, or "
+                    "take quantization: {fake: true}"
+                ]
+            )
+        return self
+
+    def quantized(self, precision: QuantizationSection) -> "TargetSection":
+        """The same target in this precision. Only a plain target can be quantised."""
+        dtype = {"dtype": "bfloat16"} if _by_kernels(precision) else {}
+        return self.model_copy(update={"quantization": precision} | dtype)
+
+
+def _by_kernels(precision: Any) -> bool:
+    """Whether a precision, given by name, mapping or section, is computed by kernels."""
+    if isinstance(precision, dict):
+        return precision.get("fake") is not True
+    if isinstance(precision, QuantizationSection):
+        return not precision.fake
+    return precision in ("int8", "int4")
 
 
 class GeneratorSection(Section):

@@ -435,3 +435,18 @@ def rank_likelihood(logits: torch.Tensor, p: list[float], k: int) -> torch.Tenso
         left = sum((torch.exp(logits[v]) for v in order[i:]), torch.zeros((), dtype=logits.dtype))
         total = total - torch.log(torch.exp(logits[token]) / left)
     return total
+
+
+def quantised(weights: list[float], bits: int) -> list[float]:
+    """`models.quantize` of the weights that share a scale, one after another. 8 bits: of a row; 4 bits: of a group."""
+
+    def rounded(value: float) -> float:
+        return float(torch.tensor(value).bfloat16())
+
+    if bits == 8:
+        scale = rounded(max(max(abs(w) for w in weights) / 127, 2.0**-126))
+        return [float(torch.tensor(max(-127, min(127, round(w / scale))) * scale)) for w in weights]
+    scale = rounded(max((max(weights) - min(weights)) / 15, 2.0**-126))
+    zero = rounded(min(weights) + 8 * scale)
+    codes = [max(0, min(15, round((w - zero) / scale) + 8)) for w in weights]
+    return [float(torch.tensor((code - 8) * scale + zero)) for code in codes]

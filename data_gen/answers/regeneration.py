@@ -25,7 +25,6 @@ from draftsmith.data_gen.answers.prompt_sizes import HUB_SAMPLE, planned, sample
 from draftsmith.data_gen.rows.overlap import screen
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers, Unanswered
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import (
     load_config,
     load_generation_config,
@@ -38,6 +37,7 @@ from draftsmith.models.chat import (
 from draftsmith.models.checkpoint import tensor_digest, weight_bytes
 from draftsmith.models.costs import decoding_lines, decoding_time
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
+from draftsmith.models.quantize import target_changes
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -278,6 +278,7 @@ def generator_identity(
 ) -> dict[str, Any]:
     """Settings that every line of the file must share. The drafter is left out: it does not change the distribution."""
     section, kind = recipe.target, recipe.data.generator.kind
+    changes = target_changes(section)
     dtype = section.dtype
     if dtype == "auto":
         dtype = str(load_config(section).dtype or "float32").removeprefix("torch.")
@@ -285,9 +286,10 @@ def generator_identity(
         "kind": kind,
         "target": section.model,
         "revision": section.revision,
-        "adapter": adapter_digest(section),
+        "adapter": changes.pop("adapter"),
         "dtype": dtype if kind == "transformers" else None,  # unknown for servers; the log records `served_model`
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        **{key: change for key, change in changes.items() if change is not None},  # older files lack these keys
         **({"template_args": template_variables(section)} if template_variables(section) else {}),
         "temperature": settings.temperature,
         "top_p": settings.top_p,

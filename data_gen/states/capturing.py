@@ -41,11 +41,11 @@ from draftsmith.data_gen.states.stored_target import (
     save_target,
     target_is_whole,
 )
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences, target_identity
 from draftsmith.models.costs import gigabytes, torch_dtype
 from draftsmith.models.prompt import PlacedInsert
+from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
@@ -145,7 +145,7 @@ class Job:
         has_last = layers[-1] != config.num_hidden_layers
         pictures = recipe.drafter.reads_picture_states
         shape = RowShape(len(layers), config.hidden_size, ENCODINGS[settings.dtype], has_last, pictures)
-        target = config_identity(config, section.model, section.revision, fingerprint, adapter_digest(section))
+        target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
         made_of = {
             "target": target | logit_settings(config),
             "capture_layers": list(layers),
@@ -305,7 +305,7 @@ def capture(
     """
     section = job.recipe.target
     target = Target(load_causal_lm(section, team.take_device(section.device)), job.layers)
-    identity = target_identity(target, section.model, section.revision, job.fingerprint, adapter_digest(section))
+    identity = target_identity(target, section.model, section.revision, job.fingerprint, target_changes(section))
     identity |= {"embedding_scale": target.embedding_scale}
     made_of = job.made_of | {"target": job.made_of["target"] | identity}
     ledger = None

@@ -14,7 +14,6 @@ from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.proposers import Contender
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.c2t import check_made_for, drafter_identity
 from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
@@ -34,6 +33,7 @@ from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.drafters import kind_name, kind_text
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.named_drafters import yet_to_import
+from draftsmith.models.quantize import target_changes
 from draftsmith.models.sampling import GREEDY, Sampling
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, cut_by_file
@@ -336,7 +336,7 @@ class Lineup:
     def identity(self) -> dict[str, Any]:
         """`checkpoint.target_identity`, which drafters and recorded answers must match."""
         section = self.section
-        return target_identity(self.target, section.model, section.revision, self.fingerprint, adapter_digest(section))
+        return target_identity(self.target, section.model, section.revision, self.fingerprint, target_changes(section))
 
     def made(self, files: dict[str, Path] | None = None) -> dict[str, Any]:
         """How numbers of this target were made: device, precision, versions, date, and the digests of `files`."""

@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
+from draftsmith.models.quantize import target_changes
 from draftsmith.recipes.schema import TargetSection
 
 
@@ -38,4 +38,4 @@ class TargetFacts:
     def identity(self) -> dict[str, Any]:
         """`checkpoint.config_identity`."""
         section = self.section
-        return config_identity(self.config, section.model, section.revision, self.fingerprint, adapter_digest(section))
+        return config_identity(self.config, section.model, section.revision, self.fingerprint, target_changes(section))

@@ -31,7 +31,7 @@ from draftsmith.recipes.validation import validation_rank
 
 SHOWN_FAULTS = 3
 EVERYONE = ""  # contender name of answers in conversations: they serve all contenders
-IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "adapter")  # keys that identify a target
+IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "adapter", "quantization")  # keys that identify a target
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class _Generator(FileShape):
     tokenizer_fingerprint: str | None = None
     embedding_digest: str | None = None
     adapter: str | None = None
+    quantization: str | None = None
     temperature: float | None = None
     top_p: float = 1.0
     top_k: int = 0
@@ -341,9 +342,10 @@ def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
 
 
 def _known(identity: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of its target. A file that knows its target and names no adapter had none."""
+    """What a file says of its target. A file that knows its target and names no adapter or quantisation
+    had none."""
     known = {key: identity[key] for key in IDENTITY if identity.get(key)}
-    return {"adapter": None, **known} if known else {}
+    return {"adapter": None, "quantization": None, **known} if known else {}
 
 
 def _not_lossless(path: Path, whose: str = "") -> UserError:

@@ -116,6 +116,11 @@ def card(
     facts = [
         ("target", f"`{name}`" + (f", revision `{target['revision']}`" if target.get("revision") else "")),
         *([("adapter", f"LoRA, sha256 of settings and weights `{adapter}`")] if adapter else []),
+        *(
+            [("quantisation", f"trained on the states of the target in {named}")]
+            if (named := target.get("quantization"))
+            else []
+        ),
         ("kind", f"{kind_text(shape)}, {shape.num_layers} layer" + "s" * (shape.num_layers > 1)),
         ("parameters", f"{trainable_parameters(shape):,}, trained in {str(weights).removeprefix('torch.')}"),
         ("draft vocabulary", f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"),

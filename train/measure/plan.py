@@ -26,6 +26,7 @@ from draftsmith.models.costs import (
     target_size,
 )
 from draftsmith.models.drafters import on_meta
+from draftsmith.models.target import check_precision
 from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.reader import Rejects
@@ -78,7 +79,8 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
             print(rejects.summary())
     else:
         store, data = None, expected_data(recipe, tokenizer)
-    size = target_size(config, section.dtype, section.trust_remote_code)
+    check_precision(section)
+    size = target_size(config, section.dtype, section.trust_remote_code, section.quantization)
     if store is not None:
         print(store.summary())
         size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")

@@ -6,11 +6,11 @@ from typing import Any
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
 from draftsmith.data_gen.states.store import Store
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import FINGERPRINT_COVERS, load_config, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats.named_drafters import yet_to_import
+from draftsmith.models.quantize import target_changes
 from draftsmith.models.vocab import DraftVocab, load_metadata
 from draftsmith.recipes.command.inputs import draft_vocab, need
 from draftsmith.recipes.command.launch import rank
@@ -107,5 +107,5 @@ def check_start_of_recipe(
     """Raises UserError if training cannot start from drafter.init_from, as far as that can be told without weights."""
     if recipe.drafter.init_from is not None and not yet_to_import(recipe, recipe.drafter.init_from):
         section = recipe.target
-        target = config_identity(config, section.model, section.revision, fingerprint, adapter_digest(section))
+        target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
         check_start(Path(recipe.drafter.init_from), shape, vocab, target, unknown=("embedding_scale",))

@@ -48,6 +48,11 @@ def check_sharding(recipe: Recipe) -> None:
             "train.shard_target: target.adapter cannot be merged into pieces of weights; merge it into the target on "
             "disk first (docs/adapting.md), or leave train.shard_target out"
         )
+    if recipe.target.quantization is not None:
+        problems.append(
+            "train.shard_target: pieces of weights cannot be quantised; leave target.quantization out, or capture the "
+            "quantised target's states first (docs/offline.md) and leave train.shard_target out"
+        )
     config = load_config(recipe.target)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:

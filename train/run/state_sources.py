@@ -34,9 +34,9 @@ from draftsmith.data_gen.states.store import (
     teacher_positions,
 )
 from draftsmith.data_gen.states.stored_target import logit_settings
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.checkpoint import config_identity
+from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import Recipe
@@ -212,7 +212,7 @@ def store_of(
     if recipe.data.states is None:
         return None
     store, section = Store(recipe.states_dir), recipe.target
-    target = config_identity(config, section.model, section.revision, fingerprint, adapter_digest(section))
+    target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
     made_of = store.manifest.made_of
     asked = {
         "target": made_of["target"] | target | logit_settings(config),  # the rest is known only from the weights

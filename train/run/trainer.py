@@ -15,11 +15,11 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from draftsmith.data_gen.states.stored_target import StoredTarget
-from draftsmith.models.adapter import adapter_digest
 from draftsmith.models.chat import load_config, load_generation_config, load_tokenizer, stop_ids
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
 from draftsmith.models.costs import target_size
 from draftsmith.models.formats.named_drafters import with_start
+from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank, world_size
@@ -117,7 +117,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         print(f"note: one thread on {cores} cores; accelerate launch --num_cpu_threads_per_process {cores} uses all")
     target, states = target_and_states(recipe, inputs, accelerator)
     shape = replace(inputs.shape, embedding_scale=target.embedding_scale)
-    identity = target_identity(target, section.model, section.revision, inputs.fingerprint, adapter_digest(section))
+    identity = target_identity(target, section.model, section.revision, inputs.fingerprint, target_changes(section))
     drafter = new_drafter(recipe.drafter, shape, inputs.vocab, target, identity).to(accelerator.device)
     computed = identity | {"dtype": str(target.dtype).removeprefix("torch.")}
     check_ranks_agree({"target": computed, "data.states": store_identity(store)})
@@ -125,7 +125,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     trainee = settings.trainee_of(recipe.train, drafter)
     flops = profile = None
     if peak_flops_per_second(accelerator.device) is not None:
-        size = target_size(load_config(section), section.dtype, section.trust_remote_code)
+        size = target_size(load_config(section), section.dtype, section.trust_remote_code, section.quantization)
         flops = StepFlops.of(trainee, inputs.config, size, states_are_read=store is not None)
     if profile_steps:
         folder = Path(recipe.output_dir) / "profile"
