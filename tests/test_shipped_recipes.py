@@ -120,7 +120,11 @@ SHRUNKEN: dict[str, tuple[str, dict, str | None, list[str]]] = {
     "llama3-8b-fr-spec": LLAMA3_8B,
     "llama2-13b-chat-poss": LLAMA2_CHAT,
     "llama2-7b-chat-c2t": LLAMA2_CHAT,
-    "qwen2.5-vl-7b-instruct-vispec": ("qwen2_5_vl", {}, None, []),  # tests/tiny_vision.py has it
+    # tests/tiny_vision.py has these
+    "llava-v1.6-vicuna-7b-vispec": ("llava_next", {}, None, []),
+    "llava-v1.6-vicuna-13b-vispec": ("llava_next", {}, None, []),
+    "qwen2.5-vl-3b-instruct-vispec": ("qwen2_5_vl", {}, None, []),
+    "qwen2.5-vl-7b-instruct-vispec": ("qwen2_5_vl", {}, None, []),
     "qwen3-8b": ("qwen3", {}, QWEN3, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
     "gpt-oss-20b": (
         "gpt_oss",
@@ -263,11 +267,21 @@ def test_from_prompts_to_acceptance(
         run_main(reprompt, path, *overrides)
     run_main(regenerate, path, *overrides)
     run_main(rank_vocab, path, *overrides)
-    if name in ("vicuna-13b-v1.3", "llama2-7b-chat-c2t"):
+    planned = None
+    if recipe.reprompts or name in ("vicuna-13b-v1.3", "llama2-7b-chat-c2t"):
         run_main(train, path, *overrides, "--plan")
-        assert "CANNOT WORK" not in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "CANNOT WORK" not in said
+        planned = re.search(
+            r"\nrows +(\d+), (\d+) more for validation .*\nparameters +(\S+) M trained", said, re.DOTALL
+        )
+        assert planned
     run_main(train, path, *overrides)
-    assert "as published for" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "as published for" not in said
+    if planned:
+        assert f"{planned[3]} M trainable parameters" in said
+        assert f" {planned[1]} rows, {planned[2]} kept for validation" in said
     if "labels" in recipe.model_fields_set:
         run_main(label_trees, path, *overrides)
         run_main(c2t, path, *overrides)
