@@ -32,12 +32,14 @@ class DraftedBy:
         source: of all nodes but a second source's chain.
         chain_source, chain: the second source, and the tokens of its chain below the root.
         shared: first tokens of the chain that the tree has, too; they count as the tree's.
+        inner_accepted: of a hierarchy's chain, the drafted tokens that its small model accepted, round by round.
     """
 
-    source: str
+    source: str  # "": the proposer's only one
     chain_source: str = ""
     chain: tuple[int, ...] = ()
     shared: int = 0
+    inner_accepted: tuple[int, ...] = ()
 
     def credited(self, accepted: Sequence[int]) -> dict[str, int]:
         """Tokens of an accepted path by their source; 0 for a source without any."""

@@ -1,74 +1,20 @@
-"""A decoder drafts for another: a small target with its own drafter proposes chains to a larger target.
-
-`DecoderProposer` uses public names alone: what a hierarchy of drafters needs of the loop is there.
-"""
+"""A decoder drafts for another: a small model with its own drafter proposes chains to a larger target."""
 
 import copy
-import itertools
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream, run_round
+from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
+from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.models.draft_tree import Committed, Drafting, DraftTree, Proposer
+from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 from draftsmith.recipes.schema import TreeSection
 from tests.pairs import PROMPTS, greedy, pair_of
 
-
-class DecoderProposer:
-    """Proposes the tokens of a few rounds of a small target with its own proposer."""
-
-    capture_layers: tuple[int, ...] = ()
-
-    def __init__(self, small: Target, inner: Proposer, rounds: int):
-        self.inner, self.rounds = inner, rounds
-        self.verifier = TargetVerifier(small, inner)
-        self.texts: list[list[int]] = []  # what the small target and its proposer hold, the unread root last
-
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        if self.texts:
-            self.keep([])
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        """Does nothing: `observe` reads new rows."""
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.verifier.keep(rows)
-        self.inner.keep(rows)
-        self.texts = [self.texts[row] for row in rows]
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        self.verifier.rollback(lengths, self.inner)
-        self.texts = [text[: length + 1] for text, length in zip(self.texts, lengths, strict=True)]
-
-    def observe(self, committed: Committed) -> None:
-        texts, known = [list(tokens) for tokens in committed.tokens], len(self.texts)
-        if known:
-            # The token behind those kept is right, too, and every row has one token or more to read.
-            pairs = list(zip(self.texts, texts[:known], strict=True))
-            self.rollback([min(len(common(*pair)) - 1, len(pair[1]) - 2) for pair in pairs])
-            self.verifier.read([new[len(old) - 1 : -1] for old, new in zip(self.texts, texts[:known], strict=True)])
-        if texts[known:]:
-            self.verifier.prefill([text[:-1] for text in texts[known:]])
-            (self.inner.admit if known else self.inner.reset)(len(texts) - known)
-        self.texts = texts
-
-    def propose(self) -> tuple[DraftTree, list[int]]:
-        roots = [len(text) - 1 for text in self.texts]
-        for _ in range(self.rounds):
-            done = run_round(self.verifier, self.inner, self.texts)
-            for text, tokens in zip(self.texts, done.new_tokens, strict=True):
-                text += tokens
-        chains = [text[root:] for text, root in zip(self.texts, roots, strict=True)]
-        return DraftTree.chains(chains, self.verifier.device), [self.rounds] * len(chains)
-
-
-def common(one: Sequence[int], other: Sequence[int]) -> list[int]:
-    return [a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
+LENGTH, CALLS = 5, 3
 
 
 class Recorded(PolicyProposer):
@@ -76,27 +22,44 @@ class Recorded(PolicyProposer):
 
     trees: list[list[list[int]]]
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.trees = []
+
     def propose(self) -> tuple[DraftTree, list[int]]:
         tree, calls = super().propose()
-        self.trees = [*getattr(self, "trees", ()), tree.tokens.tolist()]
+        self.trees.append(tree.tokens.tolist())
         return tree, calls
 
 
-class Recording(DecoderProposer):
+class Recording(HierarchicalProposer):
     """Keeps each text, the chain proposed below it, and the trees of the rounds that made the chain."""
 
     def __init__(self, small: Target, drafting: Drafting):
-        self.recorded = Recorded(drafting, policy_of(TreeSection(nodes=8, draft_calls=3, top_k=3)))
-        super().__init__(small, self.recorded, rounds=2)
+        self.recorded = Recorded(drafting, policy_of(TreeSection(nodes=8, draft_calls=CALLS, top_k=3)))
+        super().__init__(small, self.recorded, LENGTH)
         self.proposed: list[tuple[list[int], list[int], list[list[int]]]] = []
+        self.resumed = self.read = 0
+
+    def _resume(self, lengths: list[int]) -> None:
+        self.resumed += 1
+        super()._resume(lengths)
+
+    def rollback(self, lengths: Any) -> None:
+        self.read += 1
+        super().rollback(lengths)
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         before = [list(text) for text in self.texts]
-        found = super().propose()
-        for row, (old, new) in enumerate(zip(before, self.texts, strict=True)):
-            trees = [trees[row] for trees in self.recorded.trees[-self.rounds :]]
-            self.proposed.append((old, new[len(old) :], trees))
-        return found
+        earlier = len(self.recorded.trees)
+        tree, calls = super().propose()
+        sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
+        for row, (old, size) in enumerate(zip(before, sizes, strict=True)):
+            rounds = len(tree.sources[row].inner_accepted)  # of the chain; other rows may need more
+            trees = [trees[row] for trees in self.recorded.trees[earlier : earlier + rounds]]
+            self.proposed.append((old, tree.tokens[row, 1:size].tolist(), trees))
+            assert calls[row] == rounds * (CALLS + 1) and sum(tree.sources[row].inner_accepted) + rounds == size - 1
+        return tree, calls
 
 
 def larger_than(small: Target) -> Target:
@@ -130,4 +93,11 @@ def test_a_small_target_with_its_drafter_proposes_to_a_larger_one() -> None:
         alone.observe(Committed(large, [text], None, [len(text) - 1]))
         alone.propose()
         assert alone.proposed == [(text, chain, trees)]
-    assert len({len(chain) for _, chain, _ in decoder.proposed}) > 1
+    lengths = {len(chain) for _, chain, _ in decoder.proposed}
+    assert len(lengths) > 1 and min(lengths) == LENGTH and max(lengths) <= LENGTH + CALLS
+    rounds = [len(trees) for *_, trees in decoder.proposed]
+    assert min(rounds) < max(rounds)
+    for answer in answers.values():
+        assert len(answer.inner_accepted) > len(answer.accepted_per_round) and answer.drafted_by == []
+    # Where the target accepts part of a chain, the small model has read all of it: no pass is needed to go on.
+    assert decoder.resumed and decoder.read

@@ -50,6 +50,8 @@ class Generation:
     draft_calls: list[int] = field(default_factory=list)
     # Accepted tokens of each round by who drafted them, of proposers with several sources (`DraftedBy`).
     drafted_by: list[dict[str, int]] = field(default_factory=list)
+    # Of a hierarchy: drafted tokens that the small model accepted, in each of its rounds.
+    inner_accepted: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -325,7 +327,9 @@ class _Row:
         accepted = min(kept, len(new_tokens) - 1)
         answer.accepted_per_round.append(accepted)
         if source is not None:
-            answer.drafted_by.append(source.credited(new_tokens[:accepted]))
+            answer.inner_accepted += source.inner_accepted
+            if source.source:
+                answer.drafted_by.append(source.credited(new_tokens[:accepted]))
         answer.last_round_cut = kept < len(new_tokens)
         answer.tree_nodes.append(nodes)
         answer.draft_calls.append(calls)
