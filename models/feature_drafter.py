@@ -117,7 +117,7 @@ class DrafterConfig:
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             max_position_embeddings=config.max_position_embeddings,
             # M-RoPE's axes are the target's: the drafter's positions are columns.
-            rope_parameters={key: value for key, value in rope.items() if key != "mrope_section"},
+            rope_parameters={key: value for key, value in rope.items() if not key.startswith("mrope_")},
             **own,
         )
 
