@@ -14,18 +14,22 @@ import torch
 import yaml
 from PIL import Image, ImageChops, ImageStat
 
-from draftsmith.data_gen import regenerate
-from draftsmith.eval import acceptance
+from draftsmith.data_gen import label_trees, regenerate
+from draftsmith.data_gen.trees.labelled_trees import TreesManifest
+from draftsmith.eval import acceptance, plan
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.eval.page.files import generations_path
-from draftsmith.models.chat import load_tokenizer, render_prompt, tokenizer_fingerprint
+from draftsmith.eval.planner import cost_model
+from draftsmith.models.chat import load_config, load_tokenizer, render_prompt, tokenizer_fingerprint
 from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.drafters import build_drafter, config_class
+from draftsmith.models.prompt import Prompt
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vision import PictureReader
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
+from draftsmith.train import c2t
 from tests.report_cases import evaluate, make_recipe, page_of
 from tests.test_vision import generated
 from tests.tiny_vision import BASIC_FAMILIES, picture, save_vision_target
@@ -283,6 +287,80 @@ def test_answers_to_other_pictures_are_not_replayed(
     }[change]
     with pytest.raises(UserError, match=re.escape(f"eval.answers: {answers}:1: {reason}")):
         measure(place, "eval.mode=replay", f"eval.answers={answers}", f"eval.out={tmp_path}")
+
+
+# What stands on replay.
+
+
+CHAINS_ONLY = 'eval.planner.candidates=[{"policy": "chain", "nodes": 2}, {"policy": "chain", "nodes": 3}]'
+
+
+def planned(place: Path, out: Path) -> tuple[str, ...]:
+    """Settings to plan from recorded answers."""
+    return CHAINS_ONLY, f"eval.planner.answers={place / 'run/eval/generations.jsonl'}", f"eval.out={out}"
+
+
+def test_the_planner_times_prompts_with_their_pictures(
+    place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each drafter, and never with a part of a picture."""
+    timed: set[Prompt] = set()
+    timing = cost_model.timed_rounds
+    monkeypatch.setattr(cost_model, "timed_rounds", lambda *given: timed.update(given[2]) or timing(*given))
+    monkeypatch.setattr(cost_model, "ROUNDS", 4)
+    run_main(plan, place / "recipe.yaml", *planned(place, tmp_path), "eval.planner.context=70")
+    assert {len(prompt) for prompt in timed} == {70}
+    assert len({each.digest for prompt in timed for each in prompt.inserts}) == 3
+    placeholder = load_config(TargetSection(model=str(place / "target"))).image_token_id
+    texts = [line for (contender, *_), line in lines.items() if contender == PLAIN]
+    asked = [[token for token in line["prompt_token_ids"] if token != placeholder] for line in texts]
+    words = [token for prompt, line in zip(asked, texts, strict=True) for token in (*prompt, *line["token_ids"])]
+    for prompt in timed:  # apart from whole pictures, it is the recorded text
+        shown = {each.first + i for each in prompt.inserts for i in range(each.length)}
+        assert {prompt[i] for i in shown} <= {placeholder}
+        rest = [token for i, token in enumerate(prompt) if i not in shown]
+        assert f" {rest}".replace("[", "").replace("]", ",") in f" {words * 4},"
+    costs = json.loads((tmp_path / "plan.json").read_text())["costs"]
+    assert costs["context"] == 70 and costs["plain_round"] > 0
+
+
+def test_a_planned_tree_and_a_compared_drafter_give_the_target_s_answers(
+    place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_model, "ROUNDS", 4)
+    rival = f"rival: eval.drafter={place / 'eagle3'} eval.tree.policy=chain eval.tree.nodes=4"
+    settings = (*planned(place, tmp_path), "eval.tree={policy: auto}", "eval.also=[]", "--compare", rival)
+    measure(place, *settings)
+    found = lines_of(tmp_path / "generations.jsonl")
+    (main,) = {name for name, *_ in found} - {PLAIN, "rival"}
+    assert "chain" in main
+    for (name, *asked), line in found.items():
+        assert line["token_ids"] == lines[PLAIN, asked[0], asked[1]]["token_ids"], (name, asked)
+    assert [found[name]["accepted_per_round"] for name in found if name[0] == "rival"] == [
+        lines[name]["accepted_per_round"] for name in lines if name[0] == "eagle3"
+    ]
+
+
+def test_labelled_trees_and_a_classifier_of_them(place: Path, lines: dict[Any, dict[str, Any]], tmp_path: Path) -> None:
+    """A drafter that sees what the target sees is accepted wherever it drafts the target's token."""
+    recipe, itself = place / "recipe.yaml", ("--contender", "itself")
+    answers = f"labels.answers={place / 'run/eval/generations.jsonl'}"
+    settings = answers, "labels.top_k=4", "labels.draft_calls=3", f"output_dir={tmp_path}"
+    run_main(label_trees, recipe, *settings, "labels.top_k=1", f"labels.out={tmp_path / 'itself'}", *itself)
+    manifest = TreesManifest.read(tmp_path / "itself")
+    assert manifest is not None and manifest.complete and manifest.of == 7
+    own = [line["accepted_per_round"] for (contender, *_), line in lines.items() if contender == "itself"]
+    assert (manifest.total("trees"), manifest.total("accepted")) == (sum(map(len, own)), sum(map(sum, own)))
+    run_main(label_trees, recipe, *settings, *itself)
+    run_main(c2t, recipe, *settings, "classifier.epochs=2", "classifier.validation_share=0.3")
+    settings_of_c2t = {"classifier": str(tmp_path / "c2t"), "beta": 0.001}
+    tree = {"policy": "c2t", "nodes": 12, "draft_calls": 3, "top_k": 4, "c2t": settings_of_c2t}
+    model = {"model": str(place / "target"), "dtype": "float32", "device": "cpu"}
+    also = [{"name": "itself", "proposer": "causal_lm", "draft_model": model, "tree": tree}]
+    measure(place, f"eval.also={json.dumps(also)}", f"eval.out={tmp_path / 'out'}", "eval.max_prompts=3")
+    found = lines_of(tmp_path / "out/generations.jsonl")
+    assert all(line["token_ids"] == lines[PLAIN, key[1], key[2]]["token_ids"] for key, line in found.items())
+    assert sum(sum(line["accepted_per_round"]) for key, line in found.items() if key[0] == "itself") > 15
 
 
 # The report.

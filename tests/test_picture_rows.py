@@ -1,21 +1,26 @@
 """Conversations with pictures become training rows, and train."""
 
 import json
+from base64 import b64encode
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 
+from draftsmith.data_gen.rows.overlap import Check
 from draftsmith.data_gen.rows.training_rows import TrainingRow, training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.models.checkpoint import read_drafter_config, read_weights
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.schema import EvalSection, Recipe, TargetSection
 from draftsmith.train.measure.plan import millions
 from tests.conftest import VOCAB_SIZE
 from tests.tiny_vision import FAMILIES, PLACEHOLDER, picture, save_vision_target
@@ -55,6 +60,41 @@ def rows_of_records(home: Path, family: str, *records: dict[str, Any]) -> tuple[
     rejects = Rejects()
     tokenizer = load_tokenizer(TargetSection(model=str(home / family)))
     return list(training_rows(path, tokenizer, 500, rejects)), rejects
+
+
+def test_questions_are_compared_with_the_pictures_that_they_show(home: Path, tmp_path: Path) -> None:
+    """By content, whether a record names a file, holds its bytes, or says its digest alone."""
+    content = (home / "wide.png").read_bytes()
+    url = f"data:image/png;base64,{b64encode(content).decode()}"
+    text = {"type": "text", "text": "What is it?"}
+
+    def asks(part: dict[str, Any]) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": [part, text]}]}
+
+    records: list[dict[str, Any]] = [
+        {"prompt": "<image>\nWhat is it?", "image": str(home / "wide.png")},
+        {"prompt": "What is it?", "images": [url]},
+        asks(shown(home, "wide")),
+        asks({"type": "image_url", "image_url": {"url": url}}),
+        asks({"type": "image", "path": "gone.png", "sha256": sha256(content).hexdigest()}),
+    ]
+    others: list[dict[str, Any]] = [{"prompt": "What is it?"}, asks(shown(home, "tall"))]
+    others.append({"prompt": "What is it?", "image": "https://example.com/wide.png"})
+    others.append({"prompt": "What is it?", "image": "data:image/png;base64,?"})
+    table = {"prompt": ["What is it?"], "image": [{"bytes": content, "path": None}]}
+    Dataset.from_dict(table).to_parquet(tmp_path / "table.parquet")
+    made = [[to_conversation(each, "q", "", 1) for each in each_of] for each_of in (records, others)]
+    for path in ("table.parquet", *(f"{i}.jsonl" for i in range(len(records)))):
+        if path.endswith("jsonl"):
+            (tmp_path / path).write_text(json.dumps(records[int(path[0])]) + "\n")
+        recipe = Recipe(
+            output_dir=str(tmp_path),
+            target=TargetSection(model=str(home / "llava")),
+            eval=EvalSection(prompts=str(tmp_path / path)),
+        )
+        check = Check(recipe, remove=True)
+        assert [bool(check.look(each)) for each in made[0]] == [True] * len(records), path
+        assert not any(map(check.look, made[1])), path
 
 
 @pytest.mark.parametrize("family", FAMILIES)

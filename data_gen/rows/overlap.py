@@ -5,6 +5,7 @@ one of its user turns
     exact      has exactly the words of an evaluation turn
     overlap    holds at least half (SHARE) of an evaluation turn's distinct runs of 13 words (GRAM, the length by which
                Brown et al. 2020, arXiv 2005.14165, appendix C, filter); shorter evaluation turns only match exactly
+With pictures, both must also show the same ones, compared by content: a file and a data URL of its bytes are the same.
 A run that three or more evaluation turns share (COMMON) is a stock phrase and counts for none of them. Later turns of
 an evaluation conversation that have fewer than 8 words (LATER_TURN_WORDS, "Go on.") are not compared.
 """
@@ -24,8 +25,10 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.prompts.picture_files import data_url
+from draftsmith.recipes.prompts.picture_parts import pictures_of, with_picture_parts
 from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
-from draftsmith.recipes.prompts.records import Conversation, stored_conversation
+from draftsmith.recipes.prompts.records import Conversation, folder_of, picture_digest, stored_conversation
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe
@@ -52,7 +55,7 @@ class EvaluationTurn:
     source: str
     text: str  # its beginning
     grams: int = 0  # distinct runs of words that count
-    pictures: tuple[str, ...] = ()  # `Conversation.pictures`
+    pictures: tuple[str, ...] = ()  # as `compared` gives them
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,10 @@ class EvaluationIndex:
         self._turns_of: dict[int, list[int]] = {}  # hash of a run -> numbers in _turns
         for conversation in conversations:
             self.conversations += 1
-            shown = tuple(conversation.pictures)
-            for number, text in enumerate(user_texts(conversation.messages)):
+            messages, shown = compared(conversation)
+            for number, text in enumerate(user_texts(messages)):
                 words = comparable_words(text)
-                key = _key(words, text, conversation.pictures)
+                key = _key(words, text, shown)
                 if (number and len(words) < LATER_TURN_WORDS) or key in self._exact:
                     continue
                 benchmark = str(conversation.meta.get("benchmark", ""))
@@ -107,15 +110,16 @@ class EvaluationIndex:
 
         The same words about other pictures are another question.
         """
-        best, pictures = None, conversation.pictures
-        for text in user_texts(conversation.messages):
+        best: Finding | None = None
+        messages, pictures = compared(conversation)
+        for text in user_texts(messages):
             words = comparable_words(text)
             if (same := self._exact.get(_key(words, text, pictures))) is not None:
                 return Finding("exact", 1.0, same, _beginning(text))
             shared = Counter(turn for gram in set(_grams(words)) for turn in self._turns_of.get(gram, ()))
             for number, count in shared.items():
                 share = count / self._turns[number].grams
-                if self._turns[number].pictures != tuple(pictures):
+                if self._turns[number].pictures != pictures:
                     continue
                 if share >= SHARE and (best is None or share > best.share):
                     best = Finding("overlap", share, self._turns[number], _beginning(text))
@@ -133,6 +137,18 @@ def user_texts(messages: list[Any]) -> Iterator[str]:
             content = "".join(part for part in parts if isinstance(part, str))
         if isinstance(content, str) and content.strip():
             yield content
+
+
+def compared(conversation: Conversation) -> tuple[list[Any], tuple[str, ...]]:
+    """(messages without placeholders, digests of the pictures in order), however the record names its pictures."""
+    if not conversation.images and not conversation.other_parts:
+        return conversation.messages, ()
+    try:
+        messages = with_picture_parts(conversation)
+    except (ValueError, KeyError, TypeError, AttributeError):  # malformed: only its like is the same
+        return conversation.messages, tuple(conversation.pictures)
+    folder, parts = folder_of(conversation.source), pictures_of(messages)
+    return messages, tuple(part.get("sha256") or picture_digest(part["path"], folder) for part in parts)
 
 
 def _key(words: list[str], text: str, pictures: Sequence[str]) -> str:
@@ -178,7 +194,7 @@ class Check:
         for source in _listed(recipe.eval.prompts):
             count = 0
             try:
-                for conversation in read_conversations(source, Rejects(), limit):
+                for conversation in read_conversations(source, Rejects(), limit, store=data_url):
                     count += 1
                     yield conversation
             except UserError as error:

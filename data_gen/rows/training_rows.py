@@ -41,6 +41,8 @@ from draftsmith.models.chat import (
 )
 from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.command.launch import rank
+from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.records import Conversation, is_regenerated, stored_conversation
@@ -77,6 +79,8 @@ def usable_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rejects: Rej
     need(conversations(recipe))
     leave_out = left_out_of_training(recipe)
     rows = training_rows(recipe.conversations_path, tokenizer, recipe.data.max_length, rejects, leave_out)
+    # Every picture is opened, for its size and content, which may take a while.
+    rows = Bar(rows, desc="reading", unit="row", leave=False, disable=rank() > 0)
     return [row for row in rows if any(end - start >= 2 for start, end in row.spans)]
 
 

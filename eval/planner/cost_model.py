@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain, cycle, islice, pairwise
+from itertools import cycle, pairwise
 from statistics import median
 from typing import Any
 
@@ -31,6 +31,7 @@ import torch
 from draftsmith.eval.decoding.accept import acceptance_of
 from draftsmith.eval.decoding.decode import Clock, Generation, Mark, TargetVerifier, decode
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.prompt import Insert, Prompt
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
@@ -200,7 +201,7 @@ def measure_costs(
 
     Args:
         proposer_of: builds a proposer for a tree.
-        texts: token ids to continue, cut or joined to `context` tokens.
+        texts: prompts or token ids to continue, cut or joined to `context` tokens.
         rows: answers decoded side by side.
 
     Raises:
@@ -210,7 +211,7 @@ def measure_costs(
     for tree in probe_trees(trees):
         probes[f"{family(tree)}, {tree.nodes} nodes, {tree.draft_calls} calls"] = (tree, proposer_of(tree))
     context = min(context, room_for(target.config.max_position_embeddings, trees))
-    prompts = [list(islice(cycle(chain.from_iterable([*texts[i:], *texts[:i]])), context)) for i in range(len(texts))]
+    prompts = [joined([*texts[i:], *texts[:i]], context) for i in range(len(texts))]
     names = list(probes)
     raw: list[list[tuple[str, list[TimedRound]]]] = []  # of each repeat: probes and plain rounds as they took turns
     total = (repeats + 1) * (len(names) + -(-len(names) // TURNS) + 1)
@@ -242,6 +243,27 @@ def measure_costs(
         for name in names
     }
     return replace(costs, probes=took, repeats=tuple(each))
+
+
+def joined(texts: Sequence[Sequence[int]], length: int) -> Prompt:
+    """The first `length` tokens of the texts, one after another and then from the first one again.
+
+    A picture that would reach beyond the end is left out, and the text behind it follows.
+    """
+    tokens, inserts = list[int](), list[Insert]()
+    for text in map(Prompt.of, cycle(texts)):
+        start = 0
+        for insert in (*text.inserts, None):
+            end = len(text) if insert is None else insert.first
+            tokens += text[start:end]
+            if len(tokens) >= length:
+                return Prompt(tokens[:length], tuple(inserts))
+            if insert is not None:
+                start = end + insert.length
+                if len(tokens) + insert.length <= length:
+                    inserts.append(insert.at(len(tokens)))
+                    tokens += text[end:start]
+    raise ValueError("no texts")
 
 
 def room_for(positions: int, trees: Sequence[TreeSection]) -> int:

@@ -33,6 +33,7 @@ from draftsmith.eval.recorded.answers import (
 )
 from draftsmith.eval.recorded.replay import Agreement, plain_rounds, replay_all
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.prompt import Prompt
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -270,7 +271,7 @@ def make_plan(
         target,
         proposer_of,
         [_as_grown(contender.tree, rounds[contender.name]) for contender in contenders],
-        [[*answer.prompt, *answer.tokens] for answer in answers],
+        [Prompt.of(answer.prompt).then(answer.tokens) for answer in answers],
         section.planner.context or mean_context(answers),
         sampling,
         section.batch_size,

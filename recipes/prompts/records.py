@@ -13,10 +13,13 @@ Messages and their other keys stay as they are, except where data sets differ an
 """
 
 import json
+from base64 import b64decode
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
@@ -104,6 +107,18 @@ def _digest(path: Any, folder: Path) -> Any:
         return next((f"sha256 {file_digest(place)}" for place in places if place.is_file()), path)
     except (OSError, ValueError):  # not a path: a picture in base64
         return path
+
+
+def picture_digest(place: str, folder: Path) -> str:
+    """sha256 of the bytes of a file, in `folder` or in the working directory, or of a data URL; of anything else the
+    place itself."""
+    head, _, text = place.partition(",")
+    if head[:5].lower() == "data:" and head.lower().endswith(";base64"):
+        try:
+            return sha256(b64decode(unquote(text), validate=True)).hexdigest()
+        except ValueError:  # not base64
+            return place
+    return str(_digest(place, folder)).removeprefix("sha256 ")
 
 
 def to_conversation(record: Any, default_id: str, source: str, line: int, benchmark: str = "") -> Conversation:
