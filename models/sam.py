@@ -188,10 +188,10 @@ class StaticAutomaton:
     def _compared(self, entry: int, sought: list[int], common: int) -> tuple[int, bool]:
         """(tokens in common, whether the entry is smaller). `common`: as many are known to be."""
         tokens, position = self.tokens, self.order.item(entry)
-        for common in range(common, len(sought)):
-            token = tokens.item(position - common)
-            if token != sought[common]:
-                return common, token < sought[common]
+        for back in range(common, len(sought)):
+            token = tokens.item(position - back)
+            if token != sought[back]:
+                return back, token < sought[back]
         return len(sought), False
 
     def _boundary(self, inside: int, suffix: np.ndarray, step: int) -> int:
@@ -317,7 +317,7 @@ class StaticAutomaton:
 def joined(documents: Sequence[np.ndarray], separator: int) -> np.ndarray:
     """The documents with separators, in the smallest type that holds them."""
     kind = np.uint16 if separator < 2**16 else np.int32
-    sizes = np.array([len(document) + 1 for document in documents])
+    sizes = np.array([len(document) + 1 for document in documents], dtype=np.int64)
     tokens = np.full(1 + sizes.sum(), separator, dtype=kind)
     inside = np.ones(len(tokens), dtype=bool)
     inside[np.concatenate(([0], sizes.cumsum()))] = False

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from draftsmith.eval.decoding.decode import Generation, Request
+from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
 from draftsmith.eval.decoding.policies import Chain, PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import CausalLMDrafting
@@ -29,6 +30,7 @@ from draftsmith.models.vocab import DraftVocab, cut_vocab
 from draftsmith.recipes.schema import TreeSection
 from tests.decoding import decode, decode_batch, decode_queue
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
+from tests.sam_cases import beside, misleading, sam_alone
 from tests.scripted_drafting import linear_classifier
 from tests.thinning import meeting
 
@@ -42,7 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 DRAFTERS = ("eagle3", "eagle3.1", "eagle", "poss", "poss over eagle3")
 HEADS_OF_THE_TARGET = ("eagle", "poss")  # draft from the whole vocabulary, and from cuts of it
-PROPOSERS = (*DRAFTERS, "eagle3 with NaN", "causal_lm", "prompt lookup")
+BESIDE_SAM = ("eagle3 routed with sam", "eagle3 fused with sam", "causal_lm fused with sam")
+PROPOSERS = (*DRAFTERS, "eagle3 with NaN", "causal_lm", "hierarchy", "prompt lookup", "sam", *BESIDE_SAM)
 POLICIES: dict[str, dict[str, Any]] = {
     "chain": {"nodes": 5},
     "static": {},
@@ -86,6 +89,10 @@ def possible(combination: Sequence[Any]) -> bool:
     _, proposer, policy, vocabulary, _ = combination
     if proposer == "prompt lookup":
         return policy == "chain" and vocabulary == "full"
+    if proposer == "sam":
+        return policy in TRIED and vocabulary == "full"
+    if proposer in BESIDE_SAM:
+        return vocabulary == "full"
     return proposer not in ("causal_lm", *HEADS_OF_THE_TARGET) or vocabulary in ("full", "cut of full")
 
 
@@ -138,13 +145,21 @@ def proposer_of(combination: tuple[Any, ...]) -> Proposer:
         settings["c2t"] = {"classifier": str(classifier_dir()), "beta": 0.5, "beam": 4}
     if kind == "prompt lookup":
         return PromptLookup(5, target.device)
-    if kind == "causal_lm":
+    if kind == "sam":
+        return sam_alone(misleading(expected_of(family), target.vocab_size), width=1 if policy == "chain" else 3)
+    if kind.startswith("causal_lm"):
         drafting: Drafting = CausalLMDrafting(blurred(family), smaller)
     else:
         drafting = FeatureDrafting(drafter, smaller)
     if "NaN" in kind:
         drafting = BrokenNow(drafting)
-    return PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
+    if kind == "hierarchy":
+        inner = PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
+        return HierarchicalProposer(blurred(family), inner, 4)
+    proposer = PolicyProposer(drafting, policy_of(TreeSection(policy=policy, **settings)))
+    if kind not in BESIDE_SAM:
+        return proposer
+    return beside(proposer, misleading(expected_of(family), target.vocab_size), 2, "fused" in kind)
 
 
 def name_of(combination: tuple[Any, ...]) -> str:
@@ -187,7 +202,7 @@ def lengths_and_prompts(family: str) -> tuple[Target, list[list[int]], set[int]]
 ROUNDS_OF = [
     *(("llama", "eagle3", policy) for policy in POLICIES),
     *(("gemma2", "eagle3", policy) for policy in TRIED),
-    *(("llama", kind, policy) for kind in DRAFTERS[1:] for policy in TRIED),
+    *(("llama", kind, policy) for kind in (*DRAFTERS[1:], "hierarchy", "sam", *BESIDE_SAM) for policy in TRIED),
 ]
 
 
@@ -207,7 +222,7 @@ def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, kind: str
 
 def check_rounds(answers: Sequence[Generation], alone: Sequence[Generation]) -> None:
     for answer, expected in zip(answers, alone, strict=True):
-        for name in ("token_ids", "accepted_per_round", "tree_nodes", "draft_calls", "last_round_cut"):
+        for name in ("token_ids", "accepted_per_round", "tree_nodes", "draft_calls", "last_round_cut", "drafted_by"):
             assert getattr(answer, name) == getattr(expected, name), name
 
 
@@ -236,7 +251,10 @@ def queued(
 
 @pytest.mark.parametrize(
     ("proposer", "rows"),
-    [("plain", 2), ("prompt lookup", 5), ("causal_lm", 2), ("causal_lm", 5), ("eagle3", 2), ("poss", 5)],
+    [
+        *(("plain", 2), ("prompt lookup", 5), ("causal_lm", 2), ("causal_lm", 5), ("eagle3", 2), ("poss", 5)),
+        *(("eagle3 routed with sam", 2), ("causal_lm fused with sam", 5), ("hierarchy", 2)),
+    ],
 )
 def test_the_next_answers_take_the_rows_of_those_that_ended(proposer: str, rows: int) -> None:
     """Rows that draft by their own text, by an LM's cache of it, and by the target's states. Some answers end with

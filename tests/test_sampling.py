@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from draftsmith.data_gen.answers.generators import resolve_sampling
 from draftsmith.eval.decoding.accept import Accepted, SampledAcceptance
 from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.draft_tree import DraftTree
@@ -28,8 +29,9 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from tests import reference
 from tests.conftest import make_target
-from tests.decoding import decode
+from tests.decoding import decode, decode_batch
 from tests.pairs import untaught
+from tests.sam_cases import beside, corpus_of, sam_alone
 from tests.thinning import thinned
 
 TOLERANCE = 2e-5
@@ -320,11 +322,11 @@ def test_a_tree_among_others_is_accepted_as_it_is_alone(drawn: bool) -> None:
 # The whole loop: the law of the first tokens of an answer.
 
 
-def small_pair(draft_ids: list[int] | None) -> tuple[Target, Eagle3Drafter]:
+def small_pair(draft_ids: list[int] | None, seed: int = 2) -> tuple[Target, Eagle3Drafter]:
     """A target of VOCAB tokens and two layers with an untrained drafter."""
     model = make_target(
         num_layers=2, vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_attention_heads=2,
-        num_key_value_heads=1, initializer_range=0.6, seed=2,
+        num_key_value_heads=1, initializer_range=0.6, seed=seed,
     )  # fmt: skip
     target = Target(model, [0, 1])
     vocab = DraftVocab.full(VOCAB) if draft_ids is None else DraftVocab(torch.tensor(draft_ids), VOCAB)
@@ -349,12 +351,23 @@ def answers_of(target: Target, prompt: list[int], length: int, sampling: Samplin
     return law
 
 
+CORPUS = corpus_of([[2, 0, 0, 3], [2, 0, 0, 1], [3, 2, 0, 0, 0], [0, 3, STOP]], VOCAB)
 PROPOSERS: dict[str, Callable[[Eagle3Drafter, Sampling], Any]] = {
     "plain": lambda drafter, sampling: None,
     "chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2)),
     "drawn chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2, sampling=sampling)),
     "tree": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=4, draft_calls=2, top_k=2)),
     "prompt lookup": lambda drafter, sampling: PromptLookup(2, CPU),
+    "hierarchy": lambda drafter, sampling: HierarchicalProposer(
+        small_pair(None, seed=3)[0],
+        PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=3, draft_calls=1, top_k=2)),
+        2,
+    ),
+    "sam": lambda drafter, sampling: sam_alone(CORPUS, nodes=4, width=2),
+    "routed": lambda drafter, sampling: beside(PROPOSERS["chain"](drafter, sampling), CORPUS, 2, False, nodes=3),
+    "fused": lambda drafter, sampling: beside(
+        PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=3, draft_calls=1, top_k=2)), CORPUS, 1, True, nodes=3
+    ),
 }
 
 
@@ -362,15 +375,33 @@ PROPOSERS: dict[str, Callable[[Eagle3Drafter, Sampling], Any]] = {
 def test_decoded_answers_have_the_target_s_law(proposer: str, drawn_as: str, vocab: str) -> None:
     sampling = SAMPLINGS[drawn_as]
     target, drafter = small_pair(None if vocab == "full" else [0, 2, 3])
-    prompt = [1, 3, 0, 1, 3]
-    # Drawn chains have so many outcomes that three tokens are enumerated only where top-p leaves few of them.
-    length = 2 if proposer == "drawn chain" and sampling.top_p == 1 else 3
+    copies = proposer in ("sam", "routed", "fused")
+    prompt = [2, 0, 3, 2, 0] if copies else [1, 3, 0, 1, 3]  # after the former, SAM knows what may follow
+    # These have so many outcomes that three tokens are enumerated only where top-p leaves few of them.
+    length = 2 if (copies or proposer in ("drawn chain", "hierarchy")) and sampling.top_p == 1 else 3
 
     def answer(draws: EnumeratedDraws) -> Hashable:
         drafting = PROPOSERS[proposer](drafter, sampling)
         return tuple(decode(target, drafting, prompt, {STOP}, length, sampling, draws).token_ids)
 
     assert_same_law(enumerate_law(answer), answers_of(target, prompt, length, sampling))
+
+
+def test_rows_that_copy_beside_a_drawn_chain_have_the_target_s_law() -> None:
+    """In one batch, chains of SAM's, of two lengths, have one possible token at each place; a drafter draws the rest."""
+    sampling, prompts = SAMPLINGS["top-p"], ([2, 0, 3, 2, 0], [2, 2, 0, 4, 1], [2, 0, 3, 2, 0])
+    target, drafter = small_pair(None)
+    proposer = beside(PROPOSERS["drawn chain"](drafter, sampling), CORPUS, 2, False, nodes=3)
+    rounds = set()
+
+    def answer(draws: EnumeratedDraws) -> Hashable:
+        rows: list[Draws] = [draws, SeededDraws(0, "beside"), SeededDraws(1, "beside")]
+        answers = decode_batch(target, proposer, prompts, {STOP}, 3, sampling, rows)
+        rounds.add(tuple((*answer.drafted_by[0], *answer.tree_nodes[:1]) for answer in answers if answer.rounds))
+        return tuple(answers[0].token_ids)
+
+    assert_same_law(enumerate_law(answer), answers_of(target, prompts[0], 3, sampling))
+    assert (("sam static", 2), ("drafter", 3), ("sam dynamic", 3)) in rounds
 
 
 def test_in_bfloat16_answers_have_the_law_of_the_rounded_logits() -> None:

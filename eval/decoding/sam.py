@@ -111,7 +111,8 @@ class SamProposer:
     def tree(self, drafts: Sequence[SamDraft]) -> DraftTree:
         """The rows' drafts, each below its root."""
         roots = [text.tokens[-1] for text in self.texts]
-        tree = _tree([([root, *d.tokens], [-1, *d.parents]) for root, d in zip(roots, drafts, strict=True)], self.device)
+        rows = [([root, *d.tokens], [-1, *d.parents]) for root, d in zip(roots, drafts, strict=True)]
+        tree = _tree(rows, self.device)
         tree.sources = [DraftedBy(draft.source) for draft in drafts]
         return tree
 

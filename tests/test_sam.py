@@ -1,0 +1,274 @@
+"""SAM-Decoding: its structures find what a search through the text finds; its router feeds whom it did not ask."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.sam import DRAFTER, DYNAMIC, STATIC, SamDraft, SamProposer, fused
+from draftsmith.eval.recorded.replay import replay
+from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.sam import DynamicAutomaton, Match, StaticAutomaton
+from draftsmith.models.target import Target
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TreeSection
+from tests.decoding import decode_batch
+from tests.pairs import PROMPTS, greedy, pair_of
+from tests.replay_cases import assert_same_rounds, recorded
+from tests.sam_cases import CPU, beside, corpus_of, misleading, sam_alone
+
+# The structures, against a search.
+
+
+def occurrences(text: Sequence[int], suffix: Sequence[int]) -> list[int]:
+    """Indices of the last tokens of a suffix's occurrences."""
+    size = len(suffix)
+    return [end for end in range(size - 1, len(text)) if list(text[end - size + 1 : end + 1]) == list(suffix)]
+
+
+def repetitive(chance: random.Random, tokens: int, length: int) -> list[int]:
+    """Random tokens, and passages that were there before."""
+    text: list[int] = []
+    while len(text) < length:
+        start = chance.randrange(len(text)) if text and chance.random() < 0.3 else None
+        text += [chance.randrange(tokens)] if start is None else text[start : start + chance.randrange(1, 9)]
+    return text[:length]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 9])
+def test_the_dynamic_automaton_finds_the_longest_suffix_that_occurred(tokens: int) -> None:
+    chance = random.Random(tokens)
+    for _ in range(40):
+        text, automaton = repetitive(chance, tokens, 45), DynamicAutomaton()
+        for end in range(1, len(text) + 1):
+            automaton.extend(text[end - 1 : end])
+            so_far = text[:end]
+            tried = ((n, occurrences(so_far[:-1], so_far[-n:])) for n in range(end - 1, 0, -1))
+            found = next(((n, ends) for n, ends in tried if ends), (0, [-1]))
+            assert automaton.matched == found[0]
+            assert automaton.matched_end == found[1][0]
+
+
+class Counting(list[int]):
+    reads = 0
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        Counting.reads += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("tokens", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_a_token_costs_a_constant_number_of_steps(tokens: int) -> None:
+    """Counted in reads of suffix links; long matches that break off are in the text."""
+    chance, automaton = random.Random(0), DynamicAutomaton()
+    automaton.link = Counting(automaton.link)
+    passage = [chance.randrange(50) for _ in range(5000)]
+    worst = 0.0
+    for _ in range(tokens // 10_000):
+        before, text = Counting.reads, []
+        while len(text) < 10_000:
+            start = chance.randrange(4000)
+            text += [*passage[start : start + chance.randrange(1000)], chance.randrange(50)]
+        automaton.extend(text[:10_000])
+        worst = max(worst, (Counting.reads - before) / 10_000)
+    assert len(automaton.text) == tokens
+    assert worst < 8
+    assert len(automaton.edges) <= 2 * len(automaton.text)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 9])
+def test_the_static_automaton_finds_the_longest_suffix_and_all_its_occurrences(tokens: int) -> None:
+    chance = random.Random(tokens)
+    for _ in range(40):
+        documents = [repetitive(chance, tokens, chance.randrange(1, 40)) for _ in range(chance.randrange(1, 8))]
+        documents += [list(chance.choice(documents))] * chance.randrange(2)
+        corpus = corpus_of(documents, tokens)
+        for _ in range(10):
+            source = chance.choice(documents)
+            context = [chance.randrange(tokens)] * chance.randrange(3) + source[: chance.randrange(len(source) + 1)]
+            ends: list[tuple[int, int]] = []  # (document, index)
+            length = len(context) + 1
+            while not ends and length > 1:
+                length -= 1
+                ends = [(i, e) for i, text in enumerate(documents) for e in occurrences(text, context[-length:])]
+            found = corpus.longest(context)
+            assert (found.length, found.occurrences) == ((length, len(ends)) if ends else (0, 0))
+            if not ends:
+                continue
+            paths = Counter(
+                tuple(documents[i][e + 1 : e + 1 + n]) for i, e in ends for n in range(1, len(documents[i]) - e)
+            )
+            check_continuations(corpus, found, paths)
+
+
+def check_continuations(corpus: StaticAutomaton, found: Match, paths: Counter[tuple[int, ...]]) -> None:
+    """The nodes are the most frequent continuations, their parents among them."""
+    for most, width, depth in ((5, 99, 99), (9, 2, 3), (99, 1, 99)):
+        nodes, parents = corpus.continuations(found, most, width, depth)
+        known: list[tuple[int, ...]] = [()]
+        for token, parent in zip(nodes, parents, strict=True):
+            known.append((*known[parent], token))
+        del known[0]
+        assert len(set(known)) == len(known) <= most
+        assert all(path in paths for path in known) and max(map(len, known), default=0) <= depth
+        assert max(Counter(map(len, known)).values(), default=0) <= width
+        if width == 99:
+            best = sorted(paths.values(), reverse=True)[:most]
+            assert sorted((paths[path] for path in known), reverse=True) == best
+
+
+def test_a_long_match_is_found_to_its_beginning() -> None:
+    text = repetitive(random.Random(1), 9, 700)
+    corpus = corpus_of([text, text[300:]], 9)
+    assert corpus.longest([8, *text[:600]]).length in (600, 601)
+    assert corpus.longest(text[300:]).occurrences == 2
+
+
+def test_neither_matches_nor_drafts_cross_the_end_of_a_document() -> None:
+    corpus = corpus_of([[1, 2, 3], [4, 5, 6], [7]], 9)
+    assert corpus.longest([1, 2, 3, 4]).length == 1
+    assert corpus.continuations(corpus.longest([0, 2]), 9, 9, 9) == ([3], [0])
+    assert corpus.continuations(corpus.longest([5, 6]), 9, 9, 9) == ([], [])
+    assert corpus.longest([0]) == Match(0)
+
+
+def test_a_file_holds_the_same_automaton(tmp_path: Path) -> None:
+    path = tmp_path / "sam.safetensors"
+    for vocab_size in (9, 70_000):
+        corpus_of([[1, 2, 3], [2, 3, vocab_size - 1]], vocab_size).save(path, "mine", {})
+        again = StaticAutomaton.load(path, "mine")
+        assert again.continuations(again.longest([2, 3]), 9, 9, 9) == ([vocab_size - 1], [0])
+    assert again.tokens.dtype == "int32" and not again.tokens.flags.owndata
+
+
+def test_a_file_that_cannot_serve_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "sam.safetensors"
+    with pytest.raises(UserError, match="no such file; run `draftsmith build-sam`"):
+        StaticAutomaton.load(path, "mine")
+    path.write_bytes(b"not at all")
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        StaticAutomaton.load(path, "mine")
+    corpus_of([[1, 2, 3]], 9).save(path, "theirs", {})
+    with pytest.raises(UserError, match="another tokenizer: fingerprint theirs there, mine here"):
+        StaticAutomaton.load(path, "mine")
+    corpus_of([], 9).save(path, "mine", {})
+    with pytest.raises(UserError, match="holds no token"):
+        StaticAutomaton.load(path, "mine")
+
+
+# The proposer.
+
+
+def observed(proposer: SamProposer, *texts: list[int]) -> list[SamDraft]:
+    proposer.reset(len(texts))
+    proposer.observe(Committed(None, texts, None, [len(text) - 1 for text in texts]))  # type: ignore[arg-type]
+    return proposer.drafts()
+
+
+def test_the_longer_match_drafts_and_the_bias_speaks_for_the_text() -> None:
+    corpus = corpus_of([[1, 2, 3, 4, 8, 8]], 9)
+    text = [3, 4, 5, 0, 2, 3, 4]  # 2 tokens match in the text, 3 in the corpus
+    for bias, source in ((0, STATIC), (1, DYNAMIC)):
+        [draft] = observed(SamProposer(CPU, 60, 4.0, corpus, l_bias=bias), text)
+        assert draft.source == source
+        assert draft.tokens == ([8, 8] if source == STATIC else [5, 0, 2, 3, 4, 5, 0, 2])  # 4 for each matched token
+    assert observed(SamProposer(CPU, 4, 4.0), text)[0].tokens == [5, 0, 2]
+    assert observed(SamProposer(CPU, 40, None), text)[0].tokens == ([5, 0, 2, 3, 4] * 8)[:39]
+    assert observed(SamProposer(CPU, 40, None, stop_ids=[2]), text)[0].tokens == [5, 0, 2]
+    assert observed(SamProposer(CPU, 60, 4.0, corpus, dynamic=False), text)[0].source == STATIC
+    assert observed(SamProposer(CPU, 60, 4.0, corpus), [7])[0].tokens == []
+
+
+def test_answers_start_anew_and_rows_keep_their_own_text() -> None:
+    proposer, text = SamProposer(CPU, 9, None), [1, 2, 3, 1, 2]
+    assert [draft.tokens[:1] for draft in observed(proposer, text, [5, 6, 5])] == [[3], [6]]
+    proposer.keep([1])
+    proposer.admit(1)
+    proposer.observe(Committed(None, [[5, 6, 5, 7], [1, 2]], None, [1, 1]))  # type: ignore[arg-type]
+    assert [draft.tokens for draft in proposer.drafts()] == [[], []]
+    assert observed(proposer, [1, 2])[0].tokens == []
+    observed(proposer, [*text, 9])
+    proposer.rollback([4])
+    assert proposer.drafts()[0].tokens[:1] == [3]
+
+
+# The router.
+
+
+def test_a_fused_tree_is_a_trie_of_both() -> None:
+    tree = DraftTree(torch.tensor([[9, 1, 2, 3, 4]]), torch.tensor([[-1, 0, 0, 1, 3]]), 3)
+    merged = fused(tree, [SamDraft(STATIC, 5, [1, 3, 5, 6], [0, 1, 2, 3])])
+    assert merged.tokens.tolist() == [[9, 1, 2, 3, 4, 5, 6]]
+    assert merged.parents.tolist() == [[-1, 0, 0, 1, 3, 3, 5]]
+    assert merged.depths.tolist() == [[0, 1, 1, 2, 3, 3, 4]] and merged.depth == 4
+    assert merged.sources is not None
+    paths = ([1, 3, 4], 3, 0), ([1, 3, 5, 6], 2, 2), ([1, 3], 2, 0), ([2], 1, 0), ([], 0, 0)
+    for accepted, of_drafter, of_sam in paths:
+        assert merged.sources[0].credited(accepted) == {DRAFTER: of_drafter, STATIC: of_sam}
+    assert DraftedBy(DYNAMIC).credited([7, 7]) == {DYNAMIC: 2}
+    drawn = DraftTree(tree.tokens[:, :2], tree.parents[:, :2], 1, drawn_from=torch.zeros(1, 2, 9), is_chain=True)
+    with pytest.raises(ValueError, match="cannot be fused"):
+        fused(drawn, [SamDraft(STATIC, 5, [1], [0])])
+
+
+NEW_TOKENS = 30
+
+
+def taught_pair() -> tuple[Target, PolicyProposer, list[list[int]], StaticAutomaton]:
+    target, drafter = pair_of("llama", None)
+    policy = policy_of(TreeSection(nodes=10, draft_calls=3, top_k=3))
+    answers = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    return target, PolicyProposer(FeatureDrafting(drafter), policy), answers, misleading(answers, target.vocab_size)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_drafter_that_was_not_asked_catches_up_with_the_same_drafts(rows: int) -> None:
+    """Its rounds are those that it drafts where it observes each round on its own."""
+    target, drafting, _, corpus = taught_pair()
+    router = beside(drafting, corpus, 3, fuse=False)
+    observe, read = drafting.observe, [0]
+
+    def counted(committed: Committed) -> None:
+        read[0] += 1
+        observe(committed)
+
+    drafting.observe = counted  # type: ignore[method-assign]
+    drafted = []
+    for eager in (0, 1):
+        read[0] = 0
+        if eager:
+            lazily = router.observe
+
+            def at_once(committed: Committed, lazily: Callable[[Committed], None] = lazily) -> None:
+                lazily(committed)
+                router._catch_up()
+
+            router.observe = at_once  # type: ignore[method-assign]
+        answers = decode_batch(target, router, PROMPTS[:rows], {-1}, NEW_TOKENS)
+        drafted.append([(answer.drafted_by, answer.accepted_per_round) for answer in answers])
+        if rows == 1:
+            by_sam = sum(DRAFTER not in each for each in answers[0].drafted_by)
+            assert 0 < by_sam < answers[0].rounds
+            assert read[0] == answers[0].rounds - (0 if eager else by_sam)
+    assert drafted[0] == drafted[1]
+
+
+@pytest.mark.parametrize("name", ["alone", "routed", "fused"])
+def test_replay_gives_the_rounds_of_decoding_and_who_drafted_them(name: str) -> None:
+    target, drafting, _, corpus = taught_pair()
+    proposer = sam_alone(corpus) if name == "alone" else beside(drafting, corpus, 2, name == "fused")
+    decoded = decode_batch(target, proposer, PROMPTS, {-1}, NEW_TOKENS)
+    replayed = replay(target, proposer, recorded(decoded), 3)
+    assert_same_rounds(replayed, decoded)
+    credit: Counter[str] = Counter()
+    for mine, its in zip(replayed, decoded, strict=True):
+        assert mine.drafted_by == its.drafted_by
+        assert [sum(each.values()) for each in its.drafted_by] == its.accepted_per_round
+        for each in its.drafted_by:
+            credit.update(each)
+    assert credit[STATIC] > 0 and (name == "alone" or credit[DRAFTER] > 0)
