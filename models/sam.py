@@ -32,14 +32,14 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.atomic import atomic_path
+from draftsmith.recipes.files.atomic import atomic_write
 
 FORM = "1"  # of the file
-SAMPLED = 256  # occurrences whose continuations are looked at, spread evenly; a tree has fewer nodes
+SAMPLED = 128  # occurrences whose continuations are looked at, spread evenly; a tree has fewer nodes
 FIRST_WINDOW = 32  # tokens of the context that a look-up begins with
 MOST_TOKENS = 2**31 - 1  # positions are int32
 
@@ -278,9 +278,7 @@ class StaticAutomaton:
             "separator": str(self.separator),
             "corpus": json.dumps(facts, ensure_ascii=False),
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as partial:
-            save_file({"tokens": self.tokens, "order": self.order}, partial, metadata)
+        atomic_write(path, save({"tokens": self.tokens, "order": self.order}, metadata))
 
     @classmethod
     def load(cls, path: Path, fingerprint: str) -> "StaticAutomaton":

@@ -59,8 +59,15 @@ class ChunkCounts(NamedTuple):
     rejects: list[tuple[str, int, str, Any]]  # arguments of `Rejects.add`
 
 
+class Tokenised(NamedTuple):
+    """The documents of one chunk: texts, pieces of long ones, and the answers of conversations."""
+
+    documents: list[Sequence[int]]
+    rejects: list[tuple[str, int, str, Any]]  # arguments of `Rejects.add`
+
+
 class TextCounter:
-    """Counts chunks in this process."""
+    """Tokenises and counts chunks in this process."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int):
         self._tokenizer, self.vocab_size = tokenizer, vocab_size
@@ -71,16 +78,24 @@ class TextCounter:
             self._backend.no_padding()
 
     def count(self, items: Sequence[Item], text_field: str) -> ChunkCounts:
+        documents, rejects = self.tokenised(items, text_field)
+        tokens = [token for ids in documents for token in ids]
+        counts = numpy.bincount(numpy.asarray(tokens, dtype=numpy.int64), minlength=self.vocab_size)
+        found = counts.nonzero()[0]
+        return ChunkCounts(found, counts[found], rejects)
+
+    def tokenised(self, items: Sequence[Item], text_field: str) -> Tokenised:
         rejects: list[tuple[str, int, str, Any]] = []
         texts: list[tuple[Item, str]] = []
-        tokens: list[int] = []
+        documents: list[Sequence[int]] = []
 
-        def add(item: Item, ids: Sequence[int], record: Any) -> None:
-            if ids and max(ids) >= self.vocab_size:
-                reason = f"a token the target lacks: {max(ids)}, it has {self.vocab_size}"
+        def add(item: Item, of_item: Sequence[Sequence[int]], record: Any) -> None:
+            greatest = max((max(ids) for ids in of_item if ids), default=0)
+            if greatest >= self.vocab_size:
+                reason = f"a token the target lacks: {greatest}, it has {self.vocab_size}"
                 rejects.append((item.place, item.line, reason, record))
             else:
-                tokens.extend(ids)
+                documents.extend(of_item)
 
         for item in items:
             if item.kind == "piece":
@@ -95,7 +110,7 @@ class TextCounter:
                     record = parse_json(item.content)
                 text = record if item.kind == "text" else content_of(record, text_field)
                 if text is None:
-                    add(item, self._assistant_tokens(record, item), record)
+                    add(item, self._answers(record, item), record)
                 elif not text.strip():
                     raise ValueError("empty text")
                 elif not is_unicode(text):
@@ -107,10 +122,8 @@ class TextCounter:
                     record = record.decode("utf-8", "replace").rstrip()
                 rejects.append((item.place, item.line, str(error), record))
         for (item, text), ids in zip(texts, self._encode([text for _, text in texts]), strict=True):
-            add(item, ids, text)
-        counts = numpy.bincount(numpy.asarray(tokens, dtype=numpy.int64), minlength=self.vocab_size)
-        found = counts.nonzero()[0]
-        return ChunkCounts(found, counts[found], rejects)
+            add(item, [ids], text)
+        return Tokenised(documents, rejects)
 
     def _encode(self, texts: list[str]) -> Iterator[list[int]]:
         if not texts:
@@ -121,7 +134,8 @@ class TextCounter:
         for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False):
             yield encoding.ids
 
-    def _assistant_tokens(self, record: dict[str, Any], item: Item) -> list[int]:
+    def _answers(self, record: dict[str, Any], item: Item) -> list[list[int]]:
+        """The tokens of each assistant turn."""
         generator = record.get("generator")
         same = isinstance(generator, dict) and generator.get("tokenizer_fingerprint") == self._fingerprint
         if same and is_regenerated(record):
@@ -129,11 +143,11 @@ class TextCounter:
             for number, ids in enumerate(turns):
                 if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
                     raise ValueError(f"wrong type: turn {number} must have a list of output token ids")
-            return [token for ids in turns for token in ids]  # type: ignore[union-attr]
+            return turns  # type: ignore[return-value]
         if "messages" in record:
             record = {key: value for key, value in record.items() if key != "turns"}
         conversation = to_conversation(record, f"{item.place}:{item.line}", item.place, item.line)
-        return [token for _, output in turns_of(self._tokenizer, conversation) for token in output]
+        return [list(output) for _, output in turns_of(self._tokenizer, conversation)]
 
 
 def _decoded(item: Item, rejects: list[tuple[str, int, str, Any]]) -> Iterator[tuple[int, str]]:

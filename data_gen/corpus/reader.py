@@ -369,11 +369,12 @@ def corpus_of(section: RankingSource) -> Corpus:
     return HubCorpus(section) if section.source.startswith("hf:") else FileCorpus(section)
 
 
-def check_corpora(sections: list[RankingSource], look: bool = True) -> list[Corpus]:
+def check_corpora(sections: list[RankingSource], look: bool = True, key: str = "data.ranking.sources") -> list[Corpus]:
     """The corpora among the sources, without `answers`. Raises UserError with all problems.
 
     Args:
         look: read a few records of each. A plan does not, because it does not ask the hub.
+        key: of the recipe, for messages.
     """
     problems, corpora = [], []
     names = [section.source for section in sections]
@@ -388,7 +389,7 @@ def check_corpora(sections: list[RankingSource], look: bool = True) -> list[Corp
             corpus = corpus_of(section)
             corpora.append(corpus)
             found += corpus.name_problems() or (corpus.record_problems() if look else [])
-        problems += [f"data.ranking.sources.{i}: {problem}" for problem in found]
+        problems += [f"{key}.{i}: {problem}" for problem in found]
     if problems:
         raise UserError(problems)
     return corpora

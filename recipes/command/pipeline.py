@@ -6,8 +6,8 @@
 
 The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate` (before them `reprompt` if the recipe names
 data.reprompt.sources; with `capture` if it names data.states, C2T's two if a tree uses the classifier that the recipe
-trains, and `export` if it names export.to). Each is a command of its own. After Ctrl-C or a kill, the same command
-continues.
+trains, `build-sam` if a contender looks in the corpus that the recipe sorts, and `export` if it names export.to). Each
+is a command of its own. After Ctrl-C or a kill, the same command continues.
 
 <output_dir>/stages.json records the inputs of each stage. A stage runs again if a setting that affects its result or
 the content of a file that it reads or wrote has changed; the printed list of stages shows which. Hub datasets, folders
@@ -38,14 +38,14 @@ from draftsmith.recipes.prompts.benchmarks import benchmark_of
 from draftsmith.recipes.schema import Recipe
 
 REMEMBERED = "stages.json"
-REWRITTEN = ("reprompt", "train", "evaluate", "export")
+REWRITTEN = ("reprompt", "train", "build-sam", "evaluate", "export")
 """Stages that rewrite their files on every run; the others may have nothing left to do."""
 SECONDS_TO_END = 3.0  # for a stage after Ctrl-C, before it is interrupted again
 
 # Settings that change a stage's speed, reports or servers, but not its result.
 _IRRELEVANT = {
     "target": {"device"},
-    "data": {"capture", "states", "ranking", "reprompt"},
+    "data": {"capture", "states", "ranking", "reprompt", "sam"},
     "generator": {
         *("batch_size", "concurrency", "stream", "timeout_seconds", "max_retries", "give_up_seconds"),
         *("base_urls", "api_key_env", "drafter", "draft_tokens"),
@@ -188,7 +188,12 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
                 Path(recipe.labels.answers or conversations),
             ],
             "train-c2t": [recipe.classifier_rows_dir / "manifest.json"],
+            "build-sam": [
+                *([conversations] if "answers" in recipe.data.sam.names else []),
+                *_sources(recipe.data.sam.names),
+            ],
             "evaluate": [
+                *recipe.static_sams,
                 *(folder / "model.safetensors" for folder in folders),
                 *([recipe.token_counts_path] if any(tree.vocab_size for tree in trees) else []),
                 *evaluated,
@@ -214,6 +219,7 @@ def _writes(recipe: Recipe, stage: str) -> list[Path]:
         "train": _trained(recipe),
         "label-trees": [recipe.labelled_trees_dir / "manifest.json"],
         "train-c2t": [recipe.classifier_dir / "model.safetensors", recipe.classifier_dir / "config.json"],
+        "build-sam": [recipe.sam_path],
         "evaluate": [recipe.eval_out / ("replay" * _replays(recipe)) / "acceptance.json"],
         "export": [exported / name for name in (*weights, "README.md")],
     }[stage]
@@ -229,6 +235,7 @@ def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
         "train": ("target", "data", "drafter", "train"),
         "label-trees": ("target", "data", "eval", "labels"),
         "train-c2t": ("classifier",),
+        "build-sam": ("target",),
         "evaluate": ("target", "eval"),
         "export": ("export",),
     }[stage]
@@ -244,6 +251,8 @@ def _settings(recipe: Recipe, stage: str) -> dict[str, Any]:
         found["left out for asking what is asked in"] = recipe.eval.prompts
     if stage == "reprompt":
         found["reprompt"] = recipe.data.reprompt.model_dump(exclude_defaults=True)
+    if stage == "build-sam":
+        found["sam"] = recipe.data.sam.model_dump(exclude_defaults=True)
     if stage == "rank-vocab":
         found["ranking"] = recipe.data.ranking.model_dump(exclude_defaults=True)
     if stage == "train" and recipe.train.eval_replay:

@@ -38,6 +38,7 @@ SCRIPTS = {
     "evaluate": Script("eval/acceptance.py", "measure how many drafted tokens the target accepts"),
     "report": Script("eval/report.py", "build report.html again from an evaluation's files"),
     "plan": Script("eval/plan.py", "find the draft tree that is fastest on this machine"),
+    "build-sam": Script("data_gen/build_sam.py", "sort a corpus for SAM-Decoding"),
     "reprompt": Script("data_gen/reprompt.py", "make prompts for long answers about pictures"),
     "conversations": Script("data_gen/conversations.py", "show what training reads, supervised tokens marked"),
     "contamination": Script("data_gen/contamination.py", "list training prompts that the evaluation asks, too"),
@@ -63,6 +64,7 @@ def stages_of(recipe: Recipe) -> list[str]:
         *(["capture"] if recipe.data.states is not None else []),
         "train",
         *c2t,
+        *(["build-sam"] if recipe.sam_path in recipe.static_sams else []),
         *(["evaluate"] if recipe.eval.prompts is not None or recipe.eval.mode == "replay" else []),
         *(["export"] if recipe.export.to is not None else []),
     ]

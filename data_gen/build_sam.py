@@ -1,0 +1,31 @@
+"""Sort a corpus for SAM-Decoding, which drafts what followed the newest tokens there.
+
+    python data_gen/build_sam.py recipes/demo.yaml                              # the target's own answers
+    python data_gen/build_sam.py recipes/demo.yaml data.sam.sources='[answers, "docs/*.md", src.jsonl]'
+    python data_gen/build_sam.py recipes/demo.yaml --plan                       # what it would do
+    python eval/acceptance.py recipes/demo.yaml eval.router='{static: runs/demo/sam.safetensors}'
+
+Reads text files, .jsonl and .parquet files, Hub datasets, and the answers that `regenerate` wrote, whose token ids are
+taken as they are. Of other conversations the assistant turns are rendered by the chat template. Documents that are
+there twice count once; each ends behind a stop token. Writes <output_dir>/sam.safetensors (`models.sam`), atomically:
+after a kill, the same command starts again. Contenders name the file in sam.static or router.static
+(docs/decoding.md).
+"""
+
+from draftsmith.recipes.command.cli import parse_command, run
+from draftsmith.recipes.command.inputs import conversations, need
+from draftsmith.recipes.command.stages import print_next
+
+
+def main() -> None:
+    command = parse_command(__doc__)
+    if not command.plan and "answers" in command.recipe.data.sam.names:
+        need(conversations(command.recipe))
+    from draftsmith.data_gen.corpus import automaton
+
+    automaton.main(command)
+    print_next(command, "build-sam")
+
+
+if __name__ == "__main__":
+    run(main)

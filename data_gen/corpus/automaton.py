@@ -1,0 +1,159 @@
+"""The static automaton of a corpus, behind data_gen/build_sam.py."""
+
+import hashlib
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from draftsmith.data_gen.corpus.counts import TextCounter
+from draftsmith.data_gen.corpus.reader import ANSWERS, Corpus, check_corpora, corpus_of
+from draftsmith.models.chat import (
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    stop_ids,
+    tokenizer_fingerprint,
+)
+from draftsmith.models.costs import gigabytes
+from draftsmith.models.sam import MOST_TOKENS, StaticAutomaton, joined
+from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.progress import Bar
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.lock import alone_in
+from draftsmith.recipes.prompts.reader import Rejects
+from draftsmith.recipes.schema import RankingSource, Recipe
+
+TRIED = 1000  # look-ups that are timed
+CHARACTERS = 4  # of a token, for the plan
+SORTING_BYTES = 45  # a token at the peak of sorting; 43 measured by tests/bench/sam.py
+
+
+def main(command: Command) -> None:
+    recipe = command.recipe
+    vocab_size = load_config(recipe.target).get_text_config().vocab_size
+    if command.plan:
+        print("\n".join(plan(recipe, vocab_size)))
+    else:
+        with alone_in(recipe.sam_path.parent):
+            build(recipe, vocab_size)
+
+
+def sections_of(recipe: Recipe) -> list[RankingSource]:
+    """The sources in the form that corpora are read in. `answers` keeps its name."""
+    section = recipe.data.sam
+    return [
+        RankingSource(source=name)
+        if name == ANSWERS
+        else RankingSource(source=name, text_field=section.text_field, max_documents=section.max_documents)
+        for name in section.names
+    ]
+
+
+def corpora_of(recipe: Recipe, look: bool) -> list[Corpus]:
+    """The sources in the recipe's order. Raises UserError with the problems of all."""
+    sections = sections_of(recipe)
+    found = {corpus.name: corpus for corpus in check_corpora(sections, look, "data.sam.sources")}
+    answers = RankingSource(source=str(recipe.conversations_path), max_documents=recipe.data.sam.max_documents)
+    return [found[section.source] if section.source in found else corpus_of(answers) for section in sections]
+
+
+def plan(recipe: Recipe, vocab_size: int) -> Iterator[str]:
+    total = 0
+    for corpus in corpora_of(recipe, look=False):
+        size = corpus.total if corpus.unit == "B" else None
+        total += size or 0
+        yield f"reads   {corpus.name}" + (f", {size:,} bytes" if size else ", of unknown size")
+    tokens, each = total // CHARACTERS, 6 if vocab_size < 2**16 else 8
+    memory = gigabytes(SORTING_BYTES * tokens)
+    yield f"sorts   about {tokens:,} tokens (at {CHARACTERS} bytes each), in {memory} of memory"
+    yield f"writes  {recipe.sam_path}: {each} bytes a token, about {gigabytes(each * tokens)}"
+
+
+def build(recipe: Recipe, vocab_size: int) -> None:
+    """Reads, sorts and writes the corpus; prints its size and how fast it is.
+
+    Raises:
+        UserError: a source is missing or cannot be used, or there is no token.
+    """
+    corpora = corpora_of(recipe, look=True)
+    tokenizer = load_tokenizer(recipe.target)
+    stops = stop_ids(tokenizer, load_generation_config(recipe.target))
+    documents = Documents(stops)
+    rejects = Rejects(recipe.sam_path.with_suffix(".rejects.jsonl"))
+    counter, began = TextCounter(tokenizer, vocab_size), time.monotonic()
+    for corpus in corpora:
+        _read(corpus, counter, documents, rejects)
+    names = ", ".join(recipe.data.sam.names)
+    if not documents.tokens:
+        raise UserError(f"data.sam.sources: {names} hold no token; {rejects.summary()}")
+    if documents.tokens + len(documents.found) >= MOST_TOKENS:
+        raise UserError(
+            f"data.sam.sources: {documents.tokens:,} tokens; an automaton holds {MOST_TOKENS:,}. Set max_documents"
+        )
+    read = time.monotonic()
+    automaton = StaticAutomaton.of_documents(joined(documents.found, vocab_size), vocab_size)
+    sorted_at = time.monotonic()
+    facts = {"sources": recipe.data.sam.names, "tokens": documents.tokens, "documents": len(documents.found)}
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    automaton.save(recipe.sam_path, fingerprint, facts)
+    print(
+        f"{names}: {documents.tokens:,} tokens in {len(documents.found):,} documents, {documents.repeated:,} repeated "
+        f"ones left out; {rejects.summary()}"
+    )
+    print(
+        f"read in {read - began:.1f} s, sorted in {sorted_at - read:.1f} s "
+        f"({documents.tokens / max(1e-9, sorted_at - read):,.0f} tokens a second)"
+    )
+    print(
+        f"{recipe.sam_path}: {automaton.bytes / documents.tokens:.1f} bytes a token, "
+        f"{1e6 * lookup_seconds(StaticAutomaton.load(recipe.sam_path, fingerprint)):.0f} microseconds a look-up"
+    )
+
+
+class Documents:
+    """The distinct documents of a corpus, split behind stop tokens."""
+
+    def __init__(self, stop_ids: Collection[int]):
+        self.stop_ids = np.array(sorted(stop_ids))
+        self.found: list[np.ndarray] = []
+        self.tokens = self.repeated = 0
+        self._digests: set[bytes] = set()
+
+    def add(self, ids: Sequence[int]) -> None:
+        document = np.array(ids, dtype=np.int32)
+        for part in np.split(document, np.flatnonzero(np.isin(document, self.stop_ids)) + 1):
+            if not len(part):
+                continue
+            digest = hashlib.blake2b(part.tobytes(), digest_size=16).digest()
+            if digest in self._digests:
+                self.repeated += 1
+                continue
+            self._digests.add(digest)
+            self.found.append(part)
+            self.tokens += len(part)
+
+
+def _read(corpus: Corpus, counter: TextCounter, documents: Documents, rejects: Rejects) -> None:
+    bar = Bar(total=corpus.total, desc=f"reading {corpus.name[-40:]}", unit=corpus.unit, unit_scale=True)
+    with bar:
+        for chunk in corpus.chunks({}, 0):
+            found = counter.tokenised(chunk.items, corpus.section.text_field)
+            for reject in found.rejects:
+                rejects.add(*reject)
+            for ids in found.documents:
+                documents.add(ids)
+            bar.set_postfix_str(f"{documents.tokens:,} tokens", refresh=False)
+            bar.update(corpus.units_before(chunk.position) - bar.n)
+
+
+def lookup_seconds(automaton: StaticAutomaton) -> float:
+    """Mean seconds to find a context and a draft of 40 tokens, over contexts from the corpus itself with a new end."""
+    chance = np.random.default_rng(0)
+    ends = chance.integers(1, len(automaton.tokens), TRIED)
+    contexts: list[Any] = [automaton.tokens[max(0, end - 64) : end].tolist() for end in ends]
+    began = time.perf_counter()
+    for context in contexts:
+        automaton.continuations(automaton.longest(context), 39, 1, 39)
+    return (time.perf_counter() - began) / TRIED
