@@ -443,7 +443,7 @@ def test_decoding_with_pictures_is_lossless(name: str) -> None:
     assert decode(target, None, Prompt(prompts[0].token_ids, other.inserts), {-1}, 12).token_ids != plain[0]
 
 
-@pytest.mark.parametrize("name", ["one token", "three tokens", "over eagle3", "whole passes"])
+@pytest.mark.parametrize("name", ["one token", "three tokens", "over eagle3", "specialists", "whole passes"])
 def test_operations_with_a_picture_are_those_of_a_real_unroll(name: str) -> None:
     """As in tests/test_step_flops.py, whose text cases have no adaptor: one row, every token behind the picture
     supervised. Compressed columns pass through entry, too, but nothing of it is needed."""

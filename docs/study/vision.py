@@ -144,7 +144,7 @@ def capture(out: Path, demo: Path, states: str) -> None:
     folder = ROOT / out / f"states-{states}"
     folder.mkdir(parents=True, exist_ok=True)
     kind = f"{{kind: eagle3, {_LAYERS}}}" if states == "eagle3" else "{kind: eagle}"
-    words = [f"output_dir={folder}", f"drafter={kind}", *_read(out, demo, states), "data.capture.dtype=float32"]
+    words = [f"output_dir={folder}", f"drafter={kind}", *_read(out, demo, states)]
     draftsmith(["capture", RECIPE, *words], folder / "log.txt")
 
 
@@ -153,6 +153,7 @@ def _read(out: Path, demo: Path, states: str) -> list[str]:
     return [
         f"data.conversations={answers / 'conversations.jsonl'}",
         f"data.states={out / f'states-{states}' / 'states'}",
+        "data.capture.dtype=float32",
     ]
 
 

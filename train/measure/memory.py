@@ -13,6 +13,7 @@ import psutil
 from draftsmith.eval.recorded.replay import pass_tokens, replay_bytes
 from draftsmith.models.costs import TargetSize, TrainingStates, target_forward_bytes
 from draftsmith.models.feature_drafter import DrafterConfig
+from draftsmith.models.poss import SpecialistsConfig
 from draftsmith.recipes.schema import CHAINS
 from draftsmith.train.measure.dry_run import LAYER, LOGITS, WEIGHT_SHAPED, unroll_peak
 from draftsmith.train.measure.planned_run import PlannedRun
@@ -65,7 +66,7 @@ def how_to_lower(part: str, shape: DrafterConfig) -> str:
     keys = HOW_TO_LOWER[part].split(", ")
     if not shape.own_head:
         keys = [key for key in keys if key != "drafter.vocab_size"]
-    if shape.kind == "poss" and "drafter.intermediate_size" in keys:
+    if isinstance(shape, SpecialistsConfig) and "drafter.intermediate_size" in keys:
         keys.append("drafter.specialists")
     return ", ".join(keys)
 

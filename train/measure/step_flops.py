@@ -184,6 +184,7 @@ class StepFlops:
             if new_stack:  # it reads the chain's earlier features with its own weights
                 of_columns += (step - 1) * pairs[step] * first_keys
                 total += (2 if cut else 3) * (step - 1) * pairs[step] * entry
+                total += 3 * 4 * hidden * hidden * (step - 1) * pairs[step] if seeing else 0
         total += 3 * (of_tokens + of_columns)
         head = 2 * hidden * s.draft_vocab_size
         return total + (3 if s.own_head else 2) * head * sum(pairs) + of_target
