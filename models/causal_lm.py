@@ -12,6 +12,7 @@ In a tree, the slots on the accepted path are gathered. Accepted tokens without 
 verified but not fed, and tokens from another proposer.
 """
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -31,13 +32,19 @@ def load_draft_model(section: TargetSection) -> Target:
     """A causal LM as drafter, with any number of layers: none of its states is captured.
 
     Raises:
-        UserError: as `load_causal_lm` and `Target`, with draft_model.model for target.model.
+        UserError: as `load_causal_lm` and `Target`, with draft_model's keys for the target's.
     """
     try:
         return Target(load_causal_lm(section), capture_layers=(0,))
     except UserError as error:
-        told = [problem.replace("target.model", "draft_model.model", 1) for problem in error.problems]
-        raise UserError(told) from error
+        raise UserError(of_draft_model(error)) from error
+
+
+def of_draft_model(error: UserError) -> list[str]:
+    """A target's problems as those of draft_model."""
+    return [
+        re.sub(rf"\btarget\.({'|'.join(TargetSection.model_fields)})\b", r"draft_model.\1", p) for p in error.problems
+    ]
 
 
 def check_vocabulary(small: Target, target: Target) -> None:

@@ -252,13 +252,13 @@ def precision_note(directory: Path, here: dict[str, Any]) -> str | None:
     if there == here.get("quantization"):
         return None
     return (
-        f"{directory} was trained on the target {_as_said(there)} and drafts for it {_as_said(here['quantization'])}; "
-        "output stays the target's"
+        f"{directory} was trained on the states of the target {_as_said(there)}; here it drafts for the target "
+        f"{_as_said(here['quantization'])}"
     )
 
 
-def _as_said(quantization: Any) -> str:
-    return "unquantised" if quantization is None else f"in {short(quantization)}"
+def _as_said(quantization: str | None) -> str:
+    return "unquantised" if quantization is None else f"in {quantization}"
 
 
 def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:

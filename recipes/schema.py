@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
 from draftsmith.recipes.server_urls import normalised_urls
 
@@ -234,6 +235,24 @@ class RankingSection(Section):
     """Processes that tokenise texts. Default: one per core."""
 
 
+class SamCorpusSection(Section):
+    """The corpus of SAM-Decoding that data_gen/build_sam.py sorts."""
+
+    sources: str | list[str] = "answers"
+    """Text files, .jsonl and .parquet files (`*` in a path works), Hub datasets (hf:org/name:split), and `answers`, the
+    target's own in data.conversations. Of conversations, assistant turns alone are taken."""
+    text_field: str = "text"
+    """Column that holds the text of a record, if it is not a conversation."""
+    max_documents: Count | None = None
+    """Most documents of each source."""
+    out: str | None = None
+    """The file. Default: <output_dir>/sam.safetensors."""
+
+    @property
+    def names(self) -> list[str]:
+        return [self.sources] if isinstance(self.sources, str) else self.sources
+
+
 class CaptureSection(Section):
     """Hidden states on disk (data_gen/capture.py)."""
 
@@ -286,6 +305,7 @@ class DataSection(Section):
     reprompt: RepromptSection = RepromptSection()
     generator: GeneratorSection = GeneratorSection()
     ranking: RankingSection = RankingSection()
+    sam: SamCorpusSection = SamCorpusSection()
     states: str | None = None
     """Folder of hidden states, written by data_gen/capture.py. Training then reads them and never runs the target.
     None: the target runs beside the drafter, and capture writes to <output_dir>/states."""
@@ -769,33 +789,139 @@ EAGLE1_PATHS = [
 ]
 
 
-ProposerName = Literal["drafter", "prompt_lookup", "causal_lm"]  # made by `eval.decoding.proposers`
+ProposerName = Literal["drafter", "prompt_lookup", "causal_lm", "sam", "hierarchy"]  # made by `eval.decoding.proposers`
+
+
+class SamSources(Section):
+    """Where SAM-Decoding looks for the newest tokens (models/sam.py)."""
+
+    static: str | None = None
+    """A corpus to look in, as data_gen/build_sam.py writes it (<output_dir>/sam.safetensors). None: none."""
+    dynamic: bool = True
+    """Look in the answer's own text, its prompt included."""
+
+    @model_validator(mode="after")
+    def _looks_somewhere(self) -> Self:
+        if not (self.dynamic or self.static):
+            raise ValueError("dynamic: false leaves nothing to look in; name a corpus in static")
+        return self
+
+
+class SamSection(SamSources):
+    """SAM-Decoding alone."""
+
+    alpha: Positive = 4.0
+    """Drafted tokens for each matched one, up to tree.nodes - 1."""
+    l_bias: CountOrZero = 0
+    """How much longer a match in the corpus must be than one in the text; a tie goes to the text."""
+
+
+class RouterSection(SamSources):
+    """SAM-Decoding beside a drafter: the length of the match decides each round who drafts."""
+
+    nodes: int = Field(default=40, ge=2, le=1_000_000)
+    """Nodes of SAM's chains, the root included."""
+    l_threshold: Count = 5
+    """SAM drafts if its match is at least so long."""
+    l_bias: CountOrZero = 5
+    """How much longer a match in the corpus must be than one in the text, and than l_threshold."""
+    fuse: bool = False
+    """Verify SAM's chain and the drafter's tree as one tree, instead of one of the two."""
+
+    def check_beside(self, tree: TreeSection) -> None:
+        """Raises ValueError if it cannot be fused with such a tree."""
+        if self.fuse and tree.draw == "sampled":
+            raise ValueError(
+                "router.fuse: a chain of drawn tokens cannot get branches and stay lossless; leave tree.draw or "
+                "router.fuse out"
+            )
 
 
 class ContenderSection(Section):
     name: str
     """Its row in the table."""
     proposer: ProposerName = "drafter"
-    """The trained drafter, prompt lookup (copies the tokens that followed the last n-gram earlier in the text), or a
-    small causal LM with the target's tokenizer."""
+    """The trained drafter, prompt lookup (copies the tokens that followed the last n-gram earlier in the text), a small
+    causal LM with the target's tokenizer, SAM-Decoding (copies what followed the longest known end of the text), or a
+    hierarchy: a drafter's trees, verified by a small model, give the target a chain."""
     drafter: str | None = None
-    """A trained drafter, named as in eval.drafter. None: eval.drafter."""
+    """A trained drafter, named as in eval.drafter; a hierarchy's drafts for draft_model. None: eval.drafter."""
     draft_model: TargetSection | None = None
-    """The small model of proposer causal_lm."""
+    """The small model of proposers causal_lm and hierarchy: another model with the target's tokenizer, or the target
+    itself with `quantization`."""
+    min_draft_length: Count | None = None
+    """Of a hierarchy: tokens at which its chain ends; at most tree.draft_calls more. Default: 6. Its tree is of 30
+    nodes in 3 draft calls by default."""
+    quantization: Precision = None
+    """The target in another precision, for this row. Plain decoding in that precision then has a row of its own."""
+    sam: SamSection | None = None
+    """Settings of proposer sam. Its trees are of policy eagle2 (below a corpus's continuations; by default of 60 nodes
+    of any depth, top_k 8) or chain."""
+    router: RouterSection | None = None
+    """SAM-Decoding beside the proposer. None: the proposer alone."""
     tree: TreeSection = TreeSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sam_tree(cls, values: Any) -> Any:
+        """Fills missing keys of proposer sam's tree with the paper's (arXiv 2411.10666)."""
+        if not isinstance(values, dict) or values.get("proposer") != "sam":
+            return values
+        tree = values.get("tree") or {}
+        if not isinstance(tree, dict) or tree.get("policy", "eagle2") not in ("eagle2", "chain"):
+            return values  # validation reports it
+        nodes = tree.get("nodes", 60)
+        defaults: dict[str, Any] = {} if "draft_calls" in tree and tree.get("policy") == "chain" else {"nodes": 60}
+        if tree.get("policy") != "chain" and isinstance(nodes, int):
+            defaults |= {"draft_calls": nodes - 1, "top_k": 8}
+        return {**values, "tree": defaults | tree}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inner_tree(cls, values: Any) -> Any:
+        """Fills missing keys of a hierarchy's tree with the paper's (arXiv 2505.22179)."""
+        if not isinstance(values, dict) or values.get("proposer") != "hierarchy":
+            return values
+        tree = values.get("tree") or {}
+        if not isinstance(tree, dict) or tree.get("policy", "eagle2") != "eagle2":
+            return values
+        return {**values, "tree": {"nodes": 30, "draft_calls": 3} | tree}
+
+    @model_validator(mode="after")
+    def _in_one_precision(self) -> Self:
+        if self.quantization is not None and self.tree.policy == "auto":
+            raise ValueError("policy auto plans for the recipe's own target: name a policy beside quantization")
+        return self
 
     @model_validator(mode="after")
     def _drafts_what_it_can(self) -> "ContenderSection":
+        if self.min_draft_length is not None and self.proposer != "hierarchy":
+            raise ValueError(f"min_draft_length is for proposer hierarchy, not {self.proposer}")
+        if self.proposer == "hierarchy" and (self.tree.policy in ("auto", "c2t") or self.tree.draw == "sampled"):
+            raise ValueError(
+                "a hierarchy's drafter drafts ranked trees for its small model: name a policy other than auto and c2t, "
+                "and leave draw out"
+            )
+        if self.proposer == "sam" and (self.tree.policy not in ("eagle2", "chain") or self.tree.draw == "sampled"):
+            raise ValueError("sam copies tokens: its tree is of policy eagle2 or chain, without draw")
+        if self.proposer == "sam" and self.tree.vocab_size is not None:
+            raise ValueError("sam has no vocabulary to cut: leave tree.vocab_size out")
+        if self.sam is not None and self.proposer != "sam":
+            raise ValueError(f"sam is for proposer sam, not {self.proposer}; beside it, sam is set under router")
+        if self.router is not None:
+            if self.proposer == "sam":
+                raise ValueError("router puts sam beside another proposer: leave it out, or name that proposer")
+            self.router.check_beside(self.tree)
         if self.proposer == "prompt_lookup" and self.tree.policy != "chain":
             raise ValueError("prompt lookup drafts chains: say tree: {policy: chain, nodes: 11}")
         if self.proposer == "prompt_lookup" and self.tree.draw == "sampled":
             raise ValueError("prompt lookup copies tokens and draws none: leave tree.draw out")
         if self.proposer == "prompt_lookup" and self.tree.vocab_size is not None:
             raise ValueError("prompt lookup has no vocabulary to cut: leave tree.vocab_size out")
-        if self.proposer != "drafter" and self.drafter is not None:
-            raise ValueError(f"drafter is for proposer drafter, not {self.proposer}")
-        if (self.proposer == "causal_lm") != (self.draft_model is not None):
-            raise ValueError("draft_model and proposer causal_lm go together: give both or neither")
+        if self.proposer not in ("drafter", "hierarchy") and self.drafter is not None:
+            raise ValueError(f"drafter is for proposers drafter and hierarchy, not {self.proposer}")
+        if (self.proposer in ("causal_lm", "hierarchy")) != (self.draft_model is not None):
+            raise ValueError("draft_model goes with proposer causal_lm or hierarchy: give both or neither")
         return self
 
 
@@ -848,6 +974,8 @@ class EvalSection(Section):
     """Token counts, by which tree.vocab_size ranks. Default: <output_dir>/token_counts.safetensors, written by
     data_gen/rank_vocab.py."""
     tree: TreeSection = TreeSection()
+    router: RouterSection | None = None
+    """SAM-Decoding beside the drafter. None: the drafter alone."""
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
     """Further rows of the table, measured in the same run on the same prompts, interleaved."""
@@ -862,6 +990,12 @@ class EvalSection(Section):
     out: str | None = None
     """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes to its
     subfolder `replay`."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.router is not None:
+            self.router.check_beside(self.tree)
+        return self
 
 
 class ExportSection(Section):
@@ -1082,6 +1216,17 @@ class Recipe(Section):
     def token_counts_path(self) -> Path:
         """Counts of each target token in supervised positions. FR-Spec's cuts rank by them."""
         return Path(self.eval.token_counts or Path(self.output_dir) / "token_counts.safetensors")
+
+    @property
+    def sam_path(self) -> Path:
+        """The sorted corpus that data_gen/build_sam.py writes."""
+        return Path(self.data.sam.out or Path(self.output_dir) / "sam.safetensors")
+
+    @property
+    def static_sams(self) -> list[Path]:
+        """The sorted corpora that contenders look in."""
+        sections = [self.eval.router, *(each for rival in self.eval.also for each in (rival.sam, rival.router))]
+        return [Path(section.static) for section in sections if section is not None and section.static is not None]
 
     @property
     def drafter_dir(self) -> Path:

@@ -12,7 +12,9 @@ from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target
 from draftsmith.recipes.schema import TreeSection
-from tests.pairs import PROMPTS, greedy, pair_of
+from tests.conftest import make_target
+from tests.decoding import decode_batch
+from tests.pairs import PROMPTS, greedy, pair_of, untaught
 
 LENGTH, CALLS = 5, 3
 
@@ -53,6 +55,7 @@ class Recording(HierarchicalProposer):
         before = [list(text) for text in self.texts]
         earlier = len(self.recorded.trees)
         tree, calls = super().propose()
+        assert tree.sources is not None
         sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
         for row, (old, size) in enumerate(zip(before, sizes, strict=True)):
             rounds = len(tree.sources[row].inner_accepted)  # of the chain; other rows may need more
@@ -101,3 +104,15 @@ def test_a_small_target_with_its_drafter_proposes_to_a_larger_one() -> None:
         assert len(answer.inner_accepted) > len(answer.accepted_per_round) and answer.drafted_by == []
     # Where the target accepts part of a chain, the small model has read all of it: no pass is needed to go on.
     assert decoder.resumed and decoder.read
+
+
+def test_chains_end_where_the_small_model_s_positions_end() -> None:
+    """Learned positions: a forward behind the last one would fail."""
+    small = Target(make_target("gpt2", n_positions=64, max_position_embeddings=64, seed=1))
+    large, prompt = larger_than(small), list(range(40, 75))
+    inner = PolicyProposer(FeatureDrafting(untaught("eagle3", small)), policy_of(TreeSection(policy="chain", nodes=4)))
+    proposer = HierarchicalProposer(small, inner, 6)
+    with torch.no_grad():
+        answers = decode_batch(large, proposer, [prompt, prompt[:5]], (), [64 - len(prompt), 40])
+    assert answers[0].token_ids == greedy(large, prompt, 64 - len(prompt))
+    assert answers[1].token_ids == greedy(large, prompt[:5], 40)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.proposers import Contender
+from draftsmith.eval.decoding.proposers import MIN_DRAFT_LENGTH, Contender, check_sam, model_name, routed, router_name
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.models.c2t import check_made_for, drafter_identity
@@ -33,12 +33,19 @@ from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.drafters import kind_name, kind_text
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.named_drafters import yet_to_import
-from draftsmith.models.quantize import target_changes
+from draftsmith.models.quantize import precision_name, target_changes
 from draftsmith.models.sampling import GREEDY, Sampling
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target, check_precision, load_causal_lm
 from draftsmith.models.vocab import DraftVocab, cut_by_file
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import ContenderSection, Recipe, TargetSection, TreeSection
+from draftsmith.recipes.schema import (
+    ContenderSection,
+    QuantizationSection,
+    Recipe,
+    SamSection,
+    TargetSection,
+    TreeSection,
+)
 
 
 def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Contender:
@@ -50,9 +57,13 @@ def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Conte
         section.tree,
         place,
         _kind_of(recipe, drafter),
-        drafter if section.proposer == "drafter" else None,
+        drafter if section.proposer in ("drafter", "hierarchy") else None,
         section.draft_model,
         recipe.token_counts_path if section.tree.vocab_size is not None else None,
+        sam=section.sam or SamSection(),
+        router=section.router,
+        min_draft_length=section.min_draft_length or MIN_DRAFT_LENGTH,
+        quantization=section.quantization,
     )
 
 
@@ -66,8 +77,8 @@ def _kind_of(recipe: Recipe, directory: Path) -> str:
 
 
 def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
-    """The recipe's own tree, without a name."""
-    return contender_of(recipe, ContenderSection(name="", tree=recipe.eval.tree), place)
+    """The recipe's own tree and router, without a name."""
+    return contender_of(recipe, ContenderSection(name="", tree=recipe.eval.tree, router=recipe.eval.router), place)
 
 
 def contenders_of(recipe: Recipe, rivals: Sequence[Contender] = ()) -> list[Contender]:
@@ -96,12 +107,25 @@ def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any
     if tree.policy in ("chain", "svip"):
         shape["draw"] = tree.draw
     lossless = contender.acceptance(sampling).lossless
-    return {
+    described = {
         "proposer": contender.proposer,
         "drafter": contender.model,
         "tree": shape,
         "lossless": lossless,
     }
+    if contender.proposer == "sam":
+        described["sam"] = contender.sam.model_dump()
+    if contender.router is not None:
+        described["router"] = contender.router.model_dump()
+    if contender.proposer == "hierarchy" and contender.draft_model is not None:
+        described["hierarchy"] = {
+            "draft_model": contender.draft_model.model,
+            "quantization": precision_name(contender.draft_model.quantization),
+            "min_draft_length": contender.min_draft_length,
+        }
+    if contender.quantization is not None:
+        described["quantization"] = precision_name(contender.quantization)
+    return described
 
 
 def _node_limit(tree: TreeSection) -> int | None:
@@ -136,7 +160,7 @@ def named(contenders: Sequence[Contender]) -> list[Contender]:
     """
     if repeated := repeated_names([(contender.name, contender.place) for contender in contenders]):
         raise UserError(repeated)
-    plain_names = [contender.name or contender.entry.name(contender) for contender in contenders]
+    plain_names = [contender.name or _default_name(contender) for contender in contenders]
     result: list[Contender] = []
     taken = {PLAIN} | {contender.name for contender in contenders if contender.name}
     for contender, name in zip(contenders, plain_names, strict=True):
@@ -151,6 +175,13 @@ def named(contenders: Sequence[Contender]) -> list[Contender]:
             taken.add(name)
         result.append(replace(contender, name=name))
     return result
+
+
+def _default_name(contender: Contender) -> str:
+    own = contender.entry.name(contender)
+    if contender.quantization is not None:
+        own = f"{own}, {precision_name(contender.quantization)} target"
+    return own if contender.router is None else f"{own}, {router_name(contender.router)}"
 
 
 def repeated_names(given: Sequence[tuple[str, str]]) -> list[str]:
@@ -168,9 +199,15 @@ def _details(contender: Contender) -> dict[str, str]:
     tree = contender.tree
     facts = {
         "drafter": str(contender.drafter or ""),
-        "draft_model": contender.draft_model.model if contender.draft_model else "",
+        "draft_model": model_name(contender.draft_model) if contender.draft_model else "",
         "counts": str(contender.token_counts or ""),
     }
+    if contender.proposer == "sam":
+        facts |= {"static": contender.sam.static or "", "alpha": f"alpha {contender.sam.alpha:g}"}
+        facts |= {"l_bias": f"l_bias {contender.sam.l_bias}"}
+    if (router := contender.router) is not None:
+        facts |= {"static": router.static or "", "sam nodes": f"sam chains of {router.nodes - 1}"}
+        facts |= {"l_threshold": f"l_threshold {router.l_threshold}", "l_bias": f"l_bias {router.l_bias}"}
     if tree.policy != "auto":
         facts |= {"calls": f"{tree.calls} calls", "top_k": f"top {tree.width}"}
     if tree.policy == "ddd":
@@ -267,6 +304,7 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
             except UserError as error:
                 for raised in error.problems:
                     problem = f"eval.{raised}" if raised.startswith("tree.") else raised
+                    problem = problem.removeprefix("target.") if key == "quantization" else problem
                     known = any(problem.startswith(f"{start}{end}") for start in KEYS for end in ".: ")
                     places.setdefault(problem if known else f"{key}: {problem}", []).append(contender.place)
                 return False
@@ -279,14 +317,20 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
         if tree.policy != "auto":
             known = passes("eval.tree.c2t.classifier", policy_of, tree, sampling)
             passes("eval.tree", check_size, tree, target.positions)
-        if there and contender.has_distributions and passes("eval.token_counts", vocab_of, contender, target) and known:
+        if contender.quantization is not None:
+            passes("quantization", check_precision, recipe.target.quantized(contender.quantization))
+        if contender.router is not None:
+            passes("eval.router.static", check_sam, target, contender.router)
+        has_vocab = contender.has_distributions or contender.proposer == "hierarchy"
+        if there and has_vocab and passes("eval.token_counts", vocab_of, contender, target) and known:
             vocab = vocab_of(contender, target)
             passes("eval.tree.c2t.classifier", check_classifier, contender, vocab, recipe.target)
     if places:
         raise UserError([_placed(problem, where) for problem, where in places.items()])
 
 
-KEYS = ("eval.drafter", "eval.tree", "eval.token_counts", "draft_model")  # a contender's problem begins with one
+# A contender's problem begins with one of these.
+KEYS = ("eval.drafter", "eval.tree", "eval.token_counts", "eval.sam", "eval.router", "draft_model", "quantization")
 
 
 def _placed(problem: str, places: Sequence[str]) -> str:
@@ -331,6 +375,17 @@ class Lineup:
         self.fingerprint = tokenizer_fingerprint(self.tokenizer)
         self.drafters: dict[Path, FeatureDrafter] = {}
         self.draft_models: dict[str, Target] = {}
+        self.small_drafters: dict[tuple[Path, str], FeatureDrafter] = {}  # by directory and draft_model
+        self.precisions: dict[str | None, Lineup] = {}
+
+    def in_precision(self, precision: QuantizationSection | None) -> "Lineup":
+        """The same target in this precision, loaded once; None: this one."""
+        if precision is None:
+            return self
+        name = precision_name(precision)
+        if name not in self.precisions:
+            self.precisions[name] = Lineup(self.section.quantized(precision))
+        return self.precisions[name]
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -353,11 +408,16 @@ class Lineup:
         Raises:
             UserError: one of its models or files is missing, or was made for another target.
         """
+        if contender.quantization is not None:
+            own = self.in_precision(contender.quantization)
+            return own.proposer(replace(contender, quantization=None), sampling)
         if contender.entry.make is not None:
-            return contender.entry.make(self, contender)
-        drafting = self.drafting(contender)
-        check_classifier(contender, drafting.vocab, self.section)
-        return PolicyProposer(drafting, policy_of(contender.tree, sampling))
+            proposer = contender.entry.make(self, contender)
+        else:
+            drafting = self.drafting(contender)
+            check_classifier(contender, drafting.vocab, self.section)
+            proposer = PolicyProposer(drafting, policy_of(contender.tree, sampling))
+        return proposer if contender.router is None else routed(self, contender.router, proposer)
 
     def drafting(self, contender: Contender) -> Drafting:
         """The drafter of `proposer`, with its vocabulary cut as the tree says."""
@@ -376,6 +436,16 @@ class Lineup:
             self.draft_models[key] = load_draft_model(section)
             check_vocabulary(self.draft_models[key], self.target)
         return self.draft_models[key]
+
+    def small_drafter(self, section: TargetSection, directory: Path) -> FeatureDrafter:
+        """A hierarchy's drafter, on its small model."""
+        key = directory, section.model_dump_json()
+        if key not in self.small_drafters:
+            small, changes = self.draft_model(section), target_changes(section)
+            identity = target_identity(small, section.model, section.revision, self.fingerprint, changes)
+            shape, _ = read_drafter_config(directory)
+            self.small_drafters[key] = load_drafter(directory, small, identity, shape.capture_layers)
+        return self.small_drafters[key]
 
     def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:
         """The contender's cut of `vocab`; None: no cut."""

@@ -47,16 +47,15 @@ class HierarchicalProposer:
     capture_layers: tuple[int, ...] = ()
 
     def __init__(self, small: Target, inner: Proposer, min_draft_length: int):
-        self.inner, self.min_draft_length = inner, min_draft_length
-        self.verifier = TargetVerifier(small, inner)
+        self.small, self.inner, self.min_draft_length = small, inner, min_draft_length
+        self.reset(0)
+
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.verifier = TargetVerifier(self.small, self.inner)
         self.texts: list[list[int]] = []  # what the small model and its proposer hold, the unread root last
         # Of each row: where the last chain began, and the captured states of positions read since then; None: unknown.
         self.begun: list[int] = []
         self.states: list[list[torch.Tensor]] | None = None
-
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        if self.texts:
-            self.keep([])
 
     def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
         """Does nothing: `observe` reads new rows."""

@@ -3,26 +3,40 @@
 The schema has their names (`recipes.schema.ProposerName`) and the keys that go with each; a test compares the names.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from transformers import AutoTokenizer
 
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
+from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
+from draftsmith.eval.decoding.sam import SamProposer, SamRouter
 from draftsmith.eval.decoding.target_facts import TargetFacts
-from draftsmith.models.causal_lm import CausalLMDrafting
+from draftsmith.models.causal_lm import CausalLMDrafting, of_draft_model
 from draftsmith.models.chat import first_line, load_config
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.quantize import precision_name
+from draftsmith.models.sam import StaticAutomaton
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.models.target import Target, check_precision, checked_capture_layers
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection, TreeSection
+from draftsmith.recipes.schema import (
+    QuantizationSection,
+    RouterSection,
+    SamSection,
+    SamSources,
+    TargetSection,
+    TreeSection,
+)
+
+MIN_DRAFT_LENGTH = 6  # SpecMQuant's
 
 
 @dataclass(frozen=True)
@@ -35,9 +49,13 @@ class Contender:
     place: str  # its key in the recipe, for messages
     kind: str = ""  # of the drafter, for its name
     drafter: Path | None = None  # directory
-    draft_model: TargetSection | None = None  # of causal_lm
+    draft_model: TargetSection | None = None  # of causal_lm and hierarchy
     token_counts: Path | None = None  # tree.vocab_size ranks tokens by these
     rule: Callable[[Sampling], Acceptance] = acceptance_of
+    sam: SamSection = field(default_factory=SamSection)
+    router: RouterSection | None = None  # SAM beside the proposer
+    min_draft_length: int = MIN_DRAFT_LENGTH  # of hierarchy
+    quantization: QuantizationSection | None = None  # the target's for this row; None: as the recipe says
 
     def acceptance(self, sampling: Sampling) -> Acceptance:
         """The rule that accepts its drafted tokens, for answers drawn by `sampling`."""
@@ -62,10 +80,14 @@ class LoadedModels(Protocol):
     """What a proposer is made of (`contenders.Lineup`)."""
 
     target: Target
+    fingerprint: str  # of the target's tokenizer
+    stop_ids: Collection[int]
 
     def drafter(self, directory: Path) -> FeatureDrafter: ...
 
     def draft_model(self, section: TargetSection) -> Target: ...
+
+    def small_drafter(self, section: TargetSection, directory: Path) -> FeatureDrafter: ...
 
     def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None: ...
 
@@ -108,13 +130,13 @@ def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
         UserError: no such model, or its tokenizer, vocabulary size or number of positions does not fit.
     """
     try:
+        check_precision(draft_model)
         small = load_config(draft_model).get_text_config(decoder=True)
         its = AutoTokenizer.from_pretrained(
             draft_model.model, revision=draft_model.revision, trust_remote_code=draft_model.trust_remote_code
         ).get_vocab()
     except UserError as error:
-        problems = [problem.replace("target.model", "draft_model.model", 1) for problem in error.problems]
-        raise UserError(problems) from None
+        raise UserError(of_draft_model(error)) from None
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise UserError(
             f"draft_model.model: cannot load a tokenizer from {draft_model.model!r}: {first_line(error)}"
@@ -142,6 +164,11 @@ def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
         raise UserError(problems)
 
 
+def check_sam(target: TargetFacts, section: SamSources) -> None:
+    """Raises UserError without a sorted corpus of the target's tokenizer where the section names one."""
+    _static(section, target.fingerprint)
+
+
 # Names.
 
 
@@ -158,6 +185,20 @@ def tree_name(tree: TreeSection) -> str:
         "auto": "auto",
     }[tree.policy]
     return f"{shape}, {tree.vocab_size:,} tokens" if tree.vocab_size is not None else shape
+
+
+def sam_name(contender: Contender) -> str:
+    """Where it looks, and the most that it drafts. Chains are counted in drafted tokens, trees in nodes."""
+    return f"sam, {_looks_in(contender.sam)}, {tree_name(contender.tree)}"
+
+
+def router_name(router: RouterSection) -> str:
+    """The end of a contender's name."""
+    return f"{'fused with' if router.fuse else 'routed with'} sam, {_looks_in(router)}"
+
+
+def _looks_in(section: SamSources) -> str:
+    return " and ".join(["dynamic"] * section.dynamic + ["static"] * (section.static is not None))
 
 
 # The table.
@@ -179,9 +220,60 @@ def _small_model(contender: Contender) -> TargetSection:
     return contender.draft_model
 
 
+def model_name(section: TargetSection) -> str:
+    """A small model's name, with its precision."""
+    name, precision = Path(section.model).name, precision_name(section.quantization)
+    return name if precision is None else f"{name} in {precision}"
+
+
+def _check_hierarchy(target: TargetFacts, contender: Contender) -> None:
+    assert contender.drafter is not None
+    small = _small_model(contender)
+    check_draft_model(target, small)
+    check_drafter(
+        replace(target, section=small, config=load_config(small).get_text_config(decoder=True)), contender.drafter
+    )
+
+
+def _hierarchy(lineup: LoadedModels, contender: Contender) -> Proposer:
+    assert contender.drafter is not None
+    section = _small_model(contender)
+    drafter = lineup.small_drafter(section, contender.drafter)
+    inner = PolicyProposer(FeatureDrafting(drafter, lineup.cut(contender, drafter.vocab)), policy_of(contender.tree))
+    return HierarchicalProposer(lineup.draft_model(section), inner, contender.min_draft_length)
+
+
 def _causal_lm_drafting(lineup: LoadedModels, contender: Contender) -> Drafting:
     small = lineup.draft_model(_small_model(contender))
     return CausalLMDrafting(small, lineup.cut(contender, DraftVocab.full(small.vocab_size)))
+
+
+def _static(section: SamSources, fingerprint: str) -> StaticAutomaton | None:
+    return None if section.static is None else StaticAutomaton.load(Path(section.static), fingerprint)
+
+
+def _sam(lineup: LoadedModels, contender: Contender) -> Proposer:
+    section, tree = contender.sam, contender.tree
+    width, depth = (1, tree.most - 1) if tree.policy == "chain" else (tree.width, tree.calls)
+    return SamProposer(
+        lineup.target.device,
+        tree.most,
+        section.alpha,
+        _static(section, lineup.fingerprint),
+        section.dynamic,
+        section.l_bias,
+        width,
+        depth,
+        lineup.stop_ids,
+    )
+
+
+def routed(lineup: LoadedModels, router: RouterSection, other: Proposer) -> Proposer:
+    """SAM beside another proposer. Raises UserError without its sorted corpus, or for one of another tokenizer."""
+    static = _static(router, lineup.fingerprint)
+    settings = static, router.dynamic, router.l_bias, 1, router.nodes - 1, lineup.stop_ids
+    sam = SamProposer(lineup.target.device, router.nodes, None, *settings)
+    return SamRouter(sam, other, router.l_threshold, router.fuse)
 
 
 PROPOSERS = {
@@ -197,10 +289,26 @@ PROPOSERS = {
         make=lambda lineup, contender: PromptLookup(contender.tree.most - 1, lineup.target.device),
     ),
     "causal_lm": ProposerEntry(
-        name=lambda contender: f"{Path(_small_model(contender).model).name}, {tree_name(contender.tree)}",
+        name=lambda contender: f"{model_name(_small_model(contender))}, {tree_name(contender.tree)}",
         drafting=_causal_lm_drafting,
         key="draft_model",
         check=lambda target, contender: check_draft_model(target, _small_model(contender)),
         model=lambda contender: _small_model(contender).model,
+    ),
+    "hierarchy": ProposerEntry(
+        name=lambda contender: (
+            f"hierarchy over {model_name(_small_model(contender))}, {tree_name(contender.tree)}, chains of "
+            f"{contender.min_draft_length} or more"
+        ),
+        make=_hierarchy,
+        key="draft_model",
+        check=_check_hierarchy,
+        model=lambda contender: str(contender.drafter),
+    ),
+    "sam": ProposerEntry(
+        name=sam_name,
+        make=_sam,
+        key="eval.sam.static",
+        check=lambda target, contender: check_sam(target, contender.sam),
     ),
 }

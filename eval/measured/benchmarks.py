@@ -28,6 +28,7 @@ from draftsmith.models.chat import (
 )
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.prompt import Prompt
+from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.vision import is_vision_language
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
 
 PLAIN = "plain decoding"
 PICTURE_MARK = " [picture] "  # in the report's questions
+
+
+def plain_of(contender: "Contender") -> str:
+    """The name of plain decoding in the contender's precision."""
+    precision = precision_name(contender.quantization)
+    return PLAIN if precision is None else f"{PLAIN}, {precision} target"
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,7 @@ class Bench:
         max_length: most tokens of prompt and answer.
         sampling: of all contenders. The draws of an answer depend only on `seed`, the turn and the contender.
         acceptances: each contender's rule. A name that is not there, such as plain decoding's, has the lossless one.
+        targets: the target of each contender that runs it in another precision.
         batch_size: conversations decoded side by side, turn by turn: first turns together, then second turns.
     """
 
@@ -149,6 +157,7 @@ class Bench:
     seed: int = 0
     batch_size: int = 1
     acceptances: Mapping[str, Acceptance] = field(default_factory=dict)
+    targets: Mapping[str, Target] = field(default_factory=dict)
 
     def prompt(self, question: Question, messages: list[dict[str, Any]]) -> Prompt:
         """The next prompt. Raises ValueError if the template refuses it or it is too long."""
@@ -174,7 +183,7 @@ class Bench:
         draws = [SeededDraws(self.seed, key) for key in keys]
         budget = max_new_tokens or self.max_new_tokens
         acceptance = self.acceptances.get(name) or acceptance_of(self.sampling)
-        verifier = TargetVerifier(self.target, proposer, acceptance)
+        verifier = TargetVerifier(self.targets.get(name, self.target), proposer, acceptance)
         with torch.inference_mode():
             return decode(verifier, proposer, prompts, self.stop_ids, budget, draws)
 
@@ -184,7 +193,7 @@ class Bench:
         """Decodes every turn of every question with every contender and plainly.
 
         Args:
-            proposers: by contender's name, without `PLAIN`.
+            proposers: by contender's name, without `PLAIN`. None: plain decoding in another precision.
             shown: the main contender. The progress bar shows its tau, and its lines have the report's texts.
             file: receives all answers (`eval.measured.generation_log`).
             rejects: receives turns without a valid prompt; the conversation ends there.
@@ -281,8 +290,15 @@ def decode_all(
         recipe.eval.seed,
         recipe.eval.batch_size,
         {contender.name: contender.acceptance(sampling) for contender in contenders},
+        {
+            name: lineup.in_precision(contender.quantization).target
+            for contender in contenders
+            if contender.quantization is not None
+            for name in (contender.name, plain_of(contender))
+        },
     )
-    proposers: dict[str, Proposer | None] = {c.name: lineup.proposer(c, sampling) for c in contenders}
+    proposers: dict[str, Proposer | None] = {name: None for name in map(plain_of, contenders) if name != PLAIN}
+    proposers |= {c.name: lineup.proposer(c, sampling) for c in contenders}
     return bench.run(asked, proposers, contenders[0].name, file, rejects)
 
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.proposers import tree_name
-from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, recipe_questions
+from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.measured.metrics import summarise_all
 from draftsmith.eval.page.files import (
@@ -30,9 +30,10 @@ from draftsmith.eval.planner.search import candidates_of, prepared
 from draftsmith.eval.recorded.replay import Agreement
 from draftsmith.eval.recorded.replay_contenders import as_replayed, print_replay_plan, recording_of, replay_contenders
 from draftsmith.models.chat import decode_answer, load_config
-from draftsmith.models.checkpoint import weight_bytes
+from draftsmith.models.checkpoint import precision_note, weight_bytes
 from draftsmith.models.costs import decoding_lines
 from draftsmith.models.formats.named_drafters import yet_to_import
+from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.errors import UserError
@@ -79,7 +80,8 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         with keeping_answers(partial_log(recipe)) as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)
             file.close()
-            publish_results(recipe, lineup, contenders, results, notes=[rejects.summary()] if rejects.total else [])
+            notes = [*precision_notes(lineup, contenders), *([rejects.summary()] if rejects.total else [])]
+            publish_results(recipe, lineup, contenders, results, notes=notes)
 
 
 def evaluate_by_replay(recipe: Recipe, contenders: list[Contender], plan: bool) -> None:
@@ -128,9 +130,11 @@ def publish_results(
     """
     main, log = contenders[0].name, generations_path(recipe)
     unlike = recipe.eval.mode == "replay" or recipe.eval.temperature > 0
-    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, unlike, main)
+    own_plain = {name: plain_of(each) for each in contenders for name in (each.name, plain_of(each))}
+    numbers = summarise_all(results, PLAIN, recipe.eval.bootstrap_samples, recipe.eval.seed, unlike, main, own_plain)
     sampling = Sampling.of(recipe.eval)
-    described = {PLAIN: UNDRAFTED} | {contender.name: describe(contender, sampling) for contender in contenders}
+    described = {plain_of(each): UNDRAFTED | {"quantization": precision_name(each.quantization)} for each in contenders}
+    described |= {PLAIN: UNDRAFTED} | {contender.name: describe(contender, sampling) for contender in contenders}
     made = how_made(recipe, lineup, contenders) | (about or {})  # reads whole drafters: before a file takes its place
     _replace_answers(recipe)
     path = write_acceptance(recipe, numbers, described, main, PLAIN, made)
@@ -138,6 +142,17 @@ def publish_results(
         print(note)
     print_table(read_acceptance(path))
     print_written([path, log, *write_report(recipe)])
+
+
+def precision_notes(lineup: Lineup, contenders: Sequence[Contender]) -> list[str]:
+    """Sentences about drafters that draft for the target in another precision than they were trained on."""
+    pairs = {(c.drafter, c.quantization): c for c in contenders if c.proposer == "drafter" and c.drafter is not None}
+    notes = [
+        precision_note(directory, lineup.in_precision(precision).identity)
+        for directory, precision in pairs
+        if directory
+    ]
+    return [f"note: {note}" for note in notes if note is not None]
 
 
 def partial_log(recipe: Recipe) -> Path:
@@ -225,10 +240,11 @@ def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Seq
     for name in prompts:
         shown = f", {pictures[name]} pictures" if pictures[name] else ""
         print(f"prompts      {name}: {prompts[name]} ({turns[name]} turns{shown})")
-    print(f"decoded by   {PLAIN}")
+    plain = list(dict.fromkeys([PLAIN, *map(plain_of, contenders)]))
+    print(f"decoded by   {'; '.join(plain)}")
     for contender in contenders:
         print(f"             {contender.name}: {limits_text(contender)}")
-    names = [PLAIN, *(contender.name for contender in contenders)]
+    names = [*plain, *(contender.name for contender in contenders)]
     answers = turns.total() * len(names)
     side_by_side = f", {recipe.eval.batch_size} side by side" if recipe.eval.batch_size > 1 else ""
     print(f"answers      {answers}, of at most {recipe.eval.max_new_tokens} new tokens each{side_by_side}")
@@ -244,6 +260,8 @@ def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Seq
         weights += weight_bytes(directory)
     if models := {c.draft_model.model for c in contenders if c.draft_model is not None}:
         print(f"draft model  {', '.join(sorted(models))}: its memory is not counted")
+    if others := [name.removeprefix(f"{PLAIN}, ") for name in plain[1:]]:
+        print(f"also loaded  {', '.join(others)}: its memory is not counted")
     tokens = recipe.data.max_length + recipe.eval.max_new_tokens
     for line in decoding_lines(load_config(recipe.target), recipe.target, recipe.eval.batch_size, tokens, weights):
         print(line)

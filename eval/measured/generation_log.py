@@ -7,6 +7,10 @@
                                                    there are some
     accepted_per_round, tree_nodes, draft_calls    a number per round: drafted tokens in the answer, verified nodes
                                                    (root included), calls of the drafter
+    inner_accepted                                 of a hierarchy: drafted tokens that its small model accepted, in
+                                                   each of its rounds
+    drafted_by                                     of proposers with several sources: of each round, how many of the
+                                                   accepted tokens each source drafted that took part, in their order
     last_round_cut                                 the answer's end cut tokens off the last round
     *_seconds                                      prefill, draft, verify, decode
     text                                           the answer as the next turn's prompt has it
@@ -33,6 +37,7 @@ if TYPE_CHECKING:  # the report is built again without loading torch
     from draftsmith.eval.decoding.decode import Generation
 
 BEGINNING = re.compile(rb'\{"contender": ("(?:[^"\\]|\\.)*"), .*\}\s*', re.S)
+LEFT_OUT = ("pictures", "inner_accepted", "drafted_by")  # where they are empty
 WINDOW = 4  # most tokens per character: UTF-8 has at most four bytes
 
 
@@ -40,7 +45,7 @@ def record_of(
     generation: "Generation", contender: str, text: str, shown: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """A line of generations.jsonl. `shown` is the main contender's `question` and `token_texts`."""
-    fields = {key: value for key, value in vars(generation).items() if value or key != "pictures"}
+    fields = {key: value for key, value in vars(generation).items() if value or key not in LEFT_OUT}
     return {"contender": contender} | fields | {"text": text} | (shown or {})
 
 

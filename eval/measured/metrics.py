@@ -18,9 +18,16 @@
                             long answers weigh more
     mean_prompt_speedup     the mean of that ratio over prompts: every prompt weighs the same
     tau_ratio, speed_ratio  tau, and tokens per second, over those of the main contender
-    matches_target          measured: every greedy answer equals plain decoding's of the same run, token for token; null
-                            if answers were drawn. False is a defect in float32. In bfloat16 and float16 it is rounding:
-                            a forward over several tokens rounds differently from one over a single token
+    matches_target          measured: every greedy answer equals plain decoding's of the same run and precision, token
+                            for token; null if answers were drawn. False is a defect in float32. In bfloat16 and
+                            float16, and with int8 or int4 weights, it is rounding: a forward over several tokens rounds
+                            differently from one over a single token
+    matching_share          the share of these answers; null if answers were drawn
+    inner_tau               of a hierarchy: tokens per verification by its small model, the bonus token included; null
+                            for all others. tau is the target's
+    drafted_by              of proposers with several sources (SAM, a router): of each, the share of the rounds in which
+                            it drafted, and its share of the accepted tokens; {} for all others. In a fused round two
+                            sources draft; a token that both drafted counts as the drafter's
     lossless                known, not measured: the contender's acceptance rule keeps the target's law in exact
                             arithmetic. It can be true while matches_target is false. Older files have it of the main
                             contender alone
@@ -31,7 +38,8 @@ together, so the intervals of ratios are paired: the difficulty of a prompt canc
 clearly even if their own intervals overlap.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -45,6 +53,7 @@ CHUNK = 200  # resamplings multiplied at a time: their counts are floats then
 SUMMED = (
     *("tokens", "rounds", "accepted", "nodes", "calls", "draft", "verify", "seconds"),
     *("plain_tokens", "plain_rounds", "plain_seconds", "main_tokens", "main_rounds", "main_seconds"),
+    *("inner_tokens", "inner_rounds"),
     *("prompt_speedup", "has_speedup"),
 )
 COLUMN = {name: i for i, name in enumerate(SUMMED)}
@@ -63,6 +72,7 @@ class Turns:
 
     Args:
         generations, baseline, main: one each per turn, in the same order; plain decoding's and the main contender's.
+        own_plain: plain decoding's in the contender's precision; None: `baseline`.
 
     Attributes:
         sums: [turns, len(SUMMED)].
@@ -74,7 +84,13 @@ class Turns:
         conversations: [turns] numbers; turns with equal numbers are resampled together.
     """
 
-    def __init__(self, generations: Sequence[Generation], baseline: Sequence[Generation], main: Sequence[Generation]):
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        baseline: Sequence[Generation],
+        main: Sequence[Generation],
+        own_plain: Sequence[Generation] | None = None,
+    ):
         pairs = list(zip(generations, baseline, strict=True))
         depth = 1 + max((max(g.accepted_per_round, default=0) for g, _ in pairs), default=0)
         self.sums = np.array([_sums(g, b, m) for (g, b), m in zip(pairs, main, strict=True)], dtype=float)
@@ -92,7 +108,10 @@ class Turns:
                 if accepted == most or (i == last and g.last_round_cut):
                     self.reached[row, accepted] -= 1
         self.conversations = np.array(conversation_numbers(generations))
-        self.equal = np.array([g.token_ids == b.token_ids for g, b in pairs])
+        self.drafted_by = [g.drafted_by for g in generations]
+        self.equal = np.array(
+            [g.token_ids == p.token_ids for g, p in zip(generations, own_plain or baseline, strict=True)]
+        )
 
 
 def _counts(accepted: list[int], depth: int) -> np.ndarray:
@@ -109,7 +128,8 @@ def conversation_numbers(generations: Sequence[Generation]) -> list[int]:
 def _sums(g: Generation, plain: Generation, main: Generation) -> tuple[float, ...]:
     counts = (len(g.token_ids) - 1, g.rounds, sum(g.accepted_per_round), sum(g.tree_nodes), sum(g.draft_calls))
     others = [number for b in (plain, main) for number in (len(b.token_ids) - 1, b.rounds, b.decode_seconds)]
-    return (*counts, g.draft_seconds, g.verify_seconds, g.decode_seconds, *others, 0, 0)
+    inner = sum(g.inner_accepted) + len(g.inner_accepted), len(g.inner_accepted)
+    return (*counts, g.draft_seconds, g.verify_seconds, g.decode_seconds, *others, *inner, 0, 0)
 
 
 def summarise(
@@ -139,6 +159,7 @@ def summarise_all(
     seed: int,
     sampled: bool = False,
     main: str | None = None,
+    own_plain: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The numbers of every contender, in total and by part.
 
@@ -147,6 +168,8 @@ def summarise_all(
         plain: name of plain decoding.
         sampled: as in `summarise`.
         main: name of the main contender. None: the first that is not plain.
+        own_plain: for contenders in another precision, the name of plain decoding in theirs. Their answers should be
+            that one's; speeds are compared with `plain` for all.
 
     Returns:
         contenders: {contender: numbers}
@@ -156,7 +179,10 @@ def summarise_all(
     """
     baseline = results[plain]
     first = results[main or next((name for name in results if name != plain), plain)]
-    tables = {name: Turns(generations, baseline, first) for name, generations in results.items()}
+    tables = {
+        name: Turns(generations, baseline, first, results[(own_plain or {}).get(name, plain)])
+        for name, generations in results.items()
+    }
     parts: dict[str, dict[str, list[int]]] = {"benchmarks": {}, "categories": {}, "turns": {}}
     for row, g in enumerate(baseline):
         parts["benchmarks"].setdefault(g.benchmark, []).append(row)
@@ -232,7 +258,23 @@ def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, 
         },
         **both("overhead_share", _overhead),
         "predicted_speedup": value(_predicted),
+        "drafted_by": _sources(each for row in rows for each in turns.drafted_by[row]),
         "matches_target": None if sampled else bool(turns.equal[rows].all()),
+        "matching_share": None if sampled else round(float(turns.equal[rows].mean()), 4),
+        **both("inner_tau", _per("inner_tokens", "inner_rounds")),
+    }
+
+
+def _sources(rounds: Iterable[Mapping[str, int]]) -> dict[str, dict[str, float]]:
+    drafted, accepted, total = Counter[str](), Counter[str](), 0
+    for of_round in rounds:
+        total += 1
+        drafted.update(of_round.keys())
+        accepted.update(of_round)
+    tokens = max(1, sum(accepted.values()))
+    return {
+        name: {"rounds": round(drafted[name] / total, 4), "accepted": round(accepted[name] / tokens, 4)}
+        for name in sorted(drafted)
     }
 
 

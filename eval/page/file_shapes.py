@@ -59,6 +59,13 @@ SomeShape = TypeVar("SomeShape", bound=FileShape)
 # acceptance.json
 
 
+class SourceShares(FileShape):
+    """How much of the drafting one source of a proposer did."""
+
+    rounds: FileNumber
+    accepted: FileNumber
+
+
 class Numbers(FileShape):
     """One contender's numbers, in total or for a part."""
 
@@ -93,6 +100,10 @@ class Numbers(FileShape):
     time_share: dict[Literal["draft", "verify", "other"], FileNumber | None]
     predicted_speedup: FileNumber | None
     matches_target: bool | None
+    matching_share: FileNumber | None = None  # older files lack these three
+    inner_tau: FileNumber | None = None
+    inner_tau_interval: Bounds = None
+    drafted_by: dict[str, SourceShares] = {}
 
     @model_validator(mode="after")
     def _agree(self) -> "Numbers":
@@ -119,6 +130,7 @@ class ContenderNumbers(Numbers):
     drafter: str | None
     tree: Tree | None
     lossless: bool = True  # older files lack it
+    quantization: str | None = None  # of a row in another precision than the recipe's
 
 
 class DataFile(FileShape):
@@ -196,9 +208,12 @@ class Record(AnswerLine):
     accepted_per_round: list[FileCount]
     tree_nodes: list[FileCount]
     last_round_cut: bool
+    drafted_by: list[dict[str, FileCount]] = []
 
     @model_validator(mode="after")
     def _agree(self) -> "Record":
+        if self.drafted_by and [sum(each.values()) for each in self.drafted_by] != self.accepted_per_round:
+            raise ValueError("drafted_by does not add up to accepted_per_round")
         if len(self.tree_nodes) != len(self.accepted_per_round):
             raise ValueError("accepted_per_round and tree_nodes differ in length")
         if any(accepted >= nodes for accepted, nodes in zip(self.accepted_per_round, self.tree_nodes, strict=True)):

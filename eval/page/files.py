@@ -17,6 +17,7 @@ from draftsmith.eval.page.html import (
     build_html,
     choose_answers,
     different_contenders,
+    precisions,
     relaxed_contenders,
     rounds_coarsely,
 )
@@ -161,7 +162,7 @@ def print_table(acceptance: dict[str, Any]) -> None:
     # Names are Text: markup would interpret their brackets and colons, and double backslashes.
     caption = Text(
         f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
-        f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}\n{_equality(acceptance)}",
+        f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}{_inner(acceptance)}\n{_equality(acceptance)}",
         style="table.caption",
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
@@ -213,6 +214,13 @@ def _side_by_side(acceptance: dict[str, Any]) -> str:
     return f"\nSpeeds: {acceptance['batch_size']} answers decoded side by side, by plain decoding, too."
 
 
+def _inner(acceptance: dict[str, Any]) -> str:
+    """A caption for each hierarchy."""
+    rows = acceptance["contenders"].items()
+    told = [f"{name} {row['inner_tau']:.2f}" for name, row in rows if row.get("inner_tau") is not None]
+    return f"\nTokens per verification by the small model: {', '.join(told)}." if told else ""
+
+
 def _equality(acceptance: dict[str, Any]) -> str:
     if acceptance["mode"] == "replay":
         return "Replayed: the rounds that decoding these recorded answers would have had. Nothing was timed."
@@ -224,15 +232,23 @@ def _equality(acceptance: dict[str, Any]) -> str:
     different = different_contenders(acceptance)
     if not different:
         return f"Answers, token for token: all those of plain decoding{others}."
-    said = f"Answers, token for token: not those of plain decoding: {', '.join(different)}. {_cause(acceptance)}"
+    told = ", ".join(f"{name}{_share(acceptance['contenders'][name])}" for name in different)
+    said = f"Answers, token for token: not all those of plain decoding: {told}. {_cause(acceptance, different)}"
     return f"{said} The rest are those of plain decoding{others}." if relaxed else said
 
 
-def _cause(acceptance: dict[str, Any]) -> str:
+def _share(row: dict[str, Any]) -> str:
+    share = row.get("matching_share")  # older files lack it
+    return "" if share is None else f" ({share:.0%} are)"
+
+
+def _cause(acceptance: dict[str, Any], different: list[str]) -> str:
     """Why greedy answers differ. The page explains it at more length."""
-    if rounds_coarsely(acceptance):
-        return f"{acceptance['dtype']} rounds: longer forwards, other last bits."
-    return f"In {acceptance['dtype']} that is a defect: please report it."
+    coarse = [name for name in different if rounds_coarsely(acceptance, name)]
+    exact = [name for name in different if name not in coarse]
+    said = [f"{precisions(acceptance, coarse)} rounds: longer forwards, other last bits."] if coarse else []
+    said += [f"In {precisions(acceptance, exact)} that is a defect: please report it."] if exact else []
+    return " ".join(said)
 
 
 def _number(value: float | None, digits: int) -> str:

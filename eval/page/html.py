@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ TIES = 3  # most contenders that the verdict names as possibly equally fast
 # Columns of the CSV file. A key's interval, if any, follows it as <key>_low and <key>_high.
 CSV_KEYS = (
     *("tau", "speedup", "tokens_per_second", "accepted_per_round", "tree_nodes_per_round", "draft_calls_per_round"),
-    *("tau_ratio", "speed_ratio", "matches_target"),
+    *("tau_ratio", "speed_ratio", "matches_target", "matching_share", "inner_tau"),
 )
 SHOWN_PICTURES = 8  # of an answer's prompt
 THUMBNAIL = 256  # pixels of the longer side
@@ -65,7 +66,9 @@ def build_html(
     main, plain = acceptance["contender"], acceptance["baseline"]
     legend = Legend.of(acceptance)
     longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(answers))))
-    shown = [_answer(record, longest) for record in answers]
+    sources = list(contenders[main].get("drafted_by", {}))
+    shown = [_answer(record, longest, sources) for record in answers]
+    different = different_contenders(acceptance)
     page = environment.get_template("report.html.jinja").render(
         acceptance=acceptance,
         contenders=contenders,
@@ -82,14 +85,18 @@ def build_html(
             _download("acceptance.json", "application/json", json.dumps(acceptance)),
             _download("contenders.csv", "text/csv", contenders_csv(contenders)),
         ],
-        rounds_coarsely=rounds_coarsely(acceptance),
-        different=different_contenders(acceptance),
+        coarse=[name for name in different if rounds_coarsely(acceptance, name)],
+        precisions=partial(precisions, acceptance),
+        different=different,
+        promised=not any(rounds_coarsely(acceptance, name) for name in contenders),
+        hierarchies={name: row for name, row in contenders.items() if row.get("inner_tau") is not None},
         relaxed=relaxed_contenders(acceptance),
         RELAXED=RELAXED,
         parts=list(figures.parts_of(acceptance)),
         acceptance_figures=_figures(figures.acceptance_plots(acceptance)),
         training_figures=_figures(figures.training_plots(metrics)),
         answers=shown,
+        sources=sources,
         pictured=any(answer["pictures"] for answer in shown),
         faults=faults,
         light=drawing.LIGHT,
@@ -148,9 +155,17 @@ def _clearly_faster(legend: Legend, one: str, other: str) -> bool:
     return bounds[0] is not None and bounds[1] is not None and bounds[0][0] > bounds[1][1]
 
 
-def rounds_coarsely(acceptance: dict[str, Any]) -> bool:
-    """Whether rounding alone may change a greedy answer: a forward over several tokens rounds differently."""
-    return acceptance["dtype"] not in ("float32", "float64")
+def rounds_coarsely(acceptance: dict[str, Any], name: str) -> bool:
+    """Whether rounding alone may change a contender's greedy answers: a forward over several tokens rounds
+    differently."""
+    precision = acceptance["contenders"][name].get("quantization") or "fake"
+    return acceptance["dtype"] not in ("float32", "float64") or not precision.startswith("fake")
+
+
+def precisions(acceptance: dict[str, Any], names: Sequence[str]) -> str:
+    """The precisions in which these contenders ran, in words."""
+    told = [acceptance["contenders"][name].get("quantization") or acceptance["dtype"] for name in names]
+    return " and ".join(dict.fromkeys(told))
 
 
 def relaxed_contenders(acceptance: dict[str, Any]) -> list[str]:
@@ -160,7 +175,8 @@ def relaxed_contenders(acceptance: dict[str, Any]) -> list[str]:
 
 
 def different_contenders(acceptance: dict[str, Any]) -> list[str]:
-    """Contenders with greedy answers that should be plain decoding's, token for token, and are not."""
+    """Contenders with greedy answers that differ from plain decoding's of their precision, of a rule under which they
+    should not."""
     relaxed = relaxed_contenders(acceptance)
     rows = acceptance["contenders"].items()
     return [name for name, row in rows if row["matches_target"] is False and name not in relaxed]
@@ -241,21 +257,29 @@ def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[st
     return [record for index, record in enumerate(again) if index in chosen], faults
 
 
-def _answer(record: dict[str, Any], longest: int) -> dict[str, Any]:
-    """A record's data for the page, with its rounds up to `longest` tokens."""
-    texts = record["token_texts"]
+def _answer(record: dict[str, Any], longest: int, sources: Sequence[str] = ()) -> dict[str, Any]:
+    """A record's data for the page, with its rounds up to `longest` tokens.
+
+    Args:
+        sources: who may have drafted; a token has its source's index, None without `sources`.
+    """
+    texts, drafted_by = record["token_texts"], record.get("drafted_by") or [{}] * len(record["tree_nodes"])
     rounds = []
     at = 1
     for i, (accepted, nodes) in enumerate(zip(record["accepted_per_round"], record["tree_nodes"], strict=True)):
         if at >= longest:
             break
+        by: list[int | None] = [
+            sources.index(name) for name, count in drafted_by[i].items() if name in sources for _ in range(count)
+        ]
         rounds.append(
             {
                 "round": i + 1,
                 "accepted": accepted,
                 "nodes": nodes - 1,
                 "tint": i % TINTS,
-                "drafted": [visible(text) for text in texts[at : at + accepted]],
+                "drafted": list(zip(map(visible, texts[at : at + accepted]), by or [None] * accepted, strict=False)),
+                "by": " and ".join(drafted_by[i]),
                 "own": [visible(text) for text in texts[at + accepted : at + accepted + 1]],
             }
         )

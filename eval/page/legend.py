@@ -29,8 +29,12 @@ class Legend:
 
     @cached_property
     def drafting(self) -> dict[str, Any]:
-        """All but plain decoding."""
-        return {name: row for name, row in self.contenders.items() if name != self.plain}
+        """All but plain decoding, in whatever precision."""
+        return {
+            name: row
+            for name, row in self.contenders.items()
+            if name != self.plain and not (row.get("quantization") and row["proposer"] is None)
+        }
 
     @property
     def many(self) -> bool:
@@ -58,6 +62,7 @@ class Legend:
         for name, row in self.drafting.items():
             tree = row["tree"] or {}
             key = (row["proposer"], row["drafter"], tree.get("policy"), tree.get("vocab_size") is not None)
+            key += ((row.get("router") or {}).get("fuse"),)  # None: no router
             found[name] = keys.setdefault(key, len(keys))
         return found
 

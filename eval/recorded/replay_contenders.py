@@ -65,6 +65,11 @@ def recording_of(recipe: Recipe, contenders: Sequence[Contender]) -> Recording:
                 f"{contender.place}: {contender.name!r} accepts tokens that the target would not write; replay follows "
                 "the target's own answers. Decode instead"
             )
+        if contender.quantization is not None:
+            problems.append(
+                f"{contender.place}: quantization: replay reads one target; leave the contender out, or replay with "
+                "target.quantization along that target's own answers"
+            )
         if contender.tree.policy == "auto":
             problems.append(f"{contender.place}: policy auto needs speeds, and replay measures none; name a policy")
         if contender.tree.draw == "sampled" and not all(answer.known_greedy for answer in own):
