@@ -61,6 +61,8 @@ class PictureProcessor:
         self.section, self.config = section, config
         self.placeholder: int = config.image_token_id
         self._held: OrderedDict[str, Mapping[str, torch.Tensor]] = OrderedDict()
+        # By width and height, on which the number depends alone: processing takes far longer than reading a picture.
+        self._tokens: dict[tuple[int, int], int] = {}
 
     @cached_property
     def processor(self) -> Any:
@@ -144,11 +146,13 @@ class PictureProcessor:
         """A picture whose first placeholder is at column `first`. Raises RenderError: it cannot be read (`opened`)."""
         picture = opened(source)
         content = self._digest(picture)
-        try:
-            pixels = self._processed(picture, content)
-        except ValueError as error:  # Qwen's sides may differ 200-fold at most
-            raise RenderError(f"a picture of {picture.width} x {picture.height} pixels: {error}") from error
-        return PictureInsert(first, embeddings_of(self.config, pixels), content, partial(self.pixels, source, content))
+        if picture.size not in self._tokens:
+            try:
+                pixels = self._processed(picture, content)
+            except ValueError as error:  # Qwen's sides may differ 200-fold at most
+                raise RenderError(f"a picture of {picture.width} x {picture.height} pixels: {error}") from error
+            self._tokens[picture.size] = embeddings_of(self.config, pixels)
+        return PictureInsert(first, self._tokens[picture.size], content, partial(self.pixels, source, content))
 
     def pixels(self, source: Any, content: str) -> Mapping[str, torch.Tensor]:
         """What the vision tower reads of a picture.

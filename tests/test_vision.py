@@ -24,7 +24,7 @@ from draftsmith.models.chat import load_tokenizer, render, render_marked, render
 from draftsmith.models.costs import target_size
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.picture_prompts import opened
+from draftsmith.models.picture_prompts import PictureProcessor, embeddings_of, opened
 from draftsmith.models.prompt import PlacedInsert, Prompt, RenderError
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vision import PictureInsert
@@ -216,6 +216,22 @@ def test_a_chat_template_of_the_processor_serves(folders: dict[str, Path], tmp_p
     assert render_prompt(load_tokenizer(section_of(tmp_path)), messages) == own
     save_config_and_tokenizer(section_of(tmp_path), tmp_path / "stored")
     assert render_prompt(load_tokenizer(section_of(tmp_path / "stored")), messages) == own
+
+
+@both
+def test_the_size_of_a_picture_tells_its_tokens(
+    family: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other pictures of a known size are not processed before the target asks for them."""
+    processor = PictureProcessor(section_of(folders[family]), AutoConfig.from_pretrained(folders[family]))
+    processed: list[Any] = []
+    original = processor._processed
+    monkeypatch.setattr(processor, "_processed", lambda *given: processed.append(given) or original(*given))
+    sizes = [(24, 16), (24, 16), (40, 12), (24, 16)]
+    inserts = [processor.insert(0, picture(*size, seed=i)) for i, size in enumerate(sizes)]
+    assert len(processed) == 2 and len({each.digest for each in inserts}) == 4
+    for each in inserts:
+        assert embeddings_of(processor.config, each.pixels()) == each.length
 
 
 def test_pictures_come_as_files_bytes_or_images(folders: dict[str, Path], tmp_path: Path) -> None:
