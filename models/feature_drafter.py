@@ -116,8 +116,10 @@ class DrafterConfig:
             capture_layers=capture_layers,
             rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
             max_position_embeddings=config.max_position_embeddings,
-            # M-RoPE's axes are the target's: the drafter's positions are columns.
-            rope_parameters={key: value for key, value in rope.items() if not key.startswith("mrope_")},
+            # M-RoPE's axes are the target's: the drafter's positions are columns. Qwen2.5-VL also names it in `type`.
+            rope_parameters={
+                key: value for key, value in rope.items() if not key.startswith("mrope_") and value != "mrope"
+            },
             **own,
         )
 

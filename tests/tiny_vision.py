@@ -84,6 +84,7 @@ def vision_config(family: str, num_layers: int = 7) -> Any:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     if family == "qwen2_5_vl":
         tower |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
+        rope |= {"type": "mrope"}  # as published
     else:
         tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
         text |= {"head_dim": 8}
