@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,15 +28,11 @@ def test_every_arm_is_a_valid_recipe_of_its_own(arm: str, tmp_path: Path) -> Non
 
 
 def test_the_table_shows_arms_with_all_seeds() -> None:
-    measured = [
+    measured: list[dict[str, Any]] = [
         {"arm": arm, "seed": seed, "training_seconds": 60 * (seed + 2)}
         | {
             f"temperature {temperature}": {
-                "main": {
-                    "tau": 4 + seed + temperature / 2,
-                    "draft_milliseconds_per_call": 1 + seed,
-                    "draft_calls_per_round": 8,
-                },
+                "main": {"tau": 4 + seed + temperature / 2},
                 vision.PUBLISHED: {"tau": 2 + seed},
             }
             for temperature in vision.TEMPERATURES
@@ -43,6 +40,8 @@ def test_the_table_shows_arms_with_all_seeds() -> None:
         for arm, seeds in {"eagle-q1": 3, "eagle-q4": 2}.items()
         for seed in reversed(range(seeds))
     ]
+    timed = {"draft_milliseconds_per_call": 2.0, "draft_calls_per_round": 8}
+    measured += [{"arm": arm, "decoded": {"main": timed}} for arm in ("eagle-q1", "eagle-q4")]
     [*_, last] = lines = vision.table(measured, ["eagle-q1", "eagle-q4"]).splitlines()
     assert len(lines) == 3 and last.startswith("| ViSpec: 1 compressed token")
     assert [each.strip() for each in last.split("|")[2:-1]] == [

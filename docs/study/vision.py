@@ -5,10 +5,11 @@
     python -m docs.study.vision --jobs 2                 # trains and measures them, then prints docs/vision.md's table
     python -m docs.study.vision --only 'eagle3-*'
 
-All drafters train as recipes/demo-vision.yaml says (order, steps, batch, schedule) and are measured on its held-out
-pictures. They learn from the same answers, whose states are captured once; those of SHORT learn from answers to
-questions about the same pictures. A cell takes MINUTES of a core and ends as a line of docs/study/vision.jsonl. Cells
-with a line are done.
+All drafters train as recipes/demo-vision.yaml says (order, steps, batch, schedule). They learn from the same answers,
+whose states are captured once; those of SHORT learn from answers to questions about the same pictures. Acceptance is
+replayed along the target's answers about ANSWERS held-out pictures. Those of the first seed also decode a few, one
+drafter after the other, to be timed. A cell takes some MINUTES of a core and ends as a line of docs/study/vision.jsonl.
+Cells with a line are done.
 """
 
 import argparse
@@ -38,7 +39,9 @@ RECIPE = "recipes/demo-vision.yaml"
 RESULTS = ROOT / "docs/study/vision.jsonl"
 SEEDS = (0, 1, 2)
 PICTURES = 2000  # asked about in training
-MINUTES = 6
+ANSWERS = 160  # replayed
+DECODED = 12
+MINUTES = 4
 TEMPERATURES = (0, 1)
 # The published tree has too few draft calls to tell drafters apart that are right for more than four tokens.
 LARGE = "{policy: eagle2, nodes: 60, draft_calls: 8, top_k: 10}"
@@ -93,13 +96,12 @@ def main() -> None:
         raise UserError(f"--only: no arm is called {options.only}; there are {', '.join(ARMS)}")
     if options.jobs < 1:
         raise UserError(f"--jobs: {options.jobs} cells at a time; give 1 or more")
-    done = {(line["arm"], line["seed"]) for line in lines()}
+    done = {(line["arm"], line["seed"]) for line in lines() if "seed" in line}
     left = [(arm, seed) for seed in SEEDS for arm in arms if (arm, seed) not in done]
     if options.plan:
         print("\n".join(f"{arm}, seed {seed}" for arm, seed in left))
-        print(
-            f"{len(left)} of {len(SEEDS) * len(arms)} cells to do, about {len(left) * MINUTES / 60:.1f} hours of a core"
-        )
+        hours = len(left) * MINUTES / 60
+        print(f"{len(left)} of {len(SEEDS) * len(arms)} cells to do, about {hours:.1f} hours of a core")
         return
     for name in ("conversations.jsonl", "draft_vocab.safetensors"):
         if left and not (ROOT / options.demo / name).exists():
@@ -108,15 +110,21 @@ def main() -> None:
         ask_questions(ROOT / options.out / "short")
     for base in sorted({states_of(arm) for arm, _ in left}):
         capture(options.out, options.demo, base)
+    for temperature in TEMPERATURES if left else ():
+        answer(options.out, temperature)
     with ThreadPoolExecutor(options.jobs) as workers:
         problems = [line for line in workers.map(lambda cell: make(options.out, options.demo, *cell), left) if line]
+    timed = {line["arm"] for line in lines() if "decoded" in line}
+    for arm in arms:
+        if arm not in timed and (ROOT / options.out / f"{arm}-{SEEDS[0]}" / "drafter").exists():
+            decode(options.out, options.demo, arm)
     print(table(lines(), arms))
     if problems:
         raise UserError(problems)
 
 
 def lines() -> list[dict[str, Any]]:
-    """What was measured: a line for each cell."""
+    """What was measured: a line for each cell, and one for each timing."""
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
@@ -148,6 +156,33 @@ def capture(out: Path, demo: Path, states: str) -> None:
     draftsmith(["capture", RECIPE, *words], folder / "log.txt")
 
 
+def answer(out: Path, temperature: int) -> None:
+    """Writes the target's own answers about held-out pictures. Raises UserError if that fails."""
+    folder = ROOT / out / f"answers{temperature}"
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [
+        f"output_dir={folder}",
+        f"data.conversations={folder / 'conversations.jsonl'}",
+        "data.prompts=scenes:heldout",
+    ]
+    words += [f"data.max_prompts={ANSWERS}", f"data.generator.temperature={temperature}"]
+    draftsmith(["regenerate", RECIPE, *words], folder / "log.txt")
+
+
+def decode(out: Path, demo: Path, arm: str) -> None:
+    """Times a drafter of the first seed. Raises UserError if that fails."""
+    folder = out / f"{arm}-{SEEDS[0]}"
+    words = [*_common(out, demo, arm, SEEDS[0]), f"eval.max_prompts={DECODED}", f"eval.out={folder / 'decoded'}"]
+    draftsmith(["evaluate", *words], ROOT / folder / "log.txt")
+    append({"arm": arm, "decoded": _contenders(folder / "decoded")})
+
+
+def append(line: dict[str, Any]) -> None:
+    line["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    with RESULTS.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def _read(out: Path, demo: Path, states: str) -> list[str]:
     answers = out / "short" if states == "short" else demo
     return [
@@ -167,17 +202,26 @@ def draftsmith(words: list[str], log: Path) -> None:
         raise UserError(f"{words[0]} ended with {ended.returncode}; see {log}")
 
 
+def _common(out: Path, demo: Path, arm: str, seed: int) -> list[str]:
+    folder = f"output_dir={out / f'{arm}-{seed}'}"
+    trees = f"eval.tree={LARGE}", f"eval.also={_ALSO}"
+    return [RECIPE, folder, *_read(out, demo, states_of(arm)), f"train.seed={seed}", *trees, *ARMS[arm][1]]
+
+
 def commands(out: Path, demo: Path, arm: str, seed: int) -> list[list[str]]:
-    """Arguments of `draftsmith`: a training, and an evaluation for each temperature."""
-    common = [
-        *(RECIPE, f"output_dir={out / f'{arm}-{seed}'}", *_read(out, demo, states_of(arm))),
-        *(f"train.seed={seed}", f"eval.tree={LARGE}", f"eval.also={_ALSO}", *ARMS[arm][1]),
-    ]
-    evaluations = [
-        ["evaluate", *common, f"eval.temperature={each}", f"eval.out={_measured(out, arm, seed, each).parent}"]
+    """Arguments of `draftsmith`: a training, and a replay for each temperature."""
+    common = _common(out, demo, arm, seed)
+    replays = [
+        [
+            *("evaluate", *common, "eval.mode=replay", f"eval.temperature={each}", f"eval.max_prompts={ANSWERS}"),
+            *(
+                f"eval.answers={out / f'answers{each}' / 'conversations.jsonl'}",
+                f"eval.out={_measured(out, arm, seed, each)}",
+            ),
+        ]
         for each in TEMPERATURES
     ]
-    return [["train", *common], *evaluations]
+    return [["train", *common], *replays]
 
 
 def make(out: Path, demo: Path, arm: str, seed: int) -> str:
@@ -185,7 +229,8 @@ def make(out: Path, demo: Path, arm: str, seed: int) -> str:
     folder = ROOT / out / f"{arm}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / demo / "draft_vocab.safetensors", folder)  # all tokens, so every arm's is the same
-    done = [folder / "drafter", *(ROOT / _measured(out, arm, seed, each) for each in TEMPERATURES)]
+    replayed = [ROOT / _measured(out, arm, seed, each) / "replay" for each in TEMPERATURES]
+    done = [folder / "drafter", *(each / "acceptance.json" for each in replayed)]
     for command, result in zip(commands(out, demo, arm, seed), done, strict=True):
         if result.exists():
             continue
@@ -196,15 +241,9 @@ def make(out: Path, demo: Path, arm: str, seed: int) -> str:
             return f"{arm}, seed {seed}: {error}"
         if command[0] == "train":
             atomic_write(folder / "seconds.json", json.dumps(time.monotonic() - began))
-    line = {
-        "arm": arm,
-        "seed": seed,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "training_seconds": round(json.loads((folder / "seconds.json").read_text()), 1),
-        **{f"temperature {each}": _contenders(out, arm, seed, each) for each in TEMPERATURES},
-    }
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    seconds = round(json.loads((folder / "seconds.json").read_text()), 1)
+    found = {f"temperature {t}": _contenders(each) for t, each in zip(TEMPERATURES, replayed, strict=True)}
+    append({"arm": arm, "seed": seed, "training_seconds": seconds} | found)
     print(f"{arm}, seed {seed}: done", flush=True)
     return ""
 
@@ -215,16 +254,18 @@ def table(measured: list[dict[str, Any]], arms: list[str]) -> str:
         "| drafter | tau, greedy | tau, temperature 1 | tau of the tree of 30, greedy | ms of drafting | minutes |",
         "|---|---|---|---|---|---|",
     ]
+    decoded = {line["arm"]: line["decoded"]["main"] for line in measured if "decoded" in line}
     for arm in arms:
-        found = sorted((line for line in measured if line["arm"] == arm), key=lambda line: line["seed"])
-        if [line["seed"] for line in found] == list(SEEDS):
+        found = sorted(
+            (line for line in measured if line["arm"] == arm and "seed" in line), key=lambda line: line["seed"]
+        )
+        if [line["seed"] for line in found] == list(SEEDS) and arm in decoded:
             greedy, sampled = ([line[f"temperature {each}"] for line in found] for each in TEMPERATURES)
-            trees = [line["main"] for line in greedy]
-            rounds = [each["draft_milliseconds_per_call"] * each["draft_calls_per_round"] for each in trees]
+            drafting = decoded[arm]["draft_milliseconds_per_call"] * decoded[arm]["draft_calls_per_round"]
             rows.append(
-                f"| {ARMS[arm][0]} | {_mean([each['tau'] for each in trees])} | "
+                f"| {ARMS[arm][0]} | {_mean([each['main']['tau'] for each in greedy])} | "
                 f"{_mean([each['main']['tau'] for each in sampled])} | "
-                f"{_mean([each[PUBLISHED]['tau'] for each in greedy])} | {statistics.median(rounds):.1f} | "
+                f"{_mean([each[PUBLISHED]['tau'] for each in greedy])} | {drafting:.1f} | "
                 f"{statistics.median(line['training_seconds'] for line in found) / 60:.1f} |"
             )
     return "\n".join(rows)
@@ -235,19 +276,19 @@ def _mean(values: list[float]) -> str:
 
 
 def _measured(out: Path, arm: str, seed: int, temperature: int) -> Path:
-    return out / f"{arm}-{seed}" / f"eval{temperature}" / "acceptance.json"
+    return out / f"{arm}-{seed}" / f"temperature{temperature}"
 
 
-def _contenders(out: Path, arm: str, seed: int, temperature: int) -> dict[str, Any]:
+def _contenders(folder: Path) -> dict[str, Any]:
     """The table's numbers of its two trees."""
-    content = json.loads((ROOT / _measured(out, arm, seed, temperature)).read_bytes())
+    content = json.loads((ROOT / folder / "acceptance.json").read_bytes())
     found = content["contenders"]
     kept = (
         *("tau", "tau_interval", "accepted_per_round", "rounds", "new_tokens", "draft_calls_per_round"),
         *("draft_milliseconds_per_call", "verify_milliseconds_per_round", "speedup", "matches_target"),
     )
     both = {"main": found[content["contender"]], PUBLISHED: found[PUBLISHED]}
-    return {name: {key: numbers[key] for key in kept} for name, numbers in both.items()}
+    return {name: {key: numbers.get(key) for key in kept} for name, numbers in both.items()}
 
 
 if __name__ == "__main__":
