@@ -15,6 +15,7 @@ from draftsmith.eval.decoding.contenders import Contender, Lineup, main_contende
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, recipe_questions
 from draftsmith.eval.page.files import interval_text
 from draftsmith.eval.planner.cost_model import REPEATS, probe_trees
+from draftsmith.eval.planner.precisions import precision_lines
 from draftsmith.eval.planner.search import (
     Plan,
     candidates_of,
@@ -98,6 +99,7 @@ def print_planner_plan(
     print(f"replays      {len(answers)} answers, {answer_tokens(answers):,} tokens, from {recording.path}")
     probes = 1 + len(probe_trees([contender.tree for contender in contenders]))
     context = recipe.eval.planner.context or mean_context(answers)
+    print("\n".join(precision_lines(recipe.target)))
     print(f"measures     the costs of a round by {probes} probes, {1 + REPEATS} times, at {context} tokens of context")
     if most:
         print(f"decodes      {prompts} prompts plainly and by the best {min(most, len(contenders))} candidates")
