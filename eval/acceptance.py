@@ -42,8 +42,9 @@ def _compare_option(parser: ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="further contenders, one per argument: a recipe file, or overrides of eval.tree, eval.drafter and "
-        'eval.token_counts in quotes, with or without a name: "wide: eval.tree.nodes=100 eval.tree.top_k=16"',
+        help="further contenders, one per argument: a recipe file, or overrides of eval.tree, eval.router, "
+        "eval.drafter and eval.token_counts in quotes, with or without a name: "
+        '"wide: eval.tree.nodes=100 eval.tree.top_k=16"',
     )
 
 

@@ -152,7 +152,7 @@ class StaticAutomaton:
 
     @classmethod
     def of_documents(cls, tokens: np.ndarray, separator: int) -> "StaticAutomaton":
-        """Sorts a corpus as `joined` makes it."""
+        """Sorts a corpus as `corpus_tokens` makes it."""
         return cls(tokens, sorted_positions(tokens, separator), separator)
 
     # Look-ups.
@@ -312,7 +312,7 @@ class StaticAutomaton:
 # Building.
 
 
-def joined(documents: Sequence[np.ndarray], separator: int) -> np.ndarray:
+def corpus_tokens(documents: Sequence[np.ndarray], separator: int) -> np.ndarray:
     """The documents with separators, in the smallest type that holds them."""
     kind = np.uint16 if separator < 2**16 else np.int32
     sizes = np.array([len(document) + 1 for document in documents], dtype=np.int64)

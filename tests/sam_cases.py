@@ -7,13 +7,14 @@ import torch
 
 from draftsmith.eval.decoding.sam import SamProposer, SamRouter
 from draftsmith.models.draft_tree import Proposer
-from draftsmith.models.sam import StaticAutomaton, joined
+from draftsmith.models.sam import StaticAutomaton, corpus_tokens
 
 CPU = torch.device("cpu")
 
 
 def corpus_of(documents: Sequence[Sequence[int]], vocab_size: int) -> StaticAutomaton:
-    return StaticAutomaton.of_documents(joined([np.array(document) for document in documents], vocab_size), vocab_size)
+    tokens = corpus_tokens([np.array(document) for document in documents], vocab_size)
+    return StaticAutomaton.of_documents(tokens, vocab_size)
 
 
 def misleading(answers: Sequence[Sequence[int]], vocab_size: int) -> StaticAutomaton:

@@ -388,7 +388,7 @@ def test_decoded_answers_have_the_target_s_law(proposer: str, drawn_as: str, voc
 
 
 def test_rows_that_copy_beside_a_drawn_chain_have_the_target_s_law() -> None:
-    """In one batch, chains of SAM's, of two lengths, have one possible token at each place; a drafter draws the rest."""
+    """In one batch, chains of SAM's, of two lengths, have one possible token at each place; a drafter draws others."""
     sampling, prompts = SAMPLINGS["top-p"], ([2, 0, 3, 2, 0], [2, 2, 0, 4, 1], [2, 0, 3, 2, 0])
     target, drafter = small_pair(None)
     drawing = PolicyProposer(FeatureDrafting(drafter), Chain(1, sampling=sampling))

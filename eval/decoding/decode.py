@@ -381,8 +381,9 @@ def decode_stream(
         committed = [row.committed for row in live]
         done = run_round(verifier, proposer, committed, clock.mark)
         sources = done.sources or [None] * len(live)
-        for row, *of_row in zip(live, done.new_tokens, done.nodes, done.calls, sources, strict=True):
-            row.take(*of_row, stop_ids)
+        of_rows = zip(live, done.new_tokens, done.nodes, done.calls, sources, strict=True)
+        for row, tokens, nodes, count, source in of_rows:
+            row.take(tokens, nodes, count, source, stop_ids)
         before, ended = ended, clock.mark()
         rounds.append((live, [before, *done.marks, ended]))
         if watch is not None:

@@ -3,7 +3,7 @@
 The schema has their names (`recipes.schema.ProposerName`) and the keys that go with each; a test compares the names.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -81,7 +81,7 @@ class LoadedModels(Protocol):
 
     target: Target
     fingerprint: str  # of the target's tokenizer
-    stop_ids: Collection[int]
+    stop_ids: frozenset[int]
 
     def drafter(self, directory: Path) -> FeatureDrafter: ...
 

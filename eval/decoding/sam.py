@@ -43,7 +43,7 @@ class SamDraft:
         return self.parents == list(range(len(self.tokens)))
 
 
-NOTHING = SamDraft(DYNAMIC, 0, [], [])
+NO_DRAFT = SamDraft(DYNAMIC, 0, [], [])
 
 
 class SamProposer:
@@ -126,7 +126,7 @@ class SamProposer:
             if tokens or not own:  # else every occurrence ends its document
                 return SamDraft(STATIC, score, *_shallow_first(tokens, parents))
         if not own:
-            return NOTHING
+            return NO_DRAFT
         assert text.automaton is not None
         tokens = self._up_to_stop(text.automaton.continuation(self._most(own)))
         return SamDraft(DYNAMIC, own, tokens, list(range(len(tokens))))
@@ -207,13 +207,13 @@ class SamRouter:
             self.waiting = None
 
     def propose(self) -> tuple[DraftTree, list[int]]:
-        drafts = [draft if draft.score >= self.l_threshold else NOTHING for draft in self.sam.drafts()]
+        drafts = [draft if draft.score >= self.l_threshold else NO_DRAFT for draft in self.sam.drafts()]
         if not self.fuse and all(draft.tokens for draft in drafts):
             return self.sam.tree(drafts), [0] * len(drafts)
         self._catch_up()
         tree, calls = self.other.propose()
         if not any(draft.tokens for draft in drafts):
-            tree.sources = [DraftedBy(DRAFTER)] * len(drafts)
+            tree.sources = [_by_drafter(tree, row) for row in range(tree.rows)]
             return tree, calls
         if self.fuse:
             return fused(tree, drafts), calls
@@ -229,6 +229,11 @@ def _joined(before: Committed, after: Committed) -> Committed:
         features = pad_sequence([torch.cat((a[:n], b[:m])) for a, n, b, m in pairs], batch_first=True)
     counts = [n + m for n, m in zip(before.counts, after.counts, strict=True)]
     return replace(after, features=features, counts=counts)
+
+
+def _by_drafter(tree: DraftTree, row: int) -> DraftedBy:
+    """A source for a tree of the other proposer, with what that one tells of it."""
+    return DraftedBy(DRAFTER) if tree.sources is None else replace(tree.sources[row], source=DRAFTER)
 
 
 # Trees. A row is its tokens and parents, the root's own parent -1.
@@ -298,7 +303,7 @@ def _each_its_own(sam: DraftTree, other: DraftTree, drafts: Sequence[SamDraft]) 
         sizes,
         drawn_from,
         sam.is_chain and other.is_chain,
-        [DraftedBy(draft.source if draft.tokens else DRAFTER) for draft in drafts],
+        [DraftedBy(d.source) if d.tokens else _by_drafter(other, row) for row, d in enumerate(drafts)],
     )
 
 
@@ -330,7 +335,10 @@ def fused(tree: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
             at = child[at, token]
         below, their_parents = _shallow_first(tokens[1:], parents[1:])
         rows.append(([tokens[0], *below], [-1, *their_parents]))
-        sources.append(DraftedBy(DRAFTER, *((draft.source, tuple(draft.tokens), shared) if draft.tokens else ())))
+        source = _by_drafter(tree, row)
+        if draft.tokens:
+            source = replace(source, chain_source=draft.source, chain=tuple(draft.tokens), shared=shared)
+        sources.append(source)
     merged = _tree(rows, tree.tokens.device)
     merged.sources = sources
     return merged

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftsmith.models.sam import DynamicAutomaton, StaticAutomaton, joined
+from draftsmith.models.sam import DynamicAutomaton, StaticAutomaton, corpus_tokens
 
 VOCAB = 32_000
 DOCUMENT = 500  # tokens
@@ -52,7 +52,7 @@ def peak_bytes() -> int:
 def measure(tokens: int) -> None:
     chance = np.random.default_rng(0)
     text = text_of(tokens, chance)
-    corpus = joined(np.split(text, range(DOCUMENT, tokens, DOCUMENT)), VOCAB)
+    corpus = corpus_tokens(np.split(text, range(DOCUMENT, tokens, DOCUMENT)), VOCAB)
     before, began = peak_bytes(), time.perf_counter()
     automaton = StaticAutomaton.of_documents(corpus, VOCAB)
     seconds, memory = time.perf_counter() - began, peak_bytes() - before

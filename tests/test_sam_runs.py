@@ -1,0 +1,143 @@
+"""SAM-Decoding by the scripts: a corpus is sorted, contenders look in it, and the files say who drafted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.data_gen import build_sam
+from draftsmith.eval import acceptance, plan
+from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
+from draftsmith.models.sam import StaticAutomaton
+from draftsmith.recipes.command.stages import stages_of
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.schema import TargetSection
+from tests.compare_cases import also
+from tests.compare_cases import place as place
+from tests.report_cases import Page
+from tests.sam_cases import corpus_of
+from tests.training_runs import run_main
+
+NO_MORE = "eval.max_prompts=2"
+
+
+@pytest.fixture(scope="module")
+def answers(place: Path, target_dir: Path) -> Path:
+    """The target's own answers, from an evaluation: the run's conversations."""
+    recipe = place / "recipe.yaml"
+    run_main(acceptance, recipe, f"eval.out={place / 'first'}", "eval.max_new_tokens=40")
+    fingerprint = tokenizer_fingerprint(load_tokenizer(TargetSection(model=str(target_dir))))
+    lines = [json.loads(line) for line in (place / "first/generations.jsonl").read_text().splitlines()]
+    path = place / "run/conversations.jsonl"
+    records = [
+        {
+            "id": f"c{i}",
+            "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "not read"}],
+            "turns": [{"prompt_token_ids": line["prompt_token_ids"], "output_token_ids": line["token_ids"]}] * 2,
+            "generator": {"tokenizer_fingerprint": fingerprint, "temperature": 0.0},
+        }
+        for i, line in enumerate(lines)
+        if line["contender"] == "plain decoding"
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def corpus(place: Path, answers: Path) -> Path:
+    run_main(build_sam, place / "recipe.yaml")
+    return place / "run/sam.safetensors"
+
+
+def test_answers_are_taken_as_their_tokens_and_end_behind_stops(
+    place: Path, answers: Path, corpus: Path, target_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fingerprint = tokenizer_fingerprint(load_tokenizer(TargetSection(model=str(target_dir))))
+    automaton = StaticAutomaton.load(corpus, fingerprint)
+    told = [json.loads(line)["turns"][0]["output_token_ids"] for line in answers.read_text().splitlines()]
+    distinct = {tuple(tokens) for tokens in told}
+    assert len(automaton.order) == sum(map(len, distinct))
+    for tokens in told:
+        assert automaton.longest([7, 7, *tokens]).length >= len(tokens)
+    (place / "texts.txt").write_text("the cat ran\n")
+    stop = load_tokenizer(TargetSection(model=str(target_dir))).eos_token
+    (place / "more.jsonl").write_text(json.dumps({"text": f"a mat{stop}the dog"}) + "\n" + "{}\n")
+    sources = json.dumps([str(place / "texts.txt"), str(place / "more.jsonl"), str(place / "*.txt")])
+    overrides = f"data.sam.sources={sources}", f"data.sam.out={place / 'other.safetensors'}"
+    run_main(build_sam, place / "recipe.yaml", *overrides, "--plan")
+    assert "6 bytes a token" in capsys.readouterr().out and not (place / "other.safetensors").exists()
+    run_main(build_sam, place / "recipe.yaml", *overrides)
+    said = capsys.readouterr().out
+    assert "in 3 documents, 1 repeated ones left out; 1 record rejected" in said and "a look-up" in said
+
+
+@pytest.mark.parametrize("mode", ["routed", "fused"])
+def test_an_evaluation_tells_who_drafted_and_a_replay_agrees(place: Path, corpus: Path, mode: str) -> None:
+    out, recipe = place / mode, place / "recipe.yaml"
+    router: dict[str, Any] = {"static": str(corpus), "l_threshold": 2, "l_bias": 1, "fuse": mode == "fused"}
+    settings = [
+        f"eval.out={out}",
+        f"eval.router={json.dumps(router)}",
+        also(name="alone", proposer="sam", sam={"static": str(corpus)}),
+    ]
+    assert "build-sam" in stages_of(load_recipe(recipe, settings))
+    run_main(acceptance, recipe, *settings)
+    run_main(acceptance, recipe, *settings, "eval.mode=replay")
+    decoded, replayed = (json.loads((path / "acceptance.json").read_text()) for path in (out, out / "replay"))
+    main = decoded["contender"]
+    assert main.endswith(f"{mode} with sam, dynamic and static")
+    for name, row in decoded["contenders"].items():
+        assert row["matches_target"] is True
+        assert replayed["contenders"][name]["drafted_by"] == row["drafted_by"]
+        assert replayed["contenders"][name]["accepted_histogram"] == row["accepted_histogram"]
+    row, alone = decoded["contenders"][main], decoded["contenders"]["alone"]
+    assert row["router"] == router | {"dynamic": True, "nodes": 40} and alone["sam"]["static"] == str(corpus)
+    assert {"drafter", "sam static"} <= set(row["drafted_by"]) and "sam static" in alone["drafted_by"]
+    assert "drafter" not in alone["drafted_by"]
+    assert sum(share["accepted"] for share in row["drafted_by"].values()) == pytest.approx(1, abs=1e-3)
+    assert row["drafted_by"]["sam static"]["accepted"] > 0.5  # the target says again what it said
+    assert (row["drafted_by"]["drafter"]["rounds"] == 1) == (mode == "fused")
+    assert decoded["contenders"]["plain decoding"]["drafted_by"] == {}
+    html = (out / "report.html").read_text()
+    by = "drafted by drafter and sam static" if mode == "fused" else "drafted by sam static"
+    assert "Who drafted it" in Page(html).text and by in html
+
+
+def test_a_planner_plans_the_drafter_beside_sam(place: Path, answers: Path, corpus: Path) -> None:
+    settings = [f"eval.router={{static: {corpus}}}", f"eval.out={place / 'planned'}"]
+    trees = "eval.planner.candidates=[{policy: chain, nodes: 3}]"
+    run_main(plan, place / "recipe.yaml", *settings, trees, f"eval.planner.answers={answers}")
+    assert json.loads((place / "planned/plan.json").read_text())["candidates"][0]["tree"]["policy"] == "chain"
+
+
+def refused(*arguments: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        run_main(*arguments)
+    return "\n".join(caught.value.problems)
+
+
+def test_mistakes_are_told_before_anything_is_decoded(place: Path) -> None:
+    recipe, theirs = place / "recipe.yaml", place / "theirs.safetensors"
+    corpus_of([[1, 2]], 320).save(theirs, "f" * 64, {})
+    found = refused(acceptance, recipe, f"eval.router={{static: {theirs}}}", "--plan")
+    assert found.startswith("eval.router.static: ") and "another tokenizer: fingerprint ffffffffffffffff there" in found
+    found = refused(acceptance, recipe, also(proposer="sam", sam={"static": "nothing.safetensors"}), "--plan")
+    assert found.startswith("eval.also.0.sam.static: nothing.safetensors: no such file; run `draftsmith build-sam`")
+    for section, problem in (
+        ({"proposer": "sam", "tree": {"policy": "ddd"}}, "policy eagle2 or chain"),
+        ({"proposer": "sam", "sam": {"dynamic": False}}, "nothing to look in"),
+        ({"proposer": "sam", "router": {}}, "beside another proposer"),
+        ({"sam": {"alpha": 2.0}}, "sam is for proposer sam"),
+        ({"router": {"treshold": 3}}, "treshold"),
+        (
+            {"router": {"fuse": True}, "tree": {"policy": "chain", "draw": "sampled"}},
+            "drawn tokens cannot get branches",
+        ),
+    ):
+        assert problem in refused(acceptance, recipe, also(**section))
+    (place / "empty.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "no answer"}]}) + "\n")
+    found = refused(build_sam, recipe, f"data.sam.sources={place / 'empty.jsonl'}")
+    assert found.startswith("data.sam.sources: ") and "hold no token" in found
+    assert "data.sam.sources.0: " in refused(build_sam, recipe, "data.sam.sources=[missing.txt]")
