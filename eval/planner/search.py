@@ -169,7 +169,8 @@ def prepared(
 
 def _with_tree(recipe: Recipe, base: Contender, tree: TreeSection, place: str = "") -> Contender:
     counts = recipe.token_counts_path if tree.vocab_size is not None else None
-    return replace(base, name="", tree=tree, place=place, token_counts=counts)
+    # Of a router the drafter's own rounds are planned.
+    return replace(base, name="", tree=tree, place=place, token_counts=counts, router=None)
 
 
 # The recorded answers.
