@@ -39,8 +39,8 @@ from draftsmith.models.adapter import adapter_digest
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import QuantizationSection, TargetSection
 
-# From so many rows on, int8 weights are cast to bfloat16 for an ordinary product: 48 ms instead of 54 for 16 rows of a
-# target of 107 M parameters, 93 instead of 168 for 60 (docs/log.md).
+# From so many rows on, int8 weights are cast to bfloat16 for an ordinary product: 46 ms instead of 54 for 16 rows of a
+# target of 107 M parameters, 97 instead of 168 for 60 (docs/log.md).
 CAST_ROWS = 16
 ROW_BLOCK = 16  # inputs: with another multiple torch 2.13's int8 kernel reads beyond the weight and may crash
 OUT_BLOCK = 16  # outputs that the int4 kernel packs together
