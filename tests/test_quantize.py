@@ -37,7 +37,8 @@ from tests.decoding import decode_batch
 from tests.pairs import PROMPTS, greedy, taught, vocab_said
 from tests.replay_cases import conversation, write_lines
 
-WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # what groups of 32 and both kernels divide
+# What groups of 32 and both kernels divide.
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 INT8, INT4 = QuantizationSection(bits=8), QuantizationSection(group_size=32)
 FAKE = QuantizationSection(group_size=32, fake=True)
 

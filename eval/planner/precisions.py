@@ -81,7 +81,7 @@ class PrecisionCosts:
 
     def at(self, nodes: Sequence[int] | np.ndarray) -> np.ndarray:
         """T_v at each n, straight lines between the measured ones."""
-        return np.interp(nodes, list(self.seconds), list(self.seconds.values()))
+        return np.interp(np.asarray(nodes), list(self.seconds), list(self.seconds.values()))
 
 
 def no_gain_from(costs: dict[str, PrecisionCosts], name: str) -> int | None:
