@@ -59,8 +59,7 @@ VISION := $(BIN)/draftsmith run recipes/demo-vision.yaml
 demo-vision: install  ## a drafter for a target that sees, and its baselines, in runs/demo-vision
 	$(VISION) output_dir=runs/demo-vision-blind drafter.compressed_tokens=0 drafter.global_vector=false eval.prompts=null
 	$(VISION) output_dir=runs/demo-vision-all drafter='{kind: eagle}' train.ttt_steps=2 train.step_weight=1 \
-		train.token_objective=total_variation train.token_loss=20 train.rank_loss=0.1 train.feature_loss=0 \
-		train.detach_features=false eval.prompts=null
+		train.feature_loss=0 train.detach_features=false eval.prompts=null
 	$(VISION)
 
 vision-target: install  ## train the vision demo's target again: 104 minutes

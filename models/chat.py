@@ -68,8 +68,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
             tokenizer.chat_template = Path(target.chat_template).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"target.chat_template: cannot read {target.chat_template}: {first_line(error)}") from error
-    config = load_config(target)
-    if not tokenizer.chat_template and is_vision_language(config):
+    if not tokenizer.chat_template:
         tokenizer.chat_template = processor_template(target)
     if not tokenizer.chat_template:
         raise UserError(
@@ -77,6 +76,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
             "as its tokens; name a file with the template it was tuned with in target.chat_template"
         )
     tokenizer.chat_template = _with_variables(tokenizer.chat_template, target)
+    config = load_config(target)
     _check_vocabulary(tokenizer, config)
     if is_vision_language(config):
         setattr(tokenizer, _PICTURES, PictureProcessor(target, config))
@@ -84,7 +84,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
 
 
 def processor_template(target: TargetSection) -> str | dict[str, str] | None:
-    """The chat template of a vision-language target whose tokenizer has none: LLaVA's are in a file of the processor
+    """The processor's chat template; None: there is none. LLaVA's tokenizers have none, and its processor has a file
     (chat_template.json), which tokenizers do not read."""
     try:
         return ProcessorMixin.get_processor_dict(target.model, revision=target.revision)[0].get("chat_template")

@@ -64,7 +64,23 @@ def target_identity(
 ) -> dict[str, Any]:
     """A target's identity: recorded answers and stored states must agree with it, and drafters (`check_identity`)."""
     identity = config_identity(target.config, model, revision, fingerprint, changes)
-    return identity | {"embedding_digest": tensor_digest(target.embedding_table)}
+    return identity | weight_digests(target)
+
+
+def weight_digests(target: Target) -> dict[str, str]:
+    """`embedding_digest`, and of a vision-language target `vision_digest`: of all that stands before its decoder.
+
+    They tell fine-tunes with embeddings, tower or projector of their own from each other, not those with other layers.
+    """
+    digests = {"embedding_digest": tensor_digest(target.embedding_table)}
+    if target.pictures is None:
+        return digests
+    text = {id(parameter) for part in (target.decoder, target.head) for parameter in part.parameters()}
+    found = hashlib.sha256()
+    for parameter in target.model.parameters():
+        if id(parameter) not in text:
+            found.update(tensor_digest(torch.atleast_1d(parameter), 64).encode())
+    return digests | {"vision_digest": found.hexdigest()}
 
 
 def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> dict[str, Any]:

@@ -301,6 +301,10 @@ def in_parts(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], 
         if not places:
             raise RenderError("a picture without a path")
         digest = given.get("sha256")
+        if digest is not None and not (isinstance(places[0], str) and isinstance(digest, str)):
+            raise RenderError(
+                f"wrong type: path and sha256 of a picture must be text, not {places[0]!r:.80} and {digest!r:.80}"
+            )
         sources.append(places[0] if digest is None else PlacedPicture(places[0], digest))
         return {"type": "image"}
 

@@ -45,8 +45,8 @@ EAGLE3 = {"token_loss": 1.0, "feature_loss": 0.0, "feature_noise": 0.0, "detach_
         ("{kind: poss}", {"ttt_steps": 8, **HASS}),
         ("{kind: poss, positions_per_specialist: 3, specialists: 2}", {"ttt_steps": 6, **HASS}),
         ("{kind: poss, base: eagle3, specialists: 3}", {"ttt_steps": 6, **EAGLE3, "detach_features": "specialists"}),
-        ("{kind: vispec}", {"ttt_steps": 2, "token_loss": 20.0}),
-        ("{kind: vispec, specialists: 3}", {"ttt_steps": 6, "token_loss": 20.0}),
+        ("{kind: vispec}", {"ttt_steps": 2, "token_loss": 10.0}),
+        ("{kind: vispec, specialists: 3}", {"ttt_steps": 6, "token_loss": 10.0}),
         (
             "{kind: vispec, base: eagle3, positions_per_specialist: 1}",
             {"ttt_steps": 4, **EAGLE3, "detach_features": "specialists"},
@@ -184,7 +184,7 @@ def test_all_that_cannot_be_trained_is_told_at_its_own_place(write):
         ({"kind": "vispec", "base": "eagle3"}, EAGLE3, None),
         (
             {"kind": "vispec"},
-            {"ttt_steps": 2, "step_weight": 1.0, "token_objective": "soft_ce", "token_loss": 20.0, "rank_loss": 0.1},
+            {"ttt_steps": 2, "step_weight": 1.0, "token_objective": "soft_ce", "token_loss": 10.0, "rank_loss": 0.05},
             "not as published for vispec: train.feature_noise 0 (published 0.2), train.token_objective soft_ce "
             "(published total_variation)",
         ),

@@ -314,7 +314,7 @@ def test_bad_records_are_kept_with_their_reason(place: Workspace) -> None:
         ],
     )
     said = place.run(source)
-    assert "1 prompts of 8 records; 9 records rejected" in said
+    assert "1 prompts of 10 records; 9 records rejected" in said
     expected = {"picture missing": 2, "picture truncated": 1, "not a picture": 1, "picture URL": 1, "placeholders": 1}
     assert place.rejects() == expected | {"no picture": 1, "unknown columns": 1, "wrong type": 1}
     place.run(source)

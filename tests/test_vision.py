@@ -1,5 +1,6 @@
 """Vision-language targets: pictures reach prefill, trees, training rows and keys as the family's model reads them."""
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,10 +22,11 @@ from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import load_tokenizer, render, render_marked, render_prompt
+from draftsmith.models.checkpoint import weight_digests
 from draftsmith.models.costs import target_size
 from draftsmith.models.draft_tree import Proposer
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.picture_prompts import PictureProcessor, embeddings_of, opened
+from draftsmith.models.picture_prompts import PictureProcessor, embeddings_of, in_parts, opened
 from draftsmith.models.prompt import PlacedInsert, Prompt, RenderError
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vision import PictureInsert
@@ -216,6 +218,27 @@ def test_a_chat_template_of_the_processor_serves(folders: dict[str, Path], tmp_p
     assert render_prompt(load_tokenizer(section_of(tmp_path)), messages) == own
     save_config_and_tokenizer(section_of(tmp_path), tmp_path / "stored")
     assert render_prompt(load_tokenizer(section_of(tmp_path / "stored")), messages) == own
+
+
+@pytest.mark.parametrize("part", [{"sha256": 5}, {"path": 7, "sha256": "0"}, {"path": ["a"], "sha256": "0"}])
+def test_picture_parts_of_wrong_types_are_refused(part: dict[str, Any]) -> None:
+    message = {"role": "user", "content": [{"type": "image", "path": "a.png"} | part]}
+    with pytest.raises(RenderError, match=r"^wrong type: path and sha256 of a picture must be text"):
+        in_parts([message])
+
+
+def test_targets_that_see_otherwise_have_another_identity() -> None:
+    """Also those that write alike: another projector, or another tower."""
+    original = weight_digests(target_of("llava"))
+    for part in ("multi_modal_projector", "vision_tower"):
+        model = copy.deepcopy(make_vision_target("llava"))
+        with torch.no_grad():
+            next(p for name, p in model.named_parameters() if f"{part}." in name and p.dim() > 1).mul_(1.5)
+        digests = weight_digests(Target(model))
+        assert digests["embedding_digest"] == original["embedding_digest"]
+        assert digests["vision_digest"] != original["vision_digest"]
+    assert weight_digests(Target(copy.deepcopy(make_vision_target("llava")))) == original
+    assert "vision_digest" not in weight_digests(Target(make_target()))
 
 
 @both

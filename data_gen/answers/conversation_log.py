@@ -20,7 +20,7 @@ from draftsmith.recipes.prompts.reader import Conversation, asked_digest
 from draftsmith.recipes.prompts.rejects import is_unicode
 
 SECONDS_BETWEEN_SYNCS = 1.0
-LEARNED = ("embedding_digest", "served_model")  # identify the target once it is loaded or reached
+LEARNED = ("embedding_digest", "vision_digest", "served_model")  # identify the target once it is loaded or reached
 NAMED_AT_MOST = 5  # conversations that an error lists
 _START = b'{"id": '  # of every line that regenerate writes
 

@@ -34,7 +34,7 @@ from draftsmith.models.chat import (
     template_variables,
     tokenizer_fingerprint,
 )
-from draftsmith.models.checkpoint import tensor_digest, weight_bytes
+from draftsmith.models.checkpoint import weight_bytes, weight_digests
 from draftsmith.models.costs import decoding_lines, decoding_time
 from draftsmith.models.formats.named_drafters import with_writing_drafter, yet_to_import
 from draftsmith.models.quantize import target_changes
@@ -107,7 +107,8 @@ def main(command: Command) -> int:
                 log.identify("served_model", servers.connect())
                 return regenerate(servers, tokenizer, todo, settings, log, rejects)
         writer = Writer.of(recipe, settings)
-        log.identify("embedding_digest", tensor_digest(writer.target.embedding_table))
+        for name, digest in weight_digests(writer.target).items():
+            log.identify(name, digest)
         if not writer.acceptance.lossless:  # these answers are not the target's own
             log.note("lossless", False)
         if (asked := recipe.data.generator).drafter is not None:

@@ -64,6 +64,7 @@ def main(command: Command) -> None:
     with locked(out.with_name(f".{out.name}.lock"), taken):
         read = read_conversations(sources, rejects, None, "data.reprompt.sources: ", store)
         conversations = in_drawn_order(Bar(read, desc="reading", unit="record"), section.seed)
+        records = len(conversations) + rejects.total
         most = min(section.max_prompts or len(conversations), len(conversations))
         written = 0
         with atomic_path(out) as unfinished, unfinished.open("wb") as file:
@@ -76,9 +77,9 @@ def main(command: Command) -> None:
                         break
             if not written:
                 raise UserError(
-                    f"data.reprompt.sources: none of {len(conversations):,} records gave a prompt; {rejects.summary()}"
+                    f"data.reprompt.sources: none of {records:,} records gave a prompt; {rejects.summary()}"
                 )
-    print(f"{out}: {written:,} prompts of {len(conversations):,} records; {rejects.summary()}")
+    print(f"{out}: {written:,} prompts of {records:,} records; {rejects.summary()}")
     if section.max_prompts and written < section.max_prompts:
         print(f"note: data.reprompt.max_prompts asks for {section.max_prompts:,}, and there are no more")
 

@@ -31,7 +31,8 @@ from draftsmith.recipes.validation import validation_rank
 
 SHOWN_FAULTS = 3
 EVERYONE = ""  # contender name of answers in conversations: they serve all contenders
-IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "adapter", "quantization")  # keys that identify a target
+# Keys that identify a target.
+IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "vision_digest", "adapter", "quantization")
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ class _Turn(FileShape):
 class _Generator(FileShape):
     tokenizer_fingerprint: str | None = None
     embedding_digest: str | None = None
+    vision_digest: str | None = None
     adapter: str | None = None
     quantization: str | None = None
     temperature: float | None = None

@@ -66,8 +66,11 @@ def with_picture_parts(conversation: Conversation) -> list[dict[str, Any]]:
             if part["type"] in PICTURE_TYPES:
                 place = _place(part, index)
                 digest = part.get("sha256")
+                if digest is not None and not isinstance(digest, str):
+                    kind = json_type(digest)
+                    raise ValueError(f"wrong type: sha256 of a picture of message {index} must be text, this is {kind}")
                 part = {"type": "image"} | ({} if place is None else {"path": place})
-                part |= {"sha256": digest} if isinstance(digest, str) else {}
+                part |= {} if digest is None else {"sha256": digest}
                 (open_parts if place is None else named).append(part)
             elif part["type"] != "text":
                 raise ValueError(f"not text or a picture: {part['type']} in message {index}")
