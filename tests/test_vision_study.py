@@ -24,9 +24,6 @@ def test_every_arm_is_a_valid_recipe_of_its_own(arm: str, tmp_path: Path) -> Non
         assert measured.drafter == recipe.drafter and [each.name for each in measured.eval.also] == [vision.PUBLISHED]
     # What differs is the drafter, never its losses.
     if arm.startswith("eagle-") and arm not in ("eagle-passes", "eagle-total-variation"):
-        "eagle-passes",
-        "eagle-total-variation",
-    ):  # what differs is the drafter, never its losses
         usual = load_recipe(vision.ROOT / vision.RECIPE, ["train.seed=1"])
         assert recipe.train == usual.train
 
