@@ -8,7 +8,6 @@
 Writes are atomic (`recipes.files.atomic`). Other files in a replaced folder, such as notes, are kept.
 """
 
-import hashlib
 import json
 import math
 import platform
@@ -26,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
 from draftsmith.models.chat import FINGERPRINT_COVERS, first_line
+from draftsmith.models.digests import tensor_digest
 from draftsmith.models.drafters import build_drafter, config_class, kind_text, known_kinds, tensor_shapes
 from draftsmith.models.families import auto_class
 from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, FrozenHead
@@ -68,19 +68,12 @@ def target_identity(
 
 
 def weight_digests(target: Target) -> dict[str, str]:
-    """`embedding_digest`, and of a vision-language target `vision_digest`: of all that stands before its decoder.
+    """`embedding_digest`, and `vision_digest` of a target that reads pictures.
 
     They tell fine-tunes with embeddings, tower or projector of their own from each other, not those with other layers.
     """
-    digests = {"embedding_digest": tensor_digest(target.embedding_table)}
-    if target.pictures is None:
-        return digests
-    text = {id(parameter) for part in (target.decoder, target.head) for parameter in part.parameters()}
-    found = hashlib.sha256()
-    for parameter in target.model.parameters():
-        if id(parameter) not in text:
-            found.update(tensor_digest(torch.atleast_1d(parameter), 64).encode())
-    return digests | {"vision_digest": found.hexdigest()}
+    vision = {} if target.vision_digest is None else {"vision_digest": target.vision_digest}
+    return {"embedding_digest": tensor_digest(target.embedding_table)} | vision
 
 
 def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -106,13 +99,6 @@ def target_layout(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
         "head": f"{names[id(head)]}.weight",
         "tied": embeddings.weight is head.weight,
     }
-
-
-def tensor_digest(tensor: torch.Tensor, rows: int = 4096) -> str:
-    """sha256 over at most `rows` evenly spaced rows of a matrix, in bfloat16: equal for every loading precision."""
-    chosen = torch.linspace(0, len(tensor) - 1, min(rows, len(tensor)), dtype=torch.float64).round().long()
-    values = tensor.detach()[chosen.to(tensor.device)].to(torch.bfloat16).cpu().contiguous()
-    return hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def provenance(data: dict[str, Path]) -> dict[str, Any]:

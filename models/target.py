@@ -15,7 +15,7 @@ Shapes: B rows, T tokens, H hidden size, F = captured layers * H, V vocabulary, 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers.utils import logging
 from draftsmith.models.adapter import merged
 from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import first_line, load_config
+from draftsmith.models.digests import combined_digest
 from draftsmith.models.document_attention import document_attention
 from draftsmith.models.families import AttentionKinds, auto_class, scaled_logits
 from draftsmith.models.feature_drafter import FrozenHead
@@ -245,6 +246,14 @@ class Target:
     def embedding_table(self) -> torch.Tensor:
         """[V, H] the input embeddings; drafters share them."""
         return self.embedding.weight  # type: ignore[return-value]
+
+    @cached_property
+    def vision_digest(self) -> str | None:
+        """Of all parameters that stand before the decoder of a vision-language model; None: it reads text only."""
+        if self.pictures is None:
+            return None
+        text = {id(parameter) for part in (self.decoder, self.head) for parameter in part.parameters()}
+        return combined_digest(each for each in self.model.parameters() if id(each) not in text)
 
     @property
     def frozen_head(self) -> FrozenHead:

@@ -11,8 +11,8 @@ import torch
 from torch import distributed
 
 from draftsmith.models.alignment import Documents
-from draftsmith.models.checkpoint import tensor_digest
 from draftsmith.models.costs import shared_out, target_size
+from draftsmith.models.digests import tensor_digest
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.run.sharded_target import ShardedTarget, load_sharded

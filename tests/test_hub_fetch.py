@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 
-from draftsmith.models.checkpoint import tensor_digest
+from draftsmith.models.digests import tensor_digest
 from draftsmith.models.formats import hub as on_hub
 from draftsmith.models.formats.exporting import Source, target_embeddings
 from draftsmith.models.formats.folder import read_folder

@@ -337,7 +337,8 @@ def test_loads_and_says_where_it_comes_from(name: str, monkeypatch: pytest.Monke
     for stage in stages_of(recipe):
         assert f"draftsmith {stage} recipes/{name}.yaml" in head
     assert "Measured" in head
-    assert other_than_published(recipe.drafter, recipe.train) is None
+    # The vision demo starts from random weights, where ViSpec's published loss is flat; its comments say so.
+    assert (other_than_published(recipe.drafter, recipe.train) is None) == (name != "demo-vision")
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if "poss" in name])

@@ -125,6 +125,7 @@ class StoredTarget(Target):
         self.capture_layers = store.capture_layers
         self.embedding_scale = float(store.manifest.made_of["target"]["embedding_scale"])
         self.scale_behind_embedding = 1.0  # stored inserts are scaled
+        self.vision_digest = store.manifest.made_of["target"].get("vision_digest")
         self.folder = store.directory
 
     def read_insert(self, insert: Insert) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights, tensor_digest
+from draftsmith.models.checkpoint import read_drafter_config, read_drafter_vocab, read_weights
+from draftsmith.models.digests import tensor_digest
 from draftsmith.models.eagle3 import Eagle3Config
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import eagle, gguf_file, speculators
