@@ -101,7 +101,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe, defaults included, as YAML that `load_recipe` reads back to an equal recipe."""
-    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True, width=120)
+    return yaml.safe_dump(recipe.model_dump(by_alias=True), sort_keys=False, allow_unicode=True, width=120)
 
 
 # Reading: YAML nodes with line numbers to plain values.
@@ -314,19 +314,23 @@ def _section_at(path: KeyPath) -> type[BaseModel] | None:
     section: type[BaseModel] | None = Recipe
     for key in path:
         if isinstance(key, str):  # else an item of a list of sections
-            info = section.model_fields.get(key) if section else None
+            info = _keys(section).get(key)
             section = _section_below(info) if info else None
     return section
 
 
+def _keys(section: type[BaseModel] | None) -> dict[str, FieldInfo]:
+    """A section's keys as recipes write them: `lambda` is no name in Python."""
+    return {info.alias or name: info for name, info in section.model_fields.items()} if section else {}
+
+
 def _meaning(path: KeyPath) -> str:
-    section = _section_at(path[:-1])
-    info = section.model_fields.get(str(path[-1])) if section else None
+    info = _keys(_section_at(path[:-1])).get(str(path[-1]))
     return f": {info.description}" if info and info.description else ""
 
 
 def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
-    for name, info in section.model_fields.items():
+    for name, info in _keys(section).items():
         yield prefix + name
         if inner := _section_below(info):
             yield from all_keys(inner, f"{prefix}{name}.")
@@ -334,8 +338,7 @@ def all_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[st
 
 def _suggestion(path: KeyPath) -> str:
     """Known keys similar to an unknown one."""
-    section, key = _section_at(path[:-1]), str(path[-1])
-    names = list(section.model_fields) if section else []
+    names, key = list(_keys(_section_at(path[:-1]))), str(path[-1])
     close = difflib.get_close_matches(key, names, n=1)
     elsewhere = [dotted for dotted in all_keys() if dotted.split(".")[-1] == key]
     if close or elsewhere:

@@ -837,6 +837,47 @@ class RouterSection(SamSources):
             )
 
 
+class AcceptanceSection(Section):
+    """Relaxed acceptance for targets that write images (eval/decoding/lantern.py). The output is not the target's."""
+
+    rule: Literal["lantern", "lantern++"]
+    """LANTERN (arXiv 2410.03355) is bounded by delta, LANTERN++ (arXiv 2502.06352) by lambda."""
+    delta: Number | None = Field(default=None, ge=0, le=1)
+    """lantern: most total variation of a token's law from the target's. Default: 0.1. 0 is exact."""
+    factor: Number | None = Field(default=None, ge=1, le=MOST_FLOAT, alias="lambda")
+    """lantern++: a token's probability grows to at most this multiple. Default: 5. 1 is exact."""
+    k: Size = 1000
+    """Nearest tokens that one may stand for, at most."""
+    neighbours: Text = "codebook"
+    """What near means: `codebook`, the target's own (Emu3); `embedding`, the target's input embeddings; or a safetensors
+    file with `codebook` [C, d] and `token_ids` [C]."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_bound(cls, values: Any) -> Any:
+        own, most = {"lantern": ("delta", 0.1), "lantern++": ("lambda", 5.0)}.get(_key(values, "rule"), (None, None))
+        return values if own is None or values.get(own) is not None else {**values, own: most}
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> Self:
+        if self.rule == "lantern" and self.factor is not None:
+            raise ValueError("lambda is for lantern++; lantern's bound is delta")
+        if self.rule == "lantern++" and self.delta is not None:
+            raise ValueError("delta is for lantern; the bound of lantern++ is lambda")
+        return self
+
+
+def check_beside(acceptance: AcceptanceSection | None, tree: TreeSection) -> None:
+    """Raises ValueError if a tree cannot be chosen for an acceptance rule."""
+    if acceptance is not None and tree.policy == "auto":
+        raise ValueError("policy auto predicts what exact acceptance takes: name a policy beside acceptance")
+
+
+def _key(values: Any, key: str) -> Any:
+    value = values.get(key) if isinstance(values, dict) else None
+    return value if isinstance(value, str) else None
+
+
 class ContenderSection(Section):
     name: str
     """Its row in the table."""
@@ -859,6 +900,8 @@ class ContenderSection(Section):
     of any depth, top_k 8) or chain."""
     router: RouterSection | None = None
     """SAM-Decoding beside the proposer. None: the proposer alone."""
+    acceptance: AcceptanceSection | None = None
+    """A relaxed acceptance rule. None: the lossless one, whatever eval.acceptance says."""
     tree: TreeSection = TreeSection()
 
     @model_validator(mode="before")
@@ -888,9 +931,10 @@ class ContenderSection(Section):
         return {**values, "tree": {"nodes": 30, "draft_calls": 3} | tree}
 
     @model_validator(mode="after")
-    def _in_one_precision(self) -> Self:
+    def _plannable(self) -> Self:
         if self.quantization is not None and self.tree.policy == "auto":
             raise ValueError("policy auto plans for the recipe's own target: name a policy beside quantization")
+        check_beside(self.acceptance, self.tree)
         return self
 
     @model_validator(mode="after")
@@ -976,6 +1020,8 @@ class EvalSection(Section):
     tree: TreeSection = TreeSection()
     router: RouterSection | None = None
     """SAM-Decoding beside the drafter. None: the drafter alone."""
+    acceptance: AcceptanceSection | None = None
+    """A relaxed acceptance rule. None: the lossless one."""
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
     """Further rows of the table, measured in the same run on the same prompts, interleaved."""
@@ -995,6 +1041,7 @@ class EvalSection(Section):
     def _fits(self) -> Self:
         if self.router is not None:
             self.router.check_beside(self.tree)
+        check_beside(self.acceptance, self.tree)
         return self
 
 

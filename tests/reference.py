@@ -131,6 +131,74 @@ def sampled_walk(
     return law
 
 
+def borrowed(p: list[float], near: list[int], budget: float) -> list[int]:
+    """LANTERN's A: the longest beginning of the neighbours with a mass within the budget."""
+    taken: list[int] = []
+    for token in near:
+        if sum(p[other] for other in [*taken, token]) > budget:
+            break
+        taken.append(token)
+    return taken
+
+
+def lantern_walk(
+    tokens: list[int], parents: list[int], p: list[list[float]], near: list[list[int]], budget: tuple[str, float]
+) -> tuple[dict[tuple[tuple[int, ...], int], float], dict[int, float]]:
+    """(the law of (path, bonus) on a ranked tree, total variation at each node with children).
+
+    Args:
+        near: neighbours of each token.
+        budget: ("delta", delta) or ("lambda", lambda).
+    """
+    law: dict[tuple[tuple[int, ...], int], float] = {}
+    variation: dict[int, float] = {}
+
+    def walk(path: tuple[int, ...], weight: float) -> None:
+        node, left, spent = path[-1], list(p[path[-1]]), 0.0
+        drawn = [0.0] * len(left)
+        for child in [i for i, parent in enumerate(parents) if parent == node]:
+            x = tokens[child]
+            if drawn[x]:
+                continue
+            mine = borrowed(left, near[x], budget[1] - spent if budget[0] == "delta" else (budget[1] - 1) * left[x])
+            accept = (left[x] + sum(left[y] for y in mine)) / sum(left) if sum(left) > 1e-12 else 0.0
+            drawn[x] = left[x] + sum(left[y] for y in mine)
+            spent += sum(left[y] for y in mine)
+            if accept > 0 and weight > 0:
+                walk((*path, child), weight * accept)
+            weight *= 1 - accept
+            for y in [x, *mine]:
+                left[y] = 0.0
+        mass = sum(left)
+        for token, share in enumerate(left):
+            if share > 0 and weight > 1e-15:
+                law[path, token] = law.get((path, token), 0.0) + weight * share / mass
+        result = [a + b for a, b in zip(drawn, left, strict=True)]
+        variation[node] = sum(abs(a - b) for a, b in zip(result, p[node], strict=True)) / 2
+
+    walk((0,), 1.0)
+    return law, variation
+
+
+def lantern_drawn(
+    p: list[float], q: list[float], near: list[list[int]], budget: tuple[str, float]
+) -> tuple[list[float], list[float], float]:
+    """(chance of each drawn token, law behind a rejection, total variation) at a node of a drawn chain."""
+    kept = []
+    for x, own in enumerate(p):
+        mine = borrowed(p, near[x], budget[1] if budget[0] == "delta" else (budget[1] - 1) * own)
+        kept.append(min(q[x], own + sum(p[y] for y in mine)))
+    excess = sum(max(a - b, 0.0) for a, b in zip(kept, p, strict=True))
+    if budget[0] == "delta" and excess > budget[1]:
+        kept = [b + (a - b) * budget[1] / excess if a > b else a for a, b in zip(kept, p, strict=True)]
+    rest = [max(b - a, 0.0) for a, b in zip(kept, p, strict=True)]
+    rest = [value / sum(rest) for value in rest] if sum(rest) > 1e-12 else p
+    chances = [min(1.0, a / b) if b else 0.0 for a, b in zip(kept, q, strict=True)]
+    left = 1 - sum(kept)
+    result = [a + left * b for a, b in zip(kept, rest, strict=True)]
+    return chances, rest, sum(abs(a - b) for a, b in zip(result, p, strict=True)) / 2
+
+
 def most_frequent(tokens: list[int], counts: list[int], size: int, must_have: list[int]) -> list[int]:
     """The `size` most frequent of `tokens`, ascending: those of `must_have` first, then by count, then by id."""
     fixed = [token for token in tokens if token in must_have]

@@ -42,6 +42,9 @@ class Accepted:
     path: torch.Tensor | None
     length: torch.Tensor  # [B] nodes of the path, the root included
     bonus: torch.Tensor  # [B] the target's token after it
+    # [B, A] of a relaxed rule: for the token behind each node of the path, the probability that was moved onto drafted
+    # tokens when it was chosen (`eval.decoding.lantern`); undefined after the end of a path
+    moved: torch.Tensor | None = None
 
 
 class Acceptance(Protocol):
@@ -109,16 +112,14 @@ class SampledAcceptance:
         parents = tree.parents.clamp(min=0)  # the root's own entry means nothing
         of_node = p_BNV[each[:, None], parents, tree.tokens]  # [B, N] p(x) after the node's parent
         if tree.drawn_from is None:
-            chances, earlier = _chances_by_rank(tree, of_node)
-            accepted = _events(tree, chances, draws)
-            last = deepest(tree, accepted & ~(earlier & accepted[:, None]).any(2))  # the first accepted sibling wins
+            last = deepest(tree, first_accepted(tree, events(tree, _chances_by_rank(tree, of_node), draws)))
             p_BV = p_BNV[each, last]
             child = tree.parents == last[:, None] if tree.real is None else (tree.parents == last[:, None]) & tree.real
             rest_BV = p_BV.scatter_reduce(1, tree.tokens, (~child).to(p_BV.dtype), "prod")  # zero for children's tokens
         else:
             q_BNV = tree.drawn_from
             chances = (of_node / q_BNV[each[:, None], parents, tree.tokens]).clamp(max=1)
-            last = deepest(tree, _events(tree, chances, draws))
+            last = deepest(tree, events(tree, chances, draws))
             p_BV = p_BNV[each, last]
             rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
         # If only rounding allowed a rejection, no mass is left.
@@ -131,23 +132,33 @@ def acceptance_of(sampling: Sampling) -> Acceptance:
     return GreedyAcceptance() if sampling.greedy else SampledAcceptance(sampling)
 
 
-def _events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
-    """[B, N] bool. Padding takes no random numbers: a row's draws do not depend on its neighbours."""
+def events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
+    """[B, N] bool: independent events of these chances. Padding takes no random numbers: a row's draws do not depend on its neighbours."""
     sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
     events = [draw.events(chances[:size]) for draw, chances, size in zip(draws, chances_BN, sizes, strict=True)]
     return torch.stack([functional.pad(row, (0, tree.nodes - len(row))) for row in events])
 
 
-def _chances_by_rank(tree: DraftTree, of_node: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """([B, N] chance of each node once its earlier siblings are rejected, [B, N, N] row i marks these siblings of i).
+def _chances_by_rank(tree: DraftTree, of_node: torch.Tensor) -> torch.Tensor:
+    """[B, N] chance of each node once its earlier siblings are rejected."""
+    mass = torch.where(repeated(tree), 0.0, of_node.double())
+    left = 1 - (earlier_siblings(tree).double() @ mass[..., None])[..., 0]
+    return torch.where(mass > 0, mass / left.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
 
-    A token that repeats an earlier sibling's has chance zero.
-    """
-    earlier = (tree.parents[:, :, None] == tree.parents[:, None]).tril(diagonal=-1)
-    repeated = (earlier & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(2)
-    mass = torch.where(repeated, 0.0, of_node.double())
-    left = 1 - (earlier.double() @ mass[..., None])[..., 0]
-    return torch.where(mass > 0, mass / left.clamp(min=torch.finfo(torch.float64).tiny), 0.0), earlier
+
+def earlier_siblings(tree: DraftTree) -> torch.Tensor:
+    """[B, N, N] bool: row i marks the earlier siblings of i."""
+    return (tree.parents[:, :, None] == tree.parents[:, None]).tril(diagonal=-1)
+
+
+def repeated(tree: DraftTree) -> torch.Tensor:
+    """[B, N] bool: nodes with the token of an earlier sibling. They are never accepted."""
+    return (earlier_siblings(tree) & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(2)
+
+
+def first_accepted(tree: DraftTree, accepted: torch.Tensor) -> torch.Tensor:
+    """[B, N] bool: accepted nodes without an accepted earlier sibling."""
+    return accepted & ~(earlier_siblings(tree) & accepted[:, None]).any(2)
 
 
 def deepest(tree: DraftTree, right: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,21 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from draftsmith.eval.decoding.accept import Acceptance
+from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
+from draftsmith.eval.decoding.neighbours import check_neighbours, neighbours_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.decoding.proposers import MIN_DRAFT_LENGTH, Contender, check_sam, model_name, routed, router_name
+from draftsmith.eval.decoding.proposers import (
+    MIN_DRAFT_LENGTH,
+    Contender,
+    check_sam,
+    model_name,
+    routed,
+    router_name,
+    rule_name,
+)
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
 from draftsmith.models.c2t import check_made_for, drafter_identity
@@ -64,6 +77,7 @@ def contender_of(recipe: Recipe, section: ContenderSection, place: str) -> Conte
         router=section.router,
         min_draft_length=section.min_draft_length or MIN_DRAFT_LENGTH,
         quantization=section.quantization,
+        relaxed=section.acceptance,
     )
 
 
@@ -77,8 +91,10 @@ def _kind_of(recipe: Recipe, directory: Path) -> str:
 
 
 def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
-    """The recipe's own tree and router, without a name."""
-    return contender_of(recipe, ContenderSection(name="", tree=recipe.eval.tree, router=recipe.eval.router), place)
+    """The recipe's own tree, router and acceptance rule, without a name."""
+    section = recipe.eval
+    own = ContenderSection(name="", tree=section.tree, router=section.router, acceptance=section.acceptance)
+    return contender_of(recipe, own, place)
 
 
 def contenders_of(recipe: Recipe, rivals: Sequence[Contender] = ()) -> list[Contender]:
@@ -106,12 +122,11 @@ def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any
         shape[own] = getattr(tree, own).model_dump()
     if tree.policy in ("chain", "svip"):
         shape["draw"] = tree.draw
-    lossless = contender.acceptance(sampling).lossless
     described = {
         "proposer": contender.proposer,
         "drafter": contender.model,
         "tree": shape,
-        "lossless": lossless,
+        "lossless": contender.lossless(sampling),
     }
     if contender.proposer == "sam":
         described["sam"] = contender.sam.model_dump()
@@ -125,6 +140,8 @@ def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any
         }
     if contender.quantization is not None:
         described["quantization"] = precision_name(contender.quantization)
+    if contender.relaxed is not None:
+        described["acceptance"] = contender.relaxed.model_dump(by_alias=True)
     return described
 
 
@@ -181,7 +198,9 @@ def _default_name(contender: Contender) -> str:
     own = contender.entry.name(contender)
     if contender.quantization is not None:
         own = f"{own}, {precision_name(contender.quantization)} target"
-    return own if contender.router is None else f"{own}, {router_name(contender.router)}"
+    if contender.router is not None:
+        own = f"{own}, {router_name(contender.router)}"
+    return own if contender.relaxed is None else f"{own}, {rule_name(contender.relaxed)}"
 
 
 def repeated_names(given: Sequence[tuple[str, str]]) -> list[str]:
@@ -202,6 +221,8 @@ def _details(contender: Contender) -> dict[str, str]:
         "draft_model": model_name(contender.draft_model) if contender.draft_model else "",
         "counts": str(contender.token_counts or ""),
     }
+    if contender.relaxed is not None:
+        facts["neighbours"] = f"neighbours by {contender.relaxed.neighbours}"
     if contender.proposer == "sam":
         facts |= {"static": contender.sam.static or "", "alpha": f"alpha {contender.sam.alpha:g}"}
         facts |= {"l_bias": f"l_bias {contender.sam.l_bias}"}
@@ -321,6 +342,8 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
             passes("quantization", check_precision, recipe.target.quantized(contender.quantization))
         if contender.router is not None:
             passes("eval.router.static", check_sam, target, contender.router)
+        if contender.relaxed is not None:
+            passes("eval.acceptance.neighbours", check_neighbours, contender.relaxed, target)
         has_vocab = contender.has_distributions or contender.proposer == "hierarchy"
         if there and has_vocab and passes("eval.token_counts", vocab_of, contender, target) and known:
             vocab = vocab_of(contender, target)
@@ -330,7 +353,10 @@ def check_contenders(recipe: Recipe, contenders: Sequence[Contender], plan: bool
 
 
 # A contender's problem begins with one of these.
-KEYS = ("eval.drafter", "eval.tree", "eval.token_counts", "eval.sam", "eval.router", "draft_model", "quantization")
+KEYS = (
+    *("eval.drafter", "eval.tree", "eval.token_counts", "eval.sam", "eval.router", "eval.acceptance"),
+    *("draft_model", "quantization"),
+)
 
 
 def _placed(problem: str, places: Sequence[str]) -> str:
@@ -377,6 +403,7 @@ class Lineup:
         self.draft_models: dict[str, Target] = {}
         self.small_drafters: dict[tuple[Path, str], FeatureDrafter] = {}  # by directory and draft_model
         self.precisions: dict[str | None, Lineup] = {}
+        self.neighbours: dict[str, torch.Tensor] = {}  # by their source
 
     def in_precision(self, precision: QuantizationSection | None) -> "Lineup":
         """The same target in this precision, loaded once; None: this one."""
@@ -418,6 +445,24 @@ class Lineup:
             check_classifier(contender, drafting.vocab, self.section)
             proposer = PolicyProposer(drafting, policy_of(contender.tree, sampling))
         return proposer if contender.router is None else routed(self, contender.router, proposer)
+
+    def acceptance(self, contender: Contender, sampling: Sampling, kept_in: Path | None = None) -> Acceptance:
+        """The rule that accepts the contender's drafted tokens, for answers drawn by `sampling`.
+
+        Args:
+            kept_in: folder where LANTERN's table of neighbours is looked for and kept; None: it is computed.
+
+        Raises:
+            UserError: no such codebook.
+        """
+        section = contender.relaxed
+        if section is None:
+            return contender.rule(sampling)
+        known = self.neighbours.get(section.neighbours)
+        if known is None or known.shape[1] < section.k:
+            known = neighbours_of(self.target, section, kept_in)
+            self.neighbours[section.neighbours] = known
+        return LanternAcceptance(sampling, Relaxation(known[:, : section.k], section.delta, section.factor))
 
     def drafting(self, contender: Contender) -> Drafting:
         """The drafter of `proposer`, with its vocabulary cut as the tree says."""

@@ -52,6 +52,8 @@ class Generation:
     drafted_by: list[dict[str, int]] = field(default_factory=list)
     # Of a hierarchy: drafted tokens that the small model accepted, in each of its rounds.
     inner_accepted: list[int] = field(default_factory=list)
+    # Of a relaxed rule: probability moved onto drafted tokens, summed over each round's tokens (`Accepted.moved`).
+    moved: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -74,9 +76,10 @@ class Verified:
 
     new_tokens: list[list[int]]  # of each row: the accepted drafted tokens and the bonus
     nodes: list[int]  # of each row's tree
+    moved: list[list[float]] | None = None  # of each new token, by a relaxed rule (`Accepted.moved`)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Round(Verified):
     """One round of all rows."""
 
@@ -190,6 +193,7 @@ class TargetVerifier:
         return Verified(
             [[*tokens[1:length], bonus] for length, _, bonus, *tokens in rows],
             [tree.nodes if tree.sizes is None else size for _, size, *_ in rows],
+            None if accepted.moved is None else accepted.moved.tolist(),
         )
 
     def rollback(self, lengths: Sequence[int], proposer: Proposer | None) -> None:
@@ -254,7 +258,7 @@ def run_round(
     verified = mark()
     done = verifier.accept(tree)
     marks = [drafted if proposer is None else began, drafted, verified]
-    return Round(done.new_tokens, done.nodes, calls, tree.nodes, marks, sources)
+    return Round(**vars(done), calls=calls, widest=tree.nodes, marks=marks, sources=sources)
 
 
 def decode(
@@ -317,7 +321,13 @@ class _Row:
         return tokens[-1] in stop_ids or len(tokens) >= self.request.max_new_tokens
 
     def take(
-        self, new_tokens: Sequence[int], nodes: int, calls: int, source: DraftedBy | None, stop_ids: Collection[int]
+        self,
+        new_tokens: Sequence[int],
+        nodes: int,
+        calls: int,
+        source: DraftedBy | None,
+        moved: Sequence[float] | None,
+        stop_ids: Collection[int],
     ) -> None:
         """Appends a round's tokens."""
         answer = self.answer
@@ -330,6 +340,8 @@ class _Row:
             answer.inner_accepted += source.inner_accepted
             if source.source:
                 answer.drafted_by.append(source.credited(new_tokens[:accepted]))
+        if moved is not None:
+            answer.moved.append(sum(moved[:kept]))
         answer.last_round_cut = kept < len(new_tokens)
         answer.tree_nodes.append(nodes)
         answer.draft_calls.append(calls)
@@ -381,9 +393,11 @@ def decode_stream(
         committed = [row.committed for row in live]
         done = run_round(verifier, proposer, committed, clock.mark)
         sources = done.sources or [None] * len(live)
-        of_rows = zip(live, done.new_tokens, done.nodes, done.calls, sources, strict=True)
-        for row, tokens, nodes, count, source in of_rows:
-            row.take(tokens, nodes, count, source, stop_ids)
+        of_rows = zip(
+            live, done.new_tokens, done.nodes, done.calls, sources, done.moved or [None] * len(live), strict=True
+        )
+        for row, tokens, nodes, count, source, moved in of_rows:
+            row.take(tokens, nodes, count, source, moved, stop_ids)
         before, ended = ended, clock.mark()
         rounds.append((live, [before, *done.marks, ended]))
         if watch is not None:

@@ -28,6 +28,7 @@ from draftsmith.models.target import Target, check_precision, checked_capture_la
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
+    AcceptanceSection,
     QuantizationSection,
     RouterSection,
     SamSection,
@@ -52,14 +53,15 @@ class Contender:
     draft_model: TargetSection | None = None  # of causal_lm and hierarchy
     token_counts: Path | None = None  # tree.vocab_size ranks tokens by these
     rule: Callable[[Sampling], Acceptance] = acceptance_of
+    relaxed: AcceptanceSection | None = None  # LANTERN in the place of `rule`
     sam: SamSection = field(default_factory=SamSection)
     router: RouterSection | None = None  # SAM beside the proposer
     min_draft_length: int = MIN_DRAFT_LENGTH  # of hierarchy
     quantization: QuantizationSection | None = None  # the target's for this row; None: as the recipe says
 
-    def acceptance(self, sampling: Sampling) -> Acceptance:
-        """The rule that accepts its drafted tokens, for answers drawn by `sampling`."""
-        return self.rule(sampling)
+    def lossless(self, sampling: Sampling) -> bool:
+        """What its acceptance rule (`Lineup.acceptance`) promises of answers drawn by `sampling`."""
+        return self.relaxed is None and self.rule(sampling).lossless
 
     @property
     def entry(self) -> "ProposerEntry":
@@ -195,6 +197,12 @@ def sam_name(contender: Contender) -> str:
 def router_name(router: RouterSection) -> str:
     """The end of a contender's name."""
     return f"{'fused with' if router.fuse else 'routed with'} sam, {_looks_in(router)}"
+
+
+def rule_name(section: AcceptanceSection) -> str:
+    """The end of a contender's name."""
+    bound = f"delta {section.delta:g}" if section.rule == "lantern" else f"lambda {section.factor:g}"
+    return f"{section.rule} {bound}, k {section.k}"
 
 
 def _looks_in(section: SamSources) -> str:

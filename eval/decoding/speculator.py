@@ -138,7 +138,7 @@ class Speculator:
             )
         proposer = self.proposer(tree or TreeSection(), sampling)
         draws = SeededDraws(seed, prompt.digest if prompt.inserts else tuple(prompt))
-        verifier = TargetVerifier(self.target, proposer, self.contender.acceptance(sampling))
+        verifier = TargetVerifier(self.target, proposer, self.lineup.acceptance(self.contender, sampling))
         with torch.inference_mode():
             [generation] = decode(verifier, proposer, [prompt], self.stop_ids, max_new_tokens, [draws])
         return Answer(decode_answer(self.tokenizer, generation.token_ids), generation)

@@ -289,7 +289,7 @@ def decode_all(
         sampling,
         recipe.eval.seed,
         recipe.eval.batch_size,
-        {contender.name: contender.acceptance(sampling) for contender in contenders},
+        {each.name: lineup.acceptance(each, sampling, recipe.eval_out) for each in contenders},
         {
             name: lineup.in_precision(contender.quantization).target
             for contender in contenders

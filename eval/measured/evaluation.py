@@ -12,7 +12,9 @@ from typing import IO, Any
 
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
+from draftsmith.eval.decoding.neighbours import warning
 from draftsmith.eval.decoding.proposers import tree_name
+from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measured.compared import load_all
 from draftsmith.eval.measured.metrics import summarise_all
@@ -80,7 +82,11 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         with keeping_answers(partial_log(recipe)) as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)
             file.close()
-            notes = [*precision_notes(lineup, contenders), *([rejects.summary()] if rejects.total else [])]
+            notes = [
+                *relaxed_notes(recipe, contenders),
+                *precision_notes(lineup, contenders),
+                *([rejects.summary()] if rejects.total else []),
+            ]
             publish_results(recipe, lineup, contenders, results, notes=notes)
 
 
@@ -153,6 +159,15 @@ def precision_notes(lineup: Lineup, contenders: Sequence[Contender]) -> list[str
         if directory
     ]
     return [f"note: {note}" for note in notes if note is not None]
+
+
+def relaxed_notes(recipe: Recipe, contenders: Sequence[Contender]) -> list[str]:
+    """Sentences about relaxed acceptance where it makes little sense."""
+    rules = [contender.relaxed for contender in contenders if contender.relaxed is not None]
+    notes = (
+        [note for note in map(partial(warning, target=TargetFacts.read(recipe.target)), rules) if note] if rules else []
+    )
+    return [f"note: {note}" for note in dict.fromkeys(notes)]
 
 
 def partial_log(recipe: Recipe) -> Path:

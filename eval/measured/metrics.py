@@ -28,6 +28,9 @@
     drafted_by              of proposers with several sources (SAM, a router): of each, the share of the rounds in which
                             it drafted, and its share of the accepted tokens; {} for all others. In a fused round two
                             sources draft; a token that both drafted counts as the drafter's
+    total_variation         of a relaxed rule (LANTERN): the mean over the answers' tokens, without their first, of the
+                            total variation between the law that a token was drawn from and the target's; greedy: of
+                            the probability, at temperature 1, that was moved onto it. null for lossless rules
     lossless                known, not measured: the contender's acceptance rule keeps the target's law in exact
                             arithmetic. It can be true while matches_target is false. Older files have it of the main
                             contender alone
@@ -53,7 +56,7 @@ CHUNK = 200  # resamplings multiplied at a time: their counts are floats then
 SUMMED = (
     *("tokens", "rounds", "accepted", "nodes", "calls", "draft", "verify", "seconds"),
     *("plain_tokens", "plain_rounds", "plain_seconds", "main_tokens", "main_rounds", "main_seconds"),
-    *("inner_tokens", "inner_rounds"),
+    *("inner_tokens", "inner_rounds", "moved"),
     *("prompt_speedup", "has_speedup"),
 )
 COLUMN = {name: i for i, name in enumerate(SUMMED)}
@@ -109,6 +112,7 @@ class Turns:
                     self.reached[row, accepted] -= 1
         self.conversations = np.array(conversation_numbers(generations))
         self.drafted_by = [g.drafted_by for g in generations]
+        self.relaxed = any(g.moved for g in generations)
         self.equal = np.array(
             [g.token_ids == p.token_ids for g, p in zip(generations, own_plain or baseline, strict=True)]
         )
@@ -129,7 +133,7 @@ def _sums(g: Generation, plain: Generation, main: Generation) -> tuple[float, ..
     counts = (len(g.token_ids) - 1, g.rounds, sum(g.accepted_per_round), sum(g.tree_nodes), sum(g.draft_calls))
     others = [number for b in (plain, main) for number in (len(b.token_ids) - 1, b.rounds, b.decode_seconds)]
     inner = sum(g.inner_accepted) + len(g.inner_accepted), len(g.inner_accepted)
-    return (*counts, g.draft_seconds, g.verify_seconds, g.decode_seconds, *others, *inner, 0, 0)
+    return (*counts, g.draft_seconds, g.verify_seconds, g.decode_seconds, *others, *inner, sum(g.moved), 0, 0)
 
 
 def summarise(
@@ -262,6 +266,7 @@ def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, 
         "matches_target": None if sampled else bool(turns.equal[rows].all()),
         "matching_share": None if sampled else round(float(turns.equal[rows].mean()), 4),
         **both("inner_tau", _per("inner_tokens", "inner_rounds")),
+        **(both("total_variation", _per("moved", "tokens")) if turns.relaxed else {"total_variation": None}),
     }
 
 

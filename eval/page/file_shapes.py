@@ -100,10 +100,12 @@ class Numbers(FileShape):
     time_share: dict[Literal["draft", "verify", "other"], FileNumber | None]
     predicted_speedup: FileNumber | None
     matches_target: bool | None
-    matching_share: FileNumber | None = None  # older files lack these three
+    matching_share: FileNumber | None = None  # older files lack these
     inner_tau: FileNumber | None = None
     inner_tau_interval: Bounds = None
     drafted_by: dict[str, SourceShares] = {}
+    total_variation: FileNumber | None = None
+    total_variation_interval: Bounds = None
 
     @model_validator(mode="after")
     def _agree(self) -> "Numbers":

@@ -1,0 +1,220 @@
+"""LANTERN and LANTERN++: relaxed acceptance for targets that write images (arXiv 2410.03355, 2502.06352).
+
+Codes of an image are interchangeable: the target's law is flat, and a drafted code that it would rarely draw has close
+neighbours that it might draw as well. So a drafted token x may stand for its neighbours. With p the target's law,
+N1, N2, ... the k tokens nearest to x, and a budget,
+
+    A  = N1 ... Nj    the longest beginning of them with p(N1) + ... + p(Nj) within the budget
+    p~(x) = p(x) + p(A)
+
+           p   x  N1  N2 | N3 ...            a neighbour too likely for the budget ends A, even if later ones fit
+               `-- p~ --'
+
+the token is accepted as if x had probability p~(x). LANTERN's budget is delta. LANTERN++'s is (lambda - 1) p(x): p~(x)
+is at most lambda p(x).
+
+The output is not the target's: `lossless` is False, and each decision tells how much it moved (`Accepted.moved`), the
+total variation between the law that the token was drawn from and p.
+
+Chosen by rank   children x1, x2, ... of a node take their mass one after the other, each from what the earlier ones
+(q = 1)          left; a rejection removes x and exactly A. The budget delta is shared among the children, so the
+                 total variation of every token is at most delta, and that of n tokens at most n delta.
+Drawn chains     m = min(q, p~) is the mass with which x is drawn and accepted; where it exceeds p, the excess is scaled
+                 down to delta in sum. x is accepted with probability m(x) / q(x), and after a rejection the bonus is
+                 drawn from norm(max(p - m, 0)). The total variation is that sum.
+Greedy           p is the law at temperature 1. x is right iff it is the likeliest token, or p~(x) reaches that token's
+                 probability; `moved` is p(A) where that decided.
+
+The bonus behind a whole path is the target's own. Deviations: the published code gives every sibling the whole budget
+and, after a rejection, removes all k neighbours; then nothing bounds the total variation.
+
+Shapes: B trees, N nodes, V tokens, k neighbours, A = depth of the deepest node + 1, M entries at hand.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draftsmith.eval.decoding.accept import (
+    Accepted,
+    acceptance_of,
+    accepted_path,
+    deepest,
+    earlier_siblings,
+    events,
+    first_accepted,
+    repeated,
+)
+from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.sampling import Draws, Sampling, drawn_tokens
+
+AT_ONCE = 2**24  # neighbours gathered at a time: 128 MB of float64
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """How far accepted tokens may lie from the target's law. Exactly one of `delta` and `factor` is given.
+
+    Args:
+        neighbours_Vk: tokens by distance, nearest first; -1 behind the last of each.
+        delta: LANTERN's bound of the total variation of a token, in [0, 1]. 0: none, the rule is lossless.
+        factor: LANTERN++'s lambda, 1 or more. 1: none.
+    """
+
+    neighbours_Vk: torch.Tensor
+    delta: float | None = None
+    factor: float | None = None
+
+    def budgets(self, p_M: torch.Tensor, spent_M: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """[M] mass that may be moved onto tokens of probability p_M.
+
+        Args:
+            spent_M: mass that was moved onto earlier siblings.
+        """
+        if self.delta is not None:
+            return torch.as_tensor(self.delta - spent_M, device=p_M.device).expand_as(p_M)
+        assert self.factor is not None
+        return (self.factor - 1) * p_M
+
+    def borrowed(
+        self, mass_Mk: torch.Tensor, known_Mk: torch.Tensor, budgets_M: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """([M] p(A), [M, k] which neighbours are A).
+
+        Args:
+            mass_Mk: the neighbours' probabilities; known_Mk: which neighbours there are.
+        """
+        within = known_Mk & (mass_Mk.cumsum(-1) <= budgets_M[:, None])
+        return (mass_Mk * within).sum(-1), within
+
+
+class LanternAcceptance:
+    """Tokens that are, up to a relaxation, of the target's law.
+
+    Args:
+        sampling: of the answers; greedy ones are the target's likeliest tokens or accepted in their place.
+    """
+
+    lossless = False
+
+    def __init__(self, sampling: Sampling, relaxation: Relaxation):
+        self.sampling, self.relaxation = sampling, relaxation
+        self.first = acceptance_of(sampling).first
+
+    def accept(self, tree: DraftTree, logits_BNV: torch.Tensor, draws: Sequence[Draws] = ()) -> Accepted:
+        if self.sampling.greedy:
+            return self._greedy(tree, logits_BNV)
+        p_BNV = self.sampling.probabilities(logits_BNV).double()
+        if tree.drawn_from is None:
+            return self._by_rank(tree, p_BNV, draws)
+        return self._drawn(tree, p_BNV, tree.drawn_from.double(), draws)
+
+    def _near(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """([..., k] the neighbours of tokens [...], 0 where there is none; [..., k] where there is one)."""
+        near = self.relaxation.neighbours_Vk.to(tokens.device)[tokens].long()
+        return near.clamp(min=0), near >= 0
+
+    def _greedy(self, tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
+        p_BNV, best_BN = logits_BNV.double().softmax(-1), logits_BNV.argmax(-1)
+        rows, nodes = _each(tree)
+        parents, tokens = tree.parents[rows, nodes], tree.tokens[rows, nodes]
+        near, known = self._near(tokens)
+        own, mass = p_BNV[rows, parents, tokens], p_BNV[rows[:, None], parents[:, None], near]
+        borrowed, _ = self.relaxation.borrowed(mass, known, self.relaxation.budgets(own))
+        best = best_BN[rows, parents]
+        is_best = tokens == best
+        enough = (borrowed > 0) & (own + borrowed >= p_BNV[rows, parents, best])
+        right, moved = torch.zeros_like(tree.tokens, dtype=torch.bool), torch.zeros_like(tree.tokens).double()
+        right[rows, nodes] = is_best | enough
+        moved[rows, nodes] = torch.where(is_best, 0.0, borrowed)
+        last = deepest(tree, right)
+        accepted = accepted_path(tree, last, best_BN.gather(1, last[:, None])[:, 0])
+        # A node's own mass belongs to the decision at its parent, one place earlier on the path.
+        path = _path(tree, accepted)
+        decided = moved.gather(1, path)[:, 1:]
+        within = torch.arange(decided.shape[1], device=decided.device) < accepted.length[:, None] - 1
+        moved_BA = torch.nn.functional.pad(decided * within, (0, 1))
+        return Accepted(accepted.path, accepted.length, accepted.bonus, moved_BA)
+
+    def _by_rank(self, tree: DraftTree, p_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
+        left_BNV = p_BNV.clone()  # of each node's law, what its children have not taken
+        rank, again = earlier_siblings(tree).sum(2), repeated(tree)  # [B, N] rank among siblings
+        chances = torch.zeros_like(p_BNV[..., 0])
+        spent, moved = torch.zeros_like(chances), torch.zeros_like(chances)  # at parents
+        rows_all, nodes_all = _each(tree)
+        for turn in range(int(rank.max()) + 1):
+            # At most one child of each node: nothing is written twice.
+            mine = (rank[rows_all, nodes_all] == turn) & ~again[rows_all, nodes_all]
+            rows, nodes = rows_all[mine], nodes_all[mine]
+            parents, tokens = tree.parents[rows, nodes], tree.tokens[rows, nodes]
+            near, known = self._near(tokens)
+            own, mass = left_BNV[rows, parents, tokens], left_BNV[rows[:, None], parents[:, None], near]
+            budgets = self.relaxation.budgets(own, spent[rows, parents])
+            borrowed, within = self.relaxation.borrowed(mass, known, budgets)
+            total = left_BNV[rows, parents].sum(-1)
+            taken = own + borrowed
+            chances[rows, nodes] = torch.where(total > 0, taken / total.clamp(min=torch.finfo(total.dtype).tiny), 0.0)
+            spent[rows, parents] += borrowed
+            # An earlier sibling may have taken this token's own mass as a neighbour's.
+            moved[rows, parents] += (taken - p_BNV[rows, parents, tokens]).clamp(min=0)
+            entry, place = within.nonzero(as_tuple=True)
+            left_BNV[rows[entry], parents[entry], near[entry, place]] = 0
+            left_BNV[rows, parents, tokens] = 0
+        last = deepest(tree, first_accepted(tree, events(tree, chances, draws)))
+        return self._ended(tree, last, p_BNV, left_BNV, moved, draws)
+
+    def _drawn(self, tree: DraftTree, p_BNV: torch.Tensor, q_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
+        m_BNV = torch.minimum(p_BNV, q_BNV)
+        # Only tokens that are drawn too often have a use for their neighbours.
+        rows_all, nodes_all, tokens_all = (q_BNV > p_BNV).nonzero(as_tuple=True)
+        size = max(1, AT_ONCE // self.relaxation.neighbours_Vk.shape[1])
+        for rows, nodes, tokens in zip(*(each.split(size) for each in (rows_all, nodes_all, tokens_all)), strict=True):
+            near, known = self._near(tokens)
+            own = p_BNV[rows, nodes, tokens]
+            mass = p_BNV[rows[:, None], nodes[:, None], near]
+            borrowed, _ = self.relaxation.borrowed(mass, known, self.relaxation.budgets(own))
+            m_BNV[rows, nodes, tokens] = torch.minimum(q_BNV[rows, nodes, tokens], own + borrowed)
+        excess = (m_BNV - p_BNV).clamp(min=0)
+        moved = excess.sum(-1)
+        if self.relaxation.delta is not None:
+            scale = (self.relaxation.delta / moved.clamp(min=torch.finfo(moved.dtype).tiny)).clamp(max=1)
+            m_BNV = torch.minimum(m_BNV, p_BNV) + excess * scale[..., None]
+            moved = moved * scale
+        each, parents = torch.arange(tree.rows, device=p_BNV.device)[:, None], tree.parents.clamp(min=0)
+        chances = (m_BNV[each, parents, tree.tokens] / q_BNV[each, parents, tree.tokens]).clamp(max=1)
+        last = deepest(tree, events(tree, chances, draws))
+        return self._ended(tree, last, p_BNV, (p_BNV - m_BNV).clamp(min=0), moved, draws)
+
+    def _ended(
+        self,
+        tree: DraftTree,
+        last: torch.Tensor,
+        p_BNV: torch.Tensor,
+        rest_BNV: torch.Tensor,
+        moved_BN: torch.Tensor,
+        draws: Sequence[Draws],
+    ) -> Accepted:
+        """The path to `last` and a bonus from what the law behind it has left."""
+        each = torch.arange(tree.rows, device=last.device)
+        rest_BV = rest_BNV[each, last]
+        # If only rounding allowed a rejection, no mass is left.
+        rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BNV[each, last])
+        accepted = accepted_path(tree, last, drawn_tokens(rest_BV, draws))
+        moved_BA = moved_BN.gather(1, _path(tree, accepted))
+        return Accepted(accepted.path, accepted.length, accepted.bonus, moved_BA)
+
+
+def _each(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
+    """([M] rows, [M] nodes) of all nodes but roots and padding."""
+    below = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.real is None else tree.real.clone()
+    below[:, 0] = False
+    rows, nodes = below.nonzero(as_tuple=True)
+    return rows, nodes
+
+
+def _path(tree: DraftTree, accepted: Accepted) -> torch.Tensor:
+    """[B, A] nodes of the paths."""
+    if accepted.path is not None:
+        return accepted.path
+    return torch.arange(tree.nodes, device=accepted.length.device).expand(tree.rows, -1)

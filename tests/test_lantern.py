@@ -1,0 +1,211 @@
+"""LANTERN's relaxed acceptance: against its slow twin, with its bound, and down to exact acceptance."""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.eval.decoding.accept import Acceptance, Accepted, GreedyAcceptance, SampledAcceptance
+from draftsmith.eval.decoding.decode import TargetVerifier, decode
+from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
+from draftsmith.eval.decoding.neighbours import nearest
+from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
+from draftsmith.models.draft_tree import DraftTree
+from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws
+from tests import reference
+from tests.test_sampling import (
+    SAMPLINGS,
+    STOP,
+    VOCAB,
+    EnumeratedDraws,
+    Law,
+    answers_of,
+    assert_same_law,
+    enumerate_law,
+    one_tree,
+    path_of,
+    random_tree,
+    small_pair,
+    uneven_tree,
+)
+
+# Of each token; one stands for itself alone.
+NEAR = [[1, 2, 4], [4, 2, 0], [1, 4, 0], [], [2, 1, 0]]
+TABLE = torch.tensor([row + [-1] * (3 - len(row)) for row in NEAR])
+BUDGETS = {"delta 0.3": ("delta", 0.3), "delta 0.05": ("delta", 0.05), "lambda 2": ("lambda", 2.0)}
+
+
+def relaxed(budget: tuple[str, float], k: int = 3) -> Relaxation:
+    kind, value = budget
+    return Relaxation(TABLE[:, :k], **({"delta": value} if kind == "delta" else {"factor": value}))
+
+
+def accepted_by(rule: Acceptance, tree: DraftTree, logits: torch.Tensor, draws: Draws) -> Accepted:
+    return rule.accept(tree, logits[None], [draws])
+
+
+def law_of(rule: Acceptance, tree: DraftTree, logits: torch.Tensor) -> tuple[Law, dict[int, float]]:
+    """(the law of (path, bonus), what was moved at each node)."""
+    moved: dict[int, float] = {}
+
+    def round_of(draws: EnumeratedDraws) -> Hashable:
+        accepted = accepted_by(rule, tree, logits, draws)
+        path = path_of(accepted, 0)
+        assert accepted.moved is not None
+        moved.update(zip(path, accepted.moved[0].tolist(), strict=False))
+        return tuple(path), int(accepted.bonus)
+
+    return enumerate_law(round_of), moved
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+@pytest.mark.parametrize("sampling", [SAMPLINGS["T=1"], SAMPLINGS["T=0.5, top-k, top-p"]], ids=["T=1", "cut"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", [lambda chance: random_tree(chance, 6, VOCAB), uneven_tree], ids=["random", "uneven"])
+def test_a_ranked_tree_equals_the_slow_walk(shape: Callable, seed: int, sampling: Sampling, budget: Any) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    tree = shape(chance)
+    logits = torch.randn(tree.nodes, VOCAB, generator=chance) * 2
+    p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
+    expected, variation = reference.lantern_walk(tree.tokens[0].tolist(), tree.parents[0].tolist(), p, NEAR, budget)
+    law, moved = law_of(LanternAcceptance(sampling, relaxed(budget)), tree, logits)
+    assert_same_law(law, expected)
+    assert moved == pytest.approx({node: variation[node] for node in moved}, abs=1e-6)
+    if budget[0] == "delta":
+        assert max(moved.values()) <= budget[1] + 1e-9
+
+
+@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
+def test_a_drawn_chain_equals_the_slow_walk_and_stays_within_its_bound(budget: Any) -> None:
+    chance = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, VOCAB, generator=chance) * 2
+    q = torch.zeros(2, VOCAB)
+    q[0] = torch.tensor([0.05, 0.4, 0.35, 0.1, 0.1])
+    p = logits[0].softmax(-1).tolist()
+    chances, rest, variation = reference.lantern_drawn(p, q[0].tolist(), NEAR, budget)
+    assert variation > 0.02
+    first: Law = defaultdict(float)
+    for x in range(VOCAB):
+        tree = one_tree([0, x], [-1, 0], q)
+        law, moved = law_of(LanternAcceptance(Sampling(1.0), relaxed(budget)), tree, logits)
+        assert sum(weight for (path, _), weight in law.items() if len(path) == 2) == pytest.approx(chances[x], abs=1e-6)
+        assert moved[0] == pytest.approx(variation, abs=1e-6)
+        for (path, bonus), weight in law.items():
+            first[x if len(path) == 2 else bonus] += float(q[0, x]) * weight
+            if len(path) == 1:
+                assert weight == pytest.approx((1 - chances[x]) * rest[bonus], abs=1e-6)
+    found = sum(abs(first[token] - p[token]) for token in range(VOCAB)) / 2
+    assert found == pytest.approx(variation, abs=1e-6)
+    if budget[0] == "delta":
+        assert found <= budget[1] + 1e-6
+    else:
+        assert all(first[token] <= budget[1] * p[token] + 1e-6 for token in range(VOCAB))
+
+
+PROPOSERS = {
+    "chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2)),
+    "drawn chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2, sampling=sampling)),
+    "tree": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=4, draft_calls=2, top_k=2)),
+}
+
+
+@pytest.mark.parametrize("delta", [0.1])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_the_law_of_first_tokens_stays_within_delta(proposer: str, delta: float) -> None:
+    """The first token is the prefill's. The two behind it may each move by delta."""
+    sampling, length = SAMPLINGS["T=1"], 2 if proposer == "drawn chain" else 3  # these have many outcomes
+    target, drafter = small_pair(None)
+    prompt = [0, 2, 1, 2, 1]
+
+    def answer(draws: EnumeratedDraws) -> Hashable:
+        drafting = PROPOSERS[proposer](drafter, sampling)
+        rule = LanternAcceptance(sampling, relaxed(("delta", delta)))
+        [done] = decode(TargetVerifier(target, drafting, rule), drafting, [prompt], {STOP}, length, [draws])
+        assert sum(done.moved) <= delta * (len(done.token_ids) - 1) + 1e-9
+        return tuple(done.token_ids)
+
+    law, exact = enumerate_law(answer), answers_of(target, prompt, length, sampling)
+
+    def variation(first: int) -> float:
+        moved: Law = defaultdict(float)
+        for tokens, weight in itertools.chain(law.items(), ((tokens, -w) for tokens, w in exact.items())):
+            moved[tokens[:first]] += weight  # type: ignore[index]
+        return sum(map(abs, moved.values())) / 2
+
+    assert variation(1) < 1e-5
+    assert 0.005 < variation(2) <= delta + 1e-5
+    assert variation(3) <= 2 * delta + 1e-5
+
+
+@pytest.mark.parametrize("budget", [("delta", 0.0), ("lambda", 1.0)], ids=["delta 0", "lambda 1"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_without_a_budget_answers_are_those_of_exact_acceptance(proposer: str, sampling: Sampling, budget: Any) -> None:
+    target, drafter = small_pair(None)
+    strict = GreedyAcceptance() if sampling.greedy else SampledAcceptance(sampling)
+
+    def answers(rule: Acceptance) -> list[list[int]]:
+        drafting = PROPOSERS[proposer](drafter, sampling)
+        draws = [SeededDraws(seed, "same") for seed in range(4)]
+        verifier = TargetVerifier(target, drafting, rule)
+        return [each.token_ids for each in decode(verifier, drafting, [[0, 2, 1, 2, 1]] * 4, {STOP}, 12, draws)]
+
+    assert answers(LanternAcceptance(sampling, relaxed(budget))) == answers(strict)
+
+
+def test_greedy_takes_a_near_token_that_with_its_neighbours_reaches_the_likeliest() -> None:
+    """Token 2 has 0.30 and, with 1 and 4, 0.50: as much as the likeliest, 3, has. Without 4 it falls short."""
+    p = torch.tensor([[0.0, 0.15, 0.30, 0.48, 0.07], [0.9, 0.025, 0.025, 0.025, 0.025]])
+    tree = one_tree([0, 2], [-1, 0])
+    for k, budget, length in ((3, 0.3, 2), (1, 0.3, 1), (3, 0.2, 1)):
+        rule = LanternAcceptance(GREEDY, relaxed(("delta", budget), k))
+        accepted = rule.accept(tree, p.clamp(min=1e-30).log()[None])
+        assert int(accepted.length) == length
+        assert int(accepted.bonus) == (0 if length == 2 else 3)
+        assert accepted.moved is not None
+        assert accepted.moved[0, 0] == pytest.approx(0.22 if length == 2 else 0, abs=1e-6)
+
+
+def test_a_likely_near_neighbour_ends_the_prefix_even_if_later_ones_fit() -> None:
+    p = torch.tensor([[0.0, 0.4, 0.2, 0.3, 0.1], [1.0, 0, 0, 0, 0]])
+    rule = LanternAcceptance(Sampling(1.0), relaxed(("delta", 0.2)))
+    law, moved = law_of(rule, one_tree([0, 2], [-1, 0]), p.clamp(min=1e-30).log())
+    assert sum(w for (path, _), w in law.items() if len(path) == 2) == pytest.approx(0.2, abs=1e-6)
+    assert moved[0] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["ranked", "drawn"])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
+def test_a_tree_among_others_is_accepted_as_it_is_alone(sampling: Sampling, drawn: bool) -> None:
+    chance = torch.Generator().manual_seed(3)
+    sizes, widest = [2, 5, 3], 5
+    tokens = torch.randint(VOCAB, (3, widest), generator=chance)
+    parents = [list(range(-1, widest - 1)) if drawn else [-1, 0, 0, 1, 2]] * 3
+    logits = torch.randn(3, widest, VOCAB, generator=chance)
+    q = torch.rand(3, widest, VOCAB, generator=chance).softmax(-1) if drawn else None
+    for row, size in enumerate(sizes if q is not None else []):
+        q[row, size - 1 :] = 0  # type: ignore[index]
+    rule = LanternAcceptance(sampling, relaxed(("delta", 0.4)))
+    together = DraftTree(tokens, torch.tensor(parents), widest - 1, sizes=torch.tensor(sizes), drawn_from=q)
+    for seed in range(10):
+        accepted = rule.accept(together, logits, [SeededDraws(seed, i) for i in range(3)])
+        for row, size in enumerate(sizes):
+            alone = one_tree(tokens[row, :size].tolist(), parents[row][:size], None if q is None else q[row, :size])
+            single = accepted_by(rule, alone, logits[row, :size], SeededDraws(seed, row))
+            assert path_of(accepted, row) == path_of(single, 0)
+            assert int(accepted.bonus[row]) == int(single.bonus)
+            length = int(single.length)
+            assert accepted.moved is not None and single.moved is not None
+            assert accepted.moved[row, :length].tolist() == pytest.approx(single.moved[0, :length].tolist())
+
+
+def test_nearest_is_an_exact_search() -> None:
+    vectors = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    table = nearest(vectors, 7).tolist()
+    for x, row in enumerate(table):
+        others = sorted((y for y in range(50) if y != x), key=lambda y: float((vectors[x] - vectors[y]).norm()))
+        assert row == others[:7]
