@@ -96,8 +96,12 @@ def attention_kinds(config: Any) -> AttentionKinds:
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' class that loads a target with this config: the causal LM's, if there is one."""
+    """transformers' class that loads a target with this config: the causal LM's, if there is one.
+
+    Emu3's causal LM is a part of its whole model, with other names in a checkpoint of its own.
+    """
     text_only = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    text_only &= not hasattr(config, "vq_config")
     return AutoModelForCausalLM if text_only else AutoModelForImageTextToText
 
 

@@ -56,8 +56,10 @@ def precision_name(precision: QuantizationSection | None) -> str | None:
 
 
 def target_changes(section: TargetSection) -> dict[str, Any]:
-    """What a recipe changes in the checkpoint's weights, as part of the target's identity."""
-    return {"adapter": adapter_digest(section), "quantization": precision_name(section.quantization)}
+    """What a recipe changes in the checkpoint's weights or its law, as part of the target's identity."""
+    changes = {"adapter": adapter_digest(section), "quantization": precision_name(section.quantization)}
+    guidance = section.guidance
+    return changes | ({} if guidance is None else {"guidance": f"scale {guidance.scale:g}, {guidance.null}"})
 
 
 # The arithmetic.

@@ -101,6 +101,15 @@ def _precision(value: Any) -> Any:
 Precision = Annotated[QuantizationSection | None, BeforeValidator(_precision)]
 
 
+class GuidanceSection(Section):
+    """Classifier-free guidance of a target that writes images by a caption (models/guidance.py)."""
+
+    scale: PositiveOrZero
+    """Logits are u + scale (c - u), with c those behind the caption and u those without. 1 is no guidance."""
+    null: Text = "<null>"
+    """The token that stands for each of the caption's where there is none, as the target was trained with."""
+
+
 class TargetSection(Section):
     model: str
     """Hugging Face id or local directory of the causal LM to draft for."""
@@ -115,6 +124,8 @@ class TargetSection(Section):
     """Quantise the decoder's linear layers when the target is loaded: `int8`, `int4`, `fake` (int4's effect without its
     speed), or {bits, group_size, fake}. int8 and int4 are for CPUs and compute in bfloat16, which `dtype: auto` then
     means (docs/decoding.md). Checkpoints that are quantised already need no key."""
+    guidance: GuidanceSection | None = None
+    """Classifier-free guidance as a part of the target's law, in regeneration, training and evaluation."""
     device: str = "auto"
     """`auto`: the accelerator if there is one, else the CPU."""
     trust_remote_code: bool = False
@@ -849,8 +860,8 @@ class AcceptanceSection(Section):
     k: Size = 1000
     """Nearest tokens that one may stand for, at most."""
     neighbours: Text = "codebook"
-    """What near means: `codebook`, the target's own (Emu3); `embedding`, the target's input embeddings; or a safetensors
-    file with `codebook` [C, d] and `token_ids` [C]."""
+    """What near means: `codebook`, the target's own (Emu3); `embedding`, its input embeddings; or a safetensors file
+    with `codebook` [C, d] and `token_ids` [C]."""
 
     @model_validator(mode="before")
     @classmethod

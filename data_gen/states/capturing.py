@@ -44,9 +44,10 @@ from draftsmith.data_gen.states.stored_target import (
 from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.checkpoint import config_identity, differences, target_identity
 from draftsmith.models.costs import gigabytes, torch_dtype
+from draftsmith.models.guidance import loaded_target
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.quantize import target_changes
-from draftsmith.models.target import Target, checked_capture_layers, load_causal_lm
+from draftsmith.models.target import Target, checked_capture_layers
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
@@ -304,7 +305,7 @@ def capture(
         manifest: given to rank 0, which also writes target/ and waits for all shards.
     """
     section = job.recipe.target
-    target = Target(load_causal_lm(section, team.take_device(section.device)), job.layers)
+    target = loaded_target(section, job.layers, team.take_device(section.device))
     identity = target_identity(target, section.model, section.revision, job.fingerprint, target_changes(section))
     identity |= {"embedding_scale": target.embedding_scale}
     made_of = job.made_of | {"target": job.made_of["target"] | identity}

@@ -133,7 +133,10 @@ def acceptance_of(sampling: Sampling) -> Acceptance:
 
 
 def events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) -> torch.Tensor:
-    """[B, N] bool: independent events of these chances. Padding takes no random numbers: a row's draws do not depend on its neighbours."""
+    """[B, N] bool: independent events of these chances.
+
+    Padding takes no random numbers: a row's draws do not depend on its neighbours.
+    """
     sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
     events = [draw.events(chances[:size]) for draw, chances, size in zip(draws, chances_BN, sizes, strict=True)]
     return torch.stack([functional.pad(row, (0, tree.nodes - len(row))) for row in events])

@@ -46,9 +46,10 @@ from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.drafters import kind_name, kind_text
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.formats.named_drafters import yet_to_import
+from draftsmith.models.guidance import loaded_target
 from draftsmith.models.quantize import precision_name, target_changes
 from draftsmith.models.sampling import GREEDY, Sampling
-from draftsmith.models.target import Target, check_precision, load_causal_lm
+from draftsmith.models.target import Target, check_precision
 from draftsmith.models.vocab import DraftVocab, cut_by_file
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import (
@@ -394,10 +395,9 @@ class Lineup:
     def __init__(self, section: TargetSection):
         self.section = section
         self.tokenizer = load_tokenizer(section)
-        model = load_causal_lm(section)
         # Decoding captures the layers that each proposer reads. The target's own list is for training.
-        self.target = Target(model, capture_layers=(0,))
-        self.stop_ids = frozenset(stop_ids(self.tokenizer, model.generation_config))
+        self.target = loaded_target(section, capture_layers=(0,))
+        self.stop_ids = frozenset(stop_ids(self.tokenizer, self.target.model.generation_config))
         self.fingerprint = tokenizer_fingerprint(self.tokenizer)
         self.drafters: dict[Path, FeatureDrafter] = {}
         self.draft_models: dict[str, Target] = {}

@@ -38,9 +38,9 @@ def check_neighbours(section: AcceptanceSection, target: TargetFacts) -> None:
     if section.neighbours == "codebook":
         if not writes_images(config):
             raise UserError(
-                f"eval.acceptance.neighbours: {target.section.model} has no codebook of its own: it writes text, or codes "
-                "of a model that is not in its checkpoint. Name a safetensors file with codebook and token_ids, or "
-                "embedding"
+                f"eval.acceptance.neighbours: {target.section.model} has no codebook of its own: it writes text, or "
+                "codes of a model that is not in its checkpoint. Name a safetensors file with codebook and token_ids, "
+                "or embedding"
             )
         code_tokens(config)
         return
@@ -52,8 +52,8 @@ def warning(section: AcceptanceSection, target: TargetFacts) -> str | None:
     if section.neighbours != "embedding" or writes_images(load_config(target.section)):
         return None
     return (
-        f"{section.rule} with {target.section.model}, which writes text: tokens give way to those with near embeddings, "
-        "which need not mean the same"
+        f"{section.rule} with {target.section.model}, which writes text: tokens give way to those with near "
+        "embeddings, which need not mean the same"
     )
 
 
@@ -80,8 +80,8 @@ def read_codebook(path: Path, vocab_size: int) -> tuple[torch.Tensor, torch.Tens
         raise UserError(f"{where}: token_ids are not different whole numbers")
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         raise UserError(
-            f"{where}: a codebook for tokens up to {int(ids.max()):,}, but the target has {vocab_size:,}; it is another "
-            "model's"
+            f"{where}: a codebook for tokens up to {int(ids.max()):,}, but the target has {vocab_size:,}; it is "
+            "another model's"
         )
     return codebook, ids.long()
 

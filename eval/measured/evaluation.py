@@ -82,11 +82,8 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
         with keeping_answers(partial_log(recipe)) as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)
             file.close()
-            notes = [
-                *relaxed_notes(recipe, contenders),
-                *precision_notes(lineup, contenders),
-                *([rejects.summary()] if rejects.total else []),
-            ]
+            notes = [*relaxed_notes(recipe, contenders), *precision_notes(lineup, contenders)]
+            notes += [rejects.summary()] if rejects.total else []
             publish_results(recipe, lineup, contenders, results, notes=notes)
 
 
@@ -163,11 +160,9 @@ def precision_notes(lineup: Lineup, contenders: Sequence[Contender]) -> list[str
 
 def relaxed_notes(recipe: Recipe, contenders: Sequence[Contender]) -> list[str]:
     """Sentences about relaxed acceptance where it makes little sense."""
-    rules = [contender.relaxed for contender in contenders if contender.relaxed is not None]
-    notes = (
-        [note for note in map(partial(warning, target=TargetFacts.read(recipe.target)), rules) if note] if rules else []
-    )
-    return [f"note: {note}" for note in dict.fromkeys(notes)]
+    rules = {contender.relaxed: None for contender in contenders if contender.relaxed is not None}
+    target = TargetFacts.read(recipe.target)
+    return [f"note: {note}" for note in (warning(rule, target) for rule in rules) if note]
 
 
 def partial_log(recipe: Recipe) -> Path:

@@ -32,7 +32,7 @@ from draftsmith.recipes.validation import validation_rank
 SHOWN_FAULTS = 3
 EVERYONE = ""  # contender name of answers in conversations: they serve all contenders
 # Keys that identify a target.
-IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "vision_digest", "adapter", "quantization")
+IDENTITY = ("tokenizer_fingerprint", "embedding_digest", "vision_digest", "adapter", "quantization", "guidance")
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,7 @@ class _Generator(FileShape):
     vision_digest: str | None = None
     adapter: str | None = None
     quantization: str | None = None
+    guidance: str | None = None
     temperature: float | None = None
     top_p: float = 1.0
     top_k: int = 0
@@ -344,10 +345,10 @@ def _beside(path: Path) -> tuple[Sampling | None, dict[str, Any], set[str]]:
 
 
 def _known(identity: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of its target. A file that knows its target and names no adapter or quantisation
-    had none."""
+    """What a file says of its target. A file that knows its target and names no adapter, quantisation or
+    guidance had none."""
     known = {key: identity[key] for key in IDENTITY if identity.get(key)}
-    return {"adapter": None, "quantization": None, **known} if known else {}
+    return {"adapter": None, "quantization": None, "guidance": None, **known} if known else {}
 
 
 def _not_lossless(path: Path, whose: str = "") -> UserError:

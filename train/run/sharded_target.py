@@ -53,6 +53,11 @@ def check_sharding(recipe: Recipe) -> None:
             "train.shard_target: pieces of weights cannot be quantised; leave target.quantization out, or capture the "
             "quantised target's states first (docs/offline.md) and leave train.shard_target out"
         )
+    if recipe.target.guidance is not None:
+        problems.append(
+            "train.shard_target: a guided target reads every text twice, which pieces of weights cannot yet; capture its "
+            "states first (docs/offline.md) and leave train.shard_target out"
+        )
     config = load_config(recipe.target)
     quantization = getattr(config, "quantization_config", None)
     if quantization is not None:

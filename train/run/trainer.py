@@ -19,8 +19,9 @@ from draftsmith.models.chat import load_config, load_generation_config, load_tok
 from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout, written
 from draftsmith.models.costs import target_size
 from draftsmith.models.formats.named_drafters import with_start
+from draftsmith.models.guidance import loaded_target
 from draftsmith.models.quantize import target_changes
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.launch import rank, world_size
 from draftsmith.recipes.errors import UserError
@@ -160,7 +161,7 @@ def target_and_states(recipe: Recipe, inputs: Inputs, accelerator: Accelerator) 
     if recipe.train.shard_target and accelerator.num_processes > 1:
         target: Target = ShardedTarget(load_sharded(recipe.target), layers)
     else:
-        target = Target(load_causal_lm(recipe.target, str(accelerator.device)), layers)
+        target = loaded_target(recipe.target, layers, str(accelerator.device))
     if recipe.train.packing:
         # Here, because all processes of a sharded target must try together, and they first pack at different times.
         target.try_documents()
