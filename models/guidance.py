@@ -6,9 +6,10 @@ condition's tokens. Their next-token logits are combined:
     conditional      c    <bos>  a       red     seven   <image>  17  3  40        logits = u + scale (c - u)
     unconditional    u    <bos>  <null>  <null>  <null>  <image>  17  3  40
 
-(Words in an answer give way, too; image models write none.) Both texts are equally long, so one draft tree, one acceptance and one length serve both. The head is linear, so it is
-the final states that are combined: what the head reads, training's teacher and EAGLE-1's feature (state L) are those
-of the guided law. States of deeper layers are the conditional text's.
+Words in an answer give way, too; image models write none. Both texts are equally long, so one draft tree, one
+acceptance and one length serve both. The head is linear, so it is the final states that are combined: what the head
+reads, training's teacher and EAGLE-1's feature (state L) are those of the guided law. States of deeper layers are the
+conditional text's.
 
 The unconditional text has its own keys and values. In the cache they are further heads of the same tokens, so whatever
 keeps, drops or moves cached tokens knows nothing of them:

@@ -11,14 +11,17 @@ An answer's codes are a picture, row by row:
     7 3 3 | 1 7 7 | 2 2 2     rows that end in the end-of-line token, or a square if there is none
 """
 
+import io
 from collections.abc import Sequence
 from math import isqrt
+from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.picture_files import store_picture
 
 END_OF_LINE = "<|extra_200|>"  # Emu3's
 
@@ -86,6 +89,16 @@ class ImageTokens:
             side = isqrt(len(line))
             lines = [line[i : i + side] for i in range(0, len(line), side)]
         return lines if lines and len({*map(len, lines)}) == 1 and (len(lines) > 1 or len(lines[0]) == 1) else None
+
+    def stored(self, answer: Sequence[int], folder: Path) -> dict[str, str]:
+        """Writes the answer's picture into `folder`. Returns its `path` and `sha256`; nothing if there is none."""
+        picture = self.picture(answer)
+        if picture is None:
+            return {}
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        path = Path(store_picture(file.getvalue(), folder))
+        return {"path": str(path), "sha256": path.stem}
 
     @torch.inference_mode()
     def picture(self, answer: Sequence[int]) -> Image.Image | None:

@@ -31,7 +31,7 @@ MADE = {
 }
 
 
-VOID = {"meta", "br", "path", "use", "rect"}
+VOID = {"meta", "br", "path", "use", "rect", "img"}
 
 
 def generation(chance: random.Random, length: int, drafts: bool, name: str, benchmark: str, turn: int) -> Generation:

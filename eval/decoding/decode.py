@@ -64,6 +64,7 @@ class Generation:
     conversation_id: str = ""
     turn: int = 1  # of its conversation, from 1
     pictures: list[dict[str, str]] = field(default_factory=list)  # of the prompt, in order: `path` and `sha256`
+    image: dict[str, str] = field(default_factory=dict)  # that the answer's tokens make, likewise; empty: none
 
     @property
     def rounds(self) -> int:

@@ -8,8 +8,9 @@ the machine becomes slower, it slows all alike.
 """
 
 import json
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from draftsmith.models.chat import (
     render_prompt,
 )
 from draftsmith.models.draft_tree import Proposer
+from draftsmith.models.image_tokens import ImageTokens
 from draftsmith.models.prompt import Prompt
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
@@ -146,6 +148,7 @@ class Bench:
         acceptances: each contender's rule. A name that is not there, such as plain decoding's, has the lossless one.
         targets: the target of each contender that runs it in another precision.
         batch_size: conversations decoded side by side, turn by turn: first turns together, then second turns.
+        drawn: what becomes of the picture that an answer's tokens make (`ImageTokens.stored`).
     """
 
     target: Target
@@ -158,6 +161,7 @@ class Bench:
     batch_size: int = 1
     acceptances: Mapping[str, Acceptance] = field(default_factory=dict)
     targets: Mapping[str, Target] = field(default_factory=dict)
+    drawn: Callable[[Sequence[int]], dict[str, str]] = lambda answer: {}
 
     def prompt(self, question: Question, messages: list[dict[str, Any]]) -> Prompt:
         """The next prompt. Raises ValueError if the template refuses it or it is too long."""
@@ -226,6 +230,7 @@ class Bench:
                         for name in names:
                             generation = done[name][row]
                             talk.sign(generation)
+                            generation.image = self.drawn(generation.token_ids)
                             results[name].append(generation)
                             question = talk.words if name == shown else None
                             file.write(answer_line(self.tokenizer, generation, name, question))
@@ -280,6 +285,8 @@ def decode_all(
 ) -> dict[str, list[Generation]]:
     """All answers, plain decoding's included, as `Bench.run` returns them. The first contender is the main one."""
     sampling = Sampling.of(recipe.eval)
+    images = ImageTokens.of(lineup.target.model)
+    folder = recipe.eval_out / "generations.images"
     bench = Bench(
         lineup.target,
         lineup.tokenizer,
@@ -296,6 +303,7 @@ def decode_all(
             if contender.quantization is not None
             for name in (contender.name, plain_of(contender))
         },
+        **({} if images is None else {"drawn": partial(images.stored, folder=folder)}),
     )
     proposers: dict[str, Proposer | None] = {name: None for name in map(plain_of, contenders) if name != PLAIN}
     proposers |= {c.name: lineup.proposer(c, sampling) for c in contenders}

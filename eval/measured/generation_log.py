@@ -13,6 +13,8 @@
                                                    accepted tokens each source drafted that took part, in their order
     moved                                          of a relaxed rule: probability moved onto drafted tokens, summed over
                                                    each round's tokens (eval/decoding/lantern.py)
+    image                                          the picture that the answer's tokens make, `path` and `sha256`, of
+                                                   targets that write images; no key: none, or no whole one
     last_round_cut                                 the answer's end cut tokens off the last round
     *_seconds                                      prefill, draft, verify, decode
     text                                           the answer as the next turn's prompt has it
@@ -39,7 +41,7 @@ if TYPE_CHECKING:  # the report is built again without loading torch
     from draftsmith.eval.decoding.decode import Generation
 
 BEGINNING = re.compile(rb'\{"contender": ("(?:[^"\\]|\\.)*"), .*\}\s*', re.S)
-LEFT_OUT = ("pictures", "inner_accepted", "drafted_by", "moved")  # where they are empty
+LEFT_OUT = ("pictures", "inner_accepted", "drafted_by", "moved", "image")  # where they are empty
 WINDOW = 4  # most tokens per character: UTF-8 has at most four bytes
 
 

@@ -202,6 +202,7 @@ class AnswerLine(FileShape):
     conversation_id: Text
     turn: FileCount
     pictures: list[NamedPicture] = []
+    image: NamedPicture | None = None
 
 
 class Record(AnswerLine):

@@ -16,6 +16,7 @@ from draftsmith.eval.page.html import (
     RELAXED,
     build_html,
     choose_answers,
+    choose_images,
     different_contenders,
     precisions,
     relaxed_contenders,
@@ -141,7 +142,8 @@ def write_report(recipe: Recipe) -> list[Path]:
     faults: list[str] = []
     if (generations := generations_path(recipe)).exists():
         answers, faults = choose_answers(generations, acceptance["contender"], recipe.eval.report_answers)
-    page = build_html(acceptance, metrics, answers, faults)
+    images = choose_images(generations, list(acceptance["contenders"]), answers) if answers else []
+    page = build_html(acceptance, metrics, answers, faults, images)
     if faults:
         print(f"unreadable lines of generations.jsonl, left out: {len(faults)}, the first: {faults[0]}")
     written = [out / "report.html"]
@@ -162,7 +164,8 @@ def print_table(acceptance: dict[str, Any]) -> None:
     # Names are Text: markup would interpret their brackets and colons, and double backslashes.
     caption = Text(
         f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
-        f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}{_inner(acceptance)}\n{_equality(acceptance)}",
+        f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}{_inner(acceptance)}{_moved(acceptance)}\n"
+        f"{_equality(acceptance)}",
         style="table.caption",
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
@@ -219,6 +222,13 @@ def _inner(acceptance: dict[str, Any]) -> str:
     rows = acceptance["contenders"].items()
     told = [f"{name} {row['inner_tau']:.2f}" for name, row in rows if row.get("inner_tau") is not None]
     return f"\nTokens per verification by the small model: {', '.join(told)}." if told else ""
+
+
+def _moved(acceptance: dict[str, Any]) -> str:
+    """A caption for relaxed rules."""
+    rows = acceptance["contenders"].items()
+    told = [f"{name} {row['total_variation']:.3f}" for name, row in rows if row.get("total_variation") is not None]
+    return f"\nTotal variation from the target's law, a token: {', '.join(told)}." if told else ""
 
 
 def _equality(acceptance: dict[str, Any]) -> str:

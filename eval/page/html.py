@@ -33,10 +33,11 @@ TIES = 3  # most contenders that the verdict names as possibly equally fast
 # Columns of the CSV file. A key's interval, if any, follows it as <key>_low and <key>_high.
 CSV_KEYS = (
     *("tau", "speedup", "tokens_per_second", "accepted_per_round", "tree_nodes_per_round", "draft_calls_per_round"),
-    *("tau_ratio", "speed_ratio", "matches_target", "matching_share", "inner_tau"),
+    *("tau_ratio", "speed_ratio", "matches_target", "matching_share", "inner_tau", "total_variation"),
 )
 SHOWN_PICTURES = 8  # of an answer's prompt
 THUMBNAIL = 256  # pixels of the longer side
+SHARP = 64  # pixels of the longer side up to which nothing is lost
 UNSEEN = re.compile(r"[\u200b\u200e\u200f\u2028\u2029\u2060-\u2064]")
 
 
@@ -45,6 +46,7 @@ def build_html(
     metrics: Sequence[dict[str, Any]],
     answers: Sequence[dict[str, Any]] = (),
     faults: Sequence[str] = (),
+    images: Sequence[dict[str, Any]] = (),
 ) -> str:
     """The whole page.
 
@@ -53,6 +55,7 @@ def build_html(
         metrics: the lines of metrics.jsonl; none if the file is missing.
         answers: the lines of generations.jsonl to show.
         faults: problems of unusable lines of generations.jsonl.
+        images: from `choose_images`.
     """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -98,6 +101,9 @@ def build_html(
         answers=shown,
         sources=sources,
         pictured=any(answer["pictures"] for answer in shown),
+        images=images,
+        captions=[answer["question"] for answer in shown],
+        moved={name: row for name, row in contenders.items() if row.get("total_variation") is not None},
         faults=faults,
         light=drawing.LIGHT,
         dark=drawing.DARK,
@@ -257,6 +263,22 @@ def choose_answers(path: Path, contender: str, count: int) -> tuple[list[dict[st
     return [record for index, record in enumerate(again) if index in chosen], faults
 
 
+def choose_images(path: Path, contenders: Sequence[str], answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The pictures that the contenders' answers to the shown prompts make: `contender` and `pictures`, one for each of
+    `answers` (`_thumbnail`; None where there is no whole one). Empty if there are none at all."""
+    keys = [_turn_of(record) for record in answers]
+    rows = []
+    for name in contenders if answers else ():
+        made = {_turn_of(each): each["image"] for each in read_generations(path, name, []) if each.get("image")}
+        pictures = [None if key not in made else _thumbnail(made[key]) for key in keys]
+        rows.append({"contender": name, "pictures": pictures})
+    return rows if any(any(row["pictures"]) for row in rows) else []
+
+
+def _turn_of(record: dict[str, Any]) -> tuple[Any, ...]:
+    return record["benchmark"], record["conversation_id"], record["turn"]
+
+
 def _answer(record: dict[str, Any], longest: int, sources: Sequence[str] = ()) -> dict[str, Any]:
     """A record's data for the page, with its rounds up to `longest` tokens.
 
@@ -305,7 +327,9 @@ def _answer(record: dict[str, Any], longest: int, sources: Sequence[str] = ()) -
 
 def _thumbnail(named: dict[str, str]) -> dict[str, Any]:
     """A picture of a prompt in small, as a data URL; or `problem`: why it cannot be shown."""
-    from draftsmith.recipes.prompts.pictures import UnusablePicture, read_picture  # Pillow, only where it is needed
+    # Pillow, only where it is needed.
+    from draftsmith.recipes.prompts.picture_files import data_url
+    from draftsmith.recipes.prompts.pictures import UnusablePicture, read_picture
 
     try:
         image = read_picture(named["path"], Path(), named.get("sha256")).image
@@ -313,10 +337,10 @@ def _thumbnail(named: dict[str, str]) -> dict[str, Any]:
         return {"problem": visible(str(error))}
     image.thumbnail((THUMBNAIL, THUMBNAIL))
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=85)
+    image.save(file, "PNG" if max(image.size) <= SHARP else "JPEG", quality=85)
     return {
         "problem": None,
-        "src": f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}",
+        "src": data_url(file.getvalue()),
         "width": image.width,
         "height": image.height,
         "name": visible(Path(named["path"]).name),
