@@ -165,7 +165,7 @@ def test_broken_parquet(tmp_path: Path):
 
 
 def test_standard_library_splits(tmp_path: Path, monkeypatch):
-    names = [f"module{number}" for number in range(40)]
+    names = [f"module{number}" for number in range(100)]
     for name in names:
         body = "".join(f"    value_{line} = {name!r} + str({line})\n" for line in range(5))
         (tmp_path / f"{name}.py").write_text(f"def function():\n    'Do.'\n{body}    return value_0\n")
@@ -176,6 +176,15 @@ def test_standard_library_splits(tmp_path: Path, monkeypatch):
     assert train | heldout == set(names)
     assert not train & heldout
     assert len(train) > len(heldout) > 0
+    copied = read("stdlib:copy")
+    assert {c.meta["module"] for c in copied} == heldout
+    assert {c.meta["category"] for c in copied} == {"edit", "again"}
+    for conversation in copied:
+        first, second, third = (message["content"] for message in conversation.messages)
+        if conversation.meta["category"] == "again":
+            assert (second, third) == (first.replace("function()", "function_v2()"), first) and second != first
+        else:
+            assert first.endswith("\n    return value_0") and "`function` to `function_v2`" in second
 
 
 def test_datasets_name(monkeypatch: pytest.MonkeyPatch):
@@ -499,7 +508,7 @@ def test_sources_are_checked_before_anything_is_read(tmp_path: Path):
         "prompts are read from",
         "save it as CSV in UTF-8",
         "no such file",
-        "stdlib:train or stdlib:heldout",
+        "stdlib:train or stdlib:heldout or stdlib:copy",
         "hf:org/name",
     ]
     assert len(caught.value.problems) == len(reasons)

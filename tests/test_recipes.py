@@ -344,7 +344,7 @@ def test_prompts_that_are_not_files(write):
     recipe = load_recipe(write(SMALLEST), ["data.prompts=[stdlib:train, hf:org/name, hf:org/name:test]"])
     assert recipe.data.prompts == ["stdlib:train", "hf:org/name", "hf:org/name:test"]
     (problem,) = problems_of(write(SMALLEST), "eval.prompts=stdlib:test")
-    assert problem.endswith("`eval.prompts`: stdlib:test: write stdlib:train or stdlib:heldout")
+    assert problem.endswith("`eval.prompts`: stdlib:test: write stdlib:train or stdlib:heldout or stdlib:copy")
 
 
 @pytest.mark.parametrize(

@@ -53,16 +53,20 @@ SCRIPTS = {
 
 
 def stages_of(recipe: Recipe) -> list[str]:
-    """The commands from prompts to a measured and exported drafter, in order, as the recipe needs them."""
+    """The commands from prompts to a measured and exported drafter, in order, as the recipe needs them.
+
+    A recipe that measures a drafter from elsewhere, and sets nothing of `drafter` and `train`, trains none.
+    """
+    trains = recipe.eval.drafter is None or bool(recipe.drafter.meant or recipe.train.meant)
     trees = [recipe.eval.tree, *(contender.tree for contender in recipe.eval.also)]
     classifiers = {Path(tree.c2t.classifier) for tree in trees if tree.policy == "c2t" and tree.c2t.classifier}
     c2t = ["label-trees", "train-c2t"] if recipe.classifier_dir in classifiers else []
     return [
         *(["reprompt"] if recipe.reprompts else []),
         *(["regenerate"] if recipe.data.prompts is not None else []),
-        "rank-vocab",
+        *(["rank-vocab"] if trains else []),
         *(["capture"] if recipe.data.states is not None else []),
-        "train",
+        *(["train"] if trains else []),
         *c2t,
         *(["build-sam"] if recipe.sam_path in recipe.static_sams else []),
         *(["evaluate"] if recipe.eval.prompts is not None or recipe.eval.mode == "replay" else []),

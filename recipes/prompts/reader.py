@@ -6,6 +6,7 @@ Sources
                                  or tabs divide .csv; `messages`, `turns` and `tools` are JSON text
     path.parquet                 one row per conversation
     stdlib:train, :heldout       questions about the interpreter's own library (`recipes.prompts.stdlib`)
+    stdlib:copy                  conversations about held-out modules whose answers repeat what stands there
     scenes:train, :heldout       drawn pictures to be described (`recipes.demo_vision.prompts`)
     hf:org/name[:split]          a dataset of the `datasets` library, streamed; the split is `train` unless given
     hf:org/name:config:split     a configuration of it, for example hf:openai/gsm8k:main:train

@@ -17,11 +17,11 @@ from draftsmith.recipes.files.json_text import check_depth, parse_json
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of, fetch, known_forms
 from draftsmith.recipes.prompts.picture_files import coco_captions, seems_a_picture
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
-from draftsmith.recipes.prompts.stdlib import SPLITS, stdlib_conversations
+from draftsmith.recipes.prompts.stdlib import COPY, SPLITS, copy_conversations, stdlib_conversations
 
 StorePicture = Callable[[bytes], str]  # writes a picture's bytes to a file and returns its path
 
-DRAWN = ("stdlib", "scenes")  # made here, each with the splits SPLITS
+DRAWN = {"stdlib": (*SPLITS, COPY), "scenes": SPLITS}  # made here, with their parts
 TABLE_TYPES = (".csv", ".tsv")
 FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
 DELIMITERS = ",;\t"  # of .csv files; spreadsheets write ; in countries with a decimal comma
@@ -33,7 +33,8 @@ def check_source(name: str) -> str | None:
     """The problem of a source that shows before any record is read, or None. Hub datasets are not looked up."""
     kind, _, split = name.partition(":")
     if kind in DRAWN:
-        return None if split in SPLITS else f"{name}: write {' or '.join(f'{kind}:{split}' for split in SPLITS)}"
+        parts = " or ".join(f"{kind}:{part}" for part in DRAWN[kind])
+        return None if split in DRAWN[kind] else f"{name}: write {parts}"
     if name.startswith("hf:"):
         if "[" in name:
             return f"{name}: parts of a split cannot be asked for; the first N are data.max_prompts or eval.max_prompts"
@@ -100,7 +101,8 @@ def records(source: str, rejects: Rejects, store: StorePicture | None = None) ->
 
             yield from enumerate(scene_conversations(split), start=1)
         else:
-            yield from enumerate(stdlib_conversations(split), start=1)
+            made = copy_conversations() if split == COPY else stdlib_conversations(split)
+            yield from enumerate(made, start=1)
     elif source.startswith("hf:"):
         for line, row in enumerate(_hub_rows(source, decode=store is None), start=1):
             yield line, plain_row(row, store)

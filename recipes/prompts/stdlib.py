@@ -8,6 +8,11 @@ There are two kinds of question, each answered by code alone:
     write      "Write the method `Queue.qsize(self)` of `queue`. Return the approximate size ..."
     complete   "Complete this function of `queue`:" + its first lines; the answer is the remaining lines
 
+and, about held-out modules only and without answers, two kinds of conversation whose answers repeat what stands there:
+
+    edit       "Repeat this method of `queue`:" + its code; "Rename `qsize` to `qsize_v2` in it."; "Add a docstring ..."
+    again      a `write` question, the same for `qsize_v2`, and the first once more
+
 Answers are normalised by `ast.unparse`: no comments, no docstrings, one quoting style. Train and held-out are split
 **by top-level module**, so near-copies inside one package (`encodings.*`) are on one side. Held-out functions with the
 normalised body of a training function are dropped.
@@ -18,11 +23,13 @@ import hashlib
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SPLITS = ("train", "heldout")
+COPY = "copy"  # not a split: the conversations whose answers repeat
 KINDS = ("write", "complete")
+COPY_KINDS = ("edit", "again")
 
 # Shorter answers are one-line stubs; the demo target does not finish longer ones.
 MIN_ANSWER_CHARACTERS = 80
@@ -45,6 +52,10 @@ class SourceFunction:
     def id(self) -> str:
         return f"stdlib/{self.module}/{self.qualified_name}"
 
+    @property
+    def what(self) -> str:
+        return "method" if "." in self.qualified_name else "function"
+
 
 def split_of(module: str) -> str:
     """The split of a module. A hash holds one top-level module in ten out, on every machine the same."""
@@ -62,28 +73,62 @@ def stdlib_conversations(split: str, kinds: tuple[str, ...] = KINDS) -> Iterator
         raise ValueError(f"split {split!r}: one of {', '.join(SPLITS)}")
     functions = _deduplicated(library_functions(), split)
     for function in sorted(functions, key=lambda f: hashlib.sha256(f.id.encode()).digest()):
-        kind = kinds[hashlib.sha256(b"kind" + function.id.encode()).digest()[0] % len(kinds)]
-        conversation = conversation_of(function, kind)
+        conversation = conversation_of(function, _drawn_kind(function, kinds))
         if conversation is not None:
             yield conversation
+
+
+def copy_conversations() -> Iterator[dict]:
+    """Conversations about held-out functions whose answers repeat a given source or an earlier answer.
+
+    `{"id", "messages": [user, user, user], "meta"}`, in a fixed shuffled order, `meta["category"]` one of COPY_KINDS.
+    """
+    functions = _deduplicated(library_functions(), "heldout")
+    for function in sorted(functions, key=lambda f: hashlib.sha256(b"copy" + f.id.encode()).digest()):
+        if not MIN_ANSWER_CHARACTERS <= len(function.source) <= MAX_ANSWER_CHARACTERS:
+            continue
+        kind = _drawn_kind(function, COPY_KINDS)
+        yield {
+            "id": f"{function.id}/{kind}",
+            "messages": [{"role": "user", "content": question} for question in _copy_questions(function, kind)],
+            "meta": {"module": function.module, "category": kind},
+        }
+
+
+def _copy_questions(function: SourceFunction, kind: str) -> list[str]:
+    name = function.qualified_name.rpartition(".")[2]
+    if kind == "edit":
+        return [
+            f"Repeat this {function.what} of `{function.module}`:\n{function.source}",
+            f"Rename `{name}` to `{name}_v2` in it.",
+            "Add a docstring to it.",
+        ]
+    written = write_question(function)
+    renamed = replace(function, signature=function.signature.replace(name, f"{name}_v2", 1))
+    return [written, write_question(renamed), written]
+
+
+def _drawn_kind(function: SourceFunction, kinds: tuple[str, ...]) -> str:
+    return kinds[hashlib.sha256(b"kind" + function.id.encode()).digest()[0] % len(kinds)]
+
+
+def write_question(function: SourceFunction) -> str:
+    owner = function.qualified_name.rpartition(".")[0]
+    name = f"{owner}.{function.signature}" if owner else function.signature
+    question = f"Write the {function.what} `{name}` of `{function.module}`."
+    return f"{question} {function.summary}" if function.summary else question
 
 
 def conversation_of(
     function: SourceFunction, kind: str, max_answer_characters: int = MAX_ANSWER_CHARACTERS
 ) -> dict | None:
     """One question with the library's own answer, or None if a length is outside the limits."""
-    what = "method" if "." in function.qualified_name else "function"
     if kind == "write":
-        owner = function.qualified_name.rpartition(".")[0]
-        name = f"{owner}.{function.signature}" if owner else function.signature
-        question = f"Write the {what} `{name}` of `{function.module}`."
-        if function.summary:
-            question += f" {function.summary}"
-        answer = function.source
+        question, answer = write_question(function), function.source
     elif kind == "complete":
         lines = function.source.split("\n")
         shown = max(2, len(lines) // 3)
-        question = f"Complete this {what} of `{function.module}`:\n" + "\n".join(lines[:shown])
+        question = f"Complete this {function.what} of `{function.module}`:\n" + "\n".join(lines[:shown])
         answer = "\n".join(lines[shown:])
     else:
         raise ValueError(f"kind {kind!r}: one of {', '.join(KINDS)}")
