@@ -384,7 +384,7 @@ def _identified(name: str) -> str:
     named = benchmark_of(name)
     if named is not None and named[1] is None:
         return named[0]
-    if name.startswith(("stdlib:", "scenes:", "hf:")):
+    if name.startswith(("stdlib:", "scenes:", "captions:", "hf:")):
         return name
     return str(Path(named[1] if named and named[1] else name).resolve())
 

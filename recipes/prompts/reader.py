@@ -8,6 +8,7 @@ Sources
     stdlib:train, :heldout       questions about the interpreter's own library (`recipes.prompts.stdlib`)
     stdlib:copy                  conversations about held-out modules whose answers repeat what stands there
     scenes:train, :heldout       drawn pictures to be described (`recipes.demo_vision.prompts`)
+    captions:train, :heldout     captions that ask for a picture (`recipes.demo_lantern.prompts`)
     hf:org/name[:split]          a dataset of the `datasets` library, streamed; the split is `train` unless given
     hf:org/name:config:split     a configuration of it, for example hf:openai/gsm8k:main:train
     mt_bench, humaneval, gsm8k, spec_bench, each also as mt_bench:path

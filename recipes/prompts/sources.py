@@ -21,7 +21,7 @@ from draftsmith.recipes.prompts.stdlib import COPY, SPLITS, copy_conversations, 
 
 StorePicture = Callable[[bytes], str]  # writes a picture's bytes to a file and returns its path
 
-DRAWN = {"stdlib": (*SPLITS, COPY), "scenes": SPLITS}  # made here, with their parts
+DRAWN = {"stdlib": (*SPLITS, COPY), "scenes": SPLITS, "captions": SPLITS}  # made here, with their parts
 TABLE_TYPES = (".csv", ".tsv")
 FILE_TYPES = (".jsonl", ".json", *TABLE_TYPES, ".parquet")
 DELIMITERS = ",;\t"  # of .csv files; spreadsheets write ; in countries with a decimal comma
@@ -100,6 +100,10 @@ def records(source: str, rejects: Rejects, store: StorePicture | None = None) ->
             from draftsmith.recipes.demo_vision.prompts import scene_conversations  # Pillow, which --help does not need
 
             yield from enumerate(scene_conversations(split), start=1)
+        elif kind == "captions":
+            from draftsmith.recipes.demo_lantern.prompts import caption_conversations
+
+            yield from enumerate(caption_conversations(split), start=1)
         else:
             made = copy_conversations() if split == COPY else stdlib_conversations(split)
             yield from enumerate(made, start=1)
