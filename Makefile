@@ -14,7 +14,7 @@ NEMO := .venv-nemo
 LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow lint types wheel-check ci demo demo-vision demo-target vision-target study bench serve-check readers clean
+.PHONY: help install test test-slow lint types wheel-check ci demo demo-vision demo-target vision-target image-target study bench serve-check readers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ demo-vision: install  ## a drafter for a target that sees, and its baselines, in
 
 vision-target: install  ## train the vision demo's target again: 104 minutes
 	$(BIN)/python -m docs.study.make_vision_target --out runs/demo_vision_target
+
+image-target: install  ## train the image demo's target again: MINUTES minutes
+	$(BIN)/python -m docs.study.make_image_target --out runs/demo_lantern_target
 
 study: install  ## all drafters on the demo pair, after make demo: 121 cells, more than 15 hours of a core; docs/results.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.study.run

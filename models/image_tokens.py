@@ -87,8 +87,8 @@ class ImageTokens:
         if len(lines) == 1:
             [line] = lines
             side = isqrt(len(line))
-            lines = [line[i : i + side] for i in range(0, len(line), side)]
-        return lines if lines and len({*map(len, lines)}) == 1 and (len(lines) > 1 or len(lines[0]) == 1) else None
+            lines = [line[i : i + side] for i in range(0, len(line), side)] if side**2 == len(line) else []
+        return lines if len({*map(len, lines)}) == 1 else None
 
     def stored(self, answer: Sequence[int], folder: Path) -> dict[str, str]:
         """Writes the answer's picture into `folder`. Returns its `path` and `sha256`; nothing if there is none."""

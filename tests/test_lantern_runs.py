@@ -104,7 +104,7 @@ def test_rows_of_codes_are_pictures_and_anything_else_is_none(place: Path) -> No
     assert images is not None
     tokens = [VOCABULARY[name] for name in CODES]
     assert images.codes([VOCABULARY["<image>"], *tokens[:4], VOCABULARY["<eos>"]]) == [[0, 1], [2, 3]]
-    assert images.codes(tokens[:5]) is None and images.codes([]) is None
+    assert images.codes(tokens[:6]) is None and images.codes([]) is None
     images.end_of_line = end = VOCABULARY["<null>"]
     assert images.codes([*tokens[:3], end, *tokens[3:6], end]) == [[0, 1, 2], [3, 4, 5]]
     assert images.codes([*tokens[:3], end, tokens[3]]) is None

@@ -33,7 +33,13 @@ from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import TRAINED_BY, run_main
 
 ROOT = Path(__file__).parents[1]
-DEMOS = {"demo", "demo-eagle", "demo-poss", "demo-vision"}  # run as they are, by the commands in their heads
+DEMOS = {
+    "demo",
+    "demo-decoding",
+    "demo-eagle",
+    "demo-poss",
+    "demo-vision",
+}  # run as they are, by the commands in their heads
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
