@@ -405,3 +405,17 @@ def test_a_worthless_drafter_gets_advice() -> None:
 
     assert len(said(1.0)) == 1 and said(1.0)[0].startswith("note: tau 1.00: ") and "Train longer" in said(1.0)[0]
     assert said(1.3) == said(None) == []
+
+
+def test_plain_decoding_in_another_precision_is_no_contender_of_the_parts(tmp_path: Path) -> None:
+    """More contenders than colours, so the parts' table names them by number."""
+    recipe = make_recipe(tmp_path)
+    coarse, names = f"{PLAIN}, int8 target", tuple(f"tree {i}" for i in range(7))
+    evaluate(recipe, [("a", None, "0", 1), ("b", None, "0", 1)], contenders=(*names, coarse))
+    path = recipe.eval_out / "acceptance.json"
+    content = json.loads(path.read_text())
+    content["contenders"][coarse] |= report_files.UNDRAFTED | {"quantization": "int8"}
+    path.write_text(json.dumps(content))
+    parts = page_of(recipe).split('id="parts"')[1].split("</table>")[0]
+    columns = re.findall(r'class="wraps">tau,<br>([^<]+)</th>', parts)
+    assert columns == [str(i) for i in range(2, 8)]

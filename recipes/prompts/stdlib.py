@@ -24,6 +24,7 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 
 SPLITS = ("train", "heldout")
@@ -73,7 +74,8 @@ def stdlib_conversations(split: str, kinds: tuple[str, ...] = KINDS) -> Iterator
         raise ValueError(f"split {split!r}: one of {', '.join(SPLITS)}")
     functions = _deduplicated(library_functions(), split)
     for function in sorted(functions, key=lambda f: hashlib.sha256(f.id.encode()).digest()):
-        conversation = conversation_of(function, _drawn_kind(function, kinds))
+        kind = kinds[hashlib.sha256(b"kind" + function.id.encode()).digest()[0] % len(kinds)]
+        conversation = conversation_of(function, kind)
         if conversation is not None:
             yield conversation
 
@@ -81,13 +83,13 @@ def stdlib_conversations(split: str, kinds: tuple[str, ...] = KINDS) -> Iterator
 def copy_conversations() -> Iterator[dict]:
     """Conversations about held-out functions whose answers repeat a given source or an earlier answer.
 
-    `{"id", "messages": [user, user, user], "meta"}`, in a fixed shuffled order, `meta["category"]` one of COPY_KINDS.
+    `{"id", "messages": [user, user, user], "meta"}`, in a fixed shuffled order; `meta["category"]` is one of COPY_KINDS
+    in turn.
     """
-    functions = _deduplicated(library_functions(), "heldout")
-    for function in sorted(functions, key=lambda f: hashlib.sha256(b"copy" + f.id.encode()).digest()):
-        if not MIN_ANSWER_CHARACTERS <= len(function.source) <= MAX_ANSWER_CHARACTERS:
-            continue
-        kind = _drawn_kind(function, COPY_KINDS)
+    lengths = range(MIN_ANSWER_CHARACTERS, MAX_ANSWER_CHARACTERS + 1)
+    functions = [f for f in _deduplicated(library_functions(), "heldout") if len(f.source) in lengths]
+    functions.sort(key=lambda f: hashlib.sha256(b"copy" + f.id.encode()).digest())
+    for function, kind in zip(functions, cycle(COPY_KINDS), strict=False):
         yield {
             "id": f"{function.id}/{kind}",
             "messages": [{"role": "user", "content": question} for question in _copy_questions(function, kind)],
@@ -106,10 +108,6 @@ def _copy_questions(function: SourceFunction, kind: str) -> list[str]:
     written = write_question(function)
     renamed = replace(function, signature=function.signature.replace(name, f"{name}_v2", 1))
     return [written, write_question(renamed), written]
-
-
-def _drawn_kind(function: SourceFunction, kinds: tuple[str, ...]) -> str:
-    return kinds[hashlib.sha256(b"kind" + function.id.encode()).digest()[0] % len(kinds)]
 
 
 def write_question(function: SourceFunction) -> str:
