@@ -2,7 +2,7 @@
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -32,10 +32,12 @@ from tests.test_sampling import (
     small_pair,
     uneven_tree,
 )
+from tests.thinning import thinned
 
 # Of each token; one stands for itself alone.
 NEAR = [[1, 2, 4], [4, 2, 0], [1, 4, 0], [], [2, 1, 0]]
 TABLE = torch.tensor([row + [-1] * (3 - len(row)) for row in NEAR])
+SHAPES = {"random": lambda chance: random_tree(chance, 6, VOCAB), "uneven": uneven_tree}
 BUDGETS = {"delta 0.3": ("delta", 0.3), "delta 0.05": ("delta", 0.05), "lambda 2": ("lambda", 2.0)}
 
 
@@ -62,13 +64,14 @@ def law_of(rule: Acceptance, tree: DraftTree, logits: torch.Tensor) -> tuple[Law
     return enumerate_law(round_of), moved
 
 
-@pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-@pytest.mark.parametrize("sampling", [SAMPLINGS["T=1"], SAMPLINGS["T=0.5, top-k, top-p"]], ids=["T=1", "cut"])
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("shape", [lambda chance: random_tree(chance, 6, VOCAB), uneven_tree], ids=["random", "uneven"])
-def test_a_ranked_tree_equals_the_slow_walk(shape: Callable, seed: int, sampling: Sampling, budget: Any) -> None:
+@pytest.mark.parametrize(
+    ("shape", "seed", "drawn_as", "bound"),
+    thinned(SHAPES, range(3), ["T=1", "T=0.5, top-k, top-p"], BUDGETS, together=2),
+)
+def test_a_ranked_tree_equals_the_slow_walk(shape: str, seed: int, drawn_as: str, bound: str) -> None:
+    sampling, budget = SAMPLINGS[drawn_as], BUDGETS[bound]
     chance = torch.Generator().manual_seed(seed)
-    tree = shape(chance)
+    tree = SHAPES[shape](chance)
     logits = torch.randn(tree.nodes, VOCAB, generator=chance) * 2
     p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
     expected, variation = reference.lantern_walk(tree.tokens[0].tolist(), tree.parents[0].tolist(), p, NEAR, budget)
