@@ -1,0 +1,234 @@
+"""The image demo: its pictures and captions, its target, and the measure of generated pictures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from transformers import AutoTokenizer, Emu3ForConditionalGeneration
+
+from docs.study.make_image_target import AutoencoderLearner, build_model, build_tokenizer, prompt_ids
+from draftsmith.recipes.demo_lantern import pictures as drawing
+from draftsmith.recipes.demo_lantern import quality
+from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pixel_tensor
+from draftsmith.recipes.demo_lantern.pictures import CAPTIONS, PIXELS, SPLITS, Caption, digit_scans, picture_at
+from draftsmith.recipes.demo_lantern.quality import TARGET, ImageTarget, frechet_distance, real_pictures, resampled
+from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts.reader import read_conversations
+from draftsmith.recipes.prompts.rejects import Rejects
+from tests.training_runs import ROOT, run_main
+
+
+@pytest.fixture(scope="module")
+def target() -> ImageTarget:
+    return ImageTarget(TARGET)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TARGET)
+
+
+def test_pictures_are_the_same_for_one_seed():
+    caption, picture = picture_at("heldout", 1)
+    again, same = picture_at("heldout", 1)
+    assert picture.shape == (PIXELS, PIXELS, 3) and picture.dtype == numpy.uint8
+    assert caption == again and (picture == same).all()
+    assert (picture != picture_at("heldout", 1, seed=1)[1]).any()
+    assert picture_at("heldout", 1, caption=CAPTIONS[7])[0] == CAPTIONS[7]
+    with pytest.raises(ValueError, match="'test': one of train, heldout"):
+        picture_at("test", 0)
+
+
+def test_splits_share_no_scan():
+    sets = [{scan.tobytes() for scans in digit_scans(split).values() for scan in scans} for split in SPLITS]
+    assert [len(scans) for scans in sets] == [1617, 180]
+    assert not sets[0] & sets[1]
+
+
+def test_pictures_show_their_caption(monkeypatch: pytest.MonkeyPatch):
+    """Without texture and noise, the darkest and the brightest of a scan have the ground's and the ink's colour."""
+    monkeypatch.setattr(drawing, "_MOTTLE", {"ink": 0.0, "ground": 0.0})
+    monkeypatch.setattr(drawing, "_NOISE", 0.0)
+    for index in range(60):
+        caption, picture = picture_at("train", index)
+        shown = {tuple(pixel) for pixel in picture.reshape(-1, 3).tolist()}
+        assert {drawing.INKS[caption.ink], drawing.GROUNDS[caption.ground]} <= shown
+
+
+def test_captions_are_read_again():
+    assert len({caption.text for caption in CAPTIONS}) == len(CAPTIONS) == 360
+    assert Caption("orange", 8, "red").text == "an orange eight on red"
+    assert all(Caption.parse(caption.text) == caption for caption in CAPTIONS)
+    with pytest.raises(ValueError, match="no caption"):
+        Caption.parse("a orange eight on red")
+
+
+def test_every_caption_is_known_words(tokenizer):
+    ids = prompt_ids(tokenizer, list(CAPTIONS))
+    assert ids.shape == (360, 7)
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer("a violet seven on blue")["input_ids"].count(tokenizer.unk_token_id) == 1
+
+
+def test_answers_are_the_same_as_text_and_as_tokens(tokenizer):
+    """Regenerated conversations hold both."""
+    codes = [tokenizer.convert_tokens_to_ids(f"<|visual token {code:06d}|>") for code in (0, 1, 311, 511, 511)]
+    text = tokenizer.decode(codes)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == codes
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    chat = [{"role": "user", "content": CAPTIONS[0].text}, {"role": "assistant", "content": text}]
+    ids = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    answer = [i for i, mine in zip(ids["input_ids"], ids["assistant_masks"], strict=True) if mine]
+    assert answer == [*codes, tokenizer.eos_token_id]
+    assert ids["input_ids"][:7] == prompt_ids(tokenizer, [CAPTIONS[0]])[0].tolist()
+
+
+def test_shipped_target(target: ImageTarget):
+    """transformers' own class loads it; each code is decoded; the pictures survive their autoencoder; 8 MB at most."""
+    assert sum(path.stat().st_size for path in TARGET.rglob("*") if path.is_file()) < 8e6
+    model: Any = Emu3ForConditionalGeneration.from_pretrained(TARGET)
+    assert set(model.model.vocabulary_mapping.img2bpe) == set(range(model.config.vq_config.codebook_size))
+    captions, real = real_pictures(40, "test")
+    again = target.through(real)
+    assert again.shape == real.shape == (40, PIXELS, PIXELS, 3)
+    assert numpy.abs(again.astype(float) - real).mean() < 20 < numpy.abs(again[1:].astype(float) - real[:-1]).mean()
+    readings = target.classifier.readings(again)
+    assert (
+        numpy.mean([number == caption.digit for (_, number, _), caption in zip(readings, captions, strict=True)]) > 0.7
+    )
+
+
+def test_frechet_distance_of_normal_distributions():
+    """A closed form for covariances that commute: |m|^2 + |sd_a - sd_b|^2; rotated, they do not look so."""
+    draws, deviations = numpy.random.default_rng(0), numpy.array([[1.0, 2.0, 0.5], [3.0, 0.1, 0.5]])
+    shift = numpy.array([1.0, -2.0, 0.0])
+    turn, _ = numpy.linalg.qr(draws.normal(size=(3, 3)))
+    a, b = ((draws.normal(size=(200_000, 3)) * deviations[i] + i * shift) @ turn for i in (0, 1))
+    assert frechet_distance(a, b) == pytest.approx(5 + 4 + 1.9**2, rel=0.02)
+    assert frechet_distance(b, a) == pytest.approx(frechet_distance(a, b))
+    assert frechet_distance(a, a) == pytest.approx(0, abs=1e-6)
+
+
+def test_frechet_distance_of_covariances_that_do_not_commute():
+    """The trace of the root by all eigenvalues of the product, which is not symmetric."""
+    draws = numpy.random.default_rng(1)
+    a, b = (draws.normal(size=(50, 4)) @ draws.normal(size=(4, 4)) for _ in range(2))
+    product = numpy.cov(a, rowvar=False) @ numpy.cov(b, rowvar=False)
+    root = numpy.sqrt(numpy.linalg.eigvals(product).real).sum()
+    traces = sum(numpy.trace(numpy.cov(each, rowvar=False)) for each in (a, b))
+    expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + traces - 2 * root
+    assert frechet_distance(a, b) == pytest.approx(expected)
+
+
+def test_interval_holds_the_value():
+    features = numpy.random.default_rng(2).normal(size=(120, 6))
+    other = numpy.random.default_rng(3).normal(size=(2000, 6))
+    low, high = resampled(lambda drawn: frechet_distance(features[drawn], other), len(features), 300, biased=True)
+    assert low < frechet_distance(features, other) < high
+    low, high = resampled(lambda drawn: (drawn < 30).mean(), 120, 300)  # a share of 1/4
+    deviation = (0.25 * 0.75 / 120) ** 0.5
+    assert low == pytest.approx(0.25 - 1.96 * deviation, abs=0.02) and high == pytest.approx(0.5 - low, abs=0.03)
+
+
+def write_generations(folder: Path, target: ImageTarget, damage: dict[str, int]) -> None:
+    """Real pictures as answers of contenders, of which the first `damage` lack a code."""
+    captions, real = real_pictures(32, "answers")
+    answers = encoded(target.autoencoder, real)
+    first = target.tokenizer.convert_tokens_to_ids("<|visual token 000000|>")
+    lines = []
+    for name, broken in damage.items():
+        for i, (caption, codes) in enumerate(zip(captions, answers, strict=True)):
+            ids = [first + code for code in codes[(i < broken) :]] + [target.stop]
+            prompt = prompt_ids(target.tokenizer, [caption])[0].tolist()
+            lines.append(json.dumps({"contender": name, "prompt_token_ids": prompt, "token_ids": ids}))
+    folder.mkdir()
+    (folder / "generations.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_table_of_contenders(tmp_path: Path, target: ImageTarget, monkeypatch, capsys):
+    """Answers that are no whole picture count as wrong, and their pictures for nothing else."""
+    write_generations(tmp_path / "eval", target, {"exact": 0, "[relaxed]": 8})
+    monkeypatch.setattr(quality, "REAL_PICTURES", 100)
+    monkeypatch.setenv("COLUMNS", "160")
+    run_main(quality, tmp_path / "eval", "--samples", "20")
+    rows = {name: row.split() for row in capsys.readouterr().out.splitlines() if (name := row.strip().split("  ")[0])}
+    assert rows["exact"][1:3] == ["32", "100.0%"] and rows["[relaxed]"][1:3] == ["32", "75.0%"]
+    digit = {name: float(rows[name][-6].rstrip("%")) for name in ("exact", "[relaxed]")}
+    assert digit["[relaxed]"] <= 75 < digit["exact"]
+    assert rows["real pictures"][2] == "32"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no answers"),
+        ('{"contender": "a", "prompt_token_ids": [2, 3], "token_ids": [5]}\n', "generations.jsonl:1: not an answer"),
+        ("[]\n", "generations.jsonl:1: not an answer"),
+        (None, "`draftsmith evaluate` writes it"),
+    ],
+)
+def test_unusable_generations_are_named(tmp_path: Path, text: str | None, said: str):
+    if text is not None:
+        (tmp_path / "generations.jsonl").write_text(text)
+    with pytest.raises(UserError, match=said):
+        run_main(quality, tmp_path)
+
+
+def test_other_targets_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="is missing"):
+        ImageTarget(tmp_path)
+    with pytest.raises(UserError, match="a model of type llama"):
+        ImageTarget(ROOT / "recipes" / "demo_target")
+
+
+def test_prompts_are_read():
+    for split, rows in (("train", 3600), ("heldout", 360)):
+        rejects = Rejects()
+        read = list(read_conversations(f"captions:{split}", rejects))
+        assert not rejects.total and len({one.id for one in read}) == rows
+        assert {one.messages[0]["content"] for one in read[:360]} == {caption.text for caption in CAPTIONS}
+
+
+def one_step(silent: bool) -> tuple[AutoencoderLearner, torch.Tensor]:
+    """A learner after one step, and the pixels that it saw.
+
+    Args:
+        silent: the decoder's gradients end in its last layer.
+    """
+    torch.manual_seed(0)
+    learner = AutoencoderLearner(build_model(build_tokenizer(64), layers=1, hidden_size=96).model.vqmodel)
+    if silent:
+        learner.autoencoder.decoder.conv_out.weight.data.zero_()
+    pixels = pixel_tensor(numpy.stack([picture_at("train", i)[1] for i in range(4)]))
+    learner.loss(pixels, quantise=True, revive=0).backward()
+    return learner, pixels
+
+
+def test_gradients_pass_the_codes():
+    """The encoder learns from the decoder's error, not from the distance to its codes alone."""
+    spoken, silent = (one_step(silent)[0].autoencoder.encoder.conv_in.weight.grad for silent in (False, True))
+    assert (spoken - silent).norm() > 0.1 * silent.norm() > 0
+
+
+def test_codebook_follows_its_cells():
+    """One step: codes move to the mean of the cells that chose them, and dead ones begin at a cell."""
+    learner, pixels = one_step(silent=False)
+    model = learner.autoencoder
+    latents = model.quant_conv(model.encoder(pixels[:, None]).transpose(1, 2)).detach()
+    cells_MD = latents.permute(0, 2, 3, 4, 1).flatten(0, 3)
+    # Revived codes are cells. Each then counts KEPT * 1 + (1 - KEPT) * (cells that chose it), at their weighted mean.
+    seed = torch.Generator().manual_seed(0)
+    revived = cells_MD[torch.randint(len(cells_MD), (64,), generator=seed)]
+    chosen = torch.cdist(cells_MD, revived).argmin(-1)
+    for code in range(64):
+        own = cells_MD[chosen == code]
+        mean = (0.97 * revived[code] + 0.03 * own.sum(0)) / (0.97 + 0.03 * len(own))
+        torch.testing.assert_close(learner.codebook_CD[code], mean, rtol=1e-4, atol=1e-5)
+
+
+def test_decoding_takes_no_picture_and_many(target: ImageTarget):
+    assert decoded(target.autoencoder, []).shape == (0, PIXELS, PIXELS, 3)
+    assert decoded(target.autoencoder, [[0] * CODES] * 3).shape == (3, PIXELS, PIXELS, 3)
