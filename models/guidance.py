@@ -103,14 +103,16 @@ class GuidedTarget(Target):
     def run_decoder(self, capture: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         cache, ids = inputs.pop("past_key_values"), inputs.pop("input_ids")
         rows, fresh, twins = len(ids), not cache.layers, DynamicCache()
-        twins.layers = [_TwinLayer(layer) for layer in cache.layers]
+        twin_layers: list[Any] = [_TwinLayer(layer) for layer in cache.layers]
+        twins.layers = twin_layers
         both = {name: _twice(value) for name, value in inputs.items()}
         last, captured = super().run_decoder(
             capture, input_ids=torch.cat((ids, self.unconditional_V[ids])), past_key_values=twins, **both
         )
         if fresh:
             cache.layers = twins.layers
-            for layer in cache.layers:
+            layers: list[Any] = cache.layers
+            for layer in layers:
                 layer.keys, layer.values = _as_heads(layer.keys), _as_heads(layer.values)
         last = self._guided(last[:rows], last[rows:])
         return last, None if captured is None else self._with_guided_end(captured[:rows], capture, last)

@@ -1,13 +1,14 @@
 """Classifier-free guidance as the target's law, against transformers' own."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import Emu3ForConditionalGeneration
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
+from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, TreePolicy
 from draftsmith.models.alignment import Documents
 from draftsmith.models.causal_lm import CausalLMDrafting
 from draftsmith.models.chat import load_tokenizer
@@ -39,8 +40,9 @@ def without_words(ids: list[int]) -> list[int]:
 @torch.no_grad()
 def generated(place: Path, prompt: list[int], scale: float, tokens: int) -> list[int]:
     """transformers' greedy answer with its own guidance, which keeps a second cache."""
-    model = Emu3ForConditionalGeneration.from_pretrained(place, dtype=torch.float32).eval()
-    guide = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, model, torch.tensor([without_words(prompt)]))
+    model: Any = Emu3ForConditionalGeneration.from_pretrained(place, dtype=torch.float32).eval()
+    unconditional: Any = torch.tensor([without_words(prompt)])
+    guide = UnbatchedClassifierFreeGuidanceLogitsProcessor(scale, model, unconditional)
     settings = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": 2, "pad_token_id": 0}
     ids = torch.tensor([prompt])
     return model.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=[guide], **settings)[0][
@@ -52,7 +54,7 @@ def generated(place: Path, prompt: list[int], scale: float, tokens: int) -> list
     "policy", [None, Chain(3), Eagle2(nodes=8, draft_calls=3, top_k=3)], ids=["plain", "chain", "tree"]
 )
 @pytest.mark.parametrize("scale", [0.0, 3.0])
-def test_greedy_answers_are_those_of_generate_with_guidance(place: Path, scale: float, policy: object) -> None:
+def test_greedy_answers_are_those_of_generate(place: Path, scale: float, policy: TreePolicy | None) -> None:
     target = loaded_target(section(place, scale), (0, 1, 2))
     # Its own law without guidance drafts for it: sometimes right.
     unguided = CausalLMDrafting(Target(target.model, (0,)))

@@ -55,7 +55,7 @@ def check_sharding(recipe: Recipe) -> None:
         )
     if recipe.target.guidance is not None:
         problems.append(
-            "train.shard_target: a guided target reads every text twice, which pieces of weights cannot yet; capture its "
+            "train.shard_target: a guided target reads every text twice, which pieces of weights cannot; capture its "
             "states first (docs/offline.md) and leave train.shard_target out"
         )
     config = load_config(recipe.target)
