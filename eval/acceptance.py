@@ -28,7 +28,7 @@ def main() -> None:
     if not command.compare:  # else all recipes are loaded together, to report their problems at once
         recipe = load_recipe(command.recipe_path, command.overrides)
         check_output(recipe)
-        if not command.plan and recipe.eval.drafter is None:
+        if not command.plan and recipe.eval.drafter is None and recipe.measures_drafter:
             need(drafter(recipe))
     from draftsmith.eval.measured import evaluation
 
@@ -42,8 +42,8 @@ def _compare_option(parser: ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="further contenders, one per argument: a recipe file, or overrides of eval.tree, eval.router, "
-        "eval.drafter and eval.token_counts in quotes, with or without a name: "
+        help="further contenders, one per argument: a recipe file, or overrides of eval.proposer, eval.tree, "
+        "eval.sam, eval.router, eval.drafter and eval.token_counts in quotes, with or without a name: "
         '"wide: eval.tree.nodes=100 eval.tree.top_k=16"',
     )
 

@@ -839,14 +839,6 @@ class RouterSection(SamSources):
     fuse: bool = False
     """Verify SAM's chain and the drafter's tree as one tree, instead of one of the two."""
 
-    def check_beside(self, tree: TreeSection) -> None:
-        """Raises ValueError if it cannot be fused with such a tree."""
-        if self.fuse and tree.draw == "sampled":
-            raise ValueError(
-                "router.fuse: a chain of drawn tokens cannot get branches and stay lossless; leave tree.draw or "
-                "router.fuse out"
-            )
-
 
 class AcceptanceSection(Section):
     """Relaxed acceptance for targets that write images (eval/decoding/lantern.py). The output is not the target's."""
@@ -889,6 +881,39 @@ def _key(values: Any, key: str) -> Any:
     return value if isinstance(value, str) else None
 
 
+def with_sam_tree(values: Any) -> Any:
+    """A row's values, missing keys of proposer sam's tree filled with the paper's (arXiv 2411.10666)."""
+    if not isinstance(values, dict) or values.get("proposer") != "sam":
+        return values
+    tree = values.get("tree") or {}
+    if not isinstance(tree, dict) or tree.get("policy", "eagle2") not in ("eagle2", "chain"):
+        return values  # validation reports it
+    nodes = tree.get("nodes", 60)
+    defaults: dict[str, Any] = {} if "draft_calls" in tree and tree.get("policy") == "chain" else {"nodes": 60}
+    if tree.get("policy") != "chain" and isinstance(nodes, int):
+        defaults |= {"draft_calls": nodes - 1, "top_k": 8}
+    return {**values, "tree": defaults | tree}
+
+
+def check_sam_settings(
+    proposer: ProposerName, tree: TreeSection, sam: SamSection | None, router: RouterSection | None
+) -> None:
+    """Raises ValueError if a row's SAM-Decoding, alone or beside a proposer, cannot be."""
+    if proposer == "sam" and (tree.policy not in ("eagle2", "chain") or tree.draw == "sampled"):
+        raise ValueError("sam copies tokens: its tree is of policy eagle2 or chain, without draw")
+    if proposer == "sam" and tree.vocab_size is not None:
+        raise ValueError("sam has no vocabulary to cut: leave tree.vocab_size out")
+    if sam is not None and proposer != "sam":
+        raise ValueError(f"sam is for proposer sam, not {proposer}; beside it, sam is set under router")
+    if router is not None and proposer == "sam":
+        raise ValueError("router puts sam beside another proposer: leave it out, or name that proposer")
+    if router is not None and router.fuse and tree.draw == "sampled":
+        raise ValueError(
+            "router.fuse: a chain of drawn tokens cannot get branches and stay lossless; leave tree.draw or "
+            "router.fuse out"
+        )
+
+
 class ContenderSection(Section):
     name: str
     """Its row in the table."""
@@ -915,20 +940,7 @@ class ContenderSection(Section):
     """A relaxed acceptance rule. None: the lossless one, whatever eval.acceptance says."""
     tree: TreeSection = TreeSection()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _sam_tree(cls, values: Any) -> Any:
-        """Fills missing keys of proposer sam's tree with the paper's (arXiv 2411.10666)."""
-        if not isinstance(values, dict) or values.get("proposer") != "sam":
-            return values
-        tree = values.get("tree") or {}
-        if not isinstance(tree, dict) or tree.get("policy", "eagle2") not in ("eagle2", "chain"):
-            return values  # validation reports it
-        nodes = tree.get("nodes", 60)
-        defaults: dict[str, Any] = {} if "draft_calls" in tree and tree.get("policy") == "chain" else {"nodes": 60}
-        if tree.get("policy") != "chain" and isinstance(nodes, int):
-            defaults |= {"draft_calls": nodes - 1, "top_k": 8}
-        return {**values, "tree": defaults | tree}
+    _sam_tree = model_validator(mode="before")(with_sam_tree)
 
     @model_validator(mode="before")
     @classmethod
@@ -957,16 +969,7 @@ class ContenderSection(Section):
                 "a hierarchy's drafter drafts ranked trees for its small model: name a policy other than auto and c2t, "
                 "and leave draw out"
             )
-        if self.proposer == "sam" and (self.tree.policy not in ("eagle2", "chain") or self.tree.draw == "sampled"):
-            raise ValueError("sam copies tokens: its tree is of policy eagle2 or chain, without draw")
-        if self.proposer == "sam" and self.tree.vocab_size is not None:
-            raise ValueError("sam has no vocabulary to cut: leave tree.vocab_size out")
-        if self.sam is not None and self.proposer != "sam":
-            raise ValueError(f"sam is for proposer sam, not {self.proposer}; beside it, sam is set under router")
-        if self.router is not None:
-            if self.proposer == "sam":
-                raise ValueError("router puts sam beside another proposer: leave it out, or name that proposer")
-            self.router.check_beside(self.tree)
+        check_sam_settings(self.proposer, self.tree, self.sam, self.router)
         if self.proposer == "prompt_lookup" and self.tree.policy != "chain":
             raise ValueError("prompt lookup drafts chains: say tree: {policy: chain, nodes: 11}")
         if self.proposer == "prompt_lookup" and self.tree.draw == "sampled":
@@ -1028,7 +1031,11 @@ class EvalSection(Section):
     token_counts: str | None = None
     """Token counts, by which tree.vocab_size ranks. Default: <output_dir>/token_counts.safetensors, written by
     data_gen/rank_vocab.py."""
+    proposer: Literal["drafter", "sam"] = "drafter"
+    """Who drafts in the recipe's own row of the table: the trained drafter, or SAM-Decoding alone."""
     tree: TreeSection = TreeSection()
+    sam: SamSection | None = None
+    """Settings of proposer sam. Its trees are as under `also`."""
     router: RouterSection | None = None
     """SAM-Decoding beside the drafter. None: the drafter alone."""
     acceptance: AcceptanceSection | None = None
@@ -1048,10 +1055,11 @@ class EvalSection(Section):
     """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes to its
     subfolder `replay`."""
 
+    _sam_tree = model_validator(mode="before")(with_sam_tree)
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.router is not None:
-            self.router.check_beside(self.tree)
+        check_sam_settings(self.proposer, self.tree, self.sam, self.router)
         check_beside(self.acceptance, self.tree)
         return self
 
@@ -1284,8 +1292,15 @@ class Recipe(Section):
     @property
     def static_sams(self) -> list[Path]:
         """The sorted corpora that contenders look in."""
-        sections = [self.eval.router, *(each for rival in self.eval.also for each in (rival.sam, rival.router))]
+        sections = [each for row in (self.eval, *self.eval.also) for each in (row.sam, row.router)]
         return [Path(section.static) for section in sections if section is not None and section.static is not None]
+
+    @property
+    def measures_drafter(self) -> bool:
+        """Whether a contender drafts by eval.drafter."""
+        if self.eval.proposer == "drafter":
+            return True
+        return any(row.proposer in ("drafter", "hierarchy") and row.drafter is None for row in self.eval.also)
 
     @property
     def drafter_dir(self) -> Path:

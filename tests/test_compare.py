@@ -115,7 +115,7 @@ def test_every_problem_of_every_recipe_at_once(place: Path, tmp_path: Path) -> N
         f"--compare '{broken}': {broken}:3: unknown key `evil`",
         f"--compare '{broken}': {broken}:4: `train.max_steps`",
         "--compare 'eval.tree.nodes=1': override 'eval.tree.nodes=1': `eval.tree.nodes`: expected at least 2",
-        "eval.max_new_tokens is the same for all contenders; they may differ only in eval.tree, eval.router",
+        "eval.max_new_tokens is the same for all contenders; they may differ only in eval.proposer, eval.tree",
         "target.dtype is the same for all contenders",
         "gone.yaml: no such recipe file",
         "did you mean `eval.tree.nodes`",

@@ -92,9 +92,9 @@ def _kind_of(recipe: Recipe, directory: Path) -> str:
 
 
 def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
-    """The recipe's own tree, router and acceptance rule, without a name."""
-    section = recipe.eval
-    own = ContenderSection(name="", tree=section.tree, router=section.router, acceptance=section.acceptance)
+    """The recipe's own proposer, tree, router and acceptance rule, without a name."""
+    keys = ("proposer", "tree", "sam", "router", "acceptance")
+    own = ContenderSection(name="", **{key: getattr(recipe.eval, key) for key in keys})
     return contender_of(recipe, own, place)
 
 

@@ -4,8 +4,7 @@
     "eval.tree.nodes=16"                         the first recipe with these overrides, any number of them
     "wide: eval.tree.top_k=16 eval.tree.nodes=100"                  with a name for its row
 
-Contenders may differ only in eval.tree, eval.router, eval.drafter and eval.token_counts. Prompts, lengths and sampling
-are those of the first recipe.
+Contenders may differ only in the keys OWN. Prompts, lengths and sampling are those of the first recipe.
 """
 
 import re
@@ -20,7 +19,7 @@ from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection
 
-OWN = ("eval.tree", "eval.router", "eval.drafter", "eval.token_counts")
+OWN = ("eval.proposer", "eval.tree", "eval.sam", "eval.router", "eval.drafter", "eval.token_counts")
 SHARED = (
     *("prompts", "max_prompts", "turns", "max_new_tokens", "temperature", "top_p", "top_k", "mode", "answers"),
     *("batch_size", "seed"),

@@ -48,8 +48,11 @@ MEASURED = (*PREDICTED, "matches_target", "round_in_plain_rounds", "predicted_sp
 
 def main(command: Command) -> None:
     recipe = with_measured_drafters(command.recipe, command.plan)
+    planned = main_contender(recipe)
+    if not planned.has_distributions:
+        raise UserError(f"eval.proposer: the planner plans a drafter's trees, and {planned.proposer} has no drafter")
     trees = sweep_of(recipe, command.calibrate) if command.calibrate else candidates_of(recipe)
-    contenders, recording, answers = prepared(recipe, main_contender(recipe), trees, command.plan)
+    contenders, recording, answers = prepared(recipe, planned, trees, command.plan)
     asked: list[Question] = []
     rejects = Rejects()
     if command.measure:
@@ -65,7 +68,7 @@ def main(command: Command) -> None:
         plan = make_plan(lineup, recipe, contenders, recording, answers)
         if command.measure:
             measure(lineup, recipe, plan, command.measure, asked, rejects)
-        print_result(plan, recipe)
+        print_result(plan, recipe, planned)
         write_plan(recipe, plan, lineup, out)
     print(f"written: {out}")
 
@@ -79,7 +82,7 @@ def choose_tree(lineup: Lineup, recipe: Recipe, contender: Contender) -> TreeSec
         UserError: no recorded answers, another target's, or impossible candidates.
     """
     plan = make_plan(lineup, recipe, *prepared(recipe, contender, candidates_of(recipe, contender.tree)))
-    print_result(plan, recipe)
+    print_result(plan, recipe, contender)
     return plan.rows[0].tree
 
 
@@ -107,8 +110,10 @@ def print_planner_plan(
     print(f"writes       {out}")
 
 
-def print_result(plan: Plan, recipe: Recipe) -> None:
+def print_result(plan: Plan, recipe: Recipe, planned: Contender) -> None:
     """Prints the fastest candidates, notes on their reliability, and the recipe line of the first."""
+    if planned.router is not None:
+        print("note: the drafter's trees are planned as if it drafted alone: rounds of the router's SAM are left out")
     if note := sampling_note(recipe, plan.answers):
         print(f"note: {note}")
     print_ranking(plan)

@@ -169,7 +169,8 @@ def _reads(recipe: Recipe, stage: str) -> list[Path]:
     target, evaluated = Path(recipe.target.model), _sources(recipe.eval.prompts)
     model = [*target.glob("*.json"), *target.glob("*.jinja"), *target.glob("*.safetensors")] if target.is_dir() else []
     trees = [recipe.eval.tree, *(rival.tree for rival in recipe.eval.also)]
-    folders = [recipe.eval_drafter_dir, *(Path(rival.drafter) for rival in recipe.eval.also if rival.drafter)]
+    measured = [recipe.eval_drafter_dir] if recipe.measures_drafter else []
+    folders = [*measured, *(Path(rival.drafter) for rival in recipe.eval.also if rival.drafter)]
     folders += [Path(tree.c2t.classifier) for tree in trees if tree.c2t.classifier]
     start = [Path(recipe.drafter.init_from) / "model.safetensors"] if recipe.drafter.init_from else []
     states = [recipe.states_dir / "manifest.json"] if recipe.data.states is not None else []

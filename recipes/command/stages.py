@@ -55,9 +55,10 @@ SCRIPTS = {
 def stages_of(recipe: Recipe) -> list[str]:
     """The commands from prompts to a measured and exported drafter, in order, as the recipe needs them.
 
-    A recipe that measures a drafter from elsewhere, and sets nothing of `drafter` and `train`, trains none.
+    A recipe that measures no drafter or one from elsewhere, and sets nothing of `drafter` and `train`, trains none.
     """
-    trains = recipe.eval.drafter is None or bool(recipe.drafter.meant or recipe.train.meant)
+    needed = recipe.eval.drafter is None and recipe.measures_drafter
+    trains = needed or bool(recipe.drafter.meant or recipe.train.meant)
     trees = [recipe.eval.tree, *(contender.tree for contender in recipe.eval.also)]
     classifiers = {Path(tree.c2t.classifier) for tree in trees if tree.policy == "c2t" and tree.c2t.classifier}
     c2t = ["label-trees", "train-c2t"] if recipe.classifier_dir in classifiers else []

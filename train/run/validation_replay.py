@@ -44,7 +44,11 @@ def check_replay(recipe: Recipe) -> None:
     tree, problems = recipe.eval.tree, []
     if not recipe.train.validation_conversations:
         problems.append("train.eval_replay: replays validation conversations, but train.validation_conversations is 0")
-    if tree.policy == "auto":
+    if recipe.eval.proposer != "drafter":
+        problems.append(
+            f"train.eval_replay: replays the drafter, but eval.proposer is {recipe.eval.proposer}: leave one out"
+        )
+    elif tree.policy == "auto":
         problems.append(
             "train.eval_replay: policy auto goes by speeds, and replay has none; name a policy in eval.tree"
         )
