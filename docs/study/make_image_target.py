@@ -19,6 +19,7 @@ weights in bfloat16 and `training.json` with the arguments, the time and the mea
 import argparse
 import json
 import platform
+import random
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from docs.study.make_vision_target import learn
 from draftsmith.recipes.demo_lantern.classifier import Classifier, save_classifier
 from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pixel_tensor
 from draftsmith.recipes.demo_lantern.pictures import CAPTIONS, Caption, picture_at, sheet
-from draftsmith.recipes.demo_lantern.quality import REAL_PICTURES, picture_quality, real_pictures
+from draftsmith.recipes.demo_lantern.quality import picture_quality, real_features, real_pictures
 from draftsmith.recipes.files.atomic import atomic_path
 
 VISUAL = "<|visual token {:06d}|>"  # as Emu3 names its codes
@@ -216,7 +217,8 @@ def measure(model: Any, tokenizer: Any, classifier: Classifier, count: int, out:
     """
     model.eval()
     autoencoder, first_code = model.model.vqmodel, model.model.vocabulary_mapping.img2bpe[0]
-    captions, pictures = real_pictures(count, "floor")
+    captions = random.Random(0).choices(CAPTIONS, k=count)
+    pictures = real_pictures(captions, "floor")
     codes = encoded(autoencoder, pictures)
     rebuilt = decoded(autoencoder, codes)
     error = (rebuilt.astype(float) - pictures) / 255
@@ -229,13 +231,13 @@ def measure(model: Any, tokenizer: Any, classifier: Classifier, count: int, out:
         entropy.append(-(log_law.exp() * log_law).sum(-1))
         top.append(log_law.amax(-1).exp())
         uncaptioned.append(row_loss(model, without_caption(ids_BT, tokenizer.convert_tokens_to_ids("<null>")))[:, :-1])
-    real_MD = classifier.features(real_pictures(REAL_PICTURES, "compared with")[1])
+    real_NRD = real_features(classifier, captions)
 
     def quality(shown: list[numpy.ndarray | None]) -> dict[str, Any]:
         if sum(picture is not None for picture in shown) < 2:
             return {"pictures": len(shown), "whole": 0.0}  # hardly trained
         rounded: dict[str, Any] = json.loads(
-            json.dumps(asdict(picture_quality(classifier, shown, captions, real_MD))),
+            json.dumps(asdict(picture_quality(classifier, shown, captions, real_NRD))),
             parse_float=lambda number: round(float(number), 4),
         )
         return rounded
@@ -330,8 +332,9 @@ def main() -> None:
         with torch.no_grad():
             return {"heldout": round(row_loss(model, heldout_NT).mean().item(), 4)}
 
-    looked_at, pictures = real_pictures(100, "look")
-    heldout_NT = code_rows(tokenizer, looked_at, torch.tensor(encoded(autoencoder, pictures)), first_code)
+    looked_at = random.Random(0).choices(CAPTIONS, k=100)
+    looked_at_codes = torch.tensor(encoded(autoencoder, real_pictures(looked_at, "look")))
+    heldout_NT = code_rows(tokenizer, looked_at, looked_at_codes, first_code)
     seconds += learn("language", model.model.text_model, language_loss, args.steps, args, look)
 
     classifier = Classifier()

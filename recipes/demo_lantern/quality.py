@@ -6,12 +6,13 @@ Reads the folder's generations.jsonl and prints a row for each contender:
 
     pictures          answers
     whole             share that are a picture: exactly 64 codes, then the stop token
-    distance          Frechet distance to real held-out pictures, in features of a small classifier; 95 % interval
+    distance          Frechet distance to real held-out pictures of the same captions, in features of a small
+                      classifier, with a 95 % interval
     digit, colours    share whose digit, and whose ink and ground, the classifier reads as the caption says; an answer
                       that is no whole picture counts as wrong
 
-`real pictures` is the floor: as many held-out ones, other than those compared with, through the autoencoder. A distance
-falls with the number of pictures, so only rows of about as many pictures may be compared.
+`real pictures` is the floor: real held-out pictures of these captions, other than those compared with, through the
+autoencoder. A distance falls with the number of pictures: compare only rows of about as many.
 
 The classifier was trained on pictures of the same program (`make image-target`) and lies beside the target's weights.
 """
@@ -37,7 +38,7 @@ from draftsmith.recipes.demo_lantern.pictures import GROUNDS, INKS, Caption, pic
 from draftsmith.recipes.errors import UserError
 
 TARGET = Path(__file__).parent / "target"
-REAL_PICTURES = 2000  # compared with
+REAL_PICTURES = 2000  # compared with; at least one a caption
 
 
 def frechet_distance(a_ND: numpy.ndarray, b_MD: numpy.ndarray) -> float:
@@ -132,13 +133,15 @@ def picture_quality(
     classifier: Classifier,
     pictures: Sequence[numpy.ndarray | None],
     captions: Sequence[Caption],
-    real_MD: numpy.ndarray,
+    real_NRD: numpy.ndarray,
     samples: int = 300,
 ) -> PictureQuality:
     """Of the pictures of one contender, None for one that is not whole.
 
+    Pictures are resampled with the real ones of their caption, so which captions were asked is no part of a distance.
+
     Args:
-        real_MD: `classifier.features` of real pictures.
+        real_NRD: `real_features` of the captions.
 
     Raises:
         UserError: less than two whole pictures.
@@ -148,15 +151,20 @@ def picture_quality(
         raise UserError(f"{len(whole)} of {len(pictures)} answers are whole pictures; at least two are needed")
     shown = numpy.stack([picture for picture in pictures if picture is not None])
     features_ND, readings = classifier.features(shown), classifier.readings(shown)
+    compared_NRD = real_NRD[whole]
     digit, colours = numpy.zeros(len(pictures)), numpy.zeros(len(pictures))
     for i, (ink, number, ground) in zip(whole, readings, strict=True):
         digit[i] = number == captions[i].digit
         colours[i] = (ink, ground) == (list(INKS).index(captions[i].ink), list(GROUNDS).index(captions[i].ground))
+
+    def distance(drawn: numpy.ndarray) -> float:
+        return frechet_distance(features_ND[drawn], compared_NRD[drawn].reshape(-1, features_ND.shape[1]))
+
     return PictureQuality(
         len(pictures),
         len(whole) / len(pictures),
-        frechet_distance(features_ND, real_MD),
-        resampled(lambda drawn: frechet_distance(features_ND[drawn], real_MD), len(whole), samples, biased=True),
+        distance(numpy.arange(len(whole))),
+        resampled(distance, len(whole), samples, biased=True),
         float(digit.mean()),
         resampled(lambda drawn: digit[drawn].mean(), len(pictures), samples),
         float(colours.mean()),
@@ -164,10 +172,16 @@ def picture_quality(
     )
 
 
-def real_pictures(count: int, seed: str) -> tuple[list[Caption], numpy.ndarray]:
-    """Captions and pictures [N, PIXELS, PIXELS, 3] of held-out digits."""
-    captions, pictures = zip(*(picture_at("heldout", index, seed) for index in range(count)), strict=True)
-    return list(captions), numpy.stack(pictures)
+def real_pictures(captions: Sequence[Caption], seed: str) -> numpy.ndarray:
+    """[N, PIXELS, PIXELS, 3]: a held-out digit for each caption."""
+    return numpy.stack([picture_at("heldout", i, seed, caption)[1] for i, caption in enumerate(captions)])
+
+
+def real_features(classifier: Classifier, captions: Sequence[Caption]) -> numpy.ndarray:
+    """[N, R, D] of R real pictures for each caption, REAL_PICTURES in all or a few more."""
+    each = -(-REAL_PICTURES // len(captions))
+    rounds = [classifier.features(real_pictures(captions, f"compared with {i}")) for i in range(each)]
+    return numpy.stack(rounds, axis=1)
 
 
 def read_pictures(path: Path, target: ImageTarget) -> dict[str, tuple[list[Caption], list[numpy.ndarray | None]]]:
@@ -211,14 +225,16 @@ def main() -> None:
     args = parser.parse_args()
     target = ImageTarget(args.target)
     contenders = read_pictures(args.folder / "generations.jsonl", target)
-    real_MD = target.classifier.features(real_pictures(REAL_PICTURES, "compared with")[1])
-    captions, floor = real_pictures(max(len(answers) for answers, _ in contenders.values()), "floor")
-    rows = {"real pictures": (captions, list(target.through(floor)))} | contenders
+    captions = max((asked for asked, _ in contenders.values()), key=len)
+    floor = target.through(real_pictures(captions, "floor"))
     table = Table("contender", box=box.SIMPLE)
     for heading in ("pictures", "whole", "distance", "digit", "colours"):
         table.add_column(heading, justify="right")
-    for name, (asked, pictures) in rows.items():
-        row = picture_quality(target.classifier, pictures, asked, real_MD, args.samples)
+    known: dict[tuple[Caption, ...], numpy.ndarray] = {}  # contenders are asked the same
+    for name, (asked, pictures) in ({"real pictures": (captions, list(floor))} | contenders).items():
+        if (key := tuple(asked)) not in known:
+            known[key] = real_features(target.classifier, asked)
+        row = picture_quality(target.classifier, pictures, asked, known[key], args.samples)
         shares = [
             f"{share:.1%} [{low:.1%}, {high:.1%}]"
             for share, (low, high) in ((row.digit, row.digit_interval), (row.colours, row.colours_interval))
