@@ -207,13 +207,14 @@ def decoding_lines(config: Any, section: TargetSection, rows: int, tokens: int, 
     check_precision(section)
     size = target_size(config, section.dtype, section.trust_remote_code, section.quantization)
     device = device_here(section.device)
-    cache = cache_bytes_per_token(config.get_text_config(), size) * rows * tokens
+    texts = 1 if section.guidance is None else 2  # a guided target reads each with and without its caption
+    cache = cache_bytes_per_token(config.get_text_config(), size) * texts * rows * tokens
     total = size.weight_bytes + cache + extra_bytes
     beside = f", the drafter {gigabytes(extra_bytes)}" if extra_bytes else ""
     lines = [
         f"memory         {gigabytes(total)} at most, besides activations: the target's weights "
         f"{gigabytes(size.weight_bytes)} ({size.weight_basis}){beside},",
-        f"               keys and values {gigabytes(cache)} ({rows:,} x {tokens:,} tokens)",
+        f"               keys and values {gigabytes(cache)} ({texts * rows:,} x {tokens:,} tokens)",
     ]
     if total > device.memory_bytes:
         lines.append(
