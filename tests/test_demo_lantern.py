@@ -14,7 +14,14 @@ from draftsmith.recipes.demo_lantern import pictures as drawing
 from draftsmith.recipes.demo_lantern import quality
 from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pixel_tensor
 from draftsmith.recipes.demo_lantern.pictures import CAPTIONS, PIXELS, SPLITS, Caption, digit_scans, picture_at
-from draftsmith.recipes.demo_lantern.quality import TARGET, ImageTarget, frechet_distance, real_pictures, resampled
+from draftsmith.recipes.demo_lantern.quality import (
+    TARGET,
+    ImageTarget,
+    frechet_distance,
+    real_pictures,
+    resampled,
+    whitening,
+)
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.rejects import Rejects
@@ -122,6 +129,12 @@ def test_frechet_distance_of_covariances_that_do_not_commute():
     traces = sum(numpy.trace(numpy.cov(each, rowvar=False)) for each in (a, b))
     expected = ((a.mean(0) - b.mean(0)) ** 2).sum() + traces - 2 * root
     assert frechet_distance(a, b) == pytest.approx(expected)
+
+
+def test_whitened_features_are_alike_in_all_directions():
+    draws = numpy.random.default_rng(4)
+    features = draws.normal(size=(500, 5)) @ draws.normal(size=(5, 5)) + 3
+    assert numpy.cov(features @ whitening(features), rowvar=False) == pytest.approx(numpy.eye(5))
 
 
 def test_interval_holds_the_value():
