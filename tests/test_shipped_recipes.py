@@ -421,3 +421,36 @@ def test_vicuna_template_marks_what_the_model_writes() -> None:
     assert tokenizer.decode([i for i, m in zip(ids, marked, strict=True) if m]) == " sat on the mat</s>"
     prompt = render_prompt(tokenizer, messages[:1])
     assert ids[: len(prompt)] == prompt and marked[: len(prompt)] == [False] * len(prompt)
+
+
+DECODING_ROWS = [
+    *("plain decoding", "plain decoding, int8 target", "eagle3, chain of 4", "prompt lookup", "sam"),
+    *("sam + eagle3, router", "sam + eagle3, fused", "hierarchy", "eagle3, int8 target"),
+]
+
+
+def test_decoding_demo_has_the_rows_that_its_head_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names = [row.name for row in load_recipe("recipes/demo-decoding.yaml").eval.also]
+    assert names == DECODING_ROWS[3:]
+    head = (ROOT / "recipes/demo-decoding.yaml").read_text().split("\noutput_dir:")[0]
+    assert re.findall(r"^#   (\S.*?) +\d\.\d\d\b", head, re.MULTILINE) == DECODING_ROWS
+
+
+@pytest.mark.slow
+def test_decoding_demo_runs_on_a_drafter_of_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    short = [
+        *(f"output_dir={tmp_path / 'demo'}", "data.max_prompts=8", "data.generator.max_new_tokens=24"),
+        *("drafter.vocab_size=64", "train.max_steps=2", "train.warmup_steps=1", "train.eval_replay=0"),
+        "train.validation_conversations=1",
+    ]
+    for script in (regenerate, rank_vocab, TRAINED_BY["eagle3"]):
+        run_main(script, "recipes/demo.yaml", *short)
+    lean = "eval.max_prompts=1", "eval.max_new_tokens=24", f"eval.drafter={tmp_path / 'demo/drafter'}"
+    run_main(acceptance, "recipes/demo-decoding.yaml", f"eval.out={tmp_path / 'decoded'}", *lean)
+    rows = json.loads((tmp_path / "decoded/acceptance.json").read_text())["contenders"]
+    assert list(rows) == DECODING_ROWS
+    assert all(row["matches_target"] for name, row in rows.items() if "int8" not in name)
+    assert rows["hierarchy"]["inner_tau"] >= 1 and rows["sam"]["answers"] == 4  # one question, three turns
+    assert (tmp_path / "decoded/report.html").exists()
