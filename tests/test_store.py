@@ -433,6 +433,8 @@ def test_a_store_for_something_else_is_refused_with_both_sides(recipe_path: Path
     said = refusals(recipe_path, from_store, "data.capture.dtype=int8", "drafter.capture_layers=[1, 2, 3]")
     assert "dtype: 'float32' there, 'int8' now" in said
     assert "capture_layers: [2, 3, 4] there, [1, 2, 3] now" in said
+    said = refusals(recipe_path, from_store, "target.quantization={bits: 8, fake: true}")
+    assert "target.quantization: None there, 'fake int8' now" in said
 
     other = tmp_path / "other"
     make_target(num_layers=8, final_logit_softcapping=1.0).save_pretrained(other)
