@@ -50,6 +50,7 @@ from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.sampling import Draws, Sampling, drawn_tokens
 
 AT_ONCE = 2**24  # neighbours gathered at a time: 128 MB of float64
+FIRST = 8  # neighbours of a drawn token that are looked at first; few tokens need more
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,9 @@ class LanternAcceptance:
             return self._by_rank(tree, p_BNV, draws)
         return self._drawn(tree, p_BNV, tree.drawn_from.double(), draws)
 
-    def _near(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """([..., k] the neighbours of tokens [...], 0 where there is none; [..., k] where there is one)."""
-        near = self.relaxation.neighbours_Vk.to(tokens.device)[tokens].long()
+    def _near(self, tokens: torch.Tensor, first: int = 0, end: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """([..., k] neighbours first to end of tokens [...], 0 where there is none; [..., k] where there is one)."""
+        near = self.relaxation.neighbours_Vk[:, first:end].to(tokens.device)[tokens].long()
         return near.clamp(min=0), near >= 0
 
     def _greedy(self, tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
@@ -167,14 +168,10 @@ class LanternAcceptance:
     def _drawn(self, tree: DraftTree, p_BNV: torch.Tensor, q_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
         m_BNV = torch.minimum(p_BNV, q_BNV)
         # Only tokens that are drawn too often have a use for their neighbours.
-        rows_all, nodes_all, tokens_all = (q_BNV > p_BNV).nonzero(as_tuple=True)
-        size = max(1, AT_ONCE // self.relaxation.neighbours_Vk.shape[1])
-        for rows, nodes, tokens in zip(*(each.split(size) for each in (rows_all, nodes_all, tokens_all)), strict=True):
-            near, known = self._near(tokens)
-            own = p_BNV[rows, nodes, tokens]
-            mass = p_BNV[rows[:, None], nodes[:, None], near]
-            borrowed, _ = self.relaxation.borrowed(mass, known, self.relaxation.budgets(own))
-            m_BNV[rows, nodes, tokens] = torch.minimum(q_BNV[rows, nodes, tokens], own + borrowed)
+        often = (q_BNV > p_BNV).nonzero()  # [M, 3] row, node, token
+        for at in often.split(max(1, AT_ONCE // FIRST)):
+            place = tuple(at.T)
+            m_BNV[place] = torch.minimum(q_BNV[place], p_BNV[place] + self._borrowed(at, p_BNV, q_BNV[place]))
         excess = (m_BNV - p_BNV).clamp(min=0)
         moved = excess.sum(-1)
         if self.relaxation.delta is not None:
@@ -185,6 +182,25 @@ class LanternAcceptance:
         chances = (m_BNV[each, parents, tree.tokens] / q_BNV[each, parents, tree.tokens]).clamp(max=1)
         last = deepest(tree, events(tree, chances, draws))
         return self._ended(tree, last, p_BNV, (p_BNV - m_BNV).clamp(min=0), moved, draws)
+
+    def _borrowed(self, at_M3: torch.Tensor, p_BNV: torch.Tensor, wanted_M: torch.Tensor) -> torch.Tensor:
+        """[M] p(A) of tokens at (row, node, token), or as much of it as lifts them to `wanted_M`.
+
+        A few neighbours at a time: most tokens want no more.
+        """
+        own_M = p_BNV[tuple(at_M3.T)]
+        budgets_M, borrowed_M = self.relaxation.budgets(own_M), torch.zeros_like(own_M)
+        open_m = torch.arange(len(at_M3), device=at_M3.device)  # tokens that may take more
+        for columns in torch.arange(self.relaxation.neighbours_Vk.shape[1]).split(FIRST):
+            rows, nodes, tokens = at_M3[open_m].T
+            near, known = self._near(tokens, int(columns[0]), int(columns[-1]) + 1)
+            mass, left = p_BNV[rows[:, None], nodes[:, None], near], (budgets_M - borrowed_M)[open_m]
+            more, within = self.relaxation.borrowed(mass, known, left)
+            borrowed_M[open_m] += more
+            open_m = open_m[within.all(-1) & (own_M + borrowed_M < wanted_M)[open_m]]
+            if not len(open_m):
+                break
+        return borrowed_M
 
     def _ended(
         self,
