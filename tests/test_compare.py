@@ -253,7 +253,7 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     def never(*_: Any) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(contenders, "load_causal_lm", never)
+    monkeypatch.setattr(contenders, "loaded_target", never)
     monkeypatch.setattr(contenders, "load_draft_model", never)
     for said, overrides in mistakes(place, target_dir):
         with pytest.raises(UserError, match=said):
@@ -312,7 +312,7 @@ def test_every_problem_has_its_place(place: Path) -> None:
 
 
 def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contenders, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(contenders, "loaded_target", lambda *_: pytest.fail("weights were loaded"))
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_weights_are_loaded(

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,16 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     )
     check_contenders(recipe, found)
     loads: list[str] = []
-    for name in ("load_causal_lm", "load_drafter", "load_draft_model"):
-        load = getattr(contenders, name)
-        monkeypatch.setattr(contenders, name, lambda *given, n=name, load=load: (loads.append(n), load(*given))[1])
+
+    def logged(name: str, load: Any, *given: Any, **also: Any) -> Any:
+        loads.append(name)
+        return load(*given, **also)
+
+    for name in ("loaded_target", "load_drafter", "load_draft_model"):
+        monkeypatch.setattr(contenders, name, partial(logged, name, getattr(contenders, name)))
     lineup = Lineup(recipe.target)
     proposers = {c.name: lineup.proposer(c) for c in found}
-    assert loads == ["load_causal_lm", "load_drafter", "load_draft_model", "load_drafter"]
+    assert loads == ["loaded_target", "load_drafter", "load_draft_model", "load_drafter"]
     main = found[0].name
     assert {name: tuple(p.capture_layers) for name, p in proposers.items()} == {
         **{main: (2, 3, 4), "lookup": (), "lm": (), "lm cut": (), "cut": (2, 3, 4)},
@@ -129,7 +134,7 @@ def test_auto_is_chosen_before_anything_is_decoded(place: Path) -> None:
     ]
     out = f"eval.out={place / 'auto'}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contenders, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
+        patch.setattr(contenders, "loaded_target", lambda *_: pytest.fail("weights were loaded"))
         with pytest.raises(UserError, match=r"eval\.planner\.answers: .*generations\.jsonl cannot be read"):
             run_main(acceptance, place / "recipe.yaml", out, *automatic)
     run_main(acceptance, place / "recipe.yaml", out)

@@ -85,7 +85,7 @@ def test_greedy_answers_of_coarse_precisions_are_reported_as_shares() -> None:
 def test_hierarchies_and_precisions_that_cannot_be_are_refused_before_weights_are_read(
     place: Path, tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lineups, "load_causal_lm", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(lineups, "loaded_target", lambda *_: pytest.fail("weights were read"))
     make_target(vocab_size=300).save_pretrained(tmp_path / "narrow")
     make_tokenizer().save_pretrained(tmp_path / "narrow")
 
