@@ -30,7 +30,7 @@ from draftsmith.data_gen.states.capture_processes import Team
 from draftsmith.data_gen.states.capturing import Job, estimated_bytes
 from draftsmith.data_gen.states.store import ShardBuffer, Store, StoreManifest
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.target import load_causal_lm
+from draftsmith.models.guidance import loaded_target
 from draftsmith.recipes.command import progress
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.lock import alone_in
@@ -189,7 +189,7 @@ def test_processes_share_the_shards_and_write_what_one_writes(
 
     def load(*arguments: Any) -> Any:
         with one_at_a_time:
-            return load_causal_lm(*arguments)
+            return loaded_target(*arguments)
 
     def fill(*arguments: Any) -> None:
         team = by_thread[threading.get_ident()]
@@ -207,7 +207,7 @@ def test_processes_share_the_shards_and_write_what_one_writes(
 
     really_fill, really_write = capturing.fill, ShardBuffer.write
     monkeypatch.setattr(progress, "SHOWN_AFTER_SECONDS", 0)
-    monkeypatch.setattr(capturing, "load_causal_lm", load)
+    monkeypatch.setattr(capturing, "loaded_target", load)
     monkeypatch.setattr(capturing, "fill", fill)
     monkeypatch.setattr(ShardBuffer, "write", write)
     monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={tmp_path / 'states'}"])
@@ -225,7 +225,7 @@ def test_processes_share_the_shards_and_write_what_one_writes(
 def test_a_process_begins_when_rank_0_has_found_everything_in_order(
     recipe_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(capturing, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(capturing, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
     monkeypatch.setattr(sys, "argv", ["capture.py", str(recipe_path), f"data.states={store}"])
     words = HashStore()
     capturing.capture_with(Team(0, 2, 0, words), script.read_command)

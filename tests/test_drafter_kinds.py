@@ -281,7 +281,7 @@ def distributions(drafter: FeatureDrafter, target: Target, cut: DraftVocab | Non
 def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
     recipe_of: Any, loaded: tuple[Target, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(trainer, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
     starts = tmp_path / "starts"
     half = DraftVocab(torch.arange(0, 320, 2), 320)
     other = DraftVocab(torch.arange(1, 320, 2), 320)

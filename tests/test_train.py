@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_told_before_the_target_is_loaded(
     def loaded(*_: object) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(trainer, "load_causal_lm", loaded)
+    monkeypatch.setattr(trainer, "loaded_target", loaded)
     for override, message in {
         "drafter.vocab_size=77": "holds 160 draft tokens, drafter.vocab_size asks for 77",
         "drafter.capture_layers=[1,1,2]": "must be ascending and distinct",

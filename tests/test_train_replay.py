@@ -156,7 +156,7 @@ def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
 def test_what_cannot_be_replayed_in_training_is_told_at_once(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "load_causal_lm", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(trainer, "loaded_target", lambda *_: pytest.fail("the target was loaded"))
     chain = "eval.tree={policy: chain, draw: sampled}"
     for overrides, message in (
         (("train.validation_conversations=0",), "train.validation_conversations is 0"),
