@@ -161,6 +161,7 @@ def test_what_cannot_be_replayed_in_training_is_told_at_once(
     for overrides, message in (
         (("train.validation_conversations=0",), "train.validation_conversations is 0"),
         (("eval.tree={policy: auto}",), "policy auto goes by speeds"),
+        (("eval.proposer=sam",), "eval.proposer is sam"),
         (("eval.tree={nodes: 600, top_k: 30}",), r"eval_replay: eval\.tree: 600 nodes, .* a target of 512 positions"),
         (("eval.tree={policy: svip, draft_calls: 512}",), "513 nodes, 512 draft calls deep, in a target of 512"),
         ((chain, "eval.temperature=1"), "draw: sampled cannot be replayed"),
