@@ -250,30 +250,34 @@ def make(out: Path, demo: Path, arm: str, seed: int) -> str:
 
 
 def table(measured: list[dict[str, Any]], arms: list[str]) -> str:
-    """docs/vision.md's table, of the arms with all seeds. Means over seeds, and each seed's value."""
+    """docs/vision.md's table: means over the seeds that are done, each seed's value, and the time of a round's draft
+    calls where it was measured."""
     rows = [
-        "| drafter | tau, greedy | tau, temperature 1 | tau of the tree of 30, greedy | ms of drafting | minutes |",
-        "|---|---|---|---|---|---|",
+        "| drafter | tau, greedy | tau, temperature 1 | tau of the tree of 30, greedy | ms of drafting |",
+        "|---|---|---|---|---|",
     ]
     decoded = {line["arm"]: line["decoded"]["main"] for line in measured if "decoded" in line}
     for arm in arms:
         found = sorted(
             (line for line in measured if line["arm"] == arm and "seed" in line), key=lambda line: line["seed"]
         )
-        if [line["seed"] for line in found] == list(SEEDS) and arm in decoded:
+        if found:
             greedy, sampled = ([line[f"temperature {each}"] for line in found] for each in TEMPERATURES)
-            drafting = decoded[arm]["draft_milliseconds_per_call"] * decoded[arm]["draft_calls_per_round"]
+            timed = decoded.get(arm)
+            drafting = (
+                f"{timed['draft_milliseconds_per_call'] * timed['draft_calls_per_round']:.1f}" if timed else "\u2013"
+            )
             rows.append(
                 f"| {ARMS[arm][0]} | {_mean([each['main']['tau'] for each in greedy])} | "
                 f"{_mean([each['main']['tau'] for each in sampled])} | "
-                f"{_mean([each[PUBLISHED]['tau'] for each in greedy])} | {drafting:.1f} | "
-                f"{statistics.median(line['training_seconds'] for line in found) / 60:.1f} |"
+                f"{_mean([each[PUBLISHED]['tau'] for each in greedy])} | {drafting} |"
             )
     return "\n".join(rows)
 
 
 def _mean(values: list[float]) -> str:
-    return f"{statistics.mean(values):.2f} ({', '.join(f'{value:.2f}' for value in values)})"
+    each = ", ".join(f"{value:.2f}" for value in values)
+    return each if len(values) == 1 else f"{statistics.mean(values):.2f} ({each})"
 
 
 def _measured(out: Path, arm: str, seed: int, temperature: int) -> Path:
