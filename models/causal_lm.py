@@ -20,9 +20,10 @@ from torch.nn import functional
 
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.families import scaled_logits
+from draftsmith.models.guidance import loaded_target
 from draftsmith.models.key_values import SlotTree, check_rollback
 from draftsmith.models.prompt import Prompt
-from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
@@ -32,10 +33,10 @@ def load_draft_model(section: TargetSection) -> Target:
     """A causal LM as drafter, with any number of layers: none of its states is captured.
 
     Raises:
-        UserError: as `load_causal_lm` and `Target`, with draft_model's keys for the target's.
+        UserError: as `loaded_target`, with draft_model's keys for the target's.
     """
     try:
-        return Target(load_causal_lm(section), capture_layers=(0,))
+        return loaded_target(section, capture_layers=(0,))
     except UserError as error:
         raise UserError(of_draft_model(error)) from error
 

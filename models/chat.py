@@ -16,6 +16,7 @@ from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from draftsmith.models.families import attention_kinds
+from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor, in_parts
 from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.vision import is_vision_language
@@ -49,7 +50,7 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
 
     Raises:
         UserError: no tokenizer; no valid chat template; a variable that the template never reads; ordinary tokens
-            without an embedding in the model.
+            without an embedding in the model; guidance that the target cannot have.
     """
     check_model(target.model, target.revision)
     try:
@@ -78,6 +79,8 @@ def load_tokenizer(target: TargetSection) -> PreTrainedTokenizerBase:
     tokenizer.chat_template = _with_variables(tokenizer.chat_template, target)
     config = load_config(target)
     _check_vocabulary(tokenizer, config)
+    if target.guidance is not None:
+        unconditional_ids(target, tokenizer, config)
     if is_vision_language(config):
         setattr(tokenizer, _PICTURES, PictureProcessor(target, config))
     return tokenizer

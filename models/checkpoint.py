@@ -249,18 +249,21 @@ def check_identity(directory: Path, trained_for: dict[str, Any], here: dict[str,
 
 
 def precision_note(directory: Path, here: dict[str, Any]) -> str | None:
-    """A sentence about a drafter that was trained on the target in another precision; None: in this one."""
-    there = read_drafter_config(directory)[1].get("quantization")
-    if there == here.get("quantization"):
+    """A sentence about a drafter that was trained on the target in another precision, or otherwise guided; None: as it
+    is here."""
+    there = read_drafter_config(directory)[1]
+    if all(there.get(key) == here.get(key) for key in ("quantization", "guidance")):
         return None
     return (
         f"{directory} was trained on the states of the target {_as_said(there)}; here it drafts for the target "
-        f"{_as_said(here['quantization'])}"
+        f"{_as_said(here)}"
     )
 
 
-def _as_said(quantization: str | None) -> str:
-    return "unquantised" if quantization is None else f"in {quantization}"
+def _as_said(identity: dict[str, Any]) -> str:
+    precision, guidance = identity.get("quantization"), identity.get("guidance")
+    said = "unquantised" if precision is None else f"in {precision}"
+    return said if guidance is None else f"{said}, guided ({guidance})"
 
 
 def read_drafter_vocab(directory: Path, shape: DrafterConfig) -> DraftVocab:

@@ -6,10 +6,10 @@ condition's tokens. Their next-token logits are combined:
     conditional      c    <bos>  a       red     seven   <image>  17  3  40        logits = u + scale (c - u)
     unconditional    u    <bos>  <null>  <null>  <null>  <image>  17  3  40
 
-Words in an answer give way, too; image models write none. Both texts are equally long, so one draft tree, one
-acceptance and one length serve both. The head is linear, so it is the final states that are combined: what the head
-reads, training's teacher and EAGLE-1's feature (state L) are those of the guided law. States of deeper layers are the
-conditional text's.
+All words give way, those of the chat template, too, and those in an answer; image models write none. Both texts are
+equally long, so one draft tree, one acceptance and one length serve both. The head is linear, so it is the final states
+that are combined: what the head reads, training's teacher and EAGLE-1's feature (state L) are those of the guided law.
+States of deeper layers are the conditional text's.
 
 The unconditional text has its own keys and values. In the cache they are further heads of the same tokens, so whatever
 keeps, drops or moves cached tokens knows nothing of them:
@@ -23,15 +23,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from draftsmith.models.alignment import Documents
 from draftsmith.models.chat import load_config, load_tokenizer
-from draftsmith.models.image_tokens import code_tokens, writes_images
+from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.target import Target, TargetStates, load_causal_lm
-from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 
 
@@ -45,34 +44,8 @@ def loaded_target(
     """
     if section.guidance is None:
         return Target(load_causal_lm(section, device), capture_layers)
-    ids = unconditional_ids(section, load_tokenizer(section))
+    ids = unconditional_ids(section, load_tokenizer(section), load_config(section))
     return GuidedTarget(load_causal_lm(section, device), ids, section.guidance.scale, capture_layers)
-
-
-def unconditional_ids(section: TargetSection, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    """[V] the unconditional text's token in the place of each: the null token for words, itself for all others.
-
-    Words are tokens that are neither special nor codes of an image.
-
-    Raises:
-        UserError: the target writes no images, or has no such null token.
-    """
-    assert section.guidance is not None
-    config = load_config(section)
-    if not writes_images(config):
-        raise UserError(
-            f"target.guidance: {section.model} writes text; guidance is for targets that write images by a caption"
-        )
-    null = section.guidance.null
-    if null not in tokenizer.get_vocab():
-        raise UserError(
-            f"target.guidance.null: {section.model} has no token {null!r}; name the one it was trained with"
-        )
-    vocab_size = config.get_text_config(decoder=True).vocab_size
-    ids = torch.full((vocab_size,), tokenizer.convert_tokens_to_ids(null))  # type: ignore[call-overload]
-    kept = torch.tensor([*tokenizer.all_special_ids, *code_tokens(config)])
-    ids[kept] = kept
-    return ids
 
 
 class GuidedTarget(Target):

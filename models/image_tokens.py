@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from PIL import Image
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.picture_files import store_picture
+from draftsmith.recipes.schema import TargetSection
 
 END_OF_LINE = "<|extra_200|>"  # Emu3's
 
@@ -44,6 +46,36 @@ def code_tokens(config: Any) -> list[int]:
             f"target.model: its vocabulary_map names {len(names):,} visual tokens, its codebook has {codes:,} codes"
         )
     return [config.vocabulary_map[name] for name in names]
+
+
+def unconditional_ids(section: TargetSection, tokenizer: PreTrainedTokenizerBase, config: Any) -> torch.Tensor:
+    """[V] for target.guidance, the token of the unconditional text in the place of each token: the null token for
+    words, itself for all others (`models.guidance`).
+
+    Words are tokens that are neither special nor in the vocabulary_map of codes.
+
+    Args:
+        config: the target's whole config.
+
+    Raises:
+        UserError: the target writes no images, or has no such null token.
+    """
+    assert section.guidance is not None
+    if not writes_images(config):
+        raise UserError(
+            f"target.guidance: {section.model} writes text; guidance is for targets that write images by a caption"
+        )
+    null, vocab_size = section.guidance.null, config.get_text_config(decoder=True).vocab_size
+    found = tokenizer.get_vocab().get(null, vocab_size)
+    if found >= vocab_size:
+        raise UserError(
+            f"target.guidance.null: {section.model} has no token {null!r}; name the one that it was trained with"
+        )
+    ids = torch.full((vocab_size,), found)
+    kept = torch.tensor([*tokenizer.all_special_ids, *config.vocabulary_map.values()])
+    kept = kept[kept < vocab_size]  # tokenizers may have more tokens than the model
+    ids[kept] = kept
+    return ids
 
 
 class ImageTokens:

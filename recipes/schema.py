@@ -123,7 +123,7 @@ class TargetSection(Section):
     quantization: Precision = None
     """Quantise the decoder's linear layers when the target is loaded: `int8`, `int4`, `fake` (int4's effect without its
     speed), or {bits, group_size, fake}. int8 and int4 are for CPUs and compute in bfloat16, which `dtype: auto` then
-    means (docs/decoding.md). Checkpoints that are quantised already need no key."""
+    means (docs/precision.md). Checkpoints that are quantised already need no key."""
     guidance: GuidanceSection | None = None
     """Classifier-free guidance as a part of the target's law, in regeneration, training and evaluation."""
     device: str = "auto"

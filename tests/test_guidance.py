@@ -10,9 +10,10 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, TreePolicy
 from draftsmith.models.alignment import Documents
-from draftsmith.models.causal_lm import CausalLMDrafting
-from draftsmith.models.chat import load_tokenizer
-from draftsmith.models.guidance import GuidedTarget, loaded_target, unconditional_ids
+from draftsmith.models.causal_lm import CausalLMDrafting, load_draft_model
+from draftsmith.models.chat import load_config, load_tokenizer
+from draftsmith.models.guidance import GuidedTarget, loaded_target
+from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
@@ -93,13 +94,24 @@ def test_scale_1_is_the_plain_target(place: Path) -> None:
 
 
 def test_words_alone_give_way_to_the_null_token(place: Path) -> None:
-    ids = unconditional_ids(section(place, 2.0), load_tokenizer(section(place, 2.0))).tolist()
+    guided = section(place, 2.0)
+    tokenizer = load_tokenizer(guided)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<beyond the model>"]})
+    ids = unconditional_ids(guided, tokenizer, load_config(guided)).tolist()
     assert ids == without_words(list(range(len(VOCABULARY))))
 
 
 def test_a_text_target_and_a_missing_null_token_are_refused(place: Path, target_dir: Path) -> None:
     guided = GuidanceSection(scale=2.0, null="<nothing>")
     with pytest.raises(UserError, match=r"target.guidance.null: .* has no token '<nothing>'"):
-        loaded_target(TargetSection(model=str(place), guidance=guided))
+        load_tokenizer(TargetSection(model=str(place), guidance=guided))
     with pytest.raises(UserError, match=r"target.guidance: .* writes text"):
-        loaded_target(TargetSection(model=str(target_dir), guidance=guided))
+        load_tokenizer(TargetSection(model=str(target_dir), guidance=guided))
+
+
+def test_a_guided_draft_model_drafts_by_the_guided_law(place: Path) -> None:
+    guided = section(place, 3.0)
+    target = loaded_target(guided, (0,))
+    proposer = PolicyProposer(CausalLMDrafting(load_draft_model(guided)), Chain(3))
+    [answer] = decode_batch(target, proposer, PROMPTS[:1], {2}, 16, GREEDY)
+    assert answer.accepted_per_round[:-1] == [3] * (answer.rounds - 1)

@@ -211,7 +211,7 @@ def test_a_tree_among_others_is_accepted_as_it_is_alone(sampling: Sampling, draw
 
 
 def test_nearest_is_an_exact_search() -> None:
-    vectors = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    vectors = torch.randn(50, 3, generator=torch.Generator().manual_seed(0)) + 1000  # far from the origin
     table = nearest(vectors, 7).tolist()
     for x, row in enumerate(table):
         others = sorted((y for y in range(50) if y != x), key=lambda y: float((vectors[x] - vectors[y]).norm()))

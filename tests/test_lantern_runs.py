@@ -96,7 +96,7 @@ def test_relaxed_rows_are_measured_and_their_pictures_shown(place: Path) -> None
     page = " ".join(Page(source).text.split())
     assert "What the answers look like" in page and "no whole picture" in page
     assert f"{moved['lantern']:.3f}" in page and "how far the law that a token is drawn from lies" in page
-    assert len(list(out.glob("neighbours-*.safetensors"))) == 3  # 8 and all 15 codes; 8 embeddings
+    assert len(list(out.glob("neighbours-*.safetensors"))) == 4  # 4, 8 and all 15 codes; 8 embeddings
 
 
 def test_rows_of_codes_are_pictures_and_anything_else_is_none(place: Path) -> None:
@@ -121,16 +121,25 @@ def test_impossible_sources_of_neighbours_are_named(place: Path, text_place: Pat
     rule = "eval.acceptance={rule: lantern, neighbours: %s}"
     assert "has no codebook of its own" in refused(text_place / "recipe.yaml", rule % "codebook")
     path, recipe = tmp_path / "codes.safetensors", place / "recipe.yaml"
+    assert "is no file; write codebook, embedding" in refused(recipe, rule % "embeddings")
+    path.write_text("no tensors")
     assert "cannot be read as safetensors" in refused(recipe, rule % path)
     save_file({"codebook": torch.zeros(3, 2)}, path)
     assert "has no tensor token_ids" in refused(recipe, rule % path)
     for ids, said in (
         (torch.arange(4), r"codebook \[3, 2\] and token_ids \[4\]"),
-        (torch.tensor([1, 1, 2]), "not different whole numbers"),
-        (torch.tensor([1, 2, 9_000]), "tokens up to 9,000, but the target has 26; it is another model's"),
+        (torch.tensor([1, 1, 2]), "not two or more different tokens"),
+        (torch.tensor([-1, 1, 2]), "not two or more different tokens"),
+        (torch.tensor([1.0, 2.0, 3.0]), "of type float32, not whole numbers"),
+        (
+            torch.tensor([1, 2, 9_000], dtype=torch.uint16),
+            "tokens up to 9,000, but the target has 26; it is another model's",
+        ),
     ):
         save_file({"codebook": torch.zeros(3, 2), "token_ids": ids}, path)
         assert re.search(said, refused(recipe, rule % path))
+    save_file({"codebook": torch.full((3, 2), torch.nan), "token_ids": torch.arange(3)}, path)
+    assert "no finite floating-point numbers" in refused(recipe, rule % path)
 
 
 def test_impossible_bounds_are_named(place: Path) -> None:

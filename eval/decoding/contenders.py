@@ -403,7 +403,7 @@ class Lineup:
         self.draft_models: dict[str, Target] = {}
         self.small_drafters: dict[tuple[Path, str], FeatureDrafter] = {}  # by directory and draft_model
         self.precisions: dict[str | None, Lineup] = {}
-        self.neighbours: dict[str, torch.Tensor] = {}  # by their source
+        self.neighbours: dict[tuple[str, int], torch.Tensor] = {}  # by their source and number
 
     def in_precision(self, precision: QuantizationSection | None) -> "Lineup":
         """The same target in this precision, loaded once; None: this one."""
@@ -458,11 +458,10 @@ class Lineup:
         section = contender.relaxed
         if section is None:
             return contender.rule(sampling)
-        known = self.neighbours.get(section.neighbours)
-        if known is None or known.shape[1] < section.k:
-            known = neighbours_of(self.target, section, kept_in)
-            self.neighbours[section.neighbours] = known
-        return LanternAcceptance(sampling, Relaxation(known[:, : section.k], section.delta, section.factor))
+        key = section.neighbours, section.k
+        if key not in self.neighbours:
+            self.neighbours[key] = neighbours_of(self.target, section, kept_in)
+        return LanternAcceptance(sampling, Relaxation(self.neighbours[key], section.delta, section.factor))
 
     def drafting(self, contender: Contender) -> Drafting:
         """The drafter of `proposer`, with its vocabulary cut as the tree says."""

@@ -191,9 +191,9 @@ class LanternAcceptance:
         own_M = p_BNV[tuple(at_M3.T)]
         budgets_M, borrowed_M = self.relaxation.budgets(own_M), torch.zeros_like(own_M)
         open_m = torch.arange(len(at_M3), device=at_M3.device)  # tokens that may take more
-        for columns in torch.arange(self.relaxation.neighbours_Vk.shape[1]).split(FIRST):
+        for first in range(0, self.relaxation.neighbours_Vk.shape[1], FIRST):
             rows, nodes, tokens = at_M3[open_m].T
-            near, known = self._near(tokens, int(columns[0]), int(columns[-1]) + 1)
+            near, known = self._near(tokens, first, first + FIRST)
             mass, left = p_BNV[rows[:, None], nodes[:, None], near], (budgets_M - borrowed_M)[open_m]
             more, within = self.relaxation.borrowed(mass, known, left)
             borrowed_M[open_m] += more

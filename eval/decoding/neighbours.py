@@ -48,7 +48,7 @@ def check_neighbours(section: AcceptanceSection, target: TargetFacts) -> None:
 
 
 def warning(section: AcceptanceSection, target: TargetFacts) -> str | None:
-    """A sentence if the target seems to write text."""
+    """A sentence about a target that seems to write text. A file's tokens are taken for codes."""
     if section.neighbours != "embedding" or writes_images(load_config(target.section)):
         return None
     return (
@@ -64,26 +64,32 @@ def read_codebook(path: Path, vocab_size: int) -> tuple[torch.Tensor, torch.Tens
         UserError: no such file, or none for a target with `vocab_size` tokens.
     """
     where = f"eval.acceptance.neighbours: {path}"
+    if not path.is_file():
+        raise UserError(f"{where} is no file; write codebook, embedding, or the path of a safetensors file")
     try:
         with safe_open(path, framework="pt") as file:
             missing = {"codebook", "token_ids"} - set(file.keys())
             if missing:
                 raise UserError(f"{where} has no tensor {min(missing)}; it needs codebook [C, d] and token_ids [C]")
-            codebook, ids = file.get_tensor("codebook").float(), file.get_tensor("token_ids")
+            codebook, ids = file.get_tensor("codebook"), file.get_tensor("token_ids")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{where} cannot be read as safetensors: {error}") from None
-    if codebook.dim() != 2 or ids.dim() != 1 or len(codebook) != len(ids) or not codebook.isfinite().all():
-        raise UserError(
-            f"{where}: codebook {list(codebook.shape)} and token_ids {list(ids.shape)} are not [C, d] and [C]"
-        )
-    if ids.is_floating_point() or len(ids.unique()) < len(ids) or not len(ids):
-        raise UserError(f"{where}: token_ids are not different whole numbers")
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+    if codebook.dim() != 2 or not codebook.numel() or ids.shape != codebook.shape[:1]:
+        shapes = f"codebook {list(codebook.shape)} and token_ids {list(ids.shape)}"
+        raise UserError(f"{where}: {shapes} are not [C, d] and [C]")
+    if not codebook.is_floating_point() or not codebook.isfinite().all():
+        raise UserError(f"{where}: codebook has entries that are no finite floating-point numbers")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UserError(f"{where}: token_ids are of type {str(ids.dtype).removeprefix('torch.')}, not whole numbers")
+    ids = ids.long()  # torch computes little with unsigned ones
+    if len(ids) < 2 or len(ids.unique()) < len(ids) or int(ids.min()) < 0:
+        raise UserError(f"{where}: token_ids are not two or more different tokens")
+    if int(ids.max()) >= vocab_size:
         raise UserError(
             f"{where}: a codebook for tokens up to {int(ids.max()):,}, but the target has {vocab_size:,}; it is "
             "another model's"
         )
-    return codebook, ids.long()
+    return codebook.float(), ids
 
 
 def neighbours_of(target: Target, section: AcceptanceSection, kept_in: Path | None = None) -> torch.Tensor:
@@ -105,7 +111,7 @@ def neighbours_of(target: Target, section: AcceptanceSection, kept_in: Path | No
     # Kept on disk as int32: a table of 150,000 tokens and 1,000 neighbours has 600 MB.
     k = min(section.k, len(ids) - 1)
     content = hashlib.sha256(vectors.detach().float().cpu().numpy().tobytes() + ids.numpy().tobytes()).hexdigest()
-    name = f"neighbours-{content[:16]}-{k}.safetensors"
+    name = f"neighbours-{content[:16]}-{target.vocab_size}-{k}.safetensors"
     path = None if kept_in is None else kept_in / name
     if path is not None and path.exists():
         try:
@@ -122,7 +128,8 @@ def neighbours_of(target: Target, section: AcceptanceSection, kept_in: Path | No
 
 def nearest(vectors_Cd: torch.Tensor, k: int) -> torch.Tensor:
     """[C, k] the nearest other vectors, nearest first."""
-    vectors_Cd = vectors_Cd.float()
+    # Far from the origin, distances computed by a matrix product lose their digits.
+    vectors_Cd = vectors_Cd.float() - vectors_Cd.float().mean(0)
     blocks = torch.arange(len(vectors_Cd), device=vectors_Cd.device).split(max(1, DISTANCES_AT_ONCE // len(vectors_Cd)))
     found = []
     for block in Bar(blocks, desc="neighbours", unit="block", disable=len(blocks) == 1):

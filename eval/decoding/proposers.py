@@ -17,7 +17,7 @@ from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.decoding.sam import SamProposer, SamRouter
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.causal_lm import CausalLMDrafting, of_draft_model
-from draftsmith.models.chat import first_line, load_config
+from draftsmith.models.chat import first_line, load_config, load_tokenizer
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
@@ -133,6 +133,8 @@ def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
     """
     try:
         check_precision(draft_model)
+        if draft_model.guidance is not None:
+            load_tokenizer(draft_model)  # checks it
         small = load_config(draft_model).get_text_config(decoder=True)
         its = AutoTokenizer.from_pretrained(
             draft_model.model, revision=draft_model.revision, trust_remote_code=draft_model.trust_remote_code

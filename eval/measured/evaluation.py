@@ -13,7 +13,7 @@ from typing import IO, Any
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.neighbours import warning
-from draftsmith.eval.decoding.proposers import tree_name
+from draftsmith.eval.decoding.proposers import rule_name, tree_name
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN, Question, answer_line, decode_all, plain_of, recipe_questions
 from draftsmith.eval.measured.compared import load_all
@@ -254,6 +254,8 @@ def print_evaluation_plan(recipe: Recipe, asked: list[Question], contenders: Seq
     print(f"decoded by   {'; '.join(plain)}")
     for contender in contenders:
         print(f"             {contender.name}: {limits_text(contender)}")
+    for note in relaxed_notes(recipe, contenders):
+        print(note)
     names = [*plain, *(contender.name for contender in contenders)]
     answers = turns.total() * len(names)
     side_by_side = f", {recipe.eval.batch_size} side by side" if recipe.eval.batch_size > 1 else ""
@@ -286,7 +288,8 @@ def limits_text(contender: Contender) -> str:
     nodes = f"at most {tree['nodes']:,} nodes"
     calls = "" if not contender.has_distributions else f", at most {tree['draft_calls']} draft calls"
     cut_to = f", from {tree['vocab_size']:,} tokens" if tree["vocab_size"] is not None else ""
-    return f"{tree['policy']}, {nodes}{calls}{cut_to}"
+    rule = "" if contender.relaxed is None else f"; {rule_name(contender.relaxed)}, not lossless"
+    return f"{tree['policy']}, {nodes}{calls}{cut_to}{rule}"
 
 
 def likely_time(recipe: Recipe, names: list[str], turns: int) -> str:

@@ -186,8 +186,9 @@ def print_table(acceptance: dict[str, Any]) -> None:
 def advice(acceptance: dict[str, Any]) -> list[str]:
     """A note if the target accepts almost no drafted token."""
     main = acceptance["contender"]
-    tau = acceptance["contenders"][main]["tau"]
-    if tau is None or tau >= WORTHLESS_TAU:
+    row = acceptance["contenders"][main]
+    tau = row["tau"]
+    if tau is None or tau >= WORTHLESS_TAU or row["proposer"] != "drafter":
         return []
     return [
         f"note: tau {tau:.2f}: the target accepted almost nothing that {main} drafted. Train longer, while the loss "
@@ -228,14 +229,17 @@ def _moved(acceptance: dict[str, Any]) -> str:
     """A caption for relaxed rules."""
     rows = acceptance["contenders"].items()
     told = [f"{name} {row['total_variation']:.3f}" for name, row in rows if row.get("total_variation") is not None]
-    return f"\nTotal variation from the target's law, a token: {', '.join(told)}." if told else ""
+    what = (
+        "Total variation from the target's law" if acceptance["temperature"] else "Probability moved, of temperature 1"
+    )
+    return "\n".join(["", f"{what}, a token:", *(f"  {line}" for line in told)]) if told else ""
 
 
 def _equality(acceptance: dict[str, Any]) -> str:
     if acceptance["mode"] == "replay":
         return "Replayed: the rounds that decoding these recorded answers would have had. Nothing was timed."
     relaxed = relaxed_contenders(acceptance)
-    others = ", but not of " + ", ".join(relaxed) + f": {RELAXED}" if relaxed else ""
+    others = ", but not of " + "; ".join(relaxed) + f": {RELAXED}" if relaxed else ""
     if acceptance["temperature"] > 0:
         drawn = f"Answers were drawn at temperature {acceptance['temperature']}, by the target's own law (lossless)"
         return f"{drawn}{others}."

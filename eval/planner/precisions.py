@@ -212,6 +212,9 @@ def table_lines(costs: dict[str, PrecisionCosts]) -> list[str]:
         lines.append(f"{name:<{width}}" + "".join(cells) + f"{gigabytes(each.weight_bytes):>12}")
     for name in filter(is_quantized, costs):
         limit = no_gain_from(costs, name)
+        if limit == nodes[0]:
+            lines.append(f"{name} is never faster than the unquantised target")
+            continue
         end = (
             f"up to all {nodes[-1]} nodes" if limit is None else f"below {limit} nodes, and gains nothing from there on"
         )

@@ -233,6 +233,8 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=TARGET, help="model directory; default: the shipped one")
     parser.add_argument("--samples", type=int, default=300, help="bootstrap samples")
     args = parser.parse_args()
+    if args.samples < 1:
+        raise UserError(f"--samples: {args.samples} resamplings give no interval; give 100 or more")
     target = ImageTarget(args.target)
     contenders = read_pictures(args.folder / "generations.jsonl", target)
     captions = max((asked for asked, _ in contenders.values()), key=len)
