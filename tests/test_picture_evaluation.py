@@ -367,7 +367,7 @@ def test_labelled_trees_and_a_classifier_of_them(place: Path, lines: dict[Any, d
 
 
 def thumbnails(page: str) -> list[Image.Image]:
-    found = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" [^>]*loading="lazy"', page)
+    found = re.findall(r'<img src="data:image/(?:jpeg|png);base64,([^"]+)" [^>]*loading="lazy"', page)
     return [Image.open(io.BytesIO(base64.b64decode(each))) for each in found]
 
 

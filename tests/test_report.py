@@ -400,11 +400,11 @@ def test_the_plan_bounds_the_time_by_the_last_run(tmp_path: Path) -> None:
 
 
 def test_a_worthless_drafter_gets_advice() -> None:
-    def said(tau: float | None) -> list[str]:
-        return report_files.advice({"contender": MAIN, "contenders": {MAIN: {"tau": tau}}})
+    def said(tau: float | None, proposer: str = "drafter") -> list[str]:
+        return report_files.advice({"contender": MAIN, "contenders": {MAIN: {"tau": tau, "proposer": proposer}}})
 
     assert len(said(1.0)) == 1 and said(1.0)[0].startswith("note: tau 1.00: ") and "Train longer" in said(1.0)[0]
-    assert said(1.3) == said(None) == []
+    assert said(1.3) == said(None) == said(1.0, "sam") == []
 
 
 def test_plain_decoding_in_another_precision_is_no_contender_of_the_parts(tmp_path: Path) -> None:
