@@ -79,6 +79,17 @@ def acceptance_plots(acceptance: dict[str, Any]) -> list[Plot]:
                 lambda colours: _times(colours, timed),
             )
         )
+    relaxed = {name: row["total_variation"] for name, row in legend.drafting.items() if row.get("total_variation")}
+    if relaxed:
+        words = "; ".join(f"{name}: {x:.3f}, {legend.drafting[name]['tau']:.2f}" for name, x in relaxed.items())
+        plots.append(
+            Plot(
+                "tau_by_total_variation",
+                "What relaxed acceptance gains, and what it moves",
+                f"tau by total variation, with 95 % intervals; lossless rows at 0. {words}.",
+                lambda colours: _by_total_variation(colours, legend, relaxed),
+            )
+        )
     parts = {
         f"{benchmark} / {name}" if kind == "category" and len(acceptance["benchmarks"]) > 1 else name: row
         for kind, benchmark, name, row in parts_of(acceptance)
@@ -118,6 +129,29 @@ def _by_position(colours: Colours, legend: Legend, drafting: dict[str, Any]) -> 
     set_axis_titles(ax, colours, "position in the draft", "accepted, where all before were")
     for legend_ax in below:
         legend.draw(legend_ax, colours, list(drafting))
+    return figure
+
+
+def _by_total_variation(colours: Colours, legend: Legend, relaxed: dict[str, float]) -> Figure:
+    """A dot for each contender, with a legend below; the table has the names of the grey ones."""
+    figure, (ax, below) = new_figure(colours, [LINES, LEGEND_ROW * len(legend.coloured)])
+    for name, row in legend.drafting.items():
+        low, high = row["tau_interval"] or (row["tau"], row["tau"])
+        ax.errorbar(
+            relaxed.get(name, 0.0),
+            row["tau"],
+            [[max(0.0, row["tau"] - low)], [max(0.0, high - row["tau"])]],
+            color=colours(legend.roles[name]),
+            marker=legend.markers[name],
+            markersize=6 if name == legend.main else 4.5,
+            linewidth=1.4,
+            clip_on=False,
+        )
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=1)
+    ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    set_axis_titles(ax, colours, "total variation from the target's law, a token", "tau: tokens per verification")
+    legend.draw(below, colours, list(legend.coloured))
     return figure
 
 
