@@ -104,6 +104,7 @@ def small_lm(model: Path, name: str = "small") -> str:
     return f"eval.also=[{{name: {name}, proposer: causal_lm, draft_model: {{model: {model}}}}}]"
 
 
+@pytest.mark.slow
 def test_a_causal_lm_is_known_by_its_weights(
     place: Path, target_dir: Path, script: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from tests.c2t_cases import place as place
 from tests.c2t_cases import script as script
 
 
+@pytest.mark.slow
 def test_from_answers_to_a_sweep(place: Path, script: Callable[..., str], tmp_path: Path) -> None:
     rows, out = f"labels.out={tmp_path / 'rows'}", f"classifier.out={tmp_path / 'c2t'}"
     said = script(label_trees, rows, "--plan")

@@ -71,6 +71,7 @@ def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monke
     assert lineup.drafting(next(c for c in found if c.name == "cut")).vocab.target_ids.tolist() == list(range(3, 19))
 
 
+@pytest.mark.slow
 def test_compare_measures_everyone_on_the_same_prompts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [
         str(place / "recipe.yaml"),
@@ -124,6 +125,7 @@ def test_compare_measures_everyone_on_the_same_prompts(place: Path, capsys: pyte
     assert "In grey: the others, in the comparison alone." in page  # eight contenders, more than have colours
 
 
+@pytest.mark.slow
 def test_auto_is_chosen_before_anything_is_decoded(place: Path) -> None:
     """The planner's choice is what is measured, and what acceptance.json says."""
     recorded = place / "auto/generations.jsonl"

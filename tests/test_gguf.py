@@ -422,6 +422,7 @@ def run_export(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
     export_script.main()
 
 
+@pytest.mark.slow
 def test_the_command_writes_both_files(
     tmp_path: Path,
     target_dir: Path,
@@ -442,6 +443,7 @@ def test_the_command_writes_both_files(
     assert "llama-server" in (out / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_converter_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, target_dir: Path, checkout: Path) -> None:
     from tokenizers import Tokenizer, pre_tokenizers
 

@@ -298,6 +298,7 @@ def test_offline(hub: HubServer, export: Callable[..., tuple[int, str]], monkeyp
     assert code == 2 and "offline mode is enabled" in said and hub.asked == []
 
 
+@pytest.mark.slow
 def test_the_environment_alone(hub: HubServer, checkpoint: Path, tmp_path: Path) -> None:
     """As users set it: HF_ENDPOINT and HF_HUB_DISABLE_XET, and a token that `hf auth login` has saved."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}

@@ -75,6 +75,7 @@ def trained(recipe_path: Path) -> Path:
     return recipe_path
 
 
+@pytest.mark.slow
 def test_prompts_to_measured_acceptance(trained: Path) -> None:
     run = trained.parent / "run"
     planned_first("eval/acceptance.py", trained)

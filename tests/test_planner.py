@@ -326,6 +326,7 @@ def test_c2t_is_planned_like_any_other(recipe_path: Path, doubter: Path) -> None
     assert plan.costs.verify["tree"].points[-1][0] == seen
 
 
+@pytest.mark.slow
 def test_calibration_takes_the_fastest_threshold(recipe_path: Path, tmp_path: Path) -> None:
     done = plan_script(recipe_path, "--calibrate", "svip")
     assert done.returncode == 0, done.stderr

@@ -42,6 +42,7 @@ from tests.ranking_cases import rank_by as rank_by
 # Killed and gone on with.
 
 
+@pytest.mark.slow
 def test_several_processes_count_what_one_counts(
     place: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def test_every_kind_of_drafter_takes_the_same_rounds(kind: str, name: str) -> No
         assert_same_rounds(replay(target, proposer, recorded(decoded), batch_size, Agreement.of(target)), decoded)
 
 
+@pytest.mark.slow
 def test_kinds_side_by_side_read_their_own_states() -> None:
     """One pass of the target serves drafters that read its last state, and others that do not."""
     kinds = ("eagle", "eagle3", "poss")

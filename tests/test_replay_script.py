@@ -73,6 +73,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.4])
 def test_the_script_replays_what_it_decoded(
     place: Path, measure: Callable[..., None], temperature: float, capsys: pytest.CaptureFixture[str]

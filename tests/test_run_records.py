@@ -170,6 +170,7 @@ def test_without_trackers_nobody_is_told(recipe_path: Path) -> None:
 # A profile, and the meter of throughput.
 
 
+@pytest.mark.slow
 def test_a_profile_shows_the_parts_of_a_step_and_changes_nothing(
     recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,6 +191,7 @@ def test_a_profile_shows_the_parts_of_a_step_and_changes_nothing(
     assert "aten::" in trace.with_name("rank0.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_short_run_is_profiled_without_a_warm_up(recipe_path: Path, steps: int) -> None:
     output = train(recipe_path, f"train.max_steps={steps}", "--profile=5")

@@ -273,6 +273,7 @@ def kill_again_and_again(place: Place, lab: CrashLab, wanted: int, stream: bool)
     return runs, kills
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_FORK, reason="needs fork")
 def test_kill_9_loses_and_repeats_nothing(place: Place, lab: CrashLab) -> None:
     place.ask(60)

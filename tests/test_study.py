@@ -263,6 +263,7 @@ def read() -> dict[str, Any]:
     return study.read_lines(Path("results.jsonl"))
 
 
+@pytest.mark.slow
 def test_every_cell_once_in_order_and_never_again(place: Path) -> None:
     run()
     lines = read()
@@ -282,6 +283,7 @@ def test_every_cell_once_in_order_and_never_again(place: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_workers_side_by_side_do_no_cell_twice(place: Path) -> None:
     run(["drafter/hass/*", "drafter/eagle*/x8/*"], jobs=3)
     assert len(ran(place)) == len(set(ran(place)))

@@ -12,6 +12,7 @@ SMALL = shlex.split("--device cpu --hidden 64 --vocab 128 --seq 64 --steps 1 --w
 measures = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
 
 
+@pytest.mark.slow
 @measures
 def test_a_step_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -25,6 +26,7 @@ def test_a_step_is_measured(
     assert "attention by plain blocks" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @measures
 def test_another_side_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And our numbers stand."""

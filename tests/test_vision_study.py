@@ -51,6 +51,7 @@ def test_the_table_shows_the_seeds_that_are_done() -> None:
     assert [each.strip() for each in last.split("|")[2:-1]] == ["4.00", "4.50", "2.00", "\u2013"]
 
 
+@pytest.mark.slow
 def test_short_answers_are_to_questions_about_the_training_pictures(tmp_path: Path) -> None:
     """Two of them, asked of nobody: the command fails without a recipe's target, and says where it tells why."""
     vision.PICTURES, usual = 2, vision.PICTURES
