@@ -43,7 +43,7 @@ def _compare_option(parser: ArgumentParser) -> None:
         action="extend",
         default=[],
         help="further contenders, one per argument: a recipe file, or overrides of eval.proposer, eval.tree, "
-        "eval.sam, eval.router, eval.drafter and eval.token_counts in quotes, with or without a name: "
+        "eval.sam, eval.router, eval.acceptance, eval.drafter and eval.token_counts in quotes, with or without a name: "
         '"wide: eval.tree.nodes=100 eval.tree.top_k=16"',
     )
 

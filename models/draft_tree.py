@@ -108,6 +108,16 @@ class DraftTree:
         return depths if self.real is None else depths * self.real
 
     @cached_property
+    def earlier_siblings(self) -> torch.Tensor:
+        """[B, N, N] bool: row i marks the earlier siblings of i."""
+        return (self.parents[:, :, None] == self.parents[:, None]).tril(diagonal=-1)
+
+    @cached_property
+    def repeated(self) -> torch.Tensor:
+        """[B, N] bool: nodes with the token of an earlier sibling."""
+        return (self.earlier_siblings & (self.tokens[:, :, None] == self.tokens[:, None])).any(2)
+
+    @cached_property
     def real(self) -> torch.Tensor | None:
         """[B, N] bool, false on padding; None where there is none."""
         if self.sizes is None:

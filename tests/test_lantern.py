@@ -31,6 +31,7 @@ from tests.test_sampling import (
     path_of,
     random_tree,
     small_pair,
+    uneven_batch,
     uneven_tree,
 )
 from tests.thinning import thinned
@@ -188,21 +189,12 @@ def test_a_likely_near_neighbour_ends_the_prefix_even_if_later_ones_fit() -> Non
 @pytest.mark.parametrize("drawn", [False, True], ids=["ranked", "drawn"])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
 def test_a_tree_among_others_is_accepted_as_it_is_alone(sampling: Sampling, drawn: bool) -> None:
-    chance = torch.Generator().manual_seed(3)
-    sizes, widest = [2, 5, 3], 5
-    tokens = torch.randint(VOCAB, (3, widest), generator=chance)
-    parents = [list(range(-1, widest - 1)) if drawn else [-1, 0, 0, 1, 2]] * 3
-    logits = torch.randn(3, widest, VOCAB, generator=chance)
-    q = torch.rand(3, widest, VOCAB, generator=chance).softmax(-1) if drawn else None
-    for row, size in enumerate(sizes if q is not None else []):
-        q[row, size - 1 :] = 0  # type: ignore[index]
+    together, logits, each_alone = uneven_batch(drawn)
     rule = LanternAcceptance(sampling, relaxed(("delta", 0.4)))
-    together = DraftTree(tokens, torch.tensor(parents), widest - 1, sizes=torch.tensor(sizes), drawn_from=q)
     for seed in range(10):
         accepted = rule.accept(together, logits, [SeededDraws(seed, i) for i in range(3)])
-        for row, size in enumerate(sizes):
-            alone = one_tree(tokens[row, :size].tolist(), parents[row][:size], None if q is None else q[row, :size])
-            single = accepted_by(rule, alone, logits[row, :size], SeededDraws(seed, row))
+        for row, (alone, its_logits) in enumerate(each_alone):
+            single = accepted_by(rule, alone, its_logits, SeededDraws(seed, row))
             assert path_of(accepted, row) == path_of(single, 0)
             assert int(accepted.bonus[row]) == int(single.bonus)
             length = int(single.length)

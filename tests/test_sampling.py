@@ -298,9 +298,8 @@ def test_a_temperature_near_zero_keeps_what_greedy_decoding_keeps() -> None:
         assert_same_law(law, {(0,): 1.0})
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["ranked", "drawn"])
-def test_a_tree_among_others_is_accepted_as_it_is_alone(drawn: bool) -> None:
-    """Whatever its neighbours' sizes: the same random numbers, the same path and bonus."""
+def uneven_batch(drawn: bool) -> tuple[DraftTree, torch.Tensor, list[tuple[DraftTree, torch.Tensor]]]:
+    """(trees of three sizes side by side, their logits, each tree alone with its logits)."""
     chance = torch.Generator().manual_seed(3)
     sizes, widest = [2, 5, 3], 5
     tokens = torch.randint(VOCAB, (3, widest), generator=chance)
@@ -310,11 +309,24 @@ def test_a_tree_among_others_is_accepted_as_it_is_alone(drawn: bool) -> None:
     for row, size in enumerate(sizes if q is not None else []):
         q[row, size - 1 :] = 0  # type: ignore[index]
     together = DraftTree(tokens, torch.tensor(parents), widest - 1, sizes=torch.tensor(sizes), drawn_from=q)
+    alone = [
+        (
+            one_tree(tokens[row, :size].tolist(), parents[row][:size], None if q is None else q[row, :size]),
+            logits[row, :size],
+        )
+        for row, size in enumerate(sizes)
+    ]
+    return together, logits, alone
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["ranked", "drawn"])
+def test_a_tree_among_others_is_accepted_as_it_is_alone(drawn: bool) -> None:
+    """Whatever its neighbours' sizes: the same random numbers, the same path and bonus."""
+    together, logits, each_alone = uneven_batch(drawn)
     for seed in range(20):
         accepted = SampledAcceptance(Sampling(1.0)).accept(together, logits, [SeededDraws(seed, i) for i in range(3)])
-        for row, size in enumerate(sizes):
-            alone = one_tree(tokens[row, :size].tolist(), parents[row][:size], None if q is None else q[row, :size])
-            path, bonus = accept_one(alone, logits[row, :size], Sampling(1.0), SeededDraws(seed, row))
+        for row, (alone, its_logits) in enumerate(each_alone):
+            path, bonus = accept_one(alone, its_logits, Sampling(1.0), SeededDraws(seed, row))
             assert path_of(accepted, row) == path
             assert int(accepted.bonus[row]) == bonus
 

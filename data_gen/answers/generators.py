@@ -111,7 +111,7 @@ class Writer:
         if recipe.data.generator.drafter is None:
             return cls(lineup.target, settings)
         contender = _contender(recipe)
-        return cls(lineup.target, settings, lineup.proposer(contender, sampling))
+        return cls(lineup.target, settings, lineup.proposer(contender, sampling), contender.rule)
 
     @torch.inference_mode()
     def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[GeneratedAnswer]:

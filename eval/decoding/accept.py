@@ -138,30 +138,20 @@ def events(tree: DraftTree, chances_BN: torch.Tensor, draws: Sequence[Draws]) ->
     Padding takes no random numbers: a row's draws do not depend on its neighbours.
     """
     sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
-    events = [draw.events(chances[:size]) for draw, chances, size in zip(draws, chances_BN, sizes, strict=True)]
-    return torch.stack([functional.pad(row, (0, tree.nodes - len(row))) for row in events])
+    rows = [draw.events(chances[:size]) for draw, chances, size in zip(draws, chances_BN, sizes, strict=True)]
+    return torch.stack([functional.pad(row, (0, tree.nodes - len(row))) for row in rows])
 
 
 def _chances_by_rank(tree: DraftTree, of_node: torch.Tensor) -> torch.Tensor:
-    """[B, N] chance of each node once its earlier siblings are rejected."""
-    mass = torch.where(repeated(tree), 0.0, of_node.double())
-    left = 1 - (earlier_siblings(tree).double() @ mass[..., None])[..., 0]
+    """[B, N] chance of each node once its earlier siblings are rejected; 0 for a token that repeats one's."""
+    mass = torch.where(tree.repeated, 0.0, of_node.double())
+    left = 1 - (tree.earlier_siblings.double() @ mass[..., None])[..., 0]
     return torch.where(mass > 0, mass / left.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
-
-
-def earlier_siblings(tree: DraftTree) -> torch.Tensor:
-    """[B, N, N] bool: row i marks the earlier siblings of i."""
-    return (tree.parents[:, :, None] == tree.parents[:, None]).tril(diagonal=-1)
-
-
-def repeated(tree: DraftTree) -> torch.Tensor:
-    """[B, N] bool: nodes with the token of an earlier sibling. They are never accepted."""
-    return (earlier_siblings(tree) & (tree.tokens[:, :, None] == tree.tokens[:, None])).any(2)
 
 
 def first_accepted(tree: DraftTree, accepted: torch.Tensor) -> torch.Tensor:
     """[B, N] bool: accepted nodes without an accepted earlier sibling."""
-    return accepted & ~(earlier_siblings(tree) & accepted[:, None]).any(2)
+    return accepted & ~(tree.earlier_siblings & accepted[:, None]).any(2)
 
 
 def deepest(tree: DraftTree, right: torch.Tensor) -> torch.Tensor:

@@ -41,10 +41,8 @@ from draftsmith.eval.decoding.accept import (
     acceptance_of,
     accepted_path,
     deepest,
-    earlier_siblings,
     events,
     first_accepted,
-    repeated,
 )
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.sampling import Draws, Sampling, drawn_tokens
@@ -59,8 +57,8 @@ class Relaxation:
 
     Args:
         neighbours_Vk: tokens by distance, nearest first; -1 behind the last of each.
-        delta: LANTERN's bound of the total variation of a token, in [0, 1]. 0: none, the rule is lossless.
-        factor: LANTERN++'s lambda, 1 or more. 1: none.
+        delta: LANTERN's bound of the total variation of a token, in [0, 1]. 0: nothing is moved.
+        factor: LANTERN++'s lambda, 1 or more. 1: nothing is moved.
     """
 
     neighbours_Vk: torch.Tensor
@@ -140,7 +138,7 @@ class LanternAcceptance:
 
     def _by_rank(self, tree: DraftTree, p_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
         left_BNV = p_BNV.clone()  # of each node's law, what its children have not taken
-        rank, again = earlier_siblings(tree).sum(2), repeated(tree)  # [B, N] rank among siblings
+        rank, again = tree.earlier_siblings.sum(2), tree.repeated  # [B, N] rank among siblings
         chances = torch.zeros_like(p_BNV[..., 0])
         spent, moved = torch.zeros_like(chances), torch.zeros_like(chances)  # at parents
         rows_all, nodes_all = _each(tree)

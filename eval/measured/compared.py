@@ -19,7 +19,10 @@ from draftsmith.recipes.errors import UserError, collected
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.schema import Recipe, TargetSection
 
-OWN = ("eval.proposer", "eval.tree", "eval.sam", "eval.router", "eval.drafter", "eval.token_counts")
+OWN = (
+    *("eval.proposer", "eval.tree", "eval.sam", "eval.router", "eval.acceptance", "eval.drafter"),
+    "eval.token_counts",
+)
 SHARED = (
     *("prompts", "max_prompts", "turns", "max_new_tokens", "temperature", "top_p", "top_k", "mode", "answers"),
     *("batch_size", "seed"),

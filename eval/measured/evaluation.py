@@ -161,6 +161,8 @@ def precision_notes(lineup: Lineup, contenders: Sequence[Contender]) -> list[str
 def relaxed_notes(recipe: Recipe, contenders: Sequence[Contender]) -> list[str]:
     """Sentences about relaxed acceptance where it makes little sense."""
     rules = {contender.relaxed: None for contender in contenders if contender.relaxed is not None}
+    if not rules:  # reading a tokenizer takes time
+        return []
     target = TargetFacts.read(recipe.target)
     return [f"note: {note}" for note in (warning(rule, target) for rule in rules) if note]
 
