@@ -66,7 +66,7 @@ def unconditional_ids(section: TargetSection, tokenizer: PreTrainedTokenizerBase
             f"target.guidance: {section.model} writes text; guidance is for targets that write images by a caption"
         )
     null, vocab_size = section.guidance.null, config.get_text_config(decoder=True).vocab_size
-    found = tokenizer.get_vocab().get(null, vocab_size)
+    found: int = tokenizer.get_vocab().get(null, vocab_size)  # type: ignore[assignment]
     if found >= vocab_size:
         raise UserError(
             f"target.guidance.null: {section.model} has no token {null!r}; name the one that it was trained with"
