@@ -59,8 +59,9 @@ class DraftTree:
         parents: [B, N] index of each node's parent, an earlier node; -1 for the root; on padding any earlier node.
         depth: an upper bound of the nodes' depth.
         sizes: [B] nodes of each tree without padding; None: there is no padding.
-        drawn_from: [B, N, V] for sampled chains, the distribution of each node's child; zero for nodes without a
-            child. None: all nodes were chosen by rank.
+        drawn_from: [B, N, V] for drawn nodes, the distribution of each node's children; zero for nodes without one.
+            Siblings stand in the order in which they were drawn, without replacement: those behind the first from
+            what the distribution leaves. None: all nodes were chosen by rank.
         is_chain: in all trees, each node is the child of the one before it.
         sources: of each tree; None: the proposer has only one.
     """
@@ -133,8 +134,8 @@ class DraftTree:
         nodes = int(sizes.max())
         drawn_from = self.drawn_from
         if drawn_from is not None:  # new leaves have no drawn child
-            childless = torch.arange(nodes, device=self.tokens.device) >= sizes[:, None] - 1
-            drawn_from = drawn_from[:, :nodes].masked_fill(childless[..., None], 0)
+            leaves = self.depths[:, :nodes] >= torch.tensor(limits, device=self.tokens.device)[:, None]
+            drawn_from = drawn_from[:, :nodes].masked_fill(leaves[..., None], 0)
         return DraftTree(
             self.tokens[:, :nodes],
             self.parents[:, :nodes],

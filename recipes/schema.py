@@ -700,8 +700,8 @@ class TreeSection(Section):
     c2t: C2tSection = C2tSection()
     """Settings of c2t."""
     draw: Literal["likeliest", "sampled"] = "likeliest"
-    """How a chain's tokens are chosen if eval.temperature is above 0: the drafter's likeliest, or drawn from its own
-    distribution. Both are lossless."""
+    """How the tokens of a chain or a static tree are chosen if eval.temperature is above 0: the drafter's likeliest, or
+    drawn from its own distribution (siblings without replacement). Both are lossless."""
 
     @model_validator(mode="after")
     def _possible(self) -> "TreeSection":
@@ -716,8 +716,10 @@ class TreeSection(Section):
             return self
         if self.top_k is not None and self.policy in CHAINS:
             raise ValueError(f"nodes of a {self.policy} have one child, top_k would do nothing: leave it out")
-        if self.draw == "sampled" and self.policy not in CHAINS:
-            raise ValueError(f"{self.policy} ranks nodes by their probability; draw: sampled is for chains")
+        if self.draw == "sampled" and self.policy not in (*CHAINS, "static"):
+            raise ValueError(
+                f"{self.policy} ranks nodes by their probability; draw: sampled is for chains and static trees"
+            )
         if self.policy in CHAINS and None not in (self.nodes, self.draft_calls) and self.draft_calls != self.most - 1:
             raise ValueError(
                 f"a chain of {self.nodes} nodes (root included) takes {self.most - 1} draft calls, "
@@ -753,6 +755,11 @@ class TreeSection(Section):
         orphans = [list(path) for path in sorted(known) if len(path) > 1 and path[:-1] not in known]
         if orphans:
             raise ValueError(f"paths: {orphans[0]} is a child of {orphans[0][:-1]}, which is not in the tree")
+        skipped = {(*path[:-1], path[-1] - 1) for path in known if path[-1] > 0} - known
+        if skipped and self.draw == "sampled":
+            raise ValueError(
+                f"paths: siblings are drawn one after the other, so {list(min(skipped))} cannot be left out"
+            )
 
     @property
     def most(self) -> int:
@@ -909,7 +916,7 @@ def check_sam_settings(
         raise ValueError("router puts sam beside another proposer: leave it out, or name that proposer")
     if router is not None and router.fuse and tree.draw == "sampled":
         raise ValueError(
-            "router.fuse: a chain of drawn tokens cannot get branches and stay lossless; leave tree.draw or "
+            "router.fuse: drawn tokens cannot get siblings that were not drawn and stay lossless; leave tree.draw or "
             "router.fuse out"
         )
 

@@ -105,16 +105,19 @@ def sampled_walk(
 ) -> dict[tuple[tuple[int, ...], int], float]:
     """The law of (path, bonus), walked from the root child by child, the residual written out after each rejection.
 
-    `p`: the target's distribution after each node. `drawn_from`: what each node's child was drawn from; None where a
-    node's proposal is certain (q is 1 on its token).
+    `p`: the target's distribution after each node. `drawn_from`: what each node's children were drawn from, one after
+    the other without replacement; None where a node's proposal is certain (q is 1 on its token).
     """
     law: dict[tuple[tuple[int, ...], int], float] = {}
 
     def walk(path: tuple[int, ...], weight: float) -> None:
         node, left = path[-1], list(p[path[-1]])
+        in_urn = list(drawn_from[node]) if drawn_from else []
         for child in [i for i, parent in enumerate(parents) if parent == node]:
-            q = drawn_from[node] if drawn_from else [float(v == tokens[child]) for v in range(len(left))]
             x = tokens[child]
+            q = [share / sum(in_urn) for share in in_urn] if in_urn else [float(v == x) for v in range(len(left))]
+            if in_urn:
+                in_urn[x] = 0.0
             accept = min(1.0, left[x] / q[x])
             if accept > 0:
                 walk((*path, child), weight * accept)
@@ -181,22 +184,29 @@ def lantern_walk(
 
 
 def lantern_drawn(
-    p: list[float], q: list[float], near: list[list[int]], budget: tuple[str, float]
+    p: list[float], q: list[float], near: list[list[int]], budget: tuple[str, float], children: list[int]
 ) -> tuple[list[float], list[float], float]:
-    """(chance of each drawn token, law behind a rejection, total variation) at a node of a drawn chain."""
-    kept = []
-    for x, own in enumerate(p):
-        mine = borrowed(p, near[x], budget[1] if budget[0] == "delta" else (budget[1] - 1) * own)
-        kept.append(min(q[x], own + sum(p[y] for y in mine)))
-    excess = sum(max(a - b, 0.0) for a, b in zip(kept, p, strict=True))
-    if budget[0] == "delta" and excess > budget[1]:
-        kept = [b + (a - b) * budget[1] / excess if a > b else a for a, b in zip(kept, p, strict=True)]
-    rest = [max(b - a, 0.0) for a, b in zip(kept, p, strict=True)]
-    rest = [value / sum(rest) for value in rest] if sum(rest) > 1e-12 else p
-    chances = [min(1.0, a / b) if b else 0.0 for a, b in zip(kept, q, strict=True)]
-    left = 1 - sum(kept)
-    result = [a + left * b for a, b in zip(kept, rest, strict=True)]
-    return chances, rest, sum(abs(a - b) for a, b in zip(result, p, strict=True)) / 2
+    """(chance of each child once those before it are rejected, law behind all rejections, excess in sum) at a node
+    whose children were drawn from q without replacement."""
+    chances, left, reached, spent = [], list(p), 1.0, 0.0  # `left` is a law; `reached`: the chance that it is needed
+    for x in children:
+        kept = []
+        for token, own in enumerate(left):
+            allowed = (budget[1] - spent) / reached if budget[0] == "delta" else (budget[1] - 1) * own
+            kept.append(min(q[token], own + sum(left[y] for y in borrowed(left, near[token], allowed))))
+        excess = sum(max(a - b, 0.0) for a, b in zip(kept, left, strict=True))
+        if budget[0] == "delta" and excess * reached > budget[1] - spent:
+            scale = (budget[1] - spent) / (excess * reached)
+            kept = [b + (a - b) * scale if a > b else a for a, b in zip(kept, left, strict=True)]
+            excess *= scale
+        spent += excess * reached
+        reached *= 1 - sum(kept)
+        rest = [max(b - a, 0.0) for a, b in zip(kept, left, strict=True)]
+        left = [value / sum(rest) for value in rest] if sum(rest) > 1e-12 else p
+        chances.append(kept[x] / q[x])
+        others = [share if token != x else 0.0 for token, share in enumerate(q)]
+        q = [share / sum(others) for share in others] if sum(others) > 0 else q
+    return chances, left, spent
 
 
 def most_frequent(tokens: list[int], counts: list[int], size: int, must_have: list[int]) -> list[int]:

@@ -422,14 +422,15 @@ def test_pruning_leaves_the_shallower_nodes_and_nothing_drawn_from_new_leaves() 
             assert size == kept
             assert pruned.tokens[row, :size].tolist() == tokens[:kept]
             assert pruned.parents[row, :size].tolist() == parents[:kept]
-    q = torch.rand(1, 4, 6)
-    q[:, 3] = 0
-    drawn = DraftTree(torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-1, 0, 1, 2]]), 3, drawn_from=q, is_chain=True)
-    left = drawn.pruned([2]).drawn_from
-    assert left is not None
-    assert left.shape == (1, 3, 6)
-    assert torch.equal(left[:, :2], q[:, :2])
-    assert not left[:, 2].any()
+    for parents, leaves, limit in (([-1, 0, 1, 2], [3], 2), ([-1, 0, 0, 2], [1, 3], 1)):
+        q = torch.rand(1, 4, 6)
+        q[:, leaves] = 0
+        drawn = DraftTree(torch.tensor([[1, 2, 3, 4]]), torch.tensor([parents]), 3, drawn_from=q)
+        left = drawn.pruned([limit]).drawn_from
+        assert left is not None
+        assert left.shape == (1, 3, 6)
+        assert torch.equal(left[:, :limit], q[:, :limit])
+        assert not left[:, limit:].any()
 
 
 def test_prompt_lookup_continues_the_latest_longest_match() -> None:

@@ -1,13 +1,14 @@
-"""Chains drawn from the drafter's distribution: their law, and the distributions that they report."""
+"""Chains and static trees drawn from the drafter's distribution: their law, and the distributions that they report."""
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
 import torch
 
-from draftsmith.eval.decoding.policies import Chain
+from draftsmith.eval.decoding.policies import Chain, StaticTree, TreePolicy
 from draftsmith.eval.decoding.stopping import Svip
 from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.vocab import DraftVocab
@@ -15,24 +16,25 @@ from tests import reference
 from tests.scripted_drafting import Nodes, Scripted, Table, paths_of, roots
 
 
+class Given:
+    """Draws the tokens it is told to."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens, self.weight = list(tokens), 1.0
+
+    def events(self, chances_N: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("a draft needs none")
+
+    def token(self, weights_V: torch.Tensor) -> torch.Tensor:
+        token = self.tokens.pop(0)
+        self.weight *= float(weights_V[token] / weights_V.sum())
+        return torch.tensor(token)
+
+
 @pytest.mark.parametrize("stop", [None, Svip(0.15, 0.4)], ids=["chain", "svip"])
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.9, top_p=0.95), Sampling(1.3, top_k=3)])
 def test_a_drawn_chain_has_the_drafter_s_law(sampling: Sampling, stop: Svip | None) -> None:
     """All chains of three tokens, each given as the outcome of the draws: their weights are the product of q."""
-
-    class Given:
-        """Draws the tokens it is told to."""
-
-        def __init__(self, tokens: Sequence[int]) -> None:
-            self.tokens, self.weight = list(tokens), 1.0
-
-        def events(self, chances_N: torch.Tensor) -> torch.Tensor:
-            raise AssertionError("a draft needs none")
-
-        def token(self, weights_V: torch.Tensor) -> torch.Tensor:
-            token = self.tokens.pop(0)
-            self.weight *= float(weights_V[token] / weights_V.sum())
-            return torch.tensor(token)
 
     table = Table(19, vocab_size=5)
     law: dict[Nodes, float] = defaultdict(float)
@@ -98,6 +100,63 @@ def test_a_row_that_has_stopped_uses_up_no_random_numbers() -> None:
         assert torch.equal(draws[row].uniforms(3), fresh.uniforms(3))
 
 
-def test_a_drawn_chain_needs_draws() -> None:
-    with pytest.raises(ValueError, match="needs draws"):
-        Chain(3, None, Sampling(1.0)).grow(Scripted([Table(0)]), roots(1))
+@pytest.mark.parametrize("policy", [Chain(3, None, Sampling(1.0)), StaticTree(((0,),), Sampling(1.0))])
+def test_drawn_tokens_need_draws(policy: TreePolicy) -> None:
+    with pytest.raises(ValueError, match="need draws"):
+        policy.grow(Scripted([Table(0)]), roots(1))
+
+
+#        root
+#       /    \
+#      0      1         drawn in this order: 0, 1, then 00, then 10 and 11
+#      |     / \
+#     00   10   11
+SIBLINGS = ((0,), (1,), (1, 0), (1, 1), (0, 0))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.9), Sampling(1.3, top_k=2)])
+def test_siblings_are_drawn_without_replacement(sampling: Sampling) -> None:
+    table, policy = Table(19, vocab_size=4), StaticTree(SIBLINGS, sampling)
+    total = 0.0
+    for a, b, below_a, c, d in itertools.product(range(4), repeat=5):
+        draws = Given([a, b, below_a, c, d])
+        if len({a, b}) < 2 or len({c, d}) < 2:  # drawn already
+            continue
+        tree, calls = policy.grow(Scripted([table]), roots(1), [draws])
+        assert calls == [2]
+        assert paths_of(tree, 0)[1:] == [(a,), (b,), (a, below_a), (b, c), (b, d)]
+
+        def law(*path: int) -> list[float]:
+            return reference.processed(table(path), sampling.temperature, sampling.top_p, sampling.top_k)
+
+        expected = law(a)[below_a]
+        for q, first, second in ((law(), a, b), (law(b), c, d)):
+            expected *= q[first] * q[second] / (1 - q[first])
+        assert draws.weight == pytest.approx(expected, rel=1e-4, abs=1e-9)
+        total += draws.weight
+        assert tree.drawn_from is not None
+        for node, path in enumerate([(), (a,), (b,)]):
+            torch.testing.assert_close(tree.drawn_from[0, node, 1:8:2], torch.tensor(law(*path)))
+        assert not tree.drawn_from[0, 3:].any()
+    assert total == pytest.approx(1)
+
+
+def test_a_drafter_that_is_sure_still_has_siblings_drawn() -> None:
+    """Its other tokens have probability 0, so the second sibling is any of them."""
+
+    class Sure(Table):
+        def logits(self, path: tuple[int, ...]) -> list[float]:
+            return [0.0, -math.inf, -math.inf, -math.inf]
+
+    found = set()
+    for seed in range(40):
+        tree, _ = StaticTree(((0,), (1,)), Sampling(1.0)).grow(
+            Scripted([Sure(0, vocab_size=4)]), roots(1), [SeededDraws(seed, 0)]
+        )
+        found.add(tuple(tree.tokens[0, 1:].tolist()))
+    assert found == {(1, 3), (1, 5), (1, 7)}
+
+
+def test_a_sibling_cannot_be_drawn_without_those_before_it() -> None:
+    with pytest.raises(ValueError, match=r"needs that node"):
+        StaticTree(((0,), (2,)), Sampling(1.0))

@@ -13,7 +13,7 @@ from draftsmith.eval.decoding.accept import Acceptance, Accepted, GreedyAcceptan
 from draftsmith.eval.decoding.decode import TargetVerifier, decode
 from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
 from draftsmith.eval.decoding.neighbours import nearest
-from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
+from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, StaticTree
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Draws, Sampling, SeededDraws
@@ -24,6 +24,7 @@ from tests.test_sampling import (
     VOCAB,
     EnumeratedDraws,
     Law,
+    all_drawn,
     answers_of,
     assert_same_law,
     enumerate_law,
@@ -84,32 +85,37 @@ def test_a_ranked_tree_equals_the_slow_walk(shape: str, seed: int, drawn_as: str
         assert max(moved.values()) <= budget[1] + 1e-9
 
 
+@pytest.mark.parametrize("siblings", [1, 2, 3])
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-def test_a_drawn_chain_equals_the_slow_walk_and_stays_within_its_bound(
-    budget: Any, monkeypatch: pytest.MonkeyPatch
+def test_drawn_children_equal_the_slow_walk_and_stay_within_their_bound(
+    budget: Any, siblings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lantern, "FIRST", 1)  # neighbours one by one
-    chance = torch.Generator().manual_seed(1)
-    logits = torch.randn(2, VOCAB, generator=chance) * 2
-    q = torch.zeros(2, VOCAB)
+    chance, parents = torch.Generator().manual_seed(1), [-1, *[0] * siblings]
+    logits = torch.randn(siblings + 1, VOCAB, generator=chance) * 2
+    q = torch.zeros(siblings + 1, VOCAB)
     q[0] = torch.tensor([0.05, 0.4, 0.35, 0.1, 0.1])
     p = logits[0].softmax(-1).tolist()
-    chances, rest, variation = reference.lantern_drawn(p, q[0].tolist(), NEAR, budget)
-    assert variation > 0.02
     first: Law = defaultdict(float)
-    for x in range(VOCAB):
-        tree = one_tree([0, x], [-1, 0], q)
-        law, moved = law_of(LanternAcceptance(Sampling(1.0), relaxed(budget)), tree, logits)
-        assert sum(weight for (path, _), weight in law.items() if len(path) == 2) == pytest.approx(chances[x], abs=1e-6)
-        assert moved[0] == pytest.approx(variation, abs=1e-6)
-        for (path, bonus), weight in law.items():
-            first[x if len(path) == 2 else bonus] += float(q[0, x]) * weight
+    for nodes, weight in all_drawn(parents, q.tolist()):
+        chances, rest, excess = reference.lantern_drawn(p, q[0].tolist(), NEAR, budget, nodes[1:])
+        law, moved = law_of(LanternAcceptance(Sampling(1.0), relaxed(budget)), one_tree(nodes, parents, q), logits)
+        assert moved[0] == pytest.approx(excess, abs=1e-6)
+        assert 0.02 < excess <= (budget[1] + 1e-9 if budget[0] == "delta" else 1)
+        reached = 1.0
+        for child, accepted in enumerate(chances, start=1):
+            got = sum(w for (path, _), w in law.items() if path == (0, child))
+            assert got == pytest.approx(reached * accepted, abs=1e-6)
+            reached *= 1 - accepted
+        for (path, bonus), w in law.items():
+            first[nodes[path[1]] if len(path) == 2 else bonus] += weight * w
             if len(path) == 1:
-                assert weight == pytest.approx((1 - chances[x]) * rest[bonus], abs=1e-6)
+                assert w == pytest.approx(reached * rest[bonus], abs=1e-6)
     found = sum(abs(first[token] - p[token]) for token in range(VOCAB)) / 2
-    assert found == pytest.approx(variation, abs=1e-6)
+    if siblings == 1:
+        assert found == pytest.approx(excess, abs=1e-6)
     if budget[0] == "delta":
-        assert found <= budget[1] + 1e-6
+        assert 0.02 < found <= budget[1] + 1e-6
     else:
         assert all(first[token] <= budget[1] * p[token] + 1e-6 for token in range(VOCAB))
 
@@ -117,6 +123,9 @@ def test_a_drawn_chain_equals_the_slow_walk_and_stays_within_its_bound(
 PROPOSERS = {
     "chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2)),
     "drawn chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2, sampling=sampling)),
+    "drawn siblings": lambda drafter, sampling: PolicyProposer(
+        FeatureDrafting(drafter), StaticTree(((0,), (1,)), sampling)
+    ),
     "tree": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=4, draft_calls=2, top_k=2)),
 }
 
@@ -125,7 +134,7 @@ PROPOSERS = {
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_the_law_of_first_tokens_stays_within_delta(proposer: str, delta: float) -> None:
     """The first token is the prefill's. The two behind it may each move by delta."""
-    sampling, length = SAMPLINGS["T=1"], 2 if proposer == "drawn chain" else 3  # these have many outcomes
+    sampling, length = SAMPLINGS["T=1"], 2 if proposer.startswith("drawn") else 3  # these have many outcomes
     target, drafter = small_pair(None)
     prompt = [0, 2, 1, 2, 1]
 

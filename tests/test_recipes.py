@@ -315,6 +315,13 @@ def test_prompt_lookup_draws_nothing(write):
     assert "prompt lookup copies tokens and draws none" in problem
 
 
+def test_siblings_are_drawn_in_turn(write):
+    (problem,) = problems_of(write(SMALLEST), "eval.tree={policy: static, draw: sampled, paths: [[0], [0, 1]]}")
+    assert "so [0, 0] cannot be left out" in problem
+    (problem,) = problems_of(write(SMALLEST), "eval.tree.draw=sampled")
+    assert "draw: sampled is for chains and static trees" in problem
+
+
 @pytest.mark.parametrize(
     ("model", "is_path"),
     [

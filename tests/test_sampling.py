@@ -5,9 +5,8 @@ and adds up the probabilities. What remains is float32 rounding of the target's 
 defect named here moves a law by more than 0.01.
 """
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from draftsmith.data_gen.answers.generators import resolve_sampling
 from draftsmith.eval.decoding.accept import Accepted, SampledAcceptance
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
-from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer
+from draftsmith.eval.decoding.policies import Chain, Eagle2, PolicyProposer, StaticTree
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
@@ -234,31 +233,46 @@ def test_a_round_on_a_ranked_tree_equals_the_walk(shape: Callable, seed: int, sa
     assert_same_law(enumerate_law(round_of), {(*path, "bonus", bonus): w for (path, bonus), w in walk.items()})
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-@pytest.mark.parametrize("draftable", [range(VOCAB), (0, 2, 3)], ids=["full", "cut"])
-def test_a_round_on_a_drawn_chain_equals_the_walk_and_has_the_target_s_law(sampling: Sampling, draftable) -> None:
-    """The chain is drawn too: over all draws, the first token has the law of the target alone."""
-    chance = torch.Generator().manual_seed(1)
-    logits = torch.randn(3, VOCAB, generator=chance) * 2
-    q = torch.zeros(3, VOCAB)
-    for row in range(2):
-        q[row, list(draftable)] = torch.rand(len(draftable), generator=chance).softmax(-1)
+DRAWN = {"chain": [-1, 0, 1], "siblings": [-1, 0, 0, 1]}  # parents
+
+
+def all_drawn(parents: list[int], q: list[list[float]]) -> Iterator[tuple[list[int], float]]:
+    """(tokens, probability) of all trees of this shape, drawn node by node, siblings without replacement."""
+    open_trees = [([0], 1.0)]
+    while open_trees:
+        tokens, weight = open_trees.pop()
+        if len(tokens) == len(parents):
+            yield tokens, weight
+            continue
+        parent = parents[len(tokens)]
+        taken = [tokens[i] for i in range(1, len(tokens)) if parents[i] == parent]
+        left = [0.0 if token in taken else share for token, share in enumerate(q[parent])]
+        open_trees += [([*tokens, x], weight * share / sum(left)) for x, share in enumerate(left) if share > 0]
+
+
+@pytest.mark.parametrize(("shape", "drawn_as", "vocab"), thinned(DRAWN, SAMPLINGS, ["full", "cut"], together=2))
+def test_a_round_on_a_drawn_tree_equals_the_walk_and_has_the_target_s_law(
+    shape: str, drawn_as: str, vocab: str
+) -> None:
+    """The tree is drawn too: over all draws, the first token has the law of the target alone."""
+    chance, parents, sampling = torch.Generator().manual_seed(1), DRAWN[shape], SAMPLINGS[drawn_as]
+    draftable = list(range(VOCAB)) if vocab == "full" else [0, 2, 3]
+    logits = torch.randn(len(parents), VOCAB, generator=chance) * 2
+    q = torch.zeros(len(parents), VOCAB)
+    for row in {*parents[1:]}:
+        q[row, draftable] = torch.rand(len(draftable), generator=chance).softmax(-1)
     p = [reference.processed(row.tolist(), sampling.temperature, sampling.top_p, sampling.top_k) for row in logits]
     first: Law = defaultdict(float)
-    for a, b in itertools.product(range(VOCAB), repeat=2):
-        weight = float(q[0, a] * q[1, b])
-        if weight == 0:
-            continue
-        tree = one_tree([0, a, b], [-1, 0, 1], q)
+    for nodes, weight in all_drawn(parents, q.tolist()):
+        tree = one_tree(nodes, parents, q)
 
         def round_of(draws: EnumeratedDraws, tree: DraftTree = tree) -> tuple[int, ...]:
             return outcome(tree, *accept_one(tree, logits, sampling, draws))
 
         law = enumerate_law(round_of)
-        walk = reference.sampled_walk([0, a, b], [-1, 0, 1], p, q.tolist())
         expected: Law = defaultdict(float)
-        for (path, bonus), w in walk.items():
-            expected[(*[[0, a, b][i] for i in path[1:]], bonus)] += w
+        for (path, bonus), w in reference.sampled_walk(nodes, parents, p, q.tolist()).items():
+            expected[(*[nodes[i] for i in path[1:]], bonus)] += w
         assert_same_law(law, expected)
         for tokens, w in law.items():
             first[tokens[0]] += weight * w  # type: ignore[index]
@@ -368,6 +382,9 @@ PROPOSERS: dict[str, Callable[[Eagle3Drafter, Sampling], Any]] = {
     "plain": lambda drafter, sampling: None,
     "chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2)),
     "drawn chain": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Chain(2, sampling=sampling)),
+    "drawn siblings": lambda drafter, sampling: PolicyProposer(
+        FeatureDrafting(drafter), StaticTree(((0,), (1,)), sampling)
+    ),
     "tree": lambda drafter, sampling: PolicyProposer(FeatureDrafting(drafter), Eagle2(nodes=4, draft_calls=2, top_k=2)),
     "prompt lookup": lambda drafter, sampling: PromptLookup(2, CPU),
     "hierarchy": lambda drafter, sampling: HierarchicalProposer(
@@ -390,7 +407,7 @@ def test_decoded_answers_have_the_target_s_law(proposer: str, drawn_as: str, voc
     copies = proposer in ("sam", "routed", "fused")
     prompt = [2, 0, 3, 2, 0] if copies else [1, 3, 0, 1, 3]  # after the former, SAM knows what may follow
     # These have so many outcomes that three tokens are enumerated only where top-p leaves few of them.
-    length = 2 if (copies or proposer in ("drawn chain", "hierarchy")) and sampling.top_p == 1 else 3
+    length = 2 if (copies or proposer in ("drawn chain", "drawn siblings", "hierarchy")) and sampling.top_p == 1 else 3
 
     def answer(draws: EnumeratedDraws) -> Hashable:
         drafting = PROPOSERS[proposer](drafter, sampling)

@@ -17,13 +17,16 @@ Sampling    with p the target's processed distribution after a node (`models.sam
 Two kinds of trees are sampled from:
 - chosen by rank (chains of likeliest tokens, EAGLE-2 trees, copies): q is one on the node's own token, so x is accepted
   with probability p(x) / (1 - the earlier siblings' p), and a rejection removes x from p;
-- chains drawn from the drafter (`DraftTree.drawn_from`): q is the drafter's distribution, zero outside a cut draft
-  vocabulary. p - q is formed over the target's whole vocabulary.
+- drawn from the drafter (`DraftTree.drawn_from`): q is the drafter's distribution, zero outside a cut draft vocabulary.
+  p - q is formed over the target's whole vocabulary. Siblings were drawn without replacement, so a rejection also
+  removes x from q, which is normalised again (EAGLE, arXiv 2401.15077; LANTERN++, arXiv 2502.06352):
+
+      q   a .5  b .3  c .2      a rejected:   q   b .6  c .4      p   norm(max(p - q, 0))
 
 Shapes: B trees, N nodes, V tokens, A = depth of the deepest node + 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -116,15 +119,55 @@ class SampledAcceptance:
             p_BV = p_BNV[each, last]
             child = tree.parents == last[:, None] if tree.real is None else (tree.parents == last[:, None]) & tree.real
             rest_BV = p_BV.scatter_reduce(1, tree.tokens, (~child).to(p_BV.dtype), "prod")  # zero for children's tokens
+            rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
         else:
             q_BNV = tree.drawn_from
-            chances = (of_node / q_BNV[each[:, None], parents, tree.tokens]).clamp(max=1)
-            last = deepest(tree, events(tree, chances, draws))
-            p_BV = p_BNV[each, last]
-            rest_BV = (p_BV - q_BNV[each, last]).clamp(min=0)
-        # If only rounding allowed a rejection, no mass is left.
-        rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
+            chances = of_node / q_BNV[each[:, None], parents, tree.tokens]
+            if not tree.is_chain:
+                chances, p_BNV, q_BNV = _chances_of_siblings(tree, chances, p_BNV, q_BNV)
+            last = deepest(tree, first_accepted(tree, events(tree, chances.clamp(max=1), draws)))
+            rest_BV = _residual(p_BNV[each, last], q_BNV[each, last])
         return accepted_path(tree, last, drawn_tokens(rest_BV, draws))
+
+
+def _residual(p_MV: torch.Tensor, q_MV: torch.Tensor) -> torch.Tensor:
+    """norm(max(p - q, 0)); p where no mass is left, as then only rounding allowed a rejection."""
+    rest = (p_MV - q_MV).clamp(min=0)
+    mass = rest.sum(-1, keepdim=True)
+    return torch.where(mass > 0, rest / mass, p_MV)
+
+
+def _chances_of_siblings(
+    tree: DraftTree, chances_BN: torch.Tensor, p_BNV: torch.Tensor, q_BNV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """([B, N] chance of each node once its earlier siblings are rejected, p and q with which the last child is tried).
+
+    Args:
+        chances_BN: right for first children.
+    """
+    chances, p, q = chances_BN.clone(), p_BNV.clone(), q_BNV.clone()
+    rejected = torch.zeros_like(tree.tokens)  # of each node's children
+    for turn, (rows, nodes) in enumerate(turns(tree)):
+        parents, tokens = tree.parents[rows, nodes], tree.tokens[rows, nodes]
+        at = rows, parents
+        if turn > 0:
+            p[at] = _residual(p[at], q[at])
+            left = q[at].scatter(1, rejected[at][:, None], 0)
+            q[at] = left / left.sum(-1, keepdim=True)
+            chances[rows, nodes] = p[rows, parents, tokens] / q[rows, parents, tokens]
+        rejected[at] = tokens
+    return chances, p, q
+
+
+def turns(tree: DraftTree) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """([M] rows, [M] nodes) of all first children, then of all second ones, ...: at most one child of a node at a
+    time."""
+    rank = tree.earlier_siblings.sum(2)
+    below = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.real is None else tree.real.clone()
+    below[:, 0] = False
+    for turn in range(int(rank.max()) + 1):
+        rows, nodes = (below & (rank == turn)).nonzero(as_tuple=True)
+        yield rows, nodes
 
 
 def acceptance_of(sampling: Sampling) -> Acceptance:

@@ -121,7 +121,7 @@ def describe(contender: Contender, sampling: Sampling = GREEDY) -> dict[str, Any
     own = {"ddd": "ddd", "svip": "svip", "svip_tree": "svip", "c2t": "c2t"}.get(tree.policy)
     if own is not None:
         shape[own] = getattr(tree, own).model_dump()
-    if tree.policy in ("chain", "svip"):
+    if tree.policy in ("chain", "svip", "static"):
         shape["draw"] = tree.draw
     described = {
         "proposer": contender.proposer,

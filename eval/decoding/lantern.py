@@ -19,9 +19,10 @@ total variation between the law that the token was drawn from and p.
 Chosen by rank   children x1, x2, ... of a node take their mass one after the other, each from what the earlier ones
 (q = 1)          left; a rejection removes x and exactly A. The budget delta is shared among the children, so the
                  total variation of every token is at most delta, and that of n tokens at most n delta.
-Drawn chains     m = min(q, p~) is the mass with which x is drawn and accepted; where it exceeds p, the excess is scaled
-                 down to delta in sum. x is accepted with probability m(x) / q(x), and after a rejection the bonus is
-                 drawn from norm(max(p - m, 0)). The total variation is that sum.
+Drawn            m = min(q, p~) is the mass with which x is drawn and accepted; where it exceeds p, the excess is scaled
+                 down to delta in sum. x is accepted with probability m(x) / q(x). A rejection leaves
+                 norm(max(p - m, 0)) of p and norm(q without x) of q for the next sibling, and p for the bonus. Siblings
+                 share delta. The total variation is at most the sum of their excesses, and for one child equal to it.
 Greedy           p is the law at temperature 1. x is right iff it is the likeliest token, or p~(x) reaches that token's
                  probability; `moved` is p(A) where that decided.
 
@@ -43,6 +44,7 @@ from draftsmith.eval.decoding.accept import (
     deepest,
     events,
     first_accepted,
+    turns,
 )
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.sampling import Draws, Sampling, drawn_tokens
@@ -138,14 +140,12 @@ class LanternAcceptance:
 
     def _by_rank(self, tree: DraftTree, p_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
         left_BNV = p_BNV.clone()  # of each node's law, what its children have not taken
-        rank, again = tree.earlier_siblings.sum(2), tree.repeated  # [B, N] rank among siblings
+        again = tree.repeated
         chances = torch.zeros_like(p_BNV[..., 0])
         spent, moved = torch.zeros_like(chances), torch.zeros_like(chances)  # at parents
-        rows_all, nodes_all = _each(tree)
-        for turn in range(int(rank.max()) + 1):
-            # At most one child of each node: nothing is written twice.
-            mine = (rank[rows_all, nodes_all] == turn) & ~again[rows_all, nodes_all]
-            rows, nodes = rows_all[mine], nodes_all[mine]
+        for rows, nodes in turns(tree):
+            new = ~again[rows, nodes]
+            rows, nodes = rows[new], nodes[new]
             parents, tokens = tree.parents[rows, nodes], tree.tokens[rows, nodes]
             near, known = self._near(tokens)
             own, mass = left_BNV[rows, parents, tokens], left_BNV[rows[:, None], parents[:, None], near]
@@ -164,41 +164,62 @@ class LanternAcceptance:
         return self._ended(tree, last, p_BNV, left_BNV, moved, draws)
 
     def _drawn(self, tree: DraftTree, p_BNV: torch.Tensor, q_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
-        m_BNV = torch.minimum(p_BNV, q_BNV)
+        left_BNV, from_BNV = p_BNV.clone(), q_BNV.clone()  # of p, what is not accepted; of q, what is not drawn
+        chances = torch.zeros_like(p_BNV[..., 0])
+        moved = torch.zeros_like(chances)  # at parents
+        for rows, nodes in turns(tree):
+            at, tokens = (rows, tree.parents[rows, nodes]), tree.tokens[rows, nodes]
+            left_MV, from_MV = left_BNV[at], from_BNV[at]
+            mass = left_MV.sum(-1, keepdim=True)
+            from_MV *= mass / from_MV.sum(-1, keepdim=True)
+            kept_MV, excess_M = self._kept(left_MV, from_MV, moved[at])
+            wanted, kept = (each.gather(1, tokens[:, None])[:, 0] for each in (from_MV, kept_MV))
+            chances[rows, nodes] = torch.where(wanted > 0, kept / wanted, 0.0)  # 0: no mass comes here
+            moved[at] += excess_M
+            rest_MV = (left_MV - kept_MV).clamp(min=0)
+            scale = (mass - kept_MV.sum(-1, keepdim=True)).clamp(min=0) / rest_MV.sum(-1, keepdim=True)
+            left_BNV[at] = rest_MV * scale.nan_to_num(0, 0, 0)
+            from_BNV[at] = from_BNV[at].scatter(1, tokens[:, None], 0)
+        last = deepest(tree, first_accepted(tree, events(tree, chances.clamp(max=1), draws)))
+        return self._ended(tree, last, p_BNV, left_BNV, moved, draws)
+
+    def _kept(self, p_MV: torch.Tensor, q_MV: torch.Tensor, spent_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """([M, V] m, the mass with which tokens are drawn and accepted, [M] how much of it exceeds p)."""
+        m_MV = torch.minimum(p_MV, q_MV)
         # Only tokens that are drawn too often have a use for their neighbours.
-        often = (q_BNV > p_BNV).nonzero()  # [M, 3] row, node, token
+        often = (q_MV > p_MV).nonzero()  # [., 2] row, token
         for at in often.split(max(1, AT_ONCE // FIRST)):
             place = tuple(at.T)
-            m_BNV[place] = torch.minimum(q_BNV[place], p_BNV[place] + self._borrowed(at, p_BNV, q_BNV[place]))
-        excess = (m_BNV - p_BNV).clamp(min=0)
-        moved = excess.sum(-1)
+            more = self._borrowed(at, p_MV, q_MV[place], spent_M[at[:, 0]])
+            m_MV[place] = torch.minimum(q_MV[place], p_MV[place] + more)
+        excess_MV = (m_MV - p_MV).clamp(min=0)
+        moved_M = excess_MV.sum(-1)
         if self.relaxation.delta is not None:
-            scale = (self.relaxation.delta / moved.clamp(min=torch.finfo(moved.dtype).tiny)).clamp(max=1)
-            m_BNV = torch.minimum(m_BNV, p_BNV) + excess * scale[..., None]
-            moved = moved * scale
-        each, parents = torch.arange(tree.rows, device=p_BNV.device)[:, None], tree.parents.clamp(min=0)
-        chances = (m_BNV[each, parents, tree.tokens] / q_BNV[each, parents, tree.tokens]).clamp(max=1)
-        last = deepest(tree, events(tree, chances, draws))
-        return self._ended(tree, last, p_BNV, (p_BNV - m_BNV).clamp(min=0), moved, draws)
+            budget_M = (self.relaxation.delta - spent_M).clamp(min=0)
+            scale_M = (budget_M / moved_M.clamp(min=torch.finfo(moved_M.dtype).tiny)).clamp(max=1)
+            m_MV = torch.minimum(m_MV, p_MV) + excess_MV * scale_M[:, None]
+            moved_M = moved_M * scale_M
+        return m_MV, moved_M
 
-    def _borrowed(self, at_M3: torch.Tensor, p_BNV: torch.Tensor, wanted_M: torch.Tensor) -> torch.Tensor:
-        """[M] p(A) of tokens at (row, node, token), or as much of it as lifts them to `wanted_M`.
+    def _borrowed(
+        self, at_m2: torch.Tensor, p_MV: torch.Tensor, wanted_m: torch.Tensor, spent_m: torch.Tensor
+    ) -> torch.Tensor:
+        """[m] p(A) of tokens at (row, token), or as much of it as lifts them to `wanted_m`.
 
         A few neighbours at a time: most tokens want no more.
         """
-        own_M = p_BNV[tuple(at_M3.T)]
-        budgets_M, borrowed_M = self.relaxation.budgets(own_M), torch.zeros_like(own_M)
-        open_m = torch.arange(len(at_M3), device=at_M3.device)  # tokens that may take more
+        own_m = p_MV[tuple(at_m2.T)]
+        budgets_m, borrowed_m = self.relaxation.budgets(own_m, spent_m), torch.zeros_like(own_m)
+        still = torch.arange(len(at_m2), device=at_m2.device)  # which may take more
         for first in range(0, self.relaxation.neighbours_Vk.shape[1], FIRST):
-            rows, nodes, tokens = at_M3[open_m].T
+            rows, tokens = at_m2[still].T
             near, known = self._near(tokens, first, first + FIRST)
-            mass, left = p_BNV[rows[:, None], nodes[:, None], near], (budgets_M - borrowed_M)[open_m]
-            more, within = self.relaxation.borrowed(mass, known, left)
-            borrowed_M[open_m] += more
-            open_m = open_m[within.all(-1) & (own_M + borrowed_M < wanted_M)[open_m]]
-            if not len(open_m):
+            more, within = self.relaxation.borrowed(p_MV[rows[:, None], near], known, (budgets_m - borrowed_m)[still])
+            borrowed_m[still] += more
+            still = still[within.all(-1) & (own_m + borrowed_m < wanted_m)[still]]
+            if not len(still):
                 break
-        return borrowed_M
+        return borrowed_m
 
     def _ended(
         self,

@@ -31,7 +31,7 @@ from torch.nn import functional
 from draftsmith.eval.decoding.stopping import Calls, Ddd, Stop, Svip, SvipTree
 from draftsmith.models.c2t import C2tClassifier, node_features
 from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
-from draftsmith.models.sampling import GREEDY, Draws, Sampling
+from draftsmith.models.sampling import GREEDY, Draws, Sampling, drawn_tokens
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TreeSection
@@ -59,7 +59,6 @@ class Chain:
         sampling: how tokens are drawn from the drafter's distribution. Any way is lossless; the target's own
             temperature, top-k and top-p bring the two closest. Greedy takes the likeliest tokens.
 
-    A distribution with a NaN or without any token is replaced by the uniform one.
     """
 
     draft_tokens: int
@@ -70,7 +69,7 @@ class Chain:
         self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
     ) -> tuple[DraftTree, list[int]]:
         if draws is None and not self.sampling.greedy:
-            raise ValueError("a drawn chain needs draws: models.sampling.SeededDraws(seed, key)")
+            raise ValueError(NEEDS_DRAWS)
         rows, device, vocab = len(roots_B), roots_B.device, drafting.vocab
         slots_BN = torch.arange(self.draft_tokens, device=device).expand(rows, -1)  # depth d is fed below slot d - 1
         tokens, drawn_from = [roots_B[:, None]], []
@@ -81,8 +80,7 @@ class Chain:
                 drafted_B = log_probs.max(-1).indices  # argmax, but several times faster on a CPU
             else:
                 assert draws is not None
-                q = self.sampling.probabilities(log_probs)  # [B, Vd]
-                q = torch.where(q.sum(-1, keepdim=True) > 0.5, q, 1 / q.shape[-1])
+                q = _draft_law(self.sampling, log_probs)  # [B, Vd]
                 drawn_from.append(q)
                 drafted_B = self._drawn(q, draws, calls.going)
             tokens.append(vocab.to_target(drafted_B)[:, None])
@@ -90,12 +88,12 @@ class Chain:
                 break
             log_probs = drafting.expand(slots_BN[:, call - 1 : call], tokens[-1], call)[:, 0]
         longest = len(tokens) - 1
-        drawn = None if self.sampling.greedy else torch.stack(drawn_from, dim=1)  # [B, N - 1, Vd]
+        drawn = None if self.sampling.greedy else functional.pad(torch.stack(drawn_from, dim=1), (0, 0, 0, 1))
         sizes = None
         if min(calls.of_row) < longest:
             sizes = torch.tensor(calls.of_row, device=device) + 1
             if drawn is not None:
-                past_end = torch.arange(longest, device=device) >= sizes[:, None] - 1
+                past_end = torch.arange(longest + 1, device=device) >= sizes[:, None] - 1
                 drawn = drawn.masked_fill(past_end[..., None], 0)
         tree = DraftTree(
             torch.cat(tokens, dim=1),
@@ -116,14 +114,23 @@ class Chain:
         )
 
 
-def _over_target_vocab(drawn: torch.Tensor, vocab: DraftVocab) -> torch.Tensor:
-    """Distributions over the draft vocabulary [B, N - 1, Vd] as `DraftTree.drawn_from` [B, N, V]."""
+RARE = 1e-30  # probability of tokens that the drafter would never draw, where it has fewer than are to be drawn
+NEEDS_DRAWS = "drawn tokens need draws: models.sampling.SeededDraws(seed, key)"
+
+
+def _draft_law(sampling: Sampling, log_probs: torch.Tensor) -> torch.Tensor:
+    """[..., Vd] the distribution that tokens are drawn from; uniform in the place of one with a NaN or without any
+    token."""
+    q = sampling.probabilities(log_probs)
+    return torch.where(q.sum(-1, keepdim=True) > 0.5, q, 1 / q.shape[-1])
+
+
+def _over_target_vocab(drawn_BNV: torch.Tensor, vocab: DraftVocab) -> torch.Tensor:
+    """Distributions over the draft vocabulary as `DraftTree.drawn_from`."""
     if vocab.is_full:
-        return functional.pad(drawn, (0, 0, 0, 1))
-    rows, above, _ = drawn.shape
-    drawn_from = drawn.new_zeros(rows, above + 1, vocab.target_vocab_size)
-    drawn_from[:, :above].index_copy_(2, vocab.target_ids, drawn)
-    return drawn_from
+        return drawn_BNV
+    drawn_from = drawn_BNV.new_zeros(*drawn_BNV.shape[:-1], vocab.target_vocab_size)
+    return drawn_from.index_copy_(2, vocab.target_ids, drawn_BNV)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,7 @@ class _Level:
     """One draft call of a static tree, as indices on one device."""
 
     width: int  # children proposed per expanded node
+    children: list[int]  # [b] of each expanded node
     chosen: torch.Tensor  # [n] the level's nodes among all proposed ones
     expanded: torch.Tensor  # [b] the nodes that have children; the next call expands them
     slots: torch.Tensor  # [1, b] slots of their parents
@@ -143,32 +151,66 @@ class StaticTree:
     Args:
         paths: each node below the root as the child ranks that lead to it, 0 the likeliest, with its parent among
             them. Ranks beyond the draft vocabulary are left out, with all nodes below them.
+        sampling: how children are drawn from the drafter's distribution, without replacement; a child's rank is then
+            its turn (LANTERN++, arXiv 2502.06352). Greedy takes the likeliest.
     """
 
     paths: tuple[tuple[int, ...], ...]
+    sampling: Sampling = GREEDY
+
+    def __post_init__(self) -> None:
+        skipped = {(*path[:-1], path[-1] - 1) for path in self.paths if path[-1] > 0} - {*self.paths}
+        if skipped and not self.sampling.greedy:
+            raise ValueError(f"paths: drawn in turn, a sibling behind {min(skipped)} needs that node")
 
     def grow(
         self, drafting: Drafting, roots_B: torch.Tensor, draws: Sequence[Draws] | None = None
     ) -> tuple[DraftTree, list[int]]:
-        rows = len(roots_B)
+        if draws is None and not self.sampling.greedy:
+            raise ValueError(NEEDS_DRAWS)
+        rows, vocab = len(roots_B), drafting.vocab
         log_probs = drafting.root_log_probs()[:, None]  # [B, b, Vd]
-        levels, parents = _static_levels(self.paths, log_probs.shape[-1], log_probs.device)
-        tokens = [roots_B[:, None]]
+        levels, parents, inner = _static_levels(self.paths, log_probs.shape[-1], log_probs.device)
+        tokens, drawn_from = [roots_B[:, None]], []
         for call, level in enumerate(levels, start=1):
-            drafted = top_tokens(log_probs, level.width)[1].flatten(1)
-            tokens.append(drafting.vocab.to_target(drafted.index_select(1, level.chosen)))
+            if self.sampling.greedy:
+                drafted = top_tokens(log_probs, level.width)[1]
+            else:
+                assert draws is not None
+                q_BbV = _draft_law(self.sampling, log_probs)
+                enough = (q_BbV > 0).sum(-1, keepdim=True) >= level.width
+                drawn_from.append(torch.where(enough, q_BbV, q_BbV.clamp(min=RARE)))
+                drafted = _without_replacement(drawn_from[-1], level, draws)
+            tokens.append(vocab.to_target(drafted.flatten(1).index_select(1, level.chosen)))
             if call < len(levels):
                 fed = tokens[-1].index_select(1, level.expanded)
                 log_probs = drafting.expand(level.slots.expand(rows, -1), fed, call)
-        tree = DraftTree(torch.cat(tokens, dim=1), parents.expand(rows, -1), len(levels))
+        drawn = None
+        if drawn_from:
+            drawn = drawn_from[0].new_zeros(rows, parents.shape[0], log_probs.shape[-1])
+            drawn.index_copy_(1, inner, torch.cat(drawn_from, dim=1))
+            drawn = _over_target_vocab(drawn, vocab)
+        tree = DraftTree(torch.cat(tokens, dim=1), parents.expand(rows, -1), len(levels), drawn_from=drawn)
         return tree, [len(levels)] * rows
+
+
+def _without_replacement(q_BbV: torch.Tensor, level: _Level, draws: Sequence[Draws]) -> torch.Tensor:
+    """[B, b, width] draft ids: the children of each expanded node in the order in which they were drawn."""
+    left = q_BbV.clone()
+    drafted = torch.zeros(*q_BbV.shape[:-1], level.width, dtype=torch.long, device=q_BbV.device)
+    for node, children in enumerate(level.children):
+        for turn in range(children):
+            token = drawn_tokens(left[:, node], draws)
+            drafted[:, node, turn] = token
+            left[:, node].scatter_(1, token[:, None], 0)
+    return drafted
 
 
 @lru_cache(maxsize=64)
 def _static_levels(
     paths: Sequence[tuple[int, ...]], vocab_size: int, device: torch.device
-) -> tuple[list[_Level], torch.Tensor]:
-    """(levels, [N] parents) of a static tree."""
+) -> tuple[list[_Level], torch.Tensor, torch.Tensor]:
+    """(levels, [N] parents, nodes with children) of a static tree."""
     paths = sorted((path for path in paths if max(path) < vocab_size), key=lambda path: (len(path), path))
     known = {(), *paths}
     if len(known) != len(paths) + 1 or any(path[:-1] not in known for path in paths):
@@ -181,6 +223,7 @@ def _static_levels(
     for depth in range(1, max(map(len, paths), default=0) + 1):
         here = [path for path in paths if len(path) == depth]
         width = 1 + max(path[-1] for path in here)
+        children = [sum(path[:-1] == parent for path in here) for parent in expanded]
         chosen = [expanded.index(path[:-1]) * width + path[-1] for path in here]
         expanded = [path for path in here if path in inner]
         for path in expanded:
@@ -188,12 +231,14 @@ def _static_levels(
         levels.append(
             _Level(
                 width,
+                children,
                 torch.tensor(chosen, device=device),
                 torch.tensor([here.index(path) for path in expanded], dtype=torch.long, device=device),
                 torch.tensor([[slot[path[:-1]] for path in expanded]], dtype=torch.long, device=device),
             )
         )
-    return levels, torch.tensor([-1, *(node[path[:-1]] for path in paths)], device=device)
+    parents = [-1, *(node[path[:-1]] for path in paths)]
+    return levels, torch.tensor(parents, device=device), torch.tensor(sorted(set(parents[1:])), device=device)
 
 
 BLOCK = 128  # tokens
@@ -438,11 +483,11 @@ def policy_of(tree: TreeSection, sampling: Sampling = GREEDY) -> TreePolicy:
         UserError: c2t.classifier is not a classifier, or was trained on another entropy.
         ValueError: policy auto, which must be resolved first.
     """
+    drawn = sampling if tree.draw == "sampled" else GREEDY
     if tree.policy in ("chain", "svip"):
-        drawn = sampling if tree.draw == "sampled" else GREEDY
         return Chain(tree.calls, Svip(tree.svip.c, tree.svip.h) if tree.policy == "svip" else None, drawn)
     if tree.policy == "static":
-        return StaticTree(tuple(map(tuple, tree.static_paths)))
+        return StaticTree(tuple(map(tuple, tree.static_paths)), drawn)
     if tree.policy in ("eagle2", "ddd", "svip_tree"):
         at = tuple(tree.ddd.at) if isinstance(tree.ddd.at, list) else tree.ddd.at
         stops: dict[str, Stop] = {"ddd": Ddd(tree.ddd.threshold, at), "svip_tree": SvipTree(tree.svip.c, tree.svip.h)}

@@ -182,7 +182,7 @@ def tree_name(tree: TreeSection) -> str:
         "chain": f"{'sampled ' * (tree.draw == 'sampled')}chain of {tree.most - 1}",
         "svip": f"{'sampled ' * (tree.draw == 'sampled')}svip of up to {tree.most - 1}",
         "svip_tree": f"svip tree of {tree.most}",
-        "static": f"static tree of {tree.most}",
+        "static": f"{'sampled ' * (tree.draw == 'sampled')}static tree of {tree.most}",
         "eagle2": f"tree of {tree.most}",
         "ddd": f"ddd of {tree.most}",
         "c2t": f"c2t, beta {tree.c2t.beta:g}",

@@ -270,7 +270,7 @@ def _shallow_first(tokens: list[int], parents: list[int]) -> tuple[list[int], li
 def _each_its_own(sam: DraftTree, other: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
     """SAM's chain in rows with a draft, the other's tree in the others; nothing is read from the device.
 
-    Beside drawn chains SAM's chains count as drawn from distributions with one token each.
+    Beside drawn trees SAM's chains count as drawn from distributions with one token each.
     """
     device, most = other.tokens.device, max(sam.nodes, other.nodes)
     by_sam_B = torch.tensor([bool(draft.tokens) for draft in drafts], device=device)
@@ -313,10 +313,10 @@ def fused(tree: DraftTree, drafts: Sequence[SamDraft]) -> DraftTree:
     It reads the drafter's tokens, so a round waits for the device once more.
 
     Raises:
-        ValueError: a chain of drawn tokens.
+        ValueError: the tokens were drawn.
     """
     if tree.drawn_from is not None:
-        raise ValueError("a chain of drawn tokens cannot be fused: its nodes would have two children")
+        raise ValueError("drawn tokens cannot be fused: they would get siblings that were not drawn")
     numbers = torch.stack((tree.tokens, tree.parents)).tolist()
     sizes = [tree.nodes] * tree.rows if tree.sizes is None else tree.sizes.tolist()
     rows, sources = [], []
