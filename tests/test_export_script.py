@@ -152,17 +152,18 @@ def test_mistakes_are_told(run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert code == 2 and re.search(named, said, re.DOTALL) and "Traceback" not in said, (words, said)
 
 
-def test_a_target_with_an_adapter_is_to_be_merged_before_it_serves(
+def test_what_an_engine_must_be_told_is_said(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run_dir / "drafter/config.json"
     content = json.loads(config.read_text())
-    content["target"]["adapter"] = "ad" * 32
+    content["target"] |= {"adapter": "ad" * 32, "guidance": "scale 2, <null>"}
     config.write_text(json.dumps(content))
     code, said = call(monkeypatch, capsys, script.main, "recipe.yaml")
     card = (run_dir / "export/vllm/README.md").read_text()
     for text in (said, card):
         assert "with a LoRA adapter merged into it" in text and "vllm serve MERGED_TARGET" in text
+        assert "under classifier-free guidance (scale 2, <null>)" in text
     assert code == 0 and "vllm serve target" not in said + card and "ad" * 32 in card
     code, said = call(monkeypatch, capsys, script.main, "recipe.yaml", "--to", "llama.cpp", "--with-target", "x.py")
     assert code == 2 and "would convert the target without its adapter" in said

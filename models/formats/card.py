@@ -78,16 +78,22 @@ def served_target(source: Source, name: str) -> str:
     return MERGED if source.target.get("adapter") else name
 
 
-def merging(source: Source, name: str) -> str | None:
-    """What to do before serving a target with an adapter; None: it has none."""
-    if not source.target.get("adapter"):
-        return None
-    return (
-        f"The drafter was trained on the states of {name} with a LoRA adapter merged into it. Merge "
-        f"the adapter into the target first and serve the result, {MERGED} below, without the engine's own LoRA: "
-        f"PeftModel.from_pretrained(target, adapter).merge_and_unload().save_pretrained('{MERGED}') by peft, and the "
-        "target's tokenizer beside it."
-    )
+def before_serving(source: Source, name: str) -> str | None:
+    """What an engine must be told about a target with an adapter or guidance; None: nothing."""
+    cautions = []
+    if source.target.get("adapter"):
+        cautions.append(
+            f"The drafter was trained on the states of {name} with a LoRA adapter merged into it. Merge "
+            f"the adapter into the target first and serve the result, {MERGED} below, without the engine's own LoRA: "
+            f"PeftModel.from_pretrained(target, adapter).merge_and_unload().save_pretrained('{MERGED}') by peft, and "
+            "the target's tokenizer beside it."
+        )
+    if guidance := source.target.get("guidance"):
+        cautions.append(
+            f"The drafter was trained for answers of {name} under classifier-free guidance ({guidance}). This folder "
+            "cannot ask for it: an engine that does not guide alike accepts fewer drafted tokens."
+        )
+    return " ".join(cautions) or None
 
 
 def card(
@@ -148,7 +154,7 @@ def card(
         target_name=name,
         target_link=f"[{name}](https://huggingface.co/{name})" if is_hub else f"`{name}`",
         licence_warning=binding,
-        merging=merging(source, name),
+        before_serving=before_serving(source, name),
         facts=facts,
         rows=[] if measured is None else _rows(measured),
         how_measured="" if measured is None else _how(measured),

@@ -99,7 +99,7 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
         message = f"{kind_text(source.shape)} drafter for {source.target_name}, by draftsmith {version('draftsmith')}"
         where = hub.push(out, command.push_to_hub, command.private, command.revision, message)
         print(f"uploaded    {where}")
-    if note := cards.merging(source, source.target["model"]):
+    if note := cards.before_serving(source, source.target["model"]):
         print(f"note: {note}")
     for other in serves:
         target = str(target_gguf or cards.served_target(source, source.target["model"]))
