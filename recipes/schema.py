@@ -380,8 +380,9 @@ class DrafterSection(Section):
     """EAGLE-3.1: an RMSNorm for each captured state before the fusion."""
     norm_output: bool = False
     """EAGLE-3.1: feed back the normed output, which the head also reads."""
-    init_head: Literal["random", "target"] = "random"
-    """Initial weights of EAGLE-3's head: random, or the target's rows (for short runs)."""
+    init_head: Literal["random", "target", "target_with_norm"] = "random"
+    """Initial weights of EAGLE-3's head: random, or the target's rows (for short runs), with ones in the norm before it
+    or with the target's final norm there, too."""
     init_from: str | None = None
     """Trained drafter to start from, named as in eval.drafter: one of the same shape (its MLP may be narrower), or for
     poss and vispec a single drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor
@@ -416,8 +417,10 @@ class DrafterSection(Section):
             problems.append(
                 "lora: adapts a trained drafter: name it in init_from, or leave lora out to train all weights"
             )
-        if self.init_from is not None and self.init_head == "target" and extends == "eagle3":
-            problems.append("init_head: target, but init_from brings a head with it: leave one of the two out")
+        if self.init_from is not None and self.init_head != "random" and extends == "eagle3":
+            problems.append(
+                f"init_head: {self.init_head}, but init_from brings a head with it: leave one of the two out"
+            )
         if problems:
             raise ImpossibleSettings(problems)
         return self
@@ -688,7 +691,7 @@ class TreeSection(Section):
     top_k: Beam | None = None
     """Children proposed per node, and the beam width of eagle2, ddd and svip_tree; chains and static trees have none.
     Default: 10; 15 for c2t."""
-    paths: list[Annotated[list[CountOrZero], Field(min_length=1)]] | None = None
+    paths: Annotated[list[Annotated[list[CountOrZero], Field(min_length=1)]], Field(min_length=1)] | None = None
     """The nodes of a static tree below the root, each as the child ranks that lead to it: [[0], [1], [0, 0]] is the
     likeliest child, the second likeliest, and the likeliest child of the first. Default: EAGLE-1's 25 nodes."""
     vocab_size: Size | None = None

@@ -186,9 +186,10 @@ def lantern_walk(
 def lantern_drawn(
     p: list[float], q: list[float], near: list[list[int]], budget: tuple[str, float], children: list[int]
 ) -> tuple[list[float], list[float], float]:
-    """(chance of each child once those before it are rejected, law behind all rejections, excess in sum) at a node
+    """(chance of each child once those before it are rejected, law behind all rejections, what was moved) at a node
     whose children were drawn from q without replacement."""
-    chances, left, reached, spent = [], list(p), 1.0, 0.0  # `left` is a law; `reached`: the chance that it is needed
+    chances, left, spent, moved = [], list(p), 0.0, 0.0  # `left` is a law
+    reached = mine = 1.0  # chance that all so far are rejected: whatever was drawn, and of these children
     for x in children:
         kept = []
         for token, own in enumerate(left):
@@ -200,13 +201,15 @@ def lantern_drawn(
             kept = [b + (a - b) * scale if a > b else a for a, b in zip(kept, left, strict=True)]
             excess *= scale
         spent += excess * reached
+        moved += excess * mine
         reached *= 1 - sum(kept)
         rest = [max(b - a, 0.0) for a, b in zip(kept, left, strict=True)]
         left = [value / sum(rest) for value in rest] if sum(rest) > 1e-12 else p
         chances.append(kept[x] / q[x])
+        mine *= 1 - kept[x] / q[x]
         others = [share if token != x else 0.0 for token, share in enumerate(q)]
         q = [share / sum(others) for share in others] if sum(others) > 0 else q
-    return chances, left, spent
+    return chances, left, moved
 
 
 def most_frequent(tokens: list[int], counts: list[int], size: int, must_have: list[int]) -> list[int]:

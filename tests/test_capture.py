@@ -421,6 +421,7 @@ def test_a_capture_that_was_killed_goes_on(
     assert ending.status == 0 and "all is captured" in ending.output
 
 
+@pytest.mark.slow
 @needs_fork
 def test_a_disk_that_fills_up_is_one_message_and_what_was_written_is_whole(
     lab: CrashLab, recipe_path: Path, whole: tuple[Path, Ending], tmp_path: Path

@@ -468,6 +468,7 @@ def test_sigterm_saves_and_ctrl_c_ends_without_a_traceback(
 # The lab itself.
 
 
+@pytest.mark.slow
 def test_the_lab_tells_how_a_run_ended(tmp_path: Path) -> None:
     file = tmp_path / "file"
     writes = f"open({str(file)!r}, 'w').write('0123456789')"

@@ -31,7 +31,7 @@ from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.schema import DrafterSection, TargetSection
 from draftsmith.train.run import loop, trainer
 from draftsmith.train.run.initial_drafter import new_drafter, start_from
 from tests.conftest import make_target, make_tokenizer
@@ -241,6 +241,32 @@ def test_the_plan_of_every_kind(
 
 
 # What a run starts from.
+
+
+@pytest.mark.parametrize(
+    ("family", "init"), [("llama", "target"), ("llama", "target_with_norm"), ("gemma2", "target_with_norm")]
+)
+@torch.no_grad()
+def test_a_head_may_start_as_the_target_s(family: str, init: str) -> None:
+    """With the norm, it reads a state as the target does; gemma2 stores its scale less one."""
+    model = make_target(family)
+    torch.nn.init.normal_(model.model.norm.weight)
+    target, kept = Target(model, (2, 3, 4)), DraftVocab(torch.tensor([3, 5, 8, 200]), 320)
+    section = DrafterSection.model_validate({"kind": "eagle3", "vocab_size": 4, "init_head": init})
+    shape = drafter_config(section, target.config, target.capture_layers)
+    drafter = new_drafter(section, shape, kept, target, {})
+    states = torch.randn(6, 32)
+    normed = model.model.norm(states) if init == "target_with_norm" else functional.rms_norm(states, (32,))
+    expected = functional.linear(normed, model.lm_head.weight)
+    torch.testing.assert_close(drafter.head(None)(states), expected[:, kept.target_ids], atol=1e-4, rtol=1e-4)
+
+
+def test_a_target_without_a_final_rms_norm_has_none_to_give() -> None:
+    target = Target(make_target("phi"), (2, 3, 4))
+    section = DrafterSection(kind="eagle3", init_head="target_with_norm")
+    shape = drafter_config(section, target.config, target.capture_layers)
+    with pytest.raises(UserError, match="no final RMSNorm of the target is at hand"):
+        new_drafter(section, shape, DraftVocab.full(320), target, {})
 
 
 @pytest.mark.parametrize(("single", "specialists"), [("eagle", "poss"), ("eagle3", "poss over eagle3")])

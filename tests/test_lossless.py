@@ -32,7 +32,7 @@ from tests.decoding import decode, decode_batch, decode_queue
 from tests.pairs import PROMPTS, blurred_copy, greedy, pair_of, pair_of_kind
 from tests.sam_cases import beside, misleading, sam_alone
 from tests.scripted_drafting import linear_classifier
-from tests.thinning import meeting
+from tests.thinning import meeting, others_slow
 
 NEW_TOKENS = 24
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -206,7 +206,7 @@ ROUNDS_OF = [
 ]
 
 
-@pytest.mark.parametrize(("family", "kind", "policy"), ROUNDS_OF)
+@pytest.mark.parametrize(("family", "kind", "policy"), others_slow(ROUNDS_OF, *meeting(ROUNDS_OF, 1)))
 def test_rounds_of_a_batch_are_those_of_each_answer_alone(family: str, kind: str, policy: str) -> None:
     """What is drafted from a wrong column, or by a tree whose branches see each other, is lossless all the same: only
     the counts tell."""
@@ -252,8 +252,9 @@ def queued(
 @pytest.mark.parametrize(
     ("proposer", "rows"),
     [
-        *(("plain", 2), ("prompt lookup", 5), ("causal_lm", 2), ("causal_lm", 5), ("eagle3", 2), ("poss", 5)),
-        *(("eagle3 routed with sam", 2), ("causal_lm fused with sam", 5), ("hierarchy", 2)),
+        *(("plain", 2), ("prompt lookup", 5), ("causal_lm", 5), ("eagle3", 2)),
+        *others_slow([("causal_lm", 2), ("poss", 5), ("eagle3 routed with sam", 2)]),
+        *others_slow([("causal_lm fused with sam", 5), ("hierarchy", 2)]),
     ],
 )
 def test_the_next_answers_take_the_rows_of_those_that_ended(proposer: str, rows: int) -> None:
@@ -292,7 +293,7 @@ def test_what_cannot_be_queued_is_told() -> None:
         run(None)
 
 
-@pytest.mark.parametrize("policy", ["chain", "eagle2", "svip", "drawn chain"])
+@pytest.mark.parametrize("policy", others_slow(["chain", "eagle2", "svip", "drawn chain"], "eagle2", "drawn chain"))
 def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None:
     """Every row keeps its own random numbers when others drop out."""
     target, prompts, _ = lengths_and_prompts("llama")

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.models.vocab import DraftVocab
 from tests.ranks import run_ranks
+from tests.thinning import others_slow
 from tests.training_runs import metrics, write_conversations
 
 # Without keep_group this hangs before the thirtieth time, mostly before the tenth, where two ranks share a core.
@@ -239,7 +240,7 @@ def poisoned_place(tmp_path_factory: pytest.TempPathFactory, target_dir: Path) -
 
 @pytest.mark.parametrize(
     ("processes", "stage"),
-    [(1, 0), *(pytest.param(2, stage, marks=pytest.mark.slow) for stage in (0, 2, 3))],
+    others_slow([(1, 0), (2, 0), (2, 2), (2, 3)]),
 )
 def test_a_step_that_is_not_finite_is_skipped_and_its_row_named(
     processes: int, stage: int, poisoned_place: Place

@@ -284,6 +284,7 @@ def test_a_full_disk_ends_all_ranks_with_one_message(place: Place, tmp_path: Pat
 # The lab itself.
 
 
+@pytest.mark.slow
 def test_the_lab_launches_and_ends_ranks_as_torchrun_does(tmp_path: Path) -> None:
     def once(code: str) -> list[str]:
         return ["-n", "1", "-r", "1", f"import os, signal, time; rank = os.environ['RANK']; {code}"]

@@ -220,6 +220,7 @@ def test_what_changed_is_counted_anew_with_a_word(place: Path, rank_by: Script, 
     assert f"{b}: counted again: its tokenizer changed" in rank_by([{"source": str(b)}])
 
 
+@pytest.mark.slow
 def test_a_dataset_that_breaks_off_goes_on(place: Path, rank_by: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 

@@ -29,6 +29,7 @@ from tests.conftest import make_target, make_tokenizer
 from tests.decoding import decode_batch
 from tests.pairs import greedy
 from tests.replay_cases import conversation, generation_line, recorded, write_lines
+from tests.thinning import others_slow
 
 
 def drawn(target: Target, sampling: Sampling, count: int = 30, seed: int = 3) -> list[RecordedAnswer]:
@@ -74,7 +75,7 @@ def test_answers_of_another_target_are_refused(sampling: Sampling) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", others_slow(range(3), 0))
 def test_a_target_s_own_answers_never_are(sampling: Sampling, seed: int) -> None:
     target = Target(make_target(seed=seed))
     agreement = agreement_with(target, drawn(target, sampling, seed=seed))

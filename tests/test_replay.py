@@ -3,6 +3,7 @@
 Drafters are taught the target's greedy answers almost by heart (`tests.pairs`): much is accepted, and much is not.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 from functools import cache
@@ -38,7 +39,7 @@ from tests.replay_cases import (
     stops_of,
 )
 from tests.scripted_drafting import unasked_target
-from tests.thinning import thinned
+from tests.thinning import others_slow, thinned
 
 # Decoding's own generations.
 
@@ -60,7 +61,12 @@ def test_replaying_what_was_decoded_takes_the_same_rounds(family: str, name: str
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), thinned(["eagle3.1", "eagle", "poss", "poss over eagle3"], ["chain", "eagle2", "ddd"])
+    ("kind", "name"),
+    others_slow(
+        itertools.product(["eagle3.1", "eagle", "poss", "poss over eagle3"], ["chain", "eagle2", "ddd"]),
+        ("eagle", "ddd"),
+        ("poss over eagle3", "eagle2"),
+    ),
 )
 def test_every_kind_of_drafter_takes_the_same_rounds(kind: str, name: str) -> None:
     """Each reads states of its own: EAGLE-1's kinds the last one, behind the norm."""
@@ -129,7 +135,11 @@ def test_prompt_lookup_takes_the_same_rounds() -> None:
 
 @pytest.mark.parametrize(
     ("name", "temperature"),
-    thinned(["chain", "static", "eagle2", "svip_tree", "c2t", "prompt lookup"], [0.6, 1.0]),
+    others_slow(
+        itertools.product(["chain", "static", "eagle2", "svip_tree", "c2t", "prompt lookup"], [0.6, 1.0]),
+        ("chain", 1.0),
+        ("eagle2", 0.6),
+    ),
 )
 def test_drawn_answers_take_the_same_rounds(name: str, temperature: float) -> None:
     """Trees chosen by rank: a token that was drawn after all children were rejected is none of them."""
@@ -149,7 +159,7 @@ def test_drawn_answers_take_the_same_rounds(name: str, temperature: float) -> No
         assert_same_rounds(replay(target, proposer, recorded(decoded, sampling), batch_size), decoded)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", others_slow(["llama", "gpt2"], "llama"))
 def test_trees_end_where_the_target_s_positions_end(family: str) -> None:
     """As in decoding: fewer nodes near the end of the context."""
     settings = {"max_position_embeddings": 56, "n_positions": 56, "seed": 1}

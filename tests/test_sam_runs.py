@@ -160,7 +160,7 @@ def test_mistakes_are_told_before_anything_is_decoded(place: Path) -> None:
         ({"router": {"treshold": 3}}, "treshold"),
         (
             {"router": {"fuse": True}, "tree": {"policy": "chain", "draw": "sampled"}},
-            "drawn tokens cannot get branches",
+            "drawn tokens cannot get siblings",
         ),
     ):
         assert problem in refused(acceptance, recipe, also(**section))

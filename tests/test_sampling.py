@@ -400,7 +400,7 @@ PROPOSERS: dict[str, Callable[[Eagle3Drafter, Sampling], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("proposer", "drawn_as", "vocab"), thinned(PROPOSERS, SAMPLINGS, ["full", "cut"], together=2))
+@pytest.mark.parametrize(("proposer", "drawn_as", "vocab"), thinned(PROPOSERS, SAMPLINGS, ["full", "cut"]))
 def test_decoded_answers_have_the_target_s_law(proposer: str, drawn_as: str, vocab: str) -> None:
     sampling = SAMPLINGS[drawn_as]
     target, drafter = small_pair(None if vocab == "full" else [0, 2, 3])

@@ -30,3 +30,9 @@ def thinned(*axes: Iterable[Any], together: int = 1) -> list[Any]:
     combinations = list(itertools.product(*axes))
     kept = set(meeting(combinations, together))
     return [each if each in kept else pytest.param(*each, marks=pytest.mark.slow) for each in combinations]
+
+
+def others_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """The values as parameters of a test, slow those that are not named; tuples are one combination each."""
+    left = [value for value in values if value not in fast]
+    return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in left)]

@@ -67,6 +67,10 @@ def _poss(n: int, base: str, head: str) -> str:
 
 
 _STEPS = f"train.ttt_steps={UNROLL}"
+_EAGLE3_LOSSES = (
+    *("train.token_loss=1", "train.feature_loss=0", "train.feature_noise=0"),
+    *("train.detach_features=false", "train.step_weight=0.8"),
+)
 _HEAD = ", init_head: target"
 ARMS = {
     "eagle2": Arm("EAGLE-2", "eagle2", "train/eagle.py", "{kind: eagle}", ("train.ttt_steps=1",), 0.19),
@@ -107,8 +111,30 @@ ARMS = {
         (_STEPS, "train.detach_features=false"),
         0.8,
     ),
+    # What of EAGLE-3 makes it lag behind EAGLE-2 here: its losses, or its inputs and head?
+    "losses-of-eagle3": Arm(
+        *("EAGLE-1's layer, EAGLE-3's losses", "losses-of-eagle3", "train/eagle.py", "{kind: eagle}"),
+        (_STEPS, *_EAGLE3_LOSSES),
+        0.5,
+    ),
+    "eagle3-norm": Arm(
+        "EAGLE-3, head and final norm from the target",
+        *("eagle3", "train/eagle3.py", "{kind: eagle3, init_head: target_with_norm}", (_STEPS,), 0.56),
+    ),
+    **{
+        f"hass-top10-{weight}": Arm(
+            *(f"HASS, top-10 loss of weight {weight}", "hass", "train/eagle.py", "{kind: eagle}"),
+            (_STEPS, f"train.top_k_loss={weight}"),
+            0.51,
+        )
+        for weight in ("0.3", "0.1", "0.03")
+    },
 }
-OTHERWISE = ("hass-no-top10", "hass3", "poss2-eagle3-whole")  # arms of MAIN with other losses or gradients
+# Arms of MAIN with other losses, gradients or initial weights.
+OTHERWISE = (
+    *("hass-no-top10", "hass3", "poss2-eagle3-whole", "losses-of-eagle3", "eagle3-norm"),
+    *("hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
+)
 MAIN = tuple(arm for arm in ARMS if arm not in OTHERWISE)
 
 

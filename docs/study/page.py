@@ -62,6 +62,8 @@ COMPARED = (
     *((f"poss{n}-eagle3", "eagle3") for n in (1, 2, 3)),
     *(("poss2-eagle3-whole", "poss2-eagle3"), ("poss2-eagle3-whole", "eagle3")),
     *(("matched-eagle3", "eagle3"), ("poss2-eagle3", "matched-eagle3")),
+    *(("losses-of-eagle3", "eagle2"), ("losses-of-eagle3", "eagle3"), ("eagle3-norm", "eagle3")),
+    *((f"hass-top10-{weight}", "hass-no-top10") for weight in ("0.3", "0.1", "0.03")),
 )
 # (claim, finding of the paper or its reviewers, arm, the arm that it beats)
 CLAIMS = (
@@ -75,6 +77,10 @@ CLAIMS = (
     ("PosS-3 over EAGLE-3 beats EAGLE-3, detached", "about +10 %, not detached", "poss3-eagle3", "eagle3"),
     ("PosS-2 over EAGLE-3 beats EAGLE-3, not detached", "as above", "poss2-eagle3-whole", "eagle3"),
     ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not reported", "poss2-eagle3", "matched-eagle3"),
+    ("EAGLE-1's layer learns better by EAGLE-3's losses than by its own", "not reported", "losses-of-eagle3", "eagle2"),
+    ("EAGLE-1's layer, by EAGLE-3's losses, beats EAGLE-3", "not reported", "losses-of-eagle3", "eagle3"),
+    ("The target's final norm before EAGLE-3's head helps", "not reported", "eagle3-norm", "eagle3"),
+    ("A top-10 loss of weight 0.1 helps HASS", "published with weight 1", "hass-top10-0.1", "hass-no-top10"),
 )
 # (file, title, arms): few arms each, because their intervals overlap.
 DRAWN_POSITIONS = (

@@ -161,7 +161,7 @@ def _chances_of_siblings(
 
 def turns(tree: DraftTree) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """([M] rows, [M] nodes) of all first children, then of all second ones, ...: at most one child of a node at a
-    time."""
+    time. Waits for the device once, and again for each."""
     rank = tree.earlier_siblings.sum(2)
     below = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.real is None else tree.real.clone()
     below[:, 0] = False

@@ -22,7 +22,8 @@ Chosen by rank   children x1, x2, ... of a node take their mass one after the ot
 Drawn            m = min(q, p~) is the mass with which x is drawn and accepted; where it exceeds p, the excess is scaled
                  down to delta in sum. x is accepted with probability m(x) / q(x). A rejection leaves
                  norm(max(p - m, 0)) of p and norm(q without x) of q for the next sibling, and p for the bonus. Siblings
-                 share delta. The total variation is at most the sum of their excesses, and for one child equal to it.
+                 share delta. `moved` adds each excess with the chance that its turn came; over all draws its mean is at
+                 least the total variation, and for one child equal to it.
 Greedy           p is the law at temperature 1. x is right iff it is the likeliest token, or p~(x) reaches that token's
                  probability; `moved` is p(A) where that decided.
 
@@ -166,16 +167,20 @@ class LanternAcceptance:
     def _drawn(self, tree: DraftTree, p_BNV: torch.Tensor, q_BNV: torch.Tensor, draws: Sequence[Draws]) -> Accepted:
         left_BNV, from_BNV = p_BNV.clone(), q_BNV.clone()  # of p, what is not accepted; of q, what is not drawn
         chances = torch.zeros_like(p_BNV[..., 0])
-        moved = torch.zeros_like(chances)  # at parents
+        # At parents: the share of delta that is used up, what was moved, the chance that no child so far is accepted.
+        spent, moved, all_rejected = torch.zeros_like(chances), torch.zeros_like(chances), torch.ones_like(chances)
         for rows, nodes in turns(tree):
             at, tokens = (rows, tree.parents[rows, nodes]), tree.tokens[rows, nodes]
             left_MV, from_MV = left_BNV[at], from_BNV[at]
             mass = left_MV.sum(-1, keepdim=True)
             from_MV *= mass / from_MV.sum(-1, keepdim=True)
-            kept_MV, excess_M = self._kept(left_MV, from_MV, moved[at])
+            kept_MV, excess_M = self._kept(left_MV, from_MV, spent[at])
             wanted, kept = (each.gather(1, tokens[:, None])[:, 0] for each in (from_MV, kept_MV))
-            chances[rows, nodes] = torch.where(wanted > 0, kept / wanted, 0.0)  # 0: no mass comes here
-            moved[at] += excess_M
+            chance = torch.where(wanted > 0, kept / wanted, 0.0)  # 0: no mass comes here
+            chances[rows, nodes] = chance
+            spent[at] += excess_M
+            moved[at] += all_rejected[at] * (excess_M / mass[:, 0]).nan_to_num(0, 0, 0)
+            all_rejected[at] *= (1 - chance).clamp(min=0)
             rest_MV = (left_MV - kept_MV).clamp(min=0)
             scale = (mass - kept_MV.sum(-1, keepdim=True)).clamp(min=0) / rest_MV.sum(-1, keepdim=True)
             left_BNV[at] = rest_MV * scale.nan_to_num(0, 0, 0)

@@ -29,8 +29,9 @@
                             it drafted, and its share of the accepted tokens; {} for all others. In a fused round two
                             sources draft; a token that both drafted counts as the drafter's
     total_variation         of a relaxed rule (LANTERN): the mean over the answers' tokens, without their first, of the
-                            total variation between the law that a token was drawn from and the target's; greedy: of
-                            the probability, at temperature 1, that was moved onto it. null for lossless rules
+                            total variation between the law that a token was drawn from and the target's (trees of
+                            drawn tokens: of a number whose mean is at least that); greedy: of the probability, at
+                            temperature 1, that was moved onto it. null for lossless rules
     lossless                known, not measured: the contender's acceptance rule keeps the target's law in exact
                             arithmetic. It can be true while matches_target is false. Older files have it of the main
                             contender alone

@@ -135,7 +135,7 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
         elif tree in trees[:i]:
             problems.append(f"{where}: is given twice, first as candidates.{trees.index(tree)}")
         elif tree.draw == "sampled":
-            problems.append(f"{where}: the tokens of a drawn chain are not recorded; leave draw out")
+            problems.append(f"{where}: which tokens were drawn is not recorded; leave draw out")
     if problems:
         raise UserError(problems)
     asked = asked or recipe.eval.tree
