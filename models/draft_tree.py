@@ -125,6 +125,13 @@ class DraftTree:
             return None
         return torch.arange(self.nodes, device=self.tokens.device) < self.sizes[:, None]
 
+    @cached_property
+    def drafted(self) -> torch.Tensor:
+        """[B, N] bool: all nodes but roots and padding."""
+        drafted = torch.ones_like(self.tokens, dtype=torch.bool) if self.real is None else self.real.clone()
+        drafted[:, 0] = False
+        return drafted
+
     def pruned(self, limits: Sequence[int]) -> "DraftTree":
         """Without the nodes of tree b that are deeper than limits[b]."""
         if self.depth <= min(limits):

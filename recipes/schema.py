@@ -382,7 +382,7 @@ class DrafterSection(Section):
     """EAGLE-3.1: feed back the normed output, which the head also reads."""
     init_head: Literal["random", "target", "target_with_norm"] = "random"
     """Initial weights of EAGLE-3's head: random, or the target's rows (for short runs), with ones in the norm before it
-    or with the target's final norm there, too."""
+    or with the target's final norm there, too (which cost tau in docs/results.md)."""
     init_from: str | None = None
     """Trained drafter to start from, named as in eval.drafter: one of the same shape (its MLP may be narrower), or for
     poss and vispec a single drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor

@@ -318,6 +318,8 @@ def test_prompt_lookup_draws_nothing(write):
 def test_siblings_are_drawn_in_turn(write):
     (problem,) = problems_of(write(SMALLEST), "eval.tree={policy: static, draw: sampled, paths: [[0], [0, 1]]}")
     assert "so [0, 0] cannot be left out" in problem
+    (problem,) = problems_of(write(SMALLEST), "eval.tree={policy: static, paths: []}")
+    assert "eval.tree.paths" in problem and "at least 1" in problem
     (problem,) = problems_of(write(SMALLEST), "eval.tree.draw=sampled")
     assert "draw: sampled is for chains and static trees" in problem
 

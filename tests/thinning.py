@@ -34,5 +34,7 @@ def thinned(*axes: Iterable[Any], together: int = 1) -> list[Any]:
 
 def others_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
     """The values as parameters of a test, slow those that are not named; tuples are one combination each."""
+    values = list(values)
+    assert all(value in values for value in fast), fast
     left = [value for value in values if value not in fast]
     return [*fast, *(pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow) for v in left)]

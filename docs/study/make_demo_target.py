@@ -49,6 +49,43 @@ CHAT_TEMPLATE = (
 )
 
 
+def llama_config(
+    vocab_size: int, layers: int, width: int, inner_width: int, pad_id: int = 0, end_id: int | None = None
+) -> LlamaConfig:
+    """Heads of 64; half as many, rounded down, for keys and values."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=inner_width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 128),
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        pad_token_id=pad_id,
+        bos_token_id=None,
+        eos_token_id=end_id,
+    )
+
+
+@torch.no_grad()
+def grow(deep: Any, shallow: Any) -> None:
+    """Gives `deep` the weights of `shallow`, whose depth divides its own, so that it computes the same function.
+
+    Every layer of `shallow` is followed by copies of itself whose two output projections are zero, as in LLaMA Pro
+    (arXiv 2401.02415, section 3.2). Training makes use of them.
+    """
+    times = len(deep.model.layers) // len(shallow.model.layers)
+    for i, layer in enumerate(deep.model.layers):
+        layer.load_state_dict(shallow.model.layers[i // times].state_dict())
+        if i % times:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    deep.model.embed_tokens.load_state_dict(shallow.model.embed_tokens.state_dict())
+    deep.model.norm.load_state_dict(shallow.model.norm.state_dict())
+
+
 def training_functions() -> tuple[list[SourceFunction], list[SourceFunction]]:
     """(library functions of the training modules, functions of the test suite that do not test a held-out module)."""
     library, tests = {}, {}
@@ -286,6 +323,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--intermediate-size", type=int, default=704)
+    parser.add_argument("--grow-from", type=Path, help="trained target of as many layers or a half, a third, ... of them")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument(
         "--library-repeats", type=int, default=2, help="passes over the library per pass over its tests"
@@ -301,28 +339,19 @@ def main() -> None:
     long = LONG_ANSWER_CHARACTERS
     library_documents = [c for f in library for kind in KINDS if (c := conversation_of(f, kind, long))]
     test_documents = [c for i, f in enumerate(tests) if (c := conversation_of(f, KINDS[i % len(KINDS)], long))]
-    if (args.out / "tokenizer.json").exists():
-        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(args.out)
+    if args.grow_from or (args.out / "tokenizer.json").exists():
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(args.grow_from or args.out)
+        tokenizer.save_pretrained(args.out)
     else:
         texts = [m["content"] for c in library_documents + test_documents for m in c["messages"]]
         tokenizer = train_tokenizer(texts, args.vocab_size)
         tokenizer.save_pretrained(args.out)
     corpus = Corpus(tokenizer, library_documents, test_documents, args.library_repeats)
-    config = LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.intermediate_size,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden_size // 64,
-        num_key_value_heads=max(1, args.hidden_size // 128),
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        pad_token_id=corpus.pad_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    shape = args.vocab_size, args.layers, args.hidden_size, args.intermediate_size
+    config = llama_config(*shape, corpus.pad_id, tokenizer.eos_token_id)
     model: Any = LlamaForCausalLM(config)
+    if args.grow_from:
+        grow(model, LlamaForCausalLM.from_pretrained(args.grow_from, dtype=torch.float32))
     optimizers = Optimizers(model, args.learning_rate)
     pass_tokens = sum(map(len, corpus.long))
     seen = args.steps * args.rows_per_step * ROW_TOKENS

@@ -9,10 +9,12 @@ of the decoding loop. The last columns are what its formula then gives to a draf
 """
 
 import argparse
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from docs.study.make_demo_target import llama_config
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.planner.cost_model import Costs, family, measure_costs, shape_of
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
@@ -21,7 +23,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TreeSection
 
-SHAPES = ("8x256", "12x256", "16x256", "16x192", "24x192", "28x192", "32x192", "32x128")
+SHAPES = ((8, 256), (12, 256), (16, 256), (16, 192), (24, 192), (28, 192), (32, 192), (32, 128))  # layers, width
 VOCAB = 1024
 CONTEXT = 150
 NODES = (5, 8, 16, 60)  # verified
@@ -31,23 +33,15 @@ TREE = TreeSection.model_validate({"policy": "eagle2", "nodes": 60, "draft_calls
 DRAFTERS = {"chain of 4, tau 2.3": (CHAIN, 5, 4, 2.3), "tree of 60, tau 3": (TREE, 60, 8, 3.0)}
 
 
-def llama(layers: int, width: int) -> LlamaForCausalLM:
-    """A Llama of the demo target's ratios: heads of 64, half as many for keys and values, 2.75 widths inside."""
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=width,
-        intermediate_size=width * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=max(1, width // 128),
-        head_dim=64,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config).eval()  # type: ignore[return-value]
+def shape(text: str) -> tuple[int, int]:
+    """(layers, width) of such words as 24x192. Raises ArgumentTypeError for others."""
+    layers, _, width = text.partition("x")
+    if not (layers.isdecimal() and width.isdecimal() and int(layers) >= 7 and int(width) > 0 == int(width) % 64):
+        raise argparse.ArgumentTypeError(f"{text}: give layers (7 or more) x width (a multiple of 64), as in 24x192")
+    return int(layers), int(width)
 
 
-def costs_of(model: LlamaForCausalLM) -> Costs:
+def costs_of(model: Any) -> Costs:
     """The costs of rounds with this target and an EAGLE-3 drafter for it."""
     target = Target(model)
     vocab = DraftVocab.full(VOCAB)
@@ -62,23 +56,24 @@ def costs_of(model: LlamaForCausalLM) -> Costs:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="LAYERSxWIDTH", help="targets to measure")
+    parser.add_argument(
+        "--shapes", nargs="+", type=shape, default=SHAPES, metavar="LAYERSxWIDTH", help="targets to measure"
+    )
     options = parser.parse_args()
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     verified = " | ".join(f"T_v({nodes}) / T_t" for nodes in NODES)
     print(f"| layers x width | MB in bfloat16 | T_t, ms | draft call / T_t | {verified} | {' | '.join(DRAFTERS)} |")
     print("|" + "---|" * (4 + len(NODES) + len(DRAFTERS)))
-    for layers, width in shapes:
+    for layers, width in options.shapes:
         torch.manual_seed(0)
-        model = llama(layers, width)
+        model = LlamaForCausalLM(llama_config(VOCAB, layers, width, width * 11 // 4)).eval()
         costs = costs_of(model)
         megabytes = 2e-6 * sum(each.numel() for each in model.parameters())
         call = float(costs.draft[family(CHAIN)]([16]).item()) / 16
         verify = [float(costs.verify["chain" if n <= CHAIN.most else "tree"]([n]).item()) / costs.plain for n in NODES]
         gains = []
         for tree, nodes, calls, tau in DRAFTERS.values():
-            shape = shape_of(tree)
-            parts = (costs.draft[family(tree)]([calls]), costs.verify[shape]([nodes]), costs.rest[shape]([nodes]))
+            kind = shape_of(tree)
+            parts = (costs.draft[family(tree)]([calls]), costs.verify[kind]([nodes]), costs.rest[kind]([nodes]))
             gains.append(tau * costs.plain / sum(float(part.item()) for part in parts))
         numbers = [f"{1e3 * costs.plain:.1f}", *(f"{each:.2f}" for each in [call / costs.plain, *verify, *gains])]
         note = " (busy)" if costs.busy else ""

@@ -119,13 +119,15 @@ class SampledAcceptance:
             p_BV = p_BNV[each, last]
             child = tree.parents == last[:, None] if tree.real is None else (tree.parents == last[:, None]) & tree.real
             rest_BV = p_BV.scatter_reduce(1, tree.tokens, (~child).to(p_BV.dtype), "prod")  # zero for children's tokens
+            # If only rounding allowed a rejection, no mass is left.
             rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
         else:
             q_BNV = tree.drawn_from
             chances = of_node / q_BNV[each[:, None], parents, tree.tokens]
             if not tree.is_chain:
                 chances, p_BNV, q_BNV = _chances_of_siblings(tree, chances, p_BNV, q_BNV)
-            last = deepest(tree, first_accepted(tree, events(tree, chances.clamp(max=1), draws)))
+            accepted = events(tree, chances.clamp(max=1), draws)
+            last = deepest(tree, accepted if tree.is_chain else first_accepted(tree, accepted))
             rest_BV = _residual(p_BNV[each, last], q_BNV[each, last])
         return accepted_path(tree, last, drawn_tokens(rest_BV, draws))
 
@@ -163,10 +165,8 @@ def turns(tree: DraftTree) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """([M] rows, [M] nodes) of all first children, then of all second ones, ...: at most one child of a node at a
     time. Waits for the device once, and again for each."""
     rank = tree.earlier_siblings.sum(2)
-    below = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.real is None else tree.real.clone()
-    below[:, 0] = False
     for turn in range(int(rank.max()) + 1):
-        rows, nodes = (below & (rank == turn)).nonzero(as_tuple=True)
+        rows, nodes = (tree.drafted & (rank == turn)).nonzero(as_tuple=True)
         yield rows, nodes
 
 

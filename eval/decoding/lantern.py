@@ -119,7 +119,7 @@ class LanternAcceptance:
 
     def _greedy(self, tree: DraftTree, logits_BNV: torch.Tensor) -> Accepted:
         p_BNV, best_BN = logits_BNV.double().softmax(-1), logits_BNV.argmax(-1)
-        rows, nodes = _each(tree)
+        rows, nodes = tree.drafted.nonzero(as_tuple=True)
         parents, tokens = tree.parents[rows, nodes], tree.tokens[rows, nodes]
         near, known = self._near(tokens)
         own, mass = p_BNV[rows, parents, tokens], p_BNV[rows[:, None], parents[:, None], near]
@@ -243,14 +243,6 @@ class LanternAcceptance:
         accepted = accepted_path(tree, last, drawn_tokens(rest_BV, draws))
         moved_BA = moved_BN.gather(1, _path(tree, accepted))
         return Accepted(accepted.path, accepted.length, accepted.bonus, moved_BA)
-
-
-def _each(tree: DraftTree) -> tuple[torch.Tensor, torch.Tensor]:
-    """([M] rows, [M] nodes) of all nodes but roots and padding."""
-    below = torch.ones_like(tree.tokens, dtype=torch.bool) if tree.real is None else tree.real.clone()
-    below[:, 0] = False
-    rows, nodes = below.nonzero(as_tuple=True)
-    return rows, nodes
 
 
 def _path(tree: DraftTree, accepted: Accepted) -> torch.Tensor:

@@ -1,0 +1,25 @@
+"""The demo's target is grown from a shallower one."""
+
+import copy
+
+import torch
+from transformers import LlamaForCausalLM
+
+from docs.study.make_demo_target import grow, llama_config
+
+
+def test_a_grown_target_computes_the_same_and_learns_with_all_layers() -> None:
+    torch.manual_seed(0)
+    shallow = LlamaForCausalLM(llama_config(40, layers=2, width=64, inner_width=96))
+    deep = LlamaForCausalLM(llama_config(40, layers=6, width=64, inner_width=96))
+    untouched = copy.deepcopy(deep)
+    tokens_BT = torch.randint(40, (2, 9))
+    assert not torch.allclose(deep(tokens_BT).logits, shallow(tokens_BT).logits, atol=1e-3)
+    grow(deep, shallow)
+    torch.testing.assert_close(deep(tokens_BT).logits, shallow(tokens_BT).logits)
+    for name, weight in deep.named_parameters():
+        assert "norm" in name or not torch.equal(weight, untouched.get_parameter(name)), name
+
+    deep(tokens_BT).logits.logsumexp(-1).sum().backward()
+    for layer in deep.model.layers:
+        assert layer.self_attn.o_proj.weight.grad.norm() > 0 and layer.mlp.down_proj.weight.grad.norm() > 0
