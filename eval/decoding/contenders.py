@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from draftsmith.eval.decoding.accept import Acceptance
 from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
@@ -27,6 +28,7 @@ from draftsmith.eval.decoding.proposers import (
 )
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
+from draftsmith.models.blocked import block_linears
 from draftsmith.models.c2t import check_made_for, drafter_identity
 from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
@@ -397,6 +399,7 @@ class Lineup:
         self.tokenizer = load_tokenizer(section)
         # Decoding captures the layers that each proposer reads. The target's own list is for training.
         self.target = loaded_target(section, capture_layers=(0,))
+        block_linears(self.target.layers)
         self.stop_ids = frozenset(stop_ids(self.tokenizer, self.target.model.generation_config))
         self.fingerprint = tokenizer_fingerprint(self.tokenizer)
         self.drafters: dict[Path, FeatureDrafter] = {}
@@ -472,12 +475,15 @@ class Lineup:
         if directory not in self.drafters:
             shape, _ = read_drafter_config(directory)
             self.drafters[directory] = load_drafter(directory, self.target, self.identity, shape.capture_layers)
+            for stack in self.drafters[directory].stacks:
+                block_linears(nn.ModuleList(stack))
         return self.drafters[directory]
 
     def draft_model(self, section: TargetSection) -> Target:
         key = section.model_dump_json()
         if key not in self.draft_models:
             self.draft_models[key] = load_draft_model(section)
+            block_linears(self.draft_models[key].layers)
             check_vocabulary(self.draft_models[key], self.target)
         return self.draft_models[key]
 
@@ -489,6 +495,8 @@ class Lineup:
             identity = target_identity(small, section.model, section.revision, self.fingerprint, changes)
             shape, _ = read_drafter_config(directory)
             self.small_drafters[key] = load_drafter(directory, small, identity, shape.capture_layers)
+            for stack in self.small_drafters[key].stacks:
+                block_linears(nn.ModuleList(stack))
         return self.small_drafters[key]
 
     def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:

@@ -1,0 +1,70 @@
+"""Weights of linear layers as oneDNN wants them: faster products of few rows on a CPU.
+
+PyTorch's product rearranges a weight for its kernel at each call. For the few tokens of a verification that takes as
+long as the product itself. Here it is done once, when the model is loaded for decoding. All forwards of a model then
+use the same kernels: plain decoding, verification, and the prompt's.
+
+The operations are private ones of torch (`mkldnn::_reorder_linear_weight`, `mkldnn::_linear_pointwise`; its compiler
+uses them). Where they are missing or give other numbers, layers stay as they are.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+ROWS = 16  # that the layout is made for; one for a single row is slower for more (docs/log.md)
+PROBE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # relative
+
+
+class BlockedLinear(nn.Module):
+    """A linear layer in inference."""
+
+    blocked: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("blocked", _blocked(linear.weight.detach()))
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]"""
+        return torch.ops.mkldnn._linear_pointwise(states, self.blocked, self.bias, "none", [], "")
+
+
+def block_linears(module: nn.Module) -> None:
+    """Replaces the linear layers inside a module that lies on a CPU, one after another, in place."""
+    for parent, name, linear in list(_linears(module)):
+        weight = linear.weight
+        if weight.device.type == "cpu" and able(weight.dtype):
+            setattr(parent, name, BlockedLinear(linear))
+
+
+def _linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:  # a subclass may compute something else
+                yield parent, name, child
+
+
+@cache
+def able(dtype: torch.dtype) -> bool:
+    """Whether the operations work here for this precision."""
+    if dtype not in PROBE_ERROR or not torch.backends.mkldnn.is_available():
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, states = (torch.randn(n, 40, generator=generator).to(dtype) for n in (24, 3))
+    try:
+        found = torch.ops.mkldnn._linear_pointwise(states, _blocked(weight), None, "none", [], "")
+    except (AttributeError, RuntimeError):
+        return False
+    expected = functional.linear(states.double(), weight.double())
+    return float((found - expected).abs().max()) <= PROBE_ERROR[dtype] * float(expected.abs().max())
+
+
+def _blocked(weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)

@@ -1,0 +1,57 @@
+"""Linear layers with rearranged weights give the products of those that they replace."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from draftsmith.models import blocked
+from draftsmith.models.blocked import BlockedLinear, able, block_linears
+
+needs_them = pytest.mark.skipif(not able(torch.float32), reason="needs torch's oneDNN operations")
+
+
+@needs_them
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 48), (7, 5), (1, 3), (200, 129)])
+@torch.no_grad()
+def test_products_are_those_of_the_layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+    linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
+    layer = BlockedLinear(linear)
+    for shape in ((inputs,), (1, inputs), (5, inputs), (2, 17, inputs), (1, 60, inputs), (0, inputs)):
+        states = torch.randn(*shape).to(dtype)
+        expected = functional.linear(states.double(), linear.weight.double(), linear.bias.double() if bias else None)
+        torch.testing.assert_close(
+            layer(states).double(), expected, atol=0.03, rtol=0.02
+        ) if dtype != torch.float32 else torch.testing.assert_close(
+            layer(states).double(), expected, atol=1e-4, rtol=1e-4
+        )
+    columns = torch.randn(inputs, 6).to(dtype).T  # not contiguous
+    torch.testing.assert_close(layer(columns), layer(columns.contiguous()))
+
+
+class Other(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1
+
+
+@needs_them
+def test_other_layers_and_precisions_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.ModuleDict({"inner": nn.Linear(4, 4)}), Other(4, 4), nn.Linear(4, 4).double()
+    )
+    block_linears(model)
+    assert [type(each) for each in model] == [BlockedLinear, nn.ModuleDict, Other, nn.Linear]
+    assert type(model[1]["inner"]) is BlockedLinear
+
+
+def test_where_the_operations_differ_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "_blocked", lambda weight: weight * 1.01)
+    able.cache_clear()
+    try:
+        model = nn.Sequential(nn.Linear(4, 4))
+        block_linears(model)
+        assert type(model[0]) is nn.Linear
+    finally:
+        able.cache_clear()
