@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--intermediate-size", type=int, default=704)
-    parser.add_argument("--grow-from", type=Path, help="trained target of as many layers or a half, a third, ... of them")
+    parser.add_argument("--grow-from", type=Path, help="trained target of a half or third, ... of the layers")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument(
         "--library-repeats", type=int, default=2, help="passes over the library per pass over its tests"
