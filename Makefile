@@ -14,7 +14,7 @@ NEMO := .venv-nemo
 LLAMA_CPP := .llama.cpp
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-slow lint types wheel-check ci demo demo-vision demo-target vision-target image-target study bench serve-check readers clean
+.PHONY: help install test test-slow lint types wheel-check ci demo demo-vision demo-target study-target vision-target image-target study bench serve-check readers clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,8 +52,12 @@ ci:  ## all of the above
 demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptance, in runs/demo
 	$(BIN)/draftsmith run recipes/demo.yaml
 
-demo-target: install  ## train the demo's target model again: 80 minutes
-	$(BIN)/python -m docs.study.make_demo_target --out runs/demo_target
+study-target: install  ## train the study's target again, from random weights: 80 minutes
+	$(BIN)/python -m docs.study.make_demo_target --out runs/study_target
+
+demo-target: install  ## train the demo's target again, from the study's: 40 minutes
+	$(BIN)/python -m docs.study.make_demo_target --out runs/demo_target --grow-from docs/study/target --layers 16 \
+		--steps 480 --learning-rate 2e-3 --start-share 0.4
 
 VISION := $(BIN)/draftsmith run recipes/demo-vision.yaml
 demo-vision: install  ## a drafter for a target that sees, and its baselines, in runs/demo-vision
@@ -68,7 +72,8 @@ vision-target: install  ## train the vision demo's target again: 104 minutes
 image-target: install  ## train the image demo's target again: 42 minutes
 	$(BIN)/python -m docs.study.make_image_target --out runs/demo_lantern_target
 
-study: install  ## all drafters on the demo pair, after make demo: 140 cells, more than 17 hours of a core; docs/results.md
+study: install  ## all drafters on a small target: 140 cells, more than 17 hours of a core; docs/results.md
+	$(BIN)/draftsmith regenerate docs/study/study.yaml
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.study.run
 	$(BIN)/python -m docs.study.page
 

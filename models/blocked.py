@@ -10,10 +10,14 @@ uses them). Where they are missing or give other numbers, layers stay as they ar
 
 from collections.abc import Iterator
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from draftsmith.models.feature_drafter import FeatureDrafter
 
 ROWS = 16  # that the layout is made for; one for a single row is slower for more (docs/log.md)
 PROBE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # relative
@@ -42,6 +46,12 @@ def block_linears(module: nn.Module) -> None:
         weight = linear.weight
         if weight.device.type == "cpu" and able(weight.dtype):
             setattr(parent, name, BlockedLinear(linear))
+
+
+def block_layers(drafter: "FeatureDrafter") -> None:
+    """`block_linears` in a drafter's layers. Its head and fusion read their weights in other ways, too."""
+    for stack in drafter.stacks:
+        block_linears(nn.ModuleList(stack))
 
 
 def _linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:

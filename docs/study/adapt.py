@@ -1,6 +1,6 @@
 """Adapt the demo's drafter to a fine-tuned target: tau of the old, the LoRA-adapted and the fully trained drafter.
 
-    make demo                                             # first: the drafter to adapt, in runs/demo
+    draftsmith run docs/study/study.yaml                  # first: the drafter to adapt, in runs/study-demo
     OMP_NUM_THREADS=1 python -m docs.study.adapt          # everything, into runs/adapt; prints the table
 
 The demo's target writes code. Here a LoRA teaches it another kind of question, to document a function, from the
@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.recipes.prompts.stdlib import split_of
 
-TARGET = "recipes/demo_target"
+TARGET = "docs/study/target"
 DOCSTRING_CHARACTERS = (80, 320)  # as long as the demo's answers
 MOST_QUESTION_CHARACTERS = 600
 # Peak learning rates, not searched: the demo's for LoRA, half of it for trained weights.
@@ -116,7 +116,7 @@ def fine_tune(place: Path, steps: int, rows: int = 8) -> None:
 
 def recipe(place: Path, name: str, demo: Path, **train: Any) -> Path:
     """The demo's recipe with the adapter, the new questions, and `output_dir` place/name."""
-    content = yaml.safe_load(Path("recipes/demo.yaml").read_text())
+    content = yaml.safe_load(Path("docs/study/study.yaml").read_text())
     content["output_dir"] = str(place / name)
     content["target"]["adapter"] = str(place / "adapter")
     content["data"] |= {"prompts": str(place / "train.jsonl"), "conversations": str(place / "conversations.jsonl")}
@@ -172,7 +172,7 @@ def tau(place: Path, name: str, demo: Path, drafter: Path) -> tuple[float, list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demo", type=Path, default=Path("runs/demo"), help="the demo's run")
+    parser.add_argument("--demo", type=Path, default=Path("runs/study-demo"), help="where that drafter is")
     parser.add_argument("--out", type=Path, default=Path("runs/adapt"))
     parser.add_argument("--minutes", type=float, default=0.8, help="CPU minutes of each training, without its start")
     parser.add_argument("--fine-tuning-steps", type=int, default=90)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RECIPE = "recipes/demo.yaml"
+RECIPE = "docs/study/study.yaml"
 STEPS = 600
 LONGER = (1200, 2400)  # of the arms of SCALED
 UNROLL = 6  # steps, and positions shared among specialists
@@ -295,7 +295,7 @@ class Places:
     """Folders of a study."""
 
     out: Path
-    demo: Path  # what `make demo` wrote
+    demo: Path  # where docs/study/study.yaml writes the answers
 
     @property
     def data(self) -> Path:

@@ -1,6 +1,7 @@
 """Train the demo's target model: a small Llama that answers questions about Python code.
 
-    python -m docs.study.make_demo_target --out runs/demo_target            # as shipped: 80 minutes on two CPU cores
+    python -m docs.study.make_demo_target --out runs/study_target           # the study's: 80 minutes on two CPU cores
+    make demo-target                                                        # the demo's, grown out of it: 40 minutes
     python -m docs.study.make_demo_target --out /tmp/try --steps 60         # a look at the loss
 
 Reads the running interpreter's standard library (and its test suite, if installed), holds out whole modules
@@ -324,6 +325,12 @@ def main() -> None:
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--intermediate-size", type=int, default=704)
     parser.add_argument("--grow-from", type=Path, help="trained target of a half or third, ... of the layers")
+    parser.add_argument(
+        "--start-share",
+        type=float,
+        default=0.0,
+        help="of the weights before training in the result, a mean of both (WiSE-FT, arXiv 2109.01903)",
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument(
         "--library-repeats", type=int, default=2, help="passes over the library per pass over its tests"
@@ -360,7 +367,10 @@ def main() -> None:
         f"{parameters / 1e6:.2f} M parameters; {len(library_documents)} library and {len(test_documents)} test "
         f"documents, {pass_tokens / 1e6:.2f} M tokens a pass; {seen / 1e6:.1f} M to be seen"
     )
+    start = [weight.detach().clone() for weight in model.parameters()]
     seconds = learn(model, corpus, optimizers, args)
+    for weight, before in zip(model.parameters(), start, strict=True):
+        weight.data.lerp_(before, args.start_share)
 
     model.bfloat16()
     model.generation_config.eos_token_id = tokenizer.eos_token_id

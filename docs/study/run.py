@@ -1,6 +1,6 @@
 """Compare the drafters of the EAGLE family on the demo pair: each cell adds a line to docs/study/results.jsonl.
 
-    make demo                                            # first: makes the target's answers, everyone's training data
+    draftsmith regenerate docs/study/study.yaml            # first: the answers that all train on
     python -m docs.study.run --plan                       # cells, their order, and their likely time
     python -m docs.study.run                              # all cells without a line; or: make study
     python -m docs.study.run --only 'drafter/eagle*' 'fr-spec/*'
@@ -41,6 +41,7 @@ from docs.study.cells import (
     ALL_ARMS,
     ANSWERS,
     MAIN,
+    RECIPE,
     SIZES,
     STEPS,
     TIMED,
@@ -66,7 +67,7 @@ from draftsmith.recipes.validation import validation_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "docs/study/results.jsonl"
-USUAL = Places(Path("runs/study"), Path("runs/demo"))  # lines name these, wherever this run's files are
+USUAL = Places(Path("runs/study"), Path("runs/study-demo"))  # lines name these, wherever this run's files are
 # The keys of a replayed contender that reports read.
 KEPT = (
     *("tau", "tau_interval", "rounds", "new_tokens", "accepted_per_round", "tree_nodes_per_round"),
@@ -84,7 +85,8 @@ def main() -> None:
     if options.jobs < 1:
         raise UserError(f"--jobs: {options.jobs} cells at a time; give 1 or more")
     if not (ROOT / options.demo / "conversations.jsonl").exists():
-        raise UserError(f"--demo: {options.demo / 'conversations.jsonl'} does not exist; `make demo` writes it")
+        there = options.demo / "conversations.jsonl"
+        raise UserError(f"--demo: {there} does not exist; `draftsmith regenerate {RECIPE}` writes it")
     Study(places, options.results, options.only).run(options.jobs)
 
 
@@ -96,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", metavar="PATTERN", help="cells with such names, and what they need")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; each takes a core")
     parser.add_argument("--out", type=Path, default=USUAL.out, help="folder of drafters and logs")
-    parser.add_argument("--demo", type=Path, default=USUAL.demo, help="what `make demo` wrote")
+    parser.add_argument("--demo", type=Path, default=USUAL.demo, help="where the answers are that all train on")
     parser.add_argument("--results", type=Path, default=Path(RESULTS), help=f"default: {RESULTS}")
     return parser
 

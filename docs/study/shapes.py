@@ -2,27 +2,39 @@
 
     python -m docs.study.shapes                        # on a machine that does nothing else; 1 minute a shape
     python -m docs.study.shapes --shapes 8x256 24x192  # layers x width
+    python -m docs.study.shapes --llama-cpp .llama.cpp # in llama.cpp, too, as `make serve-check` builds it
 
 Costs depend on shapes alone, so nothing is trained: a Llama of each shape, with the demo target's vocabulary and ratios
 of widths, and an EAGLE-3 drafter for it. The planner's own measurement (eval/planner/cost_model.py) times real rounds
-of the decoding loop. The last columns are what its formula then gives to a drafter of that tau.
+of the decoding loop. Its formula then gives the gains of drafters of such a tau. llama.cpp answers prompts in float32
+with and without the drafter, which tells what a round with a chain of 4 costs.
 """
 
 import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from docs.study.make_demo_target import llama_config
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.planner.cost_model import Costs, family, measure_costs, shape_of
+from draftsmith.models.blocked import block_layers, block_linears
+from draftsmith.models.chat import tokenizer_fingerprint
+from draftsmith.models.checkpoint import save_drafter, target_identity, target_layout
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
-from draftsmith.models.target import Target
+from draftsmith.models.target import Target, default_capture_layers
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.schema import TreeSection
 
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = ROOT / "docs/study/target"
 SHAPES = ((8, 256), (12, 256), (16, 256), (16, 192), (24, 192), (28, 192), (32, 192), (32, 128))  # layers, width
 VOCAB = 1024
 CONTEXT = 150
@@ -30,7 +42,8 @@ NODES = (5, 8, 16, 60)  # verified
 CHAIN = TreeSection.model_validate({"policy": "chain", "nodes": 17})
 TREE = TreeSection.model_validate({"policy": "eagle2", "nodes": 60, "draft_calls": 8, "top_k": 10})
 # Of each drafter: its tree, nodes, draft calls, and a tau that the demo's drafters reach.
-DRAFTERS = {"chain of 4, tau 2.3": (CHAIN, 5, 4, 2.3), "tree of 60, tau 3": (TREE, 60, 8, 3.0)}
+CHAIN_TAU = 2.3
+DRAFTERS = {f"chain of 4, tau {CHAIN_TAU}": (CHAIN, 5, 4, CHAIN_TAU), "tree of 60, tau 3": (TREE, 60, 8, 3.0)}
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -41,12 +54,11 @@ def shape(text: str) -> tuple[int, int]:
     return int(layers), int(width)
 
 
-def costs_of(model: Any) -> Costs:
-    """The costs of rounds with this target and an EAGLE-3 drafter for it."""
+def costs_of(model: Any, drafter: Eagle3Drafter, texts: list[list[int]]) -> Costs:
+    """The costs of rounds in our loop. Rearranges the weights of both."""
     target = Target(model)
-    vocab = DraftVocab.full(VOCAB)
-    drafter = Eagle3Drafter(Eagle3Config.for_target(target.config, VOCAB, target.capture_layers, VOCAB), vocab).eval()
-    texts = torch.randint(5, VOCAB, (4, CONTEXT), generator=torch.Generator().manual_seed(0)).tolist()
+    block_linears(target.layers)
+    block_layers(drafter)
 
     def proposer_of(tree: TreeSection) -> PolicyProposer:
         return PolicyProposer(FeatureDrafting(drafter), policy_of(tree))
@@ -54,20 +66,67 @@ def costs_of(model: Any) -> Costs:
     return measure_costs(target, proposer_of, [CHAIN, TREE], texts, CONTEXT)
 
 
+def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]], llama_cpp: Path) -> list[float]:
+    """Seconds of a plain round, and of a round with a chain of 4."""
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
+        tokenizer.save_pretrained(folder / "target")
+        model.save_pretrained(folder / "target")
+        identity = target_identity(Target(model), str(folder / "target"), None, tokenizer_fingerprint(tokenizer))
+        identity["layout"] = target_layout(model.config, torch.float32)
+        save_drafter(folder / "drafter", drafter, identity, "", {})
+        exported = ["--to", "llama.cpp", "--out", folder / "gguf", "--with-target", llama_cpp]
+        _run(ROOT / "models/export.py", folder / "drafter", *exported)
+        asked = {
+            "server": str(llama_cpp / "build/bin/llama-server"),
+            "target": str(folder / "gguf/target.gguf"),
+            "draft_tokens": 4,
+            "max_new_tokens": 100,
+            "max_model_len": 2 * CONTEXT + 100,
+            "threads": torch.get_num_threads(),
+            "cache": "f32",
+            "prompts": texts,
+        }
+        seconds = []
+        for drafter_file in (None, str(folder / "gguf/drafter.gguf")):
+            (folder / "asked.json").write_text(json.dumps(asked | {"drafter": drafter_file}))
+            _run(ROOT / "tests/serving/llamacpp_answers.py", folder / "asked.json", folder / "answered.json")
+            found = json.loads((folder / "answered.json").read_text())
+            rounds = [
+                len(answer["token_ids" if drafter_file is None else "accepted_per_round"])
+                for answer in found["answers"]
+            ]
+            seconds.append(found["decode_seconds"] / sum(rounds))
+        return seconds
+
+
+def _run(*command: object) -> None:
+    subprocess.run([sys.executable, *map(str, command)], check=True, stdout=subprocess.DEVNULL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--shapes", nargs="+", type=shape, default=SHAPES, metavar="LAYERSxWIDTH", help="targets to measure"
     )
+    parser.add_argument("--llama-cpp", type=Path, help="folder with llama.cpp's sources and build")
     options = parser.parse_args()
-    verified = " | ".join(f"T_v({nodes}) / T_t" for nodes in NODES)
-    print(f"| layers x width | MB in bfloat16 | T_t, ms | draft call / T_t | {verified} | {' | '.join(DRAFTERS)} |")
-    print("|" + "---|" * (4 + len(NODES) + len(DRAFTERS)))
+    columns = ["layers x width", "MB in bfloat16", "T_t, ms", "draft call / T_t"]
+    columns += [*(f"T_v({nodes}) / T_t" for nodes in NODES), *DRAFTERS]
+    if options.llama_cpp:
+        columns += ["llama.cpp: T_t, ms", "round with a chain of 4 / T_t", f"tau {CHAIN_TAU}"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for layers, width in options.shapes:
         torch.manual_seed(0)
-        model = LlamaForCausalLM(llama_config(VOCAB, layers, width, width * 11 // 4)).eval()
-        costs = costs_of(model)
+        model: Any = LlamaForCausalLM(llama_config(VOCAB, layers, width, width * 11 // 4)).eval()
+        capture = default_capture_layers(layers)
+        config = Eagle3Config.for_target(model.config, VOCAB, capture, VOCAB)
+        drafter = Eagle3Drafter(config, DraftVocab.full(VOCAB)).eval()
+        texts = torch.randint(5, VOCAB, (4, CONTEXT), generator=torch.Generator().manual_seed(0)).tolist()
         megabytes = 2e-6 * sum(each.numel() for each in model.parameters())
+        served = costs_in_llama_cpp(model, drafter, texts, options.llama_cpp) if options.llama_cpp else []
+        costs = costs_of(model, drafter, texts)
         call = float(costs.draft[family(CHAIN)]([16]).item()) / 16
         verify = [float(costs.verify["chain" if n <= CHAIN.most else "tree"]([n]).item()) / costs.plain for n in NODES]
         gains = []
@@ -76,6 +135,9 @@ def main() -> None:
             parts = (costs.draft[family(tree)]([calls]), costs.verify[kind]([nodes]), costs.rest[kind]([nodes]))
             gains.append(tau * costs.plain / sum(float(part.item()) for part in parts))
         numbers = [f"{1e3 * costs.plain:.1f}", *(f"{each:.2f}" for each in [call / costs.plain, *verify, *gains])]
+        if served:
+            plain, drafted = served
+            numbers += [f"{1e3 * plain:.2f}", f"{drafted / plain:.2f}", f"{CHAIN_TAU * plain / drafted:.2f}"]
         note = " (busy)" if costs.busy else ""
         print(f"| {layers} x {width} | {megabytes:.1f} | {' | '.join(numbers)} |{note}", flush=True)
 

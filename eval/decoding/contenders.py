@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from draftsmith.eval.decoding.accept import Acceptance
 from draftsmith.eval.decoding.lantern import LanternAcceptance, Relaxation
@@ -28,7 +27,7 @@ from draftsmith.eval.decoding.proposers import (
 )
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.eval.measured.benchmarks import PLAIN
-from draftsmith.models.blocked import block_linears
+from draftsmith.models.blocked import block_layers, block_linears
 from draftsmith.models.c2t import check_made_for, drafter_identity
 from draftsmith.models.causal_lm import check_vocabulary, load_draft_model
 from draftsmith.models.chat import (
@@ -475,8 +474,7 @@ class Lineup:
         if directory not in self.drafters:
             shape, _ = read_drafter_config(directory)
             self.drafters[directory] = load_drafter(directory, self.target, self.identity, shape.capture_layers)
-            for stack in self.drafters[directory].stacks:
-                block_linears(nn.ModuleList(stack))
+            block_layers(self.drafters[directory])
         return self.drafters[directory]
 
     def draft_model(self, section: TargetSection) -> Target:
@@ -495,8 +493,7 @@ class Lineup:
             identity = target_identity(small, section.model, section.revision, self.fingerprint, changes)
             shape, _ = read_drafter_config(directory)
             self.small_drafters[key] = load_drafter(directory, small, identity, shape.capture_layers)
-            for stack in self.small_drafters[key].stacks:
-                block_linears(nn.ModuleList(stack))
+            block_layers(self.small_drafters[key])
         return self.small_drafters[key]
 
     def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:

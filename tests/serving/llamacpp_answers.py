@@ -5,7 +5,7 @@
 asked.json: {"server": path of llama-server, "target", "drafter" (GGUF files; drafter may be null), "draft_tokens",
     "max_new_tokens", "max_model_len", "threads", "cache": "f32" or "f16", "prompts": [[token id]]}
 answered.json: {"answers": [{"token_ids", "accepted_per_round"}] in the order of the prompts,
-    "seconds": of all answers, prompts included, as the server measures it}
+    "seconds": of all answers, prompts included, as the server measures it, "decode_seconds": without prompts}
 
 The server's answer only has totals; its log (LLAMA_TRACE) has the accepted tokens of each round.
 """
@@ -78,7 +78,7 @@ def main(asked_file: str, answered_file: str) -> None:
         port = free.getsockname()[1]
     log = Path(answered_file).with_suffix(".log")
     answers: list[dict[str, Any]] = []
-    seconds = 0.0
+    seconds = decode_seconds = 0.0
     with log.open("wb") as written:
         server = subprocess.Popen(
             command(asked, port), stdout=written, stderr=subprocess.STDOUT, env=os.environ | {"LLAMA_TRACE": "1"}
@@ -100,6 +100,7 @@ def main(asked_file: str, answered_file: str) -> None:
                 )
                 times = answer["timings"]
                 seconds += (times["prompt_ms"] + times["predicted_ms"]) / 1000
+                decode_seconds += times["predicted_ms"] / 1000
                 answers.append({"token_ids": answer["tokens"]})
         finally:
             server.terminate()
@@ -110,7 +111,8 @@ def main(asked_file: str, answered_file: str) -> None:
         rounds[task].append(int(accepted))
     for answer, per_round in zip(answers, rounds.values(), strict=True):
         answer["accepted_per_round"] = per_round
-    Path(answered_file).write_text(json.dumps({"answers": answers, "seconds": seconds}))
+    found = {"answers": answers, "seconds": seconds, "decode_seconds": decode_seconds}
+    Path(answered_file).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
