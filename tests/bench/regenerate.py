@@ -23,7 +23,6 @@ from draftsmith.recipes.prompts.stdlib import stdlib_conversations
 from draftsmith.recipes.schema import TargetSection
 
 ROOT = Path(__file__).parents[2]
-TARGET = str(ROOT / "recipes/demo_target")
 
 
 def settings_of(args: argparse.Namespace, stops: tuple[int, ...]) -> GenerationSettings:
@@ -66,11 +65,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--drafter", help="a drafter of the demo's target")
+    parser.add_argument("--target", default=str(ROOT / "recipes/demo_target"))
+    parser.add_argument("--drafter", help="a drafter of the target")
     parser.add_argument("--draft-tokens", type=int, nargs="+", default=[3], help="each number is a way of its own")
     parser.add_argument("--continuous", action="store_true", help="measure generate_batch too: slow on CPUs")
     args = parser.parse_args()
-    section = TargetSection(model=TARGET, dtype="float32")
+    section = TargetSection(model=args.target, dtype="float32")
     model, tokenizer = load_causal_lm(section), load_tokenizer(section)
     stops = stop_ids(tokenizer, model.generation_config)
     questions = list(stdlib_conversations("heldout"))[: args.prompts]
@@ -83,7 +83,7 @@ def main() -> None:
         own = [
             f"data.generator.drafter={args.drafter}",
             f"data.generator.draft_tokens={count}",
-            f"target.model={TARGET}",
+            f"target.model={args.target}",
         ]
         writer = Writer.of(load_recipe(ROOT / "recipes/demo.yaml", own), settings_of(args, stops))
         ways[f"drafted, {count}"] = partial(written, writer)
