@@ -15,7 +15,7 @@ from draftsmith.data_gen.trees import labelling
 from draftsmith.data_gen.trees.labelled_trees import TreesManifest
 from draftsmith.eval.decoding.contenders import Lineup
 from draftsmith.models.c2t import C2tClassifier, C2tConfig
-from draftsmith.models.checkpoint import save_drafter
+from draftsmith.models.checkpoint import read_drafter, save_drafter
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files import atomic
 from draftsmith.train import c2t
@@ -182,7 +182,7 @@ def test_a_folder_that_is_all_that_is_left_is_put_back_and_nothing_of_equal_name
 def test_classifier_and_drafter_keep_what_is_not_theirs(place: Path, tmp_path: Path) -> None:
     recipe = recipe_of(place)
     lineup = Lineup(recipe.target)
-    drafter = lineup.drafter(place / "run/drafter")
+    drafter = read_drafter(place / "run/drafter", lineup.target.frozen_head)
     writers: list[Callable[[], None]] = [
         lambda: C2tClassifier(C2tConfig()).save(tmp_path / "c2t", {"metrics.jsonl": ""}),
         lambda: save_drafter(tmp_path / "drafter", drafter, lineup.identity, "", {}),

@@ -16,6 +16,7 @@ from draftsmith.recipes.schema import TargetSection
 from tests.pairs import taught, untaught
 from tests.test_regenerate import Workspace
 from tests.test_regenerate import place as place  # the fixture
+from tests.thinning import others_slow
 
 LAYERS = (0, 1, 2)  # that the drafter reads
 
@@ -35,7 +36,7 @@ def by_id(place: Workspace) -> dict[str, Any]:
     return {record["id"]: record for record in place.records()}
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 3])
+@pytest.mark.parametrize("draft_tokens", others_slow([1, 3], 3))
 def test_greedy_files_are_the_same_with_a_drafter_and_without(place: Workspace, draft_tokens: int) -> None:
     """Rows of several turns, stop tokens within accepted chains, answers cut by both limits."""
     drafted = f"data.generator.drafter={add_drafter(place)}", f"data.generator.draft_tokens={draft_tokens}"
