@@ -393,6 +393,7 @@ def check_what_a_kill_left(directory: Path) -> None:
             assert capturing.file_problem(path, said, digest=True) is None
 
 
+@pytest.mark.slow
 @needs_fork
 def test_a_capture_that_was_killed_goes_on(
     lab: CrashLab, recipe_path: Path, whole: tuple[Path, Ending], tmp_path: Path

@@ -17,6 +17,7 @@ from draftsmith.recipes.schema import TargetSection
 from tests import reference
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch
+from tests.thinning import thinned
 
 STOP = 4
 SHAPES = [[3, 4, 2], [1, 1, 1, 1], [1, 2, 1], [2, 1, 1, 3]]  # new slots of each depth
@@ -159,8 +160,7 @@ class Chain:
         return DraftTree(torch.cat(chain, dim=1), parents, self.length, is_chain=True), [self.length] * rows
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize(("family", "length"), thinned(["llama", "qwen2"], [1, 4]))
 def test_greedy_answers_are_those_of_plain_decoding(family: str, length: int) -> None:
     """By a stranger, whose drafts are wrong, and by the target itself, whose drafts are right."""
     target = Target(make_target(family))

@@ -27,6 +27,7 @@ from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.run.checkpoints import list_checkpoints, publish_checkpoint, settle
 from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
+from tests.thinning import others_slow
 from tests.training_runs import metrics, to_train
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
@@ -217,7 +218,9 @@ def test_regeneration_goes_on_behind_torn_lines(
     check_regenerated(tmp_path, whole_regeneration[0])
 
 
-@pytest.mark.parametrize("full", ["conversations.jsonl", "conversations.rejects.jsonl"])
+@pytest.mark.parametrize(
+    "full", others_slow(["conversations.jsonl", "conversations.rejects.jsonl"], "conversations.jsonl")
+)
 def test_a_full_disk_is_one_message_and_loses_nothing(
     lab: CrashLab, recipe: Path, whole_regeneration: tuple[Path, Ending], tmp_path: Path, full: str
 ) -> None:

@@ -133,7 +133,7 @@ PROPOSERS = {
 
 
 @pytest.mark.parametrize("delta", [0.1])
-@pytest.mark.parametrize("proposer", others_slow(PROPOSERS, "drawn siblings", "tree"))
+@pytest.mark.parametrize("proposer", others_slow(PROPOSERS, "drawn siblings"))
 def test_the_law_of_first_tokens_stays_within_delta(proposer: str, delta: float) -> None:
     """The first token is the prefill's. The two behind it may each move by delta."""
     sampling, length = SAMPLINGS["T=1"], 2 if proposer.startswith("drawn") else 3  # these have many outcomes

@@ -173,7 +173,14 @@ def is_fast(family: str, proposer: str, policy: str, vocabulary: str, rows: int)
     return family in ("gemma2", "gpt2") and proposer == "eagle3" and "draft" not in vocabulary
 
 
-@pytest.mark.parametrize("combination", list(meeting([each for each in EVERYTHING if is_fast(*each)])), ids=name_of)
+MEETING = list(meeting([each for each in EVERYTHING if is_fast(*each)]))
+
+
+@pytest.mark.parametrize(
+    ("combination",),
+    others_slow([(each,) for each in MEETING], *((each,) for each in meeting(MEETING, 1))),
+    ids=name_of,
+)
 def test_every_two_meet(combination: tuple[Any, ...]) -> None:
     answers = decoded(combination)
     assert [answer.token_ids for answer in answers] == expected_of(combination[0])[: len(answers)]
@@ -293,7 +300,7 @@ def test_what_cannot_be_queued_is_told() -> None:
         run(None)
 
 
-@pytest.mark.parametrize("policy", others_slow(["chain", "eagle2", "svip", "drawn chain"], "eagle2", "drawn chain"))
+@pytest.mark.parametrize("policy", others_slow(["chain", "eagle2", "svip", "drawn chain"], "drawn chain"))
 def test_sampled_answers_of_a_batch_are_those_of_each_alone(policy: str) -> None:
     """Every row keeps its own random numbers when others drop out."""
     target, prompts, _ = lengths_and_prompts("llama")

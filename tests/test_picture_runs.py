@@ -21,6 +21,7 @@ from draftsmith.train.run.validation_replay import answers_of
 from tests.conftest import VOCAB_SIZE
 from tests.ranks import ROOT, run_ranks
 from tests.store_cases import capture, files_of, rows_of
+from tests.thinning import others_slow
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import metrics, train
 
@@ -101,7 +102,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("family", "drafter", "captured_for"), CASES, ids=("vispec", "from a full store", "over eagle3", "all columns")
+    ("family", "drafter", "captured_for"),
+    others_slow(CASES, CASES[0], CASES[2]),
+    ids=("vispec", "over eagle3", "from a full store", "all columns"),
 )
 def test_a_run_from_a_store_is_one_with_the_target(
     family: str,

@@ -365,6 +365,7 @@ def test_answers_drawn_with_other_settings_are_noted(recipe_path: Path) -> None:
     assert planner.sampling_note(warm, [replace(answer, sampling=None) for answer in answers]) is None
 
 
+@pytest.mark.slow
 def test_auto_is_the_first_of_the_plan(recipe_path: Path, capsys: pytest.CaptureFixture) -> None:
     recipe = load_recipe(recipe_path, ["eval.tree={policy: auto}"])
     tree = choose_tree(Lineup(recipe.target), recipe, main_contender(recipe))
@@ -372,6 +373,7 @@ def test_auto_is_the_first_of_the_plan(recipe_path: Path, capsys: pytest.Capture
     assert line_of(tree) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_loaded_plan_s_rounds_are_those_of_decoding(recipe_path: Path) -> None:
     """Predicted tau is exactly decoding's own where it decodes what was recorded."""
     recipe = load_recipe(recipe_path)

@@ -27,6 +27,7 @@ from tests.conftest import make_target, make_tokenizer
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.ranks import ON_CPUS
 from tests.test_crashes import arguments, check_trained, cut, flip, logged, told
+from tests.thinning import others_slow
 from tests.training_runs import metrics, to_train, write_conversations
 
 pytestmark = pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
@@ -159,7 +160,8 @@ def test_200_kills_of_two_ranks_give_the_same_losses(
     told(capsys, f"two ranks, ZeRO {stage}", runs, kills, started, found)
 
 
-@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_rank_dies_while_a_checkpoint_is_written(stage: int, place: Place, tmp_path: Path) -> None:
     expected, _ = place.whole(stage)
     output = to_train(tmp_path, CONVERSATIONS)
@@ -181,7 +183,7 @@ def test_deepspeed_compiles_nothing(place: Place, compiled: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "rank", "again_after"),
-    [(0, None, 0.05), (2, 1, None), pytest.param(3, 0, None, marks=pytest.mark.slow)],
+    others_slow([(0, None, 0.05), (2, 1, None), (3, 0, None)], (0, None, 0.05)),
 )
 def test_sigterm_stops_all_ranks_after_the_same_step(
     stage: int, rank: int | None, again_after: float | None, place: Place, tmp_path: Path

@@ -93,6 +93,7 @@ def lines_of_at_most_200_bytes(path: Path) -> list[str]:
     return [piece.decode() for piece in pieces]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CAN_FORK, reason="kills forked processes")
 def test_a_kill_at_any_moment_counts_nothing_twice_and_loses_nothing(place: Path, lab: CrashLab) -> None:
     sources, seen, bad = small_corpora(place / "texts")
