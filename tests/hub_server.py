@@ -130,7 +130,7 @@ class HubServer:
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
 
     def __enter__(self) -> "HubServer":
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
