@@ -9,12 +9,14 @@ import yaml
 
 from draftsmith.data_gen import build_sam
 from draftsmith.eval import acceptance, plan
+from draftsmith.eval.decoding.contenders import Contender, contenders_of
+from draftsmith.eval.measured import evaluation
 from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.sam import StaticAutomaton
 from draftsmith.recipes.command.stages import stages_of
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import TargetSection
+from draftsmith.recipes.schema import Recipe, TargetSection, TreeSection
 from tests.compare_cases import also
 from tests.compare_cases import place as place
 from tests.report_cases import Page
@@ -138,6 +140,29 @@ def test_a_planner_plans_the_drafter_beside_sam(
     run_main(plan, place / "recipe.yaml", *settings, trees, f"eval.planner.answers={answers}")
     assert json.loads((place / "planned/plan.json").read_text())["candidates"][0]["tree"]["policy"] == "chain"
     assert "as if it drafted alone" in capsys.readouterr().out
+
+
+def test_rows_that_differ_in_their_router_share_a_plan(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[Contender] = []
+    untouched: Any = None
+
+    def choose(lineup: object, recipe: Recipe, contender: Contender) -> TreeSection:
+        planned.append(contender)
+        return TreeSection(policy="chain", nodes=2 + len(planned))
+
+    monkeypatch.setattr(evaluation, "choose_tree", choose)
+    auto = {"tree": {"policy": "auto"}}
+    rows = [
+        auto,
+        auto | {"router": {}},
+        auto | {"drafter": str(place / "other/drafter")},
+        {"tree": {"policy": "chain", "nodes": 9}},
+    ]
+    named = [{"name": str(i)} | row for i, row in enumerate(rows)]
+    recipe = load_recipe(place / "recipe.yaml", [f"eval.also={json.dumps(named)}"])
+    chosen = evaluation.with_chosen_trees(untouched, recipe, contenders_of(recipe))
+    assert [contender.tree.nodes for contender in chosen[1:]] == [3, 3, 4, 9]
+    assert [contender.router is None for contender in chosen[1:4]] == [True, False, True]
 
 
 def refused(*arguments: Any) -> str:

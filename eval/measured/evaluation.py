@@ -43,7 +43,7 @@ from draftsmith.recipes.files.atomic import partial_path, sync_to_disk
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.picture_files import data_url, store_picture
 from draftsmith.recipes.prompts.reader import Rejects
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, TreeSection
 
 
 def main(command: Command) -> None:
@@ -78,7 +78,7 @@ def evaluate_by_decoding(recipe: Recipe, contenders: list[Contender], plan: bool
                 print(f"CANNOT WORK: {full}")
             return
         lineup = Lineup(recipe.target)
-        contenders = [chosen(lineup, recipe, contender) for contender in contenders]
+        contenders = with_chosen_trees(lineup, recipe, contenders)
         with keeping_answers(partial_log(recipe)) as file:
             results = decode_all(lineup, recipe, contenders, asked, file, rejects)
             file.close()
@@ -216,12 +216,21 @@ def check_automatic(recipe: Recipe, contenders: Sequence[Contender]) -> None:
             prepared(recipe, contender, candidates_of(recipe, contender.tree))
 
 
-def chosen(lineup: Lineup, recipe: Recipe, contender: Contender) -> Contender:
-    """The contender with `auto` replaced by the fastest tree on this machine, in tree and name."""
-    if contender.tree.policy != "auto":
-        return contender
-    tree = choose_tree(lineup, recipe, contender)
-    return replace(contender, tree=tree, name=f"{contender.name}: {tree_name(tree)}")
+def with_chosen_trees(lineup: Lineup, recipe: Recipe, contenders: Sequence[Contender]) -> list[Contender]:
+    """The contenders with `auto` replaced by the fastest tree on this machine, in tree and name."""
+    planned: list[tuple[Contender, TreeSection]] = []
+    result = []
+    for contender in contenders:
+        if contender.tree.policy != "auto":
+            result.append(contender)
+            continue
+        alike = replace(contender, name="", place="", router=None)  # the planner plans the rounds beside a router
+        tree = next((tree for other, tree in planned if other == alike), None)
+        if tree is None:
+            tree = choose_tree(lineup, recipe, contender)
+            planned.append((alike, tree))
+        result.append(replace(contender, tree=tree, name=f"{contender.name}: {tree_name(tree)}"))
+    return result
 
 
 def no_room(recipe: Recipe) -> str | None:

@@ -22,8 +22,9 @@ import ast
 import hashlib
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import cycle
 from pathlib import Path
 
@@ -139,7 +140,8 @@ def conversation_of(
     }
 
 
-def library_functions(include_tests: bool = False) -> Iterator[SourceFunction]:
+@cache
+def library_functions(include_tests: bool = False) -> tuple[SourceFunction, ...]:
     """Every function and method of the standard library, file by file in sorted order.
 
     Args:
@@ -147,6 +149,7 @@ def library_functions(include_tests: bool = False) -> Iterator[SourceFunction]:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = _SKIPPED_FOLDERS if include_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS
+    functions = list[SourceFunction]()
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if skipped.intersection(parts):
@@ -158,7 +161,8 @@ def library_functions(include_tests: bool = False) -> Iterator[SourceFunction]:
         except (SyntaxError, UnicodeDecodeError, ValueError):
             continue  # deliberately broken files of the test suite
         module = ".".join(part for part in parts if part != "__init__")
-        yield from _functions_in(tree, module, prefix="")
+        functions += _functions_in(tree, module, prefix="")
+    return tuple(functions)
 
 
 def _functions_in(node: ast.AST, module: str, prefix: str) -> Iterator[SourceFunction]:
@@ -180,7 +184,7 @@ def _functions_in(node: ast.AST, module: str, prefix: str) -> Iterator[SourceFun
             yield from _functions_in(child, module, prefix)
 
 
-def _deduplicated(functions: Iterator[SourceFunction], split: str) -> list[SourceFunction]:
+def _deduplicated(functions: Iterable[SourceFunction], split: str) -> list[SourceFunction]:
     """Functions of one split: each id once, and no held-out body that a training module has."""
     by_id: dict[str, SourceFunction] = {}
     training_sources: set[str] = set()
