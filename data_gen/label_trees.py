@@ -2,7 +2,6 @@
 
     python data_gen/label_trees.py recipes/demo.yaml
     python data_gen/label_trees.py recipes/demo.yaml labels.max_rows=100000 labels.out=runs/try/trees   # smallest run
-    python data_gen/label_trees.py recipes/demo.yaml --contender "eagle3, tree of 16"     # a contender of eval.also
     python data_gen/label_trees.py recipes/demo.yaml --plan                       # what it would do
 
 Replays recorded answers: the target reads each once, and a tree is drafted at every root that decoding with these trees

@@ -3,7 +3,6 @@
     python eval/c2t_sweep.py recipes/demo.yaml
     python eval/c2t_sweep.py recipes/demo.yaml --betas 0.3 0.5 0.7 --nodes 16 60          # a quick look
     python eval/c2t_sweep.py recipes/demo.yaml eval.answers=runs/demo/eval/generations.jsonl eval.tree.draft_calls=6
-    python eval/c2t_sweep.py recipes/demo.yaml --contender "eagle3, tree of 16"          # of one under eval.also
     python eval/c2t_sweep.py recipes/demo.yaml --plan                                     # what it would do
 
 Both grow from the same drafter with the same top_k and draft_calls (15 and 10 unless eval.tree says otherwise, arXiv

@@ -121,6 +121,10 @@ ARMS = {
         "EAGLE-3, head and final norm from the target",
         *("eagle3", "train/eagle3.py", "{kind: eagle3, init_head: target_with_norm}", (_STEPS,), 0.56),
     ),
+    "eagle3.1": Arm(
+        "EAGLE-3.1",
+        *("eagle3.1", "train/eagle3.py", f"{{kind: eagle3, fc_norm: true, norm_output: true{_HEAD}}}", (_STEPS,), 0.56),
+    ),
     **{
         f"hass-top10-{weight}": Arm(
             *(f"HASS, top-10 loss of weight {weight}", "hass", "train/eagle.py", "{kind: eagle}"),
@@ -133,7 +137,7 @@ ARMS = {
 # Arms of MAIN with other losses, gradients or initial weights.
 OTHERWISE = (
     *("hass-no-top10", "hass3", "poss2-eagle3-whole", "losses-of-eagle3", "eagle3-norm"),
-    *("hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
+    *("eagle3.1", "hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
 )
 MAIN = tuple(arm for arm in ARMS if arm not in OTHERWISE)
 
