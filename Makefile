@@ -50,7 +50,7 @@ ci:  ## all of the above
 	.ci/run
 
 demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptance, in runs/demo
-	$(BIN)/draftsmith run recipes/demo.yaml
+	$(BIN)/draftsmith run recipes/demo.yaml data.states=runs/demo/states
 
 study-target: install  ## train the study's target again, from random weights: 80 minutes
 	$(BIN)/python -m docs.study.make_demo_target --out runs/study_target
@@ -86,9 +86,14 @@ $(PEER)/.installed:
 	$(PEER)/bin/python -m pip uninstall -y torchvision torchaudio  # CUDA's, which no other torch can load
 	@touch $@
 
-serve-check: install $(VLLM)/.installed $(LLAMA_CPP)/.built  ## the demo's drafter in vLLM and llama.cpp, compared with our loop, after make demo
+# As EAGLE-3 was published: llama.cpp knows no other.
+EAGLE3 := recipes/demo.yaml output_dir=runs/demo-eagle3 data.conversations=runs/demo/conversations.jsonl \
+	drafter.fc_norm=false drafter.norm_output=false train.max_steps=800
+serve-check: install $(VLLM)/.installed $(LLAMA_CPP)/.built  ## an EAGLE-3 drafter in vLLM and llama.cpp, compared with our loop, after make demo
 	$(BIN)/python -m pip install --quiet --editable ".[llama-cpp]"
-	$(BIN)/python tests/serving/serve_check.py recipes/demo.yaml --vllm $(VLLM)/bin/python --llama-cpp $(LLAMA_CPP)
+	$(BIN)/draftsmith rank-vocab $(EAGLE3)
+	$(BIN)/draftsmith train $(EAGLE3)
+	$(BIN)/python tests/serving/serve_check.py $(EAGLE3) --vllm $(VLLM)/bin/python --llama-cpp $(LLAMA_CPP)
 
 $(VLLM)/.installed:
 	$(PYTHON) -m venv $(VLLM)
