@@ -31,7 +31,8 @@ def main() -> None:
 
 def read_command() -> Command:
     command = parse_command(__doc__, extra=_options)
-    need(conversations(command.recipe))
+    if not command.plan:
+        need(conversations(command.recipe))
     return command
 
 

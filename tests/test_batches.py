@@ -23,6 +23,7 @@ from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate, collat
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
+from tests.thinning import thinned
 from tests.training_runs import metrics, train
 from tests.training_runs import recipe_path as recipe_path
 
@@ -195,8 +196,7 @@ def has_config(module: Any) -> bool:
     return hasattr(module, "config") and hasattr(module.config, "_attn_implementation")
 
 
-@pytest.mark.parametrize("way", ["its own", "masks"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("way", "name"), thinned(["its own", "masks"], FAMILIES))
 @torch.no_grad()
 def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str, way: Any) -> None:
     """In the way that the trial chooses, and by masks, which it falls back on."""

@@ -165,6 +165,17 @@ def test_the_plan_says_within_two_percent_what_is_written(
     assert manifest is not None and manifest.complete
 
 
+def test_it_can_be_planned_before_there_are_answers(
+    recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    overrides = [f"data.conversations={tmp_path / 'yet.jsonl'}", f"data.states={tmp_path / 'states'}"]
+    capture(recipe_path, *overrides, "--plan")
+    assert "yet.jsonl, which `draftsmith regenerate` has yet to write" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"yet\.jsonl does not exist; run `draftsmith regenerate` first"):
+        capture(recipe_path, *overrides)
+    assert not (tmp_path / "states").exists()
+
+
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     recipe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

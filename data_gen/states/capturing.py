@@ -86,6 +86,10 @@ def lead(team: Team, command: Command) -> None:
     directory = recipe.states_dir
     if (problem := output_problem(directory, folder=True)) is not None:
         raise UserError(f"data.states: {problem}")
+    if not recipe.conversations_path.exists():  # planned before regeneration
+        for text in early_plan_lines(recipe, directory):
+            print(text)
+        return
     rejects = Rejects(None if command.plan else recipe.training_rejects_path)
     job = job_of(recipe, rejects)
     if rejects.total:
@@ -236,6 +240,17 @@ def estimated_bytes(job: Job) -> int:
     shards = sum(map(job.shape.bytes_of_shard, job.shards))
     pictures = sum(each.length for each in inserts_of(job.rows).values()) * job.shape.hidden_size * job.itemsize
     return shards + pictures + job.bytes_of_target + MANIFEST_BYTES_A_SHARD * (2 + len(job.shards))
+
+
+def early_plan_lines(recipe: Recipe, directory: Path) -> Iterator[str]:
+    config = load_config(recipe.target).get_text_config(decoder=True)
+    layers = layers_of(recipe, config)
+    a_state = ENCODINGS[recipe.data.capture.dtype].bytes_of(config.hidden_size)
+    last = "" if config.num_hidden_layers in layers else f", and {a_state:,} of the last one where it teaches"
+    yield f"rows           of {recipe.conversations_path}, which `draftsmith regenerate` has yet to write"
+    yield f"states         {list(layers)} of every token, in {recipe.data.capture.dtype}"
+    yield f"a token        {a_state * len(layers):,} bytes of states{last}"
+    yield f"writes         {directory}"
 
 
 def capture_plan_lines(job: Job, manifest: StoreManifest, directory: Path) -> Iterator[str]:
