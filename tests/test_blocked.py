@@ -38,12 +38,11 @@ class Other(nn.Linear):
 
 @needs_them
 def test_other_layers_and_precisions_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(
-        nn.Linear(4, 4), nn.ModuleDict({"inner": nn.Linear(4, 4)}), Other(4, 4), nn.Linear(4, 4).double()
-    )
+    inside = nn.ModuleDict({"inner": nn.Linear(4, 4)})
+    model = nn.Sequential(nn.Linear(4, 4), inside, Other(4, 4), nn.Linear(4, 4).double())
     block_linears(model)
     assert [type(each) for each in model] == [BlockedLinear, nn.ModuleDict, Other, nn.Linear]
-    assert type(model[1]["inner"]) is BlockedLinear
+    assert type(inside["inner"]) is BlockedLinear
 
 
 def test_where_the_operations_differ_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
