@@ -125,6 +125,15 @@ ARMS = {
         "EAGLE-3.1",
         *("eagle3.1", "train/eagle3.py", f"{{kind: eagle3, fc_norm: true, norm_output: true{_HEAD}}}", (_STEPS,), 0.56),
     ),
+    # Which of its two norms does it?
+    "fc-norm": Arm(
+        "EAGLE-3.1, norms of the inputs alone",
+        *("eagle3.1", "train/eagle3.py", f"{{kind: eagle3, fc_norm: true{_HEAD}}}", (_STEPS,), 0.56),
+    ),
+    "norm-output": Arm(
+        "EAGLE-3.1, norm of the outputs alone",
+        *("eagle3.1", "train/eagle3.py", f"{{kind: eagle3, norm_output: true{_HEAD}}}", (_STEPS,), 0.56),
+    ),
     **{
         f"hass-top10-{weight}": Arm(
             *(f"HASS, top-10 loss of weight {weight}", "hass", "train/eagle.py", "{kind: eagle}"),
@@ -137,7 +146,7 @@ ARMS = {
 # Arms of MAIN with other losses, gradients or initial weights.
 OTHERWISE = (
     *("hass-no-top10", "hass3", "poss2-eagle3-whole", "losses-of-eagle3", "eagle3-norm"),
-    *("eagle3.1", "hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
+    *("eagle3.1", "fc-norm", "norm-output", "hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
 )
 MAIN = tuple(arm for arm in ARMS if arm not in OTHERWISE)
 
