@@ -2,8 +2,9 @@
 
     accelerate launch train/eagle3.py recipes/demo.yaml
     python train/eagle3.py recipes/demo.yaml output_dir=runs/try train.max_steps=20 train.warmup_steps=2  # try it
-    accelerate launch train/eagle3.py recipes/demo.yaml output_dir=runs/eagle3.1 drafter.fc_norm=true \\
-        drafter.norm_output=true                                                        # EAGLE-3.1
+    python train/eagle3.py recipes/demo.yaml output_dir=runs/eagle3 drafter.fc_norm=false \\
+        drafter.norm_output=false                                       # as first published, without 3.1's norms
+    python train/eagle3.py recipes/demo.yaml data.states=runs/demo/states               # from data_gen/capture.py
     python train/eagle3.py recipes/demo.yaml --plan                                     # what it would do
 
 Give the two scripts that write its inputs the same output_dir.
