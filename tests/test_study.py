@@ -136,7 +136,7 @@ def test_every_command_is_a_script_of_ours_with_a_recipe_that_loads(monkeypatch:
                 assert loaded.train.seed == cell.seed
                 assert cell.kind in ("timing", "unrolled") or loaded.train.learning_rate == (cell.rate or 4e-3)
                 assert loaded.drafter.vocab_size is None
-    assert seen == {"data", "answers", "rate", "drafter", "sampled", "fr-spec", "c2t", "unrolled", "timing"}
+    assert seen == set(study_cells._MAKERS)
 
 
 def test_arms_differ_in_the_drafter_and_its_publication_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +192,17 @@ if kind == "data":
 elif kind == "answers":
     lines = [json.dumps({"id": f"a{i}", "turns": [{"output_token_ids": [1] * 11}]}) for i in range(30)]
     write(out / "heldout" / "conversations.jsonl", "\\n".join(lines) + "\\n")
-elif kind in ("rate", "drafter", "unrolled"):
+elif kind == "demo-answers":
+    lines = [json.dumps({"id": f"a{i}", "turns": [{"output_token_ids": [1] * 11}]}) for i in range(30)]
+    write(folder / "heldout" / "conversations.jsonl", "\\n".join(lines) + "\\n")
+    for file in ("draft_vocab.safetensors", "states1/manifest.json", "states3/manifest.json"):
+        write(folder / file, "x")
+elif kind in ("rate", "drafter", "unrolled", "demo"):
     middle = name.endswith("0.004")
     write(folder / "metrics.jsonl", json.dumps({"validation_loss": 1.0, "replay_tau": 2.0 + middle}) + "\\n")
     if not (folder / "checkpoints").exists():
         write(folder / "checkpoints" / "by", name)
-if kind == "drafter":
+if kind in ("drafter", "demo"):
     header = {"fc": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
               "d2t": {"dtype": "I64", "shape": [7], "data_offsets": [48, 104]}, "__metadata__": {"a": "b"}}
     text = json.dumps(header).encode()
@@ -209,10 +214,14 @@ if kind == "sampled":
                                   for own in ("long name", "chain of 6")}
     write(folder / "eval" / "acceptance.json",
           json.dumps({"contender": "long name", "baseline": "plain", "contenders": contenders}))
-if kind in ("drafter", "fr-spec"):
+if kind == "demo-speed":
+    row = {"tau": 2.5, "tau_interval": [2, 3], "tokens_per_second": 9.0, "speedup": 1.5, "speedup_interval": [1, 2],
+           "matches_target": True}
+    write(folder / "eval" / "acceptance.json", json.dumps({"contenders": {"EAGLE-2, chain of 4": row}}))
+if kind in ("drafter", "fr-spec", "demo"):
     keys = ["tau", "tau_interval", "rounds", "new_tokens", "accepted_per_round", "tree_nodes_per_round",
             "draft_calls_per_round", "acceptance_by_position", "acceptance_by_position_interval", "tree"]
-    names = ["long name", "chain of 6"] if kind == "drafter" else ["long name", "128", "256", "512", "768"]
+    names = ["long name", "chain of 6"] if kind != "fr-spec" else ["long name", "128", "256", "512", "768"]
     contenders = {"plain": {}} | {own: {key: 0.5 for key in keys} for own in names}
     write(folder / "eval" / "replay" / "acceptance.json",
           json.dumps({"contender": "long name", "baseline": "plain", "contenders": contenders}))
@@ -243,7 +252,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def replaced(setattr_: Callable[[Any, str, Any], None], root: Path, pause: str = "-") -> None:
     def fake(cell: Cell, places: Places, lines: Any) -> list[list[str]]:
-        if cell.kind == "drafter":
+        if cell.kind in ("drafter", "demo"):
             best_rate(ALL_ARMS[cell.arm].family, lines)  # as the real ones: the search must be over
         return [["script.py", cell.name, cell.kind, str(places.out), pause]]
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 RECIPE = "docs/study/study.yaml"
+DEMO = "recipes/demo.yaml"  # of the demo's target, which is deeper
 STEPS = 600
+DEMO_STEPS = 2400  # for the demo's target
 LONGER = (1200, 2400)  # of the arms of SCALED
 UNROLL = 6  # steps, and positions shared among specialists
 SEEDS = (0, 1, 2)
@@ -166,6 +168,12 @@ LOSSES = {
     ),
 }
 ALL_ARMS = ARMS | LOSSES
+ON_DEMO = ("eagle2", "eagle3", "eagle3.1", "hass-no-top10", "poss2")  # arms that the demo's target has, too
+SPEEDS = {  # the trees by which they are timed there
+    "tree of 16": "{policy: eagle2, nodes: 16, draft_calls: 5, top_k: 4}",
+    "chain of 4": "{policy: chain, nodes: 5}",
+}
+SPEED_PROMPTS = 60
 SAMPLED = 100  # held-out prompts to answer at temperature 1
 SCALED = ("eagle3", "eagle2")  # arms of the data figure
 RATE_ARM = {arm.family: name for name, arm in reversed(ARMS.items())}  # the first of each family searches for it
@@ -196,6 +204,11 @@ def unrolled_name(arm: str, seed: int = 0) -> str:
 
 def rate_name(family: str, rate: float) -> str:
     return f"rate/{family}/{rate:g}"
+
+
+def on_demo(name: str) -> str:
+    """The cell of the demo's target that is like the named one of the study's."""
+    return f"demo/{name}"
 
 
 def drafter_name(arm: str, size: int = ALL, seed: int = 0, steps: int = STEPS) -> str:
@@ -292,12 +305,24 @@ def cells(lines: Lines) -> list[Cell]:
     for seed in SEEDS:
         for arm in OTHERWISE:
             drafter(arm, ALL, seed)
+    add(Cell(on_demo("answers"), "demo-answers", 600))
+    for seed in SEEDS:
+        for arm in ON_DEMO:
+            family = ARMS[arm].family
+            needs = (on_demo("answers"), *(rate_name(family, rate) for rate in rates_of(family, lines)))
+            name, seconds = demo_name(arm, seed), 120 + DEMO_STEPS * ARMS[arm].seconds_per_step
+            add(Cell(name, "demo", seconds, needs, arm, seed=seed, steps=DEMO_STEPS))
+    add(Cell(on_demo("speed"), "demo-speed", 600, tuple(demo_name(arm) for arm in ON_DEMO)))
     for seed in SEEDS:
         for arm in ("eagle3", *LOSSES):
             drafter(arm, ALL, seed)
             add(Cell(sampled_name(arm, seed), "sampled", 120, (drafter_name(arm, ALL, seed),), arm, seed=seed))
     add(Cell("timing", "timing", 25 * (TIMED + 1) * len(MAIN), ("data", "answers")))
     return list(found.values())
+
+
+def demo_name(arm: str, seed: int = 0) -> str:
+    return on_demo(drafter_name(arm, seed=seed, steps=DEMO_STEPS))
 
 
 # The files of a cell, and the commands that make them.
@@ -327,6 +352,14 @@ class Places:
         """The library's text, a corpus of foreign text."""
         return self.out / "library" / "library.jsonl"
 
+    @property
+    def demo_heldout(self) -> Path:
+        return self.of(on_demo("answers")) / "heldout" / "conversations.jsonl"
+
+    def demo_states(self, arm: str) -> Path:
+        """The store that an arm's training reads: the last state, or those of EAGLE-3."""
+        return self.of(on_demo("answers")) / ("states3" if "eagle3" in ARMS[arm].drafter else "states1")
+
     def conversations(self, size: int) -> Path:
         return self.data / f"{SIZES[size]}.jsonl"
 
@@ -344,7 +377,10 @@ class Places:
             return [*map(self.conversations, SIZES), self.data / "draft_vocab.safetensors", self.counts]
         if cell.kind == "answers":
             return [self.answers]
-        if cell.kind == "drafter":
+        if cell.kind == "demo-answers":
+            stores = {self.demo_states(arm) / "manifest.json" for arm in ON_DEMO}
+            return [self.demo_heldout, self.of(cell.name) / "draft_vocab.safetensors", *sorted(stores)]
+        if cell.kind in ("drafter", "demo"):
             return [self.of(cell.name) / "drafter" / "model.safetensors"]
         return []
 
@@ -359,17 +395,37 @@ def _data(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     return [["data_gen/rank_vocab.py", RECIPE, *own, "drafter.vocab_size=null"]]
 
 
+ASKED = ("data.prompts=stdlib:heldout", f"data.max_prompts={ANSWERS}", "data.contamination=off")
+
+
 def _answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    asked = ["data.prompts=stdlib:heldout", f"data.max_prompts={ANSWERS}", "data.contamination=off"]
-    return [["data_gen/regenerate.py", RECIPE, f"output_dir={places.answers.parent}", *asked]]
+    return [["data_gen/regenerate.py", RECIPE, f"output_dir={places.answers.parent}", *ASKED]]
 
 
-def training(cell: Cell, places: Places, rate: float) -> list[str]:
-    """The recipe's overrides for training a cell's drafter."""
+def _demo_answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    own = f"output_dir={places.of(cell.name)}"
+    captures = {places.demo_states(arm): ARMS[arm].drafter for arm in ON_DEMO if arm in ("eagle2", "eagle3")}
+    return [
+        ["data_gen/regenerate.py", DEMO, own],
+        ["data_gen/regenerate.py", DEMO, f"output_dir={places.demo_heldout.parent}", *ASKED],
+        ["data_gen/rank_vocab.py", DEMO, own, "drafter.vocab_size=null"],
+        *(
+            ["data_gen/capture.py", DEMO, own, f"data.states={place}", f"drafter={drafter}"]
+            for place, drafter in captures.items()
+        ),
+    ]
+
+
+def training(cell: Cell, places: Places, rate: float, conversations: Path | None = None) -> list[str]:
+    """The recipe's overrides for training a cell's drafter.
+
+    Args:
+        conversations: default: the study's.
+    """
     arm = ALL_ARMS[cell.arm]
     return [
         f"output_dir={places.of(cell.name)}",
-        f"data.conversations={places.conversations(cell.size)}",
+        f"data.conversations={conversations or places.conversations(cell.size)}",
         f"drafter={arm.drafter}",
         *arm.train,
         f"train.learning_rate={rate:g}",
@@ -400,11 +456,43 @@ def _rate(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 def _drafter(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     own = training(cell, places, best_rate(ALL_ARMS[cell.arm].family, lines))
-    replay = replaying(places, places.of(cell.name), places.of(cell.name) / "drafter")
+    replay = replaying(places.of(cell.name), places.of(cell.name) / "drafter", places.answers, places.counts)
     return [
         [ALL_ARMS[cell.arm].script, RECIPE, *own],
         [*replay, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"],
     ]
+
+
+def _demo(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    data = places.of(on_demo("answers"))
+    own = training(cell, places, best_rate(ARMS[cell.arm].family, lines), data / "conversations.jsonl")
+    replay = replaying(
+        places.of(cell.name),
+        places.of(cell.name) / "drafter",
+        places.demo_heldout,
+        data / "token_counts.safetensors",
+        DEMO,
+    )
+    return [
+        [ARMS[cell.arm].script, DEMO, *own, f"data.states={places.demo_states(cell.arm)}"],
+        [*replay, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"],
+    ]
+
+
+def speed_name(arm: str, tree: str) -> str:
+    return f"{ARMS[arm].name}, {tree}"
+
+
+def _demo_speed(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    """All contenders take turns prompt by prompt, so that other load on the machine affects all alike."""
+    rows = [
+        f"{speed_name(arm, tree)}: eval.drafter={places.of(demo_name(arm)) / 'drafter'} eval.tree={shape}"
+        for arm in ON_DEMO
+        for tree, shape in SPEEDS.items()
+    ]
+    first = places.of(demo_name(ON_DEMO[0])) / "drafter"
+    own = [f"output_dir={places.of(cell.name)}", f"eval.drafter={first}", f"eval.max_prompts={SPEED_PROMPTS}"]
+    return [["eval/acceptance.py", DEMO, *own, "eval.also=[]", "--compare", *rows]]
 
 
 def _unrolled(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
@@ -422,11 +510,11 @@ def _unrolled(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     return [[ALL_ARMS[cell.arm].script, RECIPE, *own, *(f"{key}={value}" for key, value in changed.items())]]
 
 
-def replaying(places: Places, out: Path, drafter: Path) -> list[str]:
+def replaying(out: Path, drafter: Path, answers: Path, counts: Path, recipe: str = RECIPE) -> list[str]:
     """eval/acceptance.py along the held-out answers, by the recipe's tree of 60."""
-    along = ["eval.mode=replay", f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}", "eval.also=[]"]
-    drafter_and_counts = [f"eval.drafter={drafter}", f"eval.token_counts={places.counts}"]
-    return ["eval/acceptance.py", RECIPE, f"output_dir={out}", *drafter_and_counts, *along]
+    along = ["eval.mode=replay", f"eval.answers={answers}", f"eval.max_prompts={ANSWERS}", "eval.also=[]"]
+    drafter_and_counts = [f"eval.drafter={drafter}", f"eval.token_counts={counts}"]
+    return ["eval/acceptance.py", recipe, f"output_dir={out}", *drafter_and_counts, *along]
 
 
 def _sampled(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
@@ -447,8 +535,7 @@ def _fr_spec(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
         sources = f"data.ranking.sources=[{{source: {places.library}}}]"
         first = [["data_gen/rank_vocab.py", RECIPE, f"output_dir={own}", conversations, "drafter.vocab_size=null"]]
         first[0].append(sources)
-    replay = replaying(places, own, places.of(drafter_name(cell.arm)) / "drafter")
-    replay = [f"eval.token_counts={counts}" if part.startswith("eval.token_counts=") else part for part in replay]
+    replay = replaying(own, places.of(drafter_name(cell.arm)) / "drafter", places.answers, counts)
     cuts = [f"{size}: eval.tree.vocab_size={size}" for size in CUTS]
     return [*first, [*replay, "--compare", *cuts]]
 
@@ -506,6 +593,9 @@ def _timing(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 _MAKERS: dict[str, Callable[[Cell, Places, Lines], list[list[str]]]] = {
     "data": _data,
     "answers": _answers,
+    "demo-answers": _demo_answers,
+    "demo": _demo,
+    "demo-speed": _demo_speed,
     "rate": _rate,
     "drafter": _drafter,
     "sampled": _sampled,

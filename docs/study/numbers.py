@@ -22,6 +22,7 @@ from docs.study.cells import (
     TREE,
     Lines,
     drafter_name,
+    on_demo,
     unrolled_name,
 )
 from draftsmith.eval.measured.metrics import bootstrap
@@ -54,14 +55,23 @@ def over_seeds(gain: Estimate) -> tuple[float, float] | None:
 
 
 class Found:
-    """The lines of a study.
+    """The lines of a study, of the study's target.
+
+    Attributes:
+        lines: by cell.
+        demo: the lines of the demo's target, named alike; None: there are none.
+        all_lines: of both.
 
     Raises:
         UserError: lines of different held-out answers.
     """
 
     def __init__(self, lines: Lines):
-        self.lines = lines
+        prefix = on_demo("")
+        self.all_lines = lines
+        self.lines = {name: line for name, line in lines.items() if not name.startswith(prefix)}
+        demo = {name.removeprefix(prefix): line for name, line in lines.items() if name.startswith(prefix)}
+        self.demo = Found(demo) if demo else None
         self._check_answers()
 
     def _check_answers(self) -> None:

@@ -23,14 +23,17 @@ from docs.study.cells import (
     ARMS,
     CHAIN,
     CUTS,
+    DEMO_STEPS,
     LONGER,
     LONGEST_ANSWER,
     LOSSES,
+    ON_DEMO,
     OTHERWISE,
     RATE_ARM,
     SCALED,
     SEEDS,
     SIZES,
+    SPEEDS,
     STEPS,
     TREE,
     UNROLL,
@@ -38,9 +41,11 @@ from docs.study.cells import (
     best_rate,
     cells,
     current,
+    on_demo,
     rate_name,
     rates_of,
     sampled_name,
+    speed_name,
 )
 from docs.study.numbers import Estimate, Found, over_seeds
 from docs.study.run import RESULTS, read_lines
@@ -194,10 +199,10 @@ def in_percent(found: Estimate | None) -> str:
 
 
 def progress(found: Found) -> list[str]:
-    every = cells(found.lines)
-    left = [cell.name for cell in every if cell.name not in found.lines]
-    commits = list(dict.fromkeys(line["commit"].rstrip("+") for line in found.lines.values()))
-    hours = sum(line["seconds"] for line in found.lines.values()) / 3600
+    every = cells(found.all_lines)
+    left = [cell.name for cell in every if cell.name not in found.all_lines]
+    commits = list(dict.fromkeys(line["commit"].rstrip("+") for line in found.all_lines.values()))
+    hours = sum(line["seconds"] for line in found.all_lines.values()) / 3600
     done = f"{len(every) - len(left)} of {len(every)} cells done in at least {hours:.1f} processor hours"
     return [f"{done}, at commit{'s' * (len(commits) > 1)} {', '.join(commits)}." if commits else f"{done}."]
 
@@ -411,6 +416,29 @@ def longer(found: Found) -> list[str]:
     return table(head, rows)
 
 
+def on_the_demo(found: Found) -> list[str]:
+    """The demo's deeper target: taus, gains and speed-ups."""
+    speeds = found.all_lines.get(on_demo("speed"), {}).get("speeds", {})
+    rows = []
+    for arm in ON_DEMO:
+        own = found.demo
+        tree = own.tau(arm, steps=DEMO_STEPS) if own else None
+        chain = own.tau(arm, CHAIN, steps=DEMO_STEPS) if own else None
+        gain = own.ratio(arm, "eagle2", steps=DEMO_STEPS) if own else None
+        timed = [speeds.get(speed_name(arm, name)) for name in SPEEDS]
+        shown = [
+            f"{each['speedup']:.2f} [{each['speedup_interval'][0]:.2f}, {each['speedup_interval'][1]:.2f}]"
+            if each
+            else NOT_RUN
+            for each in timed
+        ]
+        rows.append(
+            [ARMS[arm].name, with_interval(tree), seeds_of(tree), in_percent(gain), with_interval(chain), *shown]
+        )
+    head = ["arm", "tau, tree of 60", "seeds 0, 1, 2", "vs. EAGLE-2", "tau, chain of 6"]
+    return table([*head, *(f"speed-up, {name}" for name in SPEEDS)], rows)
+
+
 def endings(found: Found) -> list[str]:
     """tau along answers that ended by themselves, and along those that were cut off."""
     rows = []
@@ -510,6 +538,7 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
     "positions-tree": positions(TREE, 8),
     "steps": steps,
     "longer": longer,
+    "demo": on_the_demo,
     "endings": endings,
     "data": data,
     "fr-spec": fr_spec,

@@ -56,6 +56,7 @@ from docs.study.cells import (
     commands,
     current,
     drafter_name,
+    on_demo,
     outdated,
     same_training,
 )
@@ -73,6 +74,7 @@ KEPT = (
     *("tau", "tau_interval", "rounds", "new_tokens", "accepted_per_round", "tree_nodes_per_round"),
     *("draft_calls_per_round", "acceptance_by_position", "acceptance_by_position_interval"),
 )
+SPEED_KEPT = ("tau", "tau_interval", "tokens_per_second", "speedup", "speedup_interval", "matches_target")
 
 
 def main() -> None:
@@ -195,7 +197,7 @@ def is_made(cell: Cell, places: Places, lines: Lines) -> bool:
     """Whether a cell's files exist; a drafter's must be made by today's commands."""
     if not all((ROOT / path).exists() for path in places.made_by(cell)):
         return False
-    if cell.kind != "drafter":
+    if cell.kind not in ("drafter", "demo"):
         return True
     note = ROOT / places.of(cell.name) / "commands.json"
     wanted = commands(cell, places, lines)
@@ -355,7 +357,7 @@ class Study:
             Stopped: the study is to end.
         """
         folder = ROOT / self.places.of(cell.name)
-        if cell.kind != "drafter" and cell.name in outdated(read_lines(self.results)):
+        if cell.kind not in ("drafter", "demo") and cell.name in outdated(read_lines(self.results)):
             shutil.rmtree(folder, ignore_errors=True)  # the same commands measured another drafter
         folder.mkdir(parents=True, exist_ok=True)
         wanted = commands(cell, self.places, lines)
@@ -415,6 +417,10 @@ def prepare(cell: Cell, places: Places, lines: Lines) -> None:
     """Puts the files in place that the cell's scripts read but none writes."""
     if cell.kind == "data":
         write_shares(ROOT / places.demo / "conversations.jsonl", places)
+    elif cell.kind == "demo":
+        own = ROOT / places.of(cell.name)
+        own.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / places.of(on_demo("answers")) / "draft_vocab.safetensors", own)
     elif cell.kind in ("rate", "drafter", "unrolled", "timing"):
         # A draft vocabulary of all tokens is the same for all shares of the data.
         own = places.of(cell.name)
@@ -473,15 +479,16 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
         files = {name: ROOT / places.conversations(size) for size, name in SIZES.items()}
         sizes = {name: len(path.read_bytes().splitlines()) - VALIDATION for name, path in files.items()}
         return {"training_conversations": sizes, "validation_conversations": VALIDATION}
-    if cell.kind == "answers":
+    if cell.kind in ("answers", "demo-answers"):
+        heldout = places.answers if cell.kind == "answers" else places.demo_heldout
         turns = {
             record["id"]: [len(turn["output_token_ids"]) for turn in record["turns"]]
-            for record in map(json.loads, (ROOT / places.answers).read_bytes().splitlines())
+            for record in map(json.loads, (ROOT / heldout).read_bytes().splitlines())
         }
         return {"answers": len(turns), "tokens_by_answer": [sum(turns[id_]) for id_ in sorted(turns)]}
     if cell.kind == "rate":
         return {"learning_rate": cell.rate, "steps": cell.steps, "validation": _validation(folder)}
-    if cell.kind == "drafter":
+    if cell.kind in ("drafter", "demo"):
         return {
             "learning_rate": best_rate(ALL_ARMS[cell.arm].family, lines),
             "steps": cell.steps,
@@ -503,7 +510,11 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
             return measured | {"replay": replayed(folder / "eval" / "replay")}
         sweep = json.loads((folder / "eval" / "c2t_sweep.json").read_bytes())
         return measured | {key: sweep[key] for key in ("answers", "points", "at_equal_tau")}
-    return {"milliseconds": timed(folder), "load_average": round(os.getloadavg()[0], 2), "cores": os.cpu_count()}
+    load = {"load_average": round(os.getloadavg()[0], 2), "cores": os.cpu_count()}
+    if cell.kind == "demo-speed":
+        content = json.loads((folder / "eval" / "acceptance.json").read_bytes())["contenders"]
+        return {"speeds": {name: {key: own[key] for key in SPEED_KEPT} for name, own in content.items()}} | load
+    return {"milliseconds": timed(folder)} | load
 
 
 def _validation(folder: Path) -> dict[str, Any]:
