@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def starter_recipe(model: str, prompts: str, name: str, path: Path) -> str:
-    """The text of a recipe that trains an EAGLE-3 drafter for `model`.
+    """The text of a recipe that trains an EAGLE-3.1 drafter for `model`.
 
     Args:
         prompts: data.prompts.
@@ -86,7 +86,7 @@ def starter_recipe(model: str, prompts: str, name: str, path: Path) -> str:
     switch = next((switch for switch in THINKING_SWITCHES if re.search(rf"\b{switch}\b", template)), None)
     own = prompts != PROMPTS
     lines = f"""\
-# EAGLE-3 for {model}: {_count(size.parameters)} parameters, {text.num_hidden_layers} layers of width {hidden:,},
+# EAGLE-3.1 for {model}: {_count(size.parameters)} parameters, {text.num_hidden_layers} layers of width {hidden:,},
 # {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`: the numbers are a start, not a result.
 # docs/recipes.md explains them, recipes/schema.py lists every key.
 #
@@ -113,6 +113,8 @@ data:
 drafter:
   kind: eagle3 | reads states {", ".join(map(str, layers))} of {text.num_hidden_layers}, the default
   vocab_size: {f"{DRAFT_VOCAB} | of {vocabulary:,}: the most frequent ones" if cut else f"null | all {vocabulary:,}"}
+  fc_norm: true | EAGLE-3.1, with the next line; leave both out for llama.cpp
+  norm_output: true
 
 train:
   epochs: 2
