@@ -136,6 +136,12 @@ ARMS = {
         "EAGLE-3.1, norm of the outputs alone",
         *("eagle3.1", "train/eagle3.py", f"{{kind: eagle3, norm_output: true{_HEAD}}}", (_STEPS,), 0.56),
     ),
+    "poss2-eagle3.1": Arm(  # takes EAGLE-3.1's rate without a search
+        *("PosS-2 over EAGLE-3.1", "eagle3.1", "train/poss.py"),
+        _poss(2, "eagle3", f", fc_norm: true, norm_output: true{_HEAD}"),
+        (_STEPS,),
+        0.8,
+    ),
     **{
         f"hass-top10-{weight}": Arm(
             *(f"HASS, top-10 loss of weight {weight}", "hass", "train/eagle.py", "{kind: eagle}"),
@@ -148,7 +154,8 @@ ARMS = {
 # Arms of MAIN with other losses, gradients or initial weights.
 OTHERWISE = (
     *("hass-no-top10", "hass3", "poss2-eagle3-whole", "losses-of-eagle3", "eagle3-norm"),
-    *("eagle3.1", "fc-norm", "norm-output", "hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
+    *("eagle3.1", "fc-norm", "norm-output", "poss2-eagle3.1"),
+    *("hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
 )
 MAIN = tuple(arm for arm in ARMS if arm not in OTHERWISE)
 

@@ -69,6 +69,7 @@ COMPARED = (
     *(("matched-eagle3", "eagle3"), ("poss2-eagle3", "matched-eagle3")),
     *(("losses-of-eagle3", "eagle2"), ("losses-of-eagle3", "eagle3"), ("eagle3-norm", "eagle3")),
     *(("eagle3.1", base) for base in ("eagle3", "eagle2", "hass-no-top10", "poss2")),
+    *(("fc-norm", "eagle3"), ("norm-output", "eagle3"), ("poss2-eagle3.1", "eagle3.1")),
     *((f"hass-top10-{weight}", "hass-no-top10") for weight in ("0.3", "0.1", "0.03")),
 )
 # (claim, finding of the paper or its reviewers, arm, the arm that it beats)
@@ -88,6 +89,7 @@ CLAIMS = (
     ("The target's final norm before EAGLE-3's head helps", "not reported", "eagle3-norm", "eagle3"),
     ("EAGLE-3.1's norms help EAGLE-3", "up to twice as much at long context (arXiv 2605.09992)", "eagle3.1", "eagle3"),
     ("EAGLE-3.1 beats EAGLE-2", "not reported", "eagle3.1", "eagle2"),
+    ("PosS-2 over EAGLE-3.1 beats EAGLE-3.1, detached", "not reported", "poss2-eagle3.1", "eagle3.1"),
     ("A top-10 loss of weight 0.1 helps HASS", "published with weight 1", "hass-top10-0.1", "hass-no-top10"),
 )
 # (file, title, arms): few arms each, because their intervals overlap.
