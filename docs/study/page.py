@@ -94,7 +94,7 @@ CLAIMS = (
 )
 # (file, title, arms): few arms each, because their intervals overlap.
 DRAWN_POSITIONS = (
-    ("positions", "Acceptance by draft position, chain of 6", ("eagle2", "hass", "eagle3")),
+    ("positions", "Acceptance by draft position, chain of 6", ("eagle2", "hass", "eagle3", "eagle3.1")),
     ("positions_poss", "PosS vs. HASS, chain of 6", ("hass", "poss1", "poss2", "poss3")),
     ("positions_poss_eagle3", "PosS over EAGLE-3, chain of 6", ("eagle3", *(f"poss{n}-eagle3" for n in (1, 2, 3)))),
 )
@@ -313,14 +313,15 @@ def claims(found: Found) -> list[str]:
     growth = found.growth("eagle3", "eagle2", (1, ALL))
     seen = NOT_RUN if growth is None else _side(growth.interval)
     rows.append(["EAGLE-3 gains more from eight times the data", "it rises, EAGLE-2 hardly (in a figure)", both, seen])
-    level, of_both = found.level("eagle3", "eagle2", LEVEL), NOT_RUN
-    if level is not None:
-        of_both = "; ".join(
-            f"{ARMS[arm].name} {own[0]:.0f} to {own[LEVEL - 1]:.0f} %"
-            for arm, own in ((arm, _mean_by_step(found, arm)) for arm in ("eagle3", "eagle2"))
-        )
-    about = f"EAGLE-3's accuracy falls less from step 1 to {LEVEL}"
-    rows.append([about, "acceptance stays nearly level, EAGLE's falls (in a figure)", of_both, verdict(level)])
+    for arm in ("eagle3", "eagle3.1"):
+        level, of_both = found.level(arm, "eagle2", LEVEL), NOT_RUN
+        if level is not None:
+            of_both = "; ".join(
+                f"{ARMS[each].name} {own[0]:.0f} to {own[LEVEL - 1]:.0f} %"
+                for each, own in ((each, _mean_by_step(found, each)) for each in (arm, "eagle2"))
+            )
+        about = f"{ARMS[arm].name}'s accuracy falls less from step 1 to {LEVEL}"
+        rows.append([about, "acceptance stays nearly level, EAGLE's falls (in a figure)", of_both, verdict(level)])
     kept = found.share_of("fr-spec/answers", "512", TREE)
     here, seen = NOT_RUN, NOT_RUN
     if kept is not None:
