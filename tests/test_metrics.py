@@ -186,7 +186,8 @@ def test_ratios_to_the_main_contender_are_paired() -> None:
     assert rows["faster"]["tau_ratio_interval"] == [1.0, 1.0]
     low, high = rows["faster"]["tokens_per_second_interval"]
     assert low < rows["main"]["tokens_per_second_interval"][1] and high > 1.25 * low
-    assert rows["main"]["speed_ratio"] == 1.0
+    assert rows["main"]["speed_ratio"] == rows["faster"]["fastest_ratio"] == 1.0
+    assert rows["main"]["fastest_ratio_interval"] == [1.25, 1.25]
 
 
 def test_what_was_not_timed_has_no_speeds() -> None:

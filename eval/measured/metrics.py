@@ -18,6 +18,7 @@
                             long answers weigh more
     mean_prompt_speedup     the mean of that ratio over prompts: every prompt weighs the same
     tau_ratio, speed_ratio  tau, and tokens per second, over those of the main contender
+    fastest_ratio           tokens per second of the fastest contender that drafts, over this one's
     matches_target          measured: every greedy answer equals plain decoding's of the same run and precision, token
                             for token; null if answers were drawn. False is a defect in float32. In bfloat16 and
                             float16, and with int8 or int4 weights, it is rounding: a forward over several tokens rounds
@@ -42,6 +43,7 @@ together, so the intervals of ratios are paired: the difficulty of a prompt canc
 clearly even if their own intervals overlap.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -57,6 +59,7 @@ CHUNK = 200  # resamplings multiplied at a time: their counts are floats then
 SUMMED = (
     *("tokens", "rounds", "accepted", "nodes", "calls", "draft", "verify", "seconds"),
     *("plain_tokens", "plain_rounds", "plain_seconds", "main_tokens", "main_rounds", "main_seconds"),
+    *("fastest_tokens", "fastest_rounds", "fastest_seconds"),
     *("inner_tokens", "inner_rounds", "moved"),
     *("prompt_speedup", "has_speedup"),
 )
@@ -75,7 +78,8 @@ class Turns:
     """One contender's turns as numbers, to sum over any subset.
 
     Args:
-        generations, baseline, main: one each per turn, in the same order; plain decoding's and the main contender's.
+        generations, baseline, main, fastest: one each per turn, in the same order; plain decoding's, the main
+            contender's, and the fastest one's.
         own_plain: plain decoding's in the contender's precision; None: `baseline`.
 
     Attributes:
@@ -93,11 +97,12 @@ class Turns:
         generations: Sequence[Generation],
         baseline: Sequence[Generation],
         main: Sequence[Generation],
+        fastest: Sequence[Generation],
         own_plain: Sequence[Generation] | None = None,
     ):
         pairs = list(zip(generations, baseline, strict=True))
         depth = 1 + max((max(g.accepted_per_round, default=0) for g, _ in pairs), default=0)
-        self.sums = np.array([_sums(g, b, m) for (g, b), m in zip(pairs, main, strict=True)], dtype=float)
+        self.sums = np.array([_sums(*turn) for turn in zip(generations, baseline, main, fastest, strict=True)], float)
         self.histogram = np.array([_counts(g.accepted_per_round, depth) for g, _ in pairs])
         # Rounds that accepted at least i tokens tried position i, unless they were cut there.
         at_least = self.histogram[:, ::-1].cumsum(1)[:, ::-1]
@@ -130,9 +135,9 @@ def conversation_numbers(generations: Sequence[Generation]) -> list[int]:
     return [numbers.setdefault(name, len(numbers)) for name in names]
 
 
-def _sums(g: Generation, plain: Generation, main: Generation) -> tuple[float, ...]:
+def _sums(g: Generation, plain: Generation, main: Generation, fastest: Generation) -> tuple[float, ...]:
     counts = (len(g.token_ids) - 1, g.rounds, sum(g.accepted_per_round), sum(g.tree_nodes), sum(g.draft_calls))
-    others = [number for b in (plain, main) for number in (len(b.token_ids) - 1, b.rounds, b.decode_seconds)]
+    others = [number for b in (plain, main, fastest) for number in (len(b.token_ids) - 1, b.rounds, b.decode_seconds)]
     inner = sum(g.inner_accepted) + len(g.inner_accepted), len(g.inner_accepted)
     return (*counts, g.draft_seconds, g.verify_seconds, g.decode_seconds, *others, *inner, sum(g.moved), 0, 0)
 
@@ -152,9 +157,8 @@ def summarise(
         sampled: the answers were drawn or replayed, so matches_target is null.
         main: the main contender's, for the ratios to it; None: `generations`.
     """
-    return _summary(
-        Turns(generations, baseline, main or generations), np.arange(len(generations)), bootstrap_samples, seed, sampled
-    )
+    turns = Turns(generations, baseline, main or generations, generations)
+    return _summary(turns, np.arange(len(generations)), bootstrap_samples, seed, sampled)
 
 
 def summarise_all(
@@ -184,8 +188,10 @@ def summarise_all(
     """
     baseline = results[plain]
     first = results[main or next((name for name in results if name != plain), plain)]
+    drafting = [name for name in results if name not in (plain, *(own_plain or {}).values())]
+    fastest = results[min(drafting, key=lambda name: _seconds_a_token(results[name]), default=plain)]
     tables = {
-        name: Turns(generations, baseline, first, results[(own_plain or {}).get(name, plain)])
+        name: Turns(generations, baseline, first, fastest, results[(own_plain or {}).get(name, plain)])
         for name, generations in results.items()
     }
     parts: dict[str, dict[str, list[int]]] = {"benchmarks": {}, "categories": {}, "turns": {}}
@@ -205,6 +211,11 @@ def summarise_all(
         part: {name: total if len(rows) == len(baseline) else numbers(rows) for name, rows in groups.items()}
         for part, groups in parts.items()
     }
+
+
+def _seconds_a_token(generations: Sequence[Generation]) -> float:
+    tokens = sum(len(g.token_ids) - 1 for g in generations)
+    return sum(g.decode_seconds for g in generations) / tokens if tokens else math.inf
 
 
 def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, sampled: bool) -> dict[str, Any]:
@@ -256,6 +267,7 @@ def _summary(turns: Turns, rows: np.ndarray, bootstrap_samples: int, seed: int, 
         **both("mean_prompt_speedup", _per("prompt_speedup", "has_speedup")),
         **both("tau_ratio", lambda s: TAU(s) / _per("main_tokens", "main_rounds")(s)),
         **both("speed_ratio", lambda s: RATE(s) / _per("main_tokens", "main_seconds")(s)),
+        **both("fastest_ratio", lambda s: _per("fastest_tokens", "fastest_seconds")(s) / RATE(s)),
         "time_share": {
             "draft": value(_per("draft", "seconds")),
             "verify": value(_per("verify", "seconds")),

@@ -101,6 +101,8 @@ class Numbers(FileShape):
     predicted_speedup: FileNumber | None
     matches_target: bool | None
     matching_share: FileNumber | None = None  # older files lack these
+    fastest_ratio: FileNumber | None = None
+    fastest_ratio_interval: Bounds = None
     inner_tau: FileNumber | None = None
     inner_tau_interval: Bounds = None
     drafted_by: dict[str, SourceShares] = {}

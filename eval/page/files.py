@@ -28,6 +28,7 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.loader import dump_recipe
 from draftsmith.recipes.schema import Recipe
 
+NEXT = 5  # contenders that the terminal compares with the fastest
 WORTHLESS_TAU = 1.05
 
 
@@ -164,8 +165,8 @@ def print_table(acceptance: dict[str, Any]) -> None:
     # Names are Text: markup would interpret their brackets and colons, and double backslashes.
     caption = Text(
         f"{f'Parts: {main}. ' if parts else ''}tau: tokens per verification, the bonus token included. "
-        f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}{_inner(acceptance)}{_moved(acceptance)}\n"
-        f"{_equality(acceptance)}",
+        f"95 %: bootstrap over prompts.{_side_by_side(acceptance)}{_inner(acceptance)}{_moved(acceptance)}"
+        f"{_fastest(acceptance)}\n{_equality(acceptance)}",
         style="table.caption",
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
@@ -223,6 +224,18 @@ def _inner(acceptance: dict[str, Any]) -> str:
     rows = acceptance["contenders"].items()
     told = [f"{name} {row['inner_tau']:.2f}" for name, row in rows if row.get("inner_tau") is not None]
     return f"\nTokens per verification by the small model: {', '.join(told)}." if told else ""
+
+
+def _fastest(acceptance: dict[str, Any]) -> str:
+    """A caption: the speed of the fastest contender over that of the next ones. Their intervals are paired."""
+    rows = {name: row for name, row in acceptance["contenders"].items() if row["proposer"] is not None}
+    best = next((name for name, row in rows.items() if row.get("fastest_ratio") == 1), None)
+    others = {name: row for name, row in rows.items() if name != best and row.get("fastest_ratio_interval")}
+    told = [
+        f"  {name} {row['fastest_ratio']:.2f} ({interval_text(row['fastest_ratio_interval'])})"
+        for name, row in sorted(others.items(), key=lambda item: item[1]["fastest_ratio"])
+    ]
+    return "\n".join(["", f"Fastest: {best}. Its speed over that of, paired by prompt:", *told[:NEXT]]) if told else ""
 
 
 def _moved(acceptance: dict[str, Any]) -> str:

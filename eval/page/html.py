@@ -33,7 +33,7 @@ TIES = 3  # most contenders that the verdict names as possibly equally fast
 # Columns of the CSV file. A key's interval, if any, follows it as <key>_low and <key>_high.
 CSV_KEYS = (
     *("tau", "speedup", "tokens_per_second", "accepted_per_round", "tree_nodes_per_round", "draft_calls_per_round"),
-    *("tau_ratio", "speed_ratio", "matches_target", "matching_share", "inner_tau", "total_variation"),
+    *("tau_ratio", "speed_ratio", "fastest_ratio", "matches_target", "matching_share", "inner_tau", "total_variation"),
 )
 SHOWN_PICTURES = 8  # of an answer's prompt
 THUMBNAIL = 256  # pixels of the longer side
@@ -135,7 +135,8 @@ def verdict(legend: Legend, mode: str = "decode") -> list[str]:
     else:
         said = "Nothing is clearly faster than plain decoding here. The fastest drafter is "
     sentences = [f"{said}{best}, {_speed(timed[best])}."]
-    ties = [name for name in timed if name != best and not _clearly_faster(legend, best, name)]
+    others = [name for name in timed if name != best]
+    ties = [name for name in others if not _clearly_faster(legend, best, name)]
     if gaining and measured and ties:
         more = f" and {len(ties) - TIES} more" if len(ties) > TIES else ""
         sentences.append(f"It is not clearly faster than {'; '.join(ties[:TIES])}{more}.")
@@ -151,12 +152,10 @@ def _speed(row: dict[str, Any]) -> str:
 
 
 def _clearly_faster(legend: Legend, one: str, other: str) -> bool:
-    """Whether the intervals separate the two. Ratios to the main contender have paired, narrower intervals."""
+    """Whether the intervals separate the two: that of the paired ratio where `one` is the fastest, else their own."""
     first, second = legend.drafting[one], legend.drafting[other]
-    if other == legend.main and first["speed_ratio_interval"] is not None:
-        return first["speed_ratio_interval"][0] > 1
-    if one == legend.main and second["speed_ratio_interval"] is not None:
-        return second["speed_ratio_interval"][1] < 1
+    if first.get("fastest_ratio") == 1 and second["fastest_ratio_interval"] is not None:
+        return second["fastest_ratio_interval"][0] > 1
     bounds = first["speedup_interval"], second["speedup_interval"]
     return bounds[0] is not None and bounds[1] is not None and bounds[0][0] > bounds[1][1]
 
