@@ -26,7 +26,7 @@ from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.planner.cost_model import Costs, family, measure_costs, shape_of
 from draftsmith.models.blocked import block_layers, block_linears
 from draftsmith.models.chat import tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity, target_layout
+from draftsmith.models.checkpoint import provenance, save_drafter, target_identity, target_layout
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, default_capture_layers
@@ -75,7 +75,7 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
         model.save_pretrained(folder / "target")
         identity = target_identity(Target(model), str(folder / "target"), None, tokenizer_fingerprint(tokenizer))
         identity["layout"] = target_layout(model.config, torch.float32)
-        save_drafter(folder / "drafter", drafter, identity, "", {})
+        save_drafter(folder / "drafter", drafter, identity, "", provenance({}))
         exported = ["--to", "llama.cpp", "--out", folder / "gguf", "--with-target", llama_cpp]
         _run(ROOT / "models/export.py", folder / "drafter", *exported)
         asked = {
