@@ -59,6 +59,7 @@ class Arm:
     drafter: str  # the recipe's section
     train: tuple[str, ...]  # overrides of its train section
     seconds_per_step: float = 0.6  # on one core of an AMD EPYC (Zen 4)
+    start: str = ""  # the arm whose drafter of the same seed it is trained further from
 
 
 _MATCHED = UNROLL // 2  # as many parameters as PosS-2
@@ -142,6 +143,18 @@ ARMS = {
         (_STEPS,),
         0.8,
     ),
+    # From a trained EAGLE-3, as published, all specialists from its one layer; and EAGLE-3 itself, trained further.
+    **{
+        name: Arm(about, "eagle3", script, drafter, (_STEPS, *train), 0.8, start="eagle3")
+        for name, about, script, drafter, train in (
+            ("eagle3-further", "EAGLE-3, trained further", "train/eagle3.py", "{kind: eagle3}", ()),
+            ("poss2-further", "PosS-2 from EAGLE-3", "train/poss.py", _poss(2, "eagle3", ""), ()),
+            (
+                *("poss2-further-whole", "PosS-2 from EAGLE-3, not detached", "train/poss.py", _poss(2, "eagle3", "")),
+                ("train.detach_features=false", "train.step_weight=0.9"),
+            ),
+        )
+    },
     **{
         f"hass-top10-{weight}": Arm(
             *(f"HASS, top-10 loss of weight {weight}", "hass", "train/eagle.py", "{kind: eagle}"),
@@ -155,6 +168,7 @@ ARMS = {
 OTHERWISE = (
     *("hass-no-top10", "hass3", "poss2-eagle3-whole", "losses-of-eagle3", "eagle3-norm"),
     *("eagle3.1", "fc-norm", "norm-output", "poss2-eagle3.1"),
+    *("eagle3-further", "poss2-further", "poss2-further-whole"),
     *("hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
 )
 MAIN = tuple(arm for arm in ARMS if arm not in OTHERWISE)
@@ -286,6 +300,8 @@ def cells(lines: Lines) -> list[Cell]:
         for rate in rates:
             add(Cell(rate_name(family, rate), "rate", seconds, ("data",), RATE_ARM[family], rate=rate))
         needs = ("data", "answers", *(rate_name(family, rate) for rate in rates))
+        if start := ALL_ARMS[arm].start:
+            needs += (drafter_name(start, seed=seed),)
         seconds = 80 + steps * ALL_ARMS[arm].seconds_per_step
         add(Cell(drafter_name(arm, size, seed, steps), "drafter", seconds, needs, arm, size, seed, steps=steps))
 
@@ -430,10 +446,14 @@ def training(cell: Cell, places: Places, rate: float, conversations: Path | None
         conversations: default: the study's.
     """
     arm = ALL_ARMS[cell.arm]
+    drafter = arm.drafter
+    if arm.start:
+        start = places.of(drafter_name(arm.start, seed=cell.seed)) / "drafter"
+        drafter = f"{drafter.removesuffix('}')}, init_from: {start}}}"
     return [
         f"output_dir={places.of(cell.name)}",
         f"data.conversations={conversations or places.conversations(cell.size)}",
-        f"drafter={arm.drafter}",
+        f"drafter={drafter}",
         *arm.train,
         f"train.learning_rate={rate:g}",
         f"train.max_steps={cell.steps}",

@@ -70,6 +70,7 @@ COMPARED = (
     *(("losses-of-eagle3", "eagle2"), ("losses-of-eagle3", "eagle3"), ("eagle3-norm", "eagle3")),
     *(("eagle3.1", base) for base in ("eagle3", "eagle2", "hass-no-top10", "poss2")),
     *(("fc-norm", "eagle3"), ("norm-output", "eagle3"), ("poss2-eagle3.1", "eagle3.1")),
+    *(("eagle3-further", "eagle3"), ("poss2-further", "eagle3-further"), ("poss2-further-whole", "eagle3-further")),
     *((f"hass-top10-{weight}", "hass-no-top10") for weight in ("0.3", "0.1", "0.03")),
 )
 # (claim, finding of the paper or its reviewers, arm, the arm that it beats)
@@ -83,6 +84,13 @@ CLAIMS = (
     ("PosS-2 beats one layer of as many parameters", "asked for by reviewers", "poss2", "matched"),
     ("PosS-3 over EAGLE-3 beats EAGLE-3, detached", "about +10 %, not detached", "poss3-eagle3", "eagle3"),
     ("PosS-2 over EAGLE-3 beats EAGLE-3, not detached", "as above", "poss2-eagle3-whole", "eagle3"),
+    (
+        "PosS-2 from a trained EAGLE-3 beats EAGLE-3 trained as long, detached",
+        "as above",
+        "poss2-further",
+        "eagle3-further",
+    ),
+    ("The same, not detached, steps weighted by 0.9^k", "as above", "poss2-further-whole", "eagle3-further"),
     ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not reported", "poss2-eagle3", "matched-eagle3"),
     ("EAGLE-1's layer learns better by EAGLE-3's losses than by its own", "not reported", "losses-of-eagle3", "eagle2"),
     ("EAGLE-1's layer, by EAGLE-3's losses, beats EAGLE-3", "not reported", "losses-of-eagle3", "eagle3"),
