@@ -3,8 +3,8 @@
     python models/export.py recipes/demo.yaml --to vllm
     python models/export.py recipes/demo.yaml --to vllm --plan                   # check everything, write nothing
     python models/export.py runs/demo/drafter --to sglang --out served/demo      # a checkpoint instead of a recipe
-    python models/export.py recipes/demo.yaml --to vllm --push-to-hub me/demo-eagle3 --public
-    python models/export.py recipes/demo.yaml --to llama.cpp --with-target ~/llama.cpp   # drafter.gguf and target.gguf
+    python models/export.py recipes/demo.yaml --to vllm --push-to-hub me/demo-eagle3.1 --public
+    python models/export.py my.yaml --to llama.cpp --with-target ~/llama.cpp     # drafter.gguf and target.gguf; EAGLE-3
 
 Engines: vllm, sglang, tensorrt-llm, eagle (the reference code), speculators, llama.cpp. Many read one format: the
 command says which others serve the same folder. An engine that would serve another drafter than the trained one is

@@ -189,6 +189,13 @@ def test_ratios_to_the_main_contender_are_paired() -> None:
     assert rows["main"]["speed_ratio"] == rows["faster"]["fastest_ratio"] == 1.0
     assert rows["main"]["fastest_ratio_interval"] == [1.25, 1.25]
 
+    # Plain decoding in another precision drafts nothing, however fast it is.
+    for g in mine:
+        g.decode_seconds *= 9
+    both = {"plain": plain, "plain int8": faster, "main": mine}
+    rows = summarise_all(both, "plain", 100, 0, own_plain={"main": "plain int8"})["contenders"]
+    assert rows["main"]["fastest_ratio"] == 1.0
+
 
 def test_what_was_not_timed_has_no_speeds() -> None:
     """Replay knows rounds and no seconds."""
@@ -199,7 +206,7 @@ def test_what_was_not_timed_has_no_speeds() -> None:
     row = summarise_all({"plain": plain, "a": drafted}, "plain", 100, 0, sampled=True)["contenders"]["a"]
     assert row["tau"] == pytest.approx(8 / 3, abs=1e-4) and row["tau_ratio"] == 1
     assert row["matches_target"] is None and row["predicted_speedup"] is None
-    timed = ("tokens_per_second", "speedup", "mean_prompt_speedup", "speed_ratio", "overhead_share")
+    timed = ("tokens_per_second", "speedup", "mean_prompt_speedup", "speed_ratio", "fastest_ratio", "overhead_share")
     for name in (*timed, *(f"{name}_interval" for name in timed)):
         assert row[name] is None, name
     assert row["draft_milliseconds_per_call"] is None and row["verify_milliseconds_per_round"] is None

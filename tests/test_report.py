@@ -355,6 +355,19 @@ def test_what_people_want_comes_first_in_the_tables(tmp_path: Path) -> None:
     ]
 
 
+def test_files_from_before_a_number_was_known_make_a_page(tmp_path: Path) -> None:
+    recipe = make_recipe(tmp_path)
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(4)])
+    path = recipe.eval_out / "acceptance.json"
+    content = json.loads(path.read_text())
+    for row in content["contenders"].values():
+        for key in ("fastest_ratio", "fastest_ratio_interval", "matching_share", "inner_tau", "inner_tau_interval"):
+            del row[key]
+    path.write_text(json.dumps(content))
+    report_files.print_table(report_files.read_acceptance(path))
+    assert "contenders.csv" in page_of(recipe)
+
+
 def test_the_downloads_hold_the_numbers(tmp_path: Path) -> None:
     recipe = make_recipe(tmp_path)
     names = (MAIN, 'comma, "quote"\nline')

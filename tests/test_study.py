@@ -24,6 +24,7 @@ from docs.study.cells import (
     ARMS,
     CHAIN,
     MAIN,
+    ON_DEMO,
     RATES,
     SCALED,
     SIZES,
@@ -134,7 +135,8 @@ def test_every_command_is_a_script_of_ours_with_a_recipe_that_loads(monkeypatch:
             if script.startswith("train/") and script != "train/c2t.py":
                 assert loaded.drafter.kind == Path(script).stem
                 assert loaded.train.seed == cell.seed
-                assert cell.kind in ("timing", "unrolled") or loaded.train.learning_rate == (cell.rate or 4e-3)
+                rate = ON_DEMO[cell.arm] if cell.kind == "demo" else cell.rate or 4e-3
+                assert cell.kind in ("timing", "unrolled") or loaded.train.learning_rate == rate
                 assert loaded.drafter.vocab_size is None
     assert seen == set(study_cells._MAKERS)
 
@@ -355,6 +357,16 @@ def test_files_that_are_gone_are_made_again_and_their_line_stays(place: Path) ->
     assert ran(place).count("answers") == 1
     after = (place / "results.jsonl").read_text()
     assert after.startswith(before) and after.count("\n") == before.count("\n") + 1
+
+
+def test_what_hangs_on_a_drafter_of_other_weights_is_outdated(place: Path) -> None:
+    name = drafter_name("poss2-further")
+    run([name])
+    lines = read()
+    assert lines[name]["drafters"] == {drafter_name("eagle3"): lines[drafter_name("eagle3")]["weights"]}
+    assert study_cells.outdated(lines) == set()
+    lines[drafter_name("eagle3")]["weights"] = "others"
+    assert study_cells.outdated(lines) == {name}
 
 
 def test_a_drafter_of_other_commands_is_made_again_and_what_was_measured_with_other_weights_too(place: Path) -> None:

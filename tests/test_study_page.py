@@ -15,13 +15,17 @@ from docs.study import run as study
 from docs.study.cells import (
     CHAIN,
     CUTS,
+    DEMO_STEPS,
     LONGEST_ANSWER,
     RECIPE,
     SIZES,
     TREE,
     VALIDATION,
     cells,
+    demo_name,
     drafter_name,
+    on_demo,
+    speed_name,
     unrolled_name,
 )
 from docs.study.numbers import Found
@@ -233,6 +237,22 @@ def test_growth_and_shares_are_paired_by_prompt(lines: dict[str, Any]) -> None:
     share = Found(lines).share_of("fr-spec/answers", "128", TREE)
     assert share is not None and share.value == pytest.approx(sum(rounds_of(0, 3)) / sum(rounds_of(128, 5)))
     assert share.interval[0] < share.value < share.interval[1]
+
+
+def test_the_demo_s_target_has_lines_of_its_own(lines: dict[str, Any]) -> None:
+    without = {name: make(Found(lines)) for name, make in study_report.SECTIONS.items() if name != "progress"}
+    slow, fast = (lines[drafter_name(arm)] | {"steps": DEMO_STEPS} for arm in ("eagle2", "hass"))
+    of_demo = {demo_name("eagle2"): slow, demo_name("hass-no-top10"): fast, on_demo("answers"): lines["answers"]}
+    speeds = {speed_name("eagle2", "chain of 4"): {"speedup": 1.5, "speedup_interval": [1.25, 2.0]}}
+    speeds[speed_name("poss2", "chain of 4")] = {"speedup": None, "speedup_interval": None}
+    found = Found(lines | of_demo | {on_demo("speed"): {"speeds": speeds}})
+    rows = {row.split(" | ")[0].strip("| "): row for row in study_report.on_the_demo(found)[2:]}
+    assert study_report.with_interval(found.tau("eagle2", seeds=(0,))) in rows["EAGLE-2"]
+    assert rows["EAGLE-2"].endswith("| not run | 1.50 [1.25, 2.00] |") and "| - |" in rows["EAGLE-2"]
+    assert study_report.in_percent(found.ratio("hass", "eagle2", seeds=(0,))) in rows["HASS without its top-10 loss"]
+    assert rows["PosS-2"] == f"| PosS-2 {'| not run ' * 6}|"
+    with_them = {name: make(found) for name, make in study_report.SECTIONS.items() if name not in ("progress", "demo")}
+    assert with_them == {name: rows for name, rows in without.items() if name != "demo"}
 
 
 def test_answers_that_were_cut_off_stand_apart(lines: dict[str, Any]) -> None:

@@ -72,7 +72,8 @@ def test_the_terminal_compares_the_fastest_with_the_next() -> None:
         return {"proposer": proposer, "fastest_ratio": ratio, "fastest_ratio_interval": [ratio - 0.1, ratio + 0.1]}
 
     rows = {PLAIN: row(2.0, None), "a": row(1.5), "b": row(1.0), "c": row(1.2)}
-    told = "\nFastest: b. Its speed over that of, paired by prompt:\n  c 1.20 (1.10-1.30)\n  a 1.50 (1.40-1.60)"
+    heading = "Fastest drafting: b. Times as fast as the next ones, paired by prompt:"
+    told = f"\n{heading}\n  c 1.20 (1.10-1.30)\n  a 1.50 (1.40-1.60)"
     assert files._fastest({"contenders": rows}) == told
     assert files._fastest({"contenders": {name: rows[name] for name in (PLAIN, "b")}}) == ""
     assert files._fastest({"contenders": {"older": {"proposer": "drafter"}, "file": {"proposer": "drafter"}}}) == ""

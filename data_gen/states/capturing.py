@@ -245,11 +245,16 @@ def estimated_bytes(job: Job) -> int:
 def early_plan_lines(recipe: Recipe, directory: Path) -> Iterator[str]:
     config = load_config(recipe.target).get_text_config(decoder=True)
     layers = layers_of(recipe, config)
-    a_state = ENCODINGS[recipe.data.capture.dtype].bytes_of(config.hidden_size)
-    last = "" if config.num_hidden_layers in layers else f", and {a_state:,} of the last one where it teaches"
-    yield f"rows           of {recipe.conversations_path}, which `draftsmith regenerate` has yet to write"
-    yield f"states         {list(layers)} of every token, in {recipe.data.capture.dtype}"
-    yield f"a token        {a_state * len(layers):,} bytes of states{last}"
+    states = len({*layers, config.num_hidden_layers})  # the last one teaches
+    a_token = states * ENCODINGS[recipe.data.capture.dtype].bytes_of(config.hidden_size)
+    longest, most = recipe.data.max_length, recipe.data.max_prompts
+    yield f"rows           of {recipe.conversations_path}, which is not there yet"
+    yield f"states         {sorted({*layers, config.num_hidden_layers})}, in {recipe.data.capture.dtype}"
+    yield f"a token        at most {a_token:,} bytes of states"
+    if most is None:
+        yield f"disk           at most {gigabytes(1000 * longest * a_token)} for 1,000 rows of data.max_length tokens"
+    else:
+        yield f"disk           at most {gigabytes(most * longest * a_token)}: {most:,} rows of data.max_length tokens"
     yield f"writes         {directory}"
 
 

@@ -70,7 +70,7 @@ COMPARED = (
     *(("losses-of-eagle3", "eagle2"), ("losses-of-eagle3", "eagle3"), ("eagle3-norm", "eagle3")),
     *(("eagle3.1", base) for base in ("eagle3", "eagle2", "hass-no-top10", "poss2")),
     *(("fc-norm", "eagle3"), ("norm-output", "eagle3"), ("poss2-eagle3.1", "eagle3.1")),
-    *(("eagle3-further", "eagle3"), ("poss2-further", "eagle3-further"), ("poss2-further-whole", "eagle3-further")),
+    *(("poss2-further", "eagle3-further"), ("poss2-further-whole", "eagle3-further")),
     *((f"hass-top10-{weight}", "hass-no-top10") for weight in ("0.3", "0.1", "0.03")),
 )
 # (claim, finding of the paper or its reviewers, arm, the arm that it beats)
@@ -97,6 +97,7 @@ CLAIMS = (
     ("The target's final norm before EAGLE-3's head helps", "not reported", "eagle3-norm", "eagle3"),
     ("EAGLE-3.1's norms help EAGLE-3", "up to twice as much at long context (arXiv 2605.09992)", "eagle3.1", "eagle3"),
     ("EAGLE-3.1 beats EAGLE-2", "not reported", "eagle3.1", "eagle2"),
+    ("EAGLE-3.1 beats PosS-2", "not reported", "eagle3.1", "poss2"),
     ("PosS-2 over EAGLE-3.1 beats EAGLE-3.1, detached", "not reported", "poss2-eagle3.1", "eagle3.1"),
     ("A top-10 loss of weight 0.1 helps HASS", "published with weight 1", "hass-top10-0.1", "hass-no-top10"),
 )
@@ -432,22 +433,20 @@ def on_the_demo(found: Found) -> list[str]:
     speeds = found.all_lines.get(on_demo("speed"), {}).get("speeds", {})
     rows = []
     for arm in ON_DEMO:
-        own = found.demo
-        tree = own.tau(arm, steps=DEMO_STEPS) if own else None
-        chain = own.tau(arm, CHAIN, steps=DEMO_STEPS) if own else None
-        gain = own.ratio(arm, "eagle2", steps=DEMO_STEPS) if own else None
-        timed = [speeds.get(speed_name(arm, name)) for name in SPEEDS]
-        shown = [
-            f"{each['speedup']:.2f} [{each['speedup_interval'][0]:.2f}, {each['speedup_interval'][1]:.2f}]"
-            if each
-            else NOT_RUN
-            for each in timed
-        ]
-        rows.append(
-            [ARMS[arm].name, with_interval(tree), seeds_of(tree), in_percent(gain), with_interval(chain), *shown]
-        )
+        tree, chain, gain = None, None, None
+        if found.demo is not None:
+            tree, chain = (found.demo.tau(arm, shape, steps=DEMO_STEPS) for shape in (TREE, CHAIN))
+            gain = found.demo.ratio(arm, "eagle2", steps=DEMO_STEPS)
+        taus = [with_interval(tree), seeds_of(tree), "-" if arm == "eagle2" else in_percent(gain), with_interval(chain)]
+        rows.append([ARMS[arm].name, *taus, *(_speed(speeds.get(speed_name(arm, name))) for name in SPEEDS)])
     head = ["arm", "tau, tree of 60", "seeds 0, 1, 2", "vs. EAGLE-2", "tau, chain of 6"]
     return table([*head, *(f"speed-up, {name}" for name in SPEEDS)], rows)
+
+
+def _speed(row: Mapping[str, Any] | None) -> str:
+    if row is None or row["speedup_interval"] is None:
+        return NOT_RUN
+    return f"{row['speedup']:.2f} [{row['speedup_interval'][0]:.2f}, {row['speedup_interval'][1]:.2f}]"
 
 
 def endings(found: Found) -> list[str]:

@@ -1,4 +1,4 @@
-"""Compare the drafters of the EAGLE family on the demo pair: each cell adds a line to docs/study/results.jsonl.
+"""Compare the drafters of the EAGLE family on a small target: each cell adds a line to docs/study/results.jsonl.
 
     draftsmith regenerate docs/study/study.yaml            # first: the answers that all train on
     python -m docs.study.run --plan                       # cells, their order, and their likely time
@@ -30,7 +30,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -41,6 +41,7 @@ from docs.study.cells import (
     ALL_ARMS,
     ANSWERS,
     MAIN,
+    ON_DEMO,
     RECIPE,
     SIZES,
     STEPS,
@@ -489,8 +490,9 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
     if cell.kind == "rate":
         return {"learning_rate": cell.rate, "steps": cell.steps, "validation": _validation(folder)}
     if cell.kind in ("drafter", "demo"):
-        return {
-            "learning_rate": best_rate(ALL_ARMS[cell.arm].family, lines),
+        start = ALL_ARMS[cell.arm].start
+        return (drafters_of([drafter_name(start, seed=cell.seed)], places) if start else {}) | {
+            "learning_rate": ON_DEMO[cell.arm] if cell.kind == "demo" else best_rate(ALL_ARMS[cell.arm].family, lines),
             "steps": cell.steps,
             "parameters": parameters(folder / "drafter" / "model.safetensors"),
             "weights": weights_of(folder),
@@ -513,7 +515,8 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
     load = {"load_average": round(os.getloadavg()[0], 2), "cores": os.cpu_count()}
     if cell.kind == "demo-speed":
         content = json.loads((folder / "eval" / "acceptance.json").read_bytes())["contenders"]
-        return {"speeds": {name: {key: own[key] for key in SPEED_KEPT} for name, own in content.items()}} | load
+        speeds = {name: {key: own[key] for key in SPEED_KEPT} for name, own in content.items()}
+        return {"speeds": speeds} | drafters_of(cell.needs, places) | load
     return {"milliseconds": timed(folder)} | load
 
 
@@ -523,6 +526,11 @@ def _validation(folder: Path) -> dict[str, Any]:
     for line in (folder / "metrics.jsonl").read_bytes().splitlines():
         latest |= {k: v for k, v in json.loads(line).items() if k.startswith(("validation_", "replay_"))}
     return latest
+
+
+def drafters_of(names: Iterable[str], places: Places) -> dict[str, Any]:
+    """The drafters that a line hangs on, as `outdated` reads them."""
+    return {"drafters": {name: weights_of(ROOT / places.of(name)) for name in names}}
 
 
 def weights_of(folder: Path) -> str:

@@ -18,7 +18,8 @@
                             long answers weigh more
     mean_prompt_speedup     the mean of that ratio over prompts: every prompt weighs the same
     tau_ratio, speed_ratio  tau, and tokens per second, over those of the main contender
-    fastest_ratio           tokens per second of the fastest contender that drafts, over this one's
+    fastest_ratio           tokens per second of the fastest contender that drafts, over this one's. That one was
+                            chosen on the same prompts, so the ratio is a little too good
     matches_target          measured: every greedy answer equals plain decoding's of the same run and precision, token
                             for token; null if answers were drawn. False is a defect in float32. In bfloat16 and
                             float16, and with int8 or int4 weights, it is rounding: a forward over several tokens rounds

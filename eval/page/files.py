@@ -235,7 +235,8 @@ def _fastest(acceptance: dict[str, Any]) -> str:
         f"  {name} {row['fastest_ratio']:.2f} ({interval_text(row['fastest_ratio_interval'])})"
         for name, row in sorted(others.items(), key=lambda item: item[1]["fastest_ratio"])
     ]
-    return "\n".join(["", f"Fastest: {best}. Its speed over that of, paired by prompt:", *told[:NEXT]]) if told else ""
+    heading = f"Fastest drafting: {best}. Times as fast as the next ones, paired by prompt:"
+    return "\n".join(["", heading, *told[:NEXT]]) if told else ""
 
 
 def _moved(acceptance: dict[str, Any]) -> str:

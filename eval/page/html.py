@@ -218,7 +218,7 @@ def contenders_csv(contenders: dict[str, dict[str, Any]]) -> str:
     for name, row in contenders.items():
         cells = columns.setdefault(name, {"contender": name})
         for key in CSV_KEYS:
-            cells[key] = row[key]
+            cells[key] = row.get(key)  # older files lack some
             if f"{key}_interval" in row:
                 cells[f"{key}_low"], cells[f"{key}_high"] = row[f"{key}_interval"] or (None, None)
     file = io.StringIO()
