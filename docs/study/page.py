@@ -61,7 +61,7 @@ LEVEL = 5  # compared with the first step
 FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
 # (arm, the arm that it is compared with)
 COMPARED = (
-    *(("eagle3", "eagle2"), ("hass", "eagle2"), ("hass3", "eagle2"), ("eagle3", "hass")),
+    *(("eagle3", "eagle2"), ("hass", "eagle2"), ("hass3", "eagle2"), ("hass3", "hass"), ("eagle3", "hass")),
     *((f"poss{n}", base) for base in ("eagle2", "hass") for n in (1, 2, 3)),
     *(("hass-no-top10", "hass"), ("poss2", "hass-no-top10"), ("matched", "hass-no-top10"), ("poss2", "matched")),
     *((f"poss{n}-eagle3", "eagle3") for n in (1, 2, 3)),
