@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,17 @@ from docs.study import run as study
 from docs.study.cells import (
     ALL_ARMS,
     ARMS,
+    C2T_SETTINGS,
     CHAIN,
+    FED,
+    LONG,
+    LONGER,
     MAIN,
     ON_DEMO,
     RATES,
     SCALED,
     SIZES,
+    STEPS,
     TREE,
     Cell,
     Places,
@@ -35,22 +41,27 @@ from docs.study.cells import (
     cells,
     commands,
     drafter_name,
+    many_trees_name,
     rate_name,
     rates_of,
     sampled_name,
+    setting_name,
 )
 from draftsmith.eval import c2t_sweep
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
+from draftsmith.recipes.prompts.stdlib import stdlib_conversations
 from tests.study_cases import HERE, PLACES
 
 
 def searched(best: float = 4e-3) -> dict[str, Any]:
-    """Lines of all learning rates, the best one in the middle."""
-    return {
-        rate_name(arm.family, rate): {"validation": {"replay_tau": 2.0 + (rate == best)}}
+    """Lines of all searches: of learning rates, the best in the middle, and of C2T's settings, the first the best."""
+    tried = {setting_name(setting): {"validation_loss": 1.0 + i} for i, setting in enumerate(C2T_SETTINGS)}
+    return {many_trees_name("eagle2", chosen=False): {"validation": tried}} | {
+        rate_name(arm.family, rate, steps): {"validation": {"replay_tau": 2.0 + (rate == best)}}
         for arm in ARMS.values()
         for rate in RATES
+        for steps in (STEPS, LONGER[0])
     }
 
 
@@ -77,7 +88,8 @@ def test_a_cell_comes_behind_what_it_needs_and_a_family_searches_once() -> None:
         assert seen.issuperset(cell.needs), cell.name
         seen.add(cell.name)
     rates = [name for name in seen if name.startswith("rate/")]
-    assert len(rates) == len(RATES) * len({arm.family for arm in ARMS.values()})
+    families, longer = {arm.family for arm in ARMS.values()}, {ARMS[arm].family for arm in (*LONG, *FED)}
+    assert len(rates) == len(RATES) * (len(families) + len(longer))
 
 
 def test_every_main_arm_and_baseline_has_three_seeds_and_both_figures_all_sizes() -> None:
@@ -124,7 +136,7 @@ def test_every_command_is_a_script_of_ours_with_a_recipe_that_loads(monkeypatch:
         for script, recipe, *rest in commands(cell, PLACES, searched()):
             assert (HERE / script).exists()
             own = rest[: next((i for i, part in enumerate(rest) if part.startswith("--")), len(rest))]
-            loaded = load_recipe(recipe, own)
+            loaded = load_recipe(recipe, [part for part in own if part != f"data.prompts={PLACES.more_prompts}"])
             if script == "eval/c2t_sweep.py":
                 options = argparse.ArgumentParser()
                 c2t_sweep._options(options)
@@ -191,6 +203,13 @@ def write(path, text):
 if kind == "data":
     for file in ("draft_vocab.safetensors", "token_counts.safetensors"):
         write(out / "data" / file, "x")
+elif kind == "more-answers":
+    write(folder / "conversations.jsonl", "\\n".join(json.dumps({"id": f"m{i}"}) for i in range(1300)))
+elif kind == "c2t-search":
+    for each in ("10-0.001", "30-0.001", "30-0.01", "100-0.01"):
+        write(folder / f"c2t-{each}" / "model.safetensors", "x")
+        lines = [{"recall": 0.5, "positive_rate": rate, "validation_loss": rate} for rate in (0.2, 0.1)]
+        write(folder / f"c2t-{each}" / "metrics.jsonl", "\\n".join(map(json.dumps, lines)))
 elif kind == "answers":
     lines = [json.dumps({"id": f"a{i}", "turns": [{"output_token_ids": [1] * 11}]}) for i in range(30)]
     write(out / "heldout" / "conversations.jsonl", "\\n".join(lines) + "\\n")
@@ -200,7 +219,7 @@ elif kind == "demo-answers":
     for file in ("draft_vocab.safetensors", "states1/manifest.json", "states3/manifest.json"):
         write(folder / file, "x")
 elif kind in ("rate", "drafter", "unrolled", "demo"):
-    middle = name.endswith("0.004")
+    middle = "0.004" in name
     write(folder / "metrics.jsonl", json.dumps({"validation_loss": 1.0, "replay_tau": 2.0 + middle}) + "\\n")
     if not (folder / "checkpoints").exists():
         write(folder / "checkpoints" / "by", name)
@@ -513,6 +532,24 @@ def test_the_smallest_share_is_enough_for_all_validation_conversations() -> None
     assert (2000 - study_cells.VALIDATION) // 8 + study_cells.VALIDATION >= 5 * study_cells.VALIDATION
 
 
+def test_more_conversations_begin_with_all_of_the_recipe_and_ask_nothing_twice(place: Path) -> None:
+    asked = [conversation["id"] for conversation in islice(stdlib_conversations("train"), 100)]
+    whole = "".join(json.dumps({"id": id_}) + "\n" for id_ in asked)
+    (place / "demo" / "conversations.jsonl").write_text(whole)
+    study.write_more_prompts(PLACES)
+    lines = (place / PLACES.more_prompts).read_text().splitlines()
+    prompts = [json.loads(line) for line in lines]
+    ids = [prompt["id"] for prompt in prompts]
+    assert len(ids) == len(set(ids)) == (100 - 48) * 3 and not set(ids) & set(asked)
+    assert all([message["role"] for message in prompt["messages"]] == ["user"] for prompt in prompts)
+    (place / PLACES.more_answers).write_text("".join(line + "\n" for line in lines))
+    study.write_shares(place / "demo" / "conversations.jsonl", PLACES)
+    for size, times in ((16, 2), (32, 4)):
+        study.write_more(size, PLACES)
+        written = [json.loads(line)["id"] for line in (place / PLACES.conversations(size)).read_text().splitlines()]
+        assert written == asked + ids[: len(written) - 100] and len(written) - 48 == times * (100 - 48)
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -551,7 +588,8 @@ def test_the_plan_counts_what_is_left(place: Path, capsys: pytest.CaptureFixture
     capsys.readouterr()
     study.print_plan(every, read(), PLACES)
     out = capsys.readouterr().out
-    assert f"4 of {len(every)} cells done; {len(every) - 4} to do" in out
+    done = len(read())
+    assert f"{done} of {len(every)} cells done; {len(every) - done} to do" in out
     assert "rate/eagle2" not in out and "drafter/eagle2/x8/seed0" in out and "other commands" not in out
 
 

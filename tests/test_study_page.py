@@ -146,8 +146,10 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
     assert row("steps", "EAGLE-2")[1:] == ["50", *["-"] * 5] and row("steps", "EAGLE-3")[1:] == ["not run"] * 6
     first = Found(lines).tau("eagle2", seeds=(0,))
     assert row("data", "EAGLE-2, tree of 60")[4] == study_report.with_interval(first)  # of the seed that all sizes have
-    assert row("longer", "600")[1:] == [study_report.with_interval(first), *["not run"] * 3]
-    assert row("longer", "2,400")[1:] == ["not run"] * 4
+    both = study_report.with_interval(Found(lines).tau("eagle2"))
+    assert row("longer", "EAGLE-2")[1:] == [both, *["not run"] * 3]
+    assert row("longer", "EAGLE-3 vs. EAGLE-2, chain of 6")[1:] == ["not run"] * 4
+    assert row("fed", "EAGLE-3.1")[1:] == ["not run"] * 3
     assert row("endings", "EAGLE-2")[2] == "not run"  # no answer was so long
     assert row("endings", "EAGLE-2")[1] == study_report.with_interval(Found(lines).tau("eagle2"))
     assert row("endings", "EAGLE-3")[1:] == ["not run"] * 2
@@ -173,16 +175,16 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
 
     def claimed(line: dict[str, Any]) -> list[str]:
         rows = study_report.claims(Found({**lines, "c2t/eagle2": line}))
-        return [row.split(" | ", 2)[2] for row in rows[-2:]]
+        return [row.split(" | ", 2)[2] for row in rows[-4:-2]]
 
     judged = {"at_equal_tau": equal, "points": points}
     assert claimed(judged) == ["0.80 [0.70, 0.90] (N = 100) | holds (one seed) |", "0.90 (N = 8) | undecided |"]
     judged = {"at_equal_tau": equal[1:3], "points": points}
     assert claimed(judged) == ["< 0.97 (N = 8) | holds (one seed) |", "not reached | undecided |"]
-    assert study_report.claims(found)[-3].endswith("] | keeps as much |")  # an interval that holds the paper's
+    assert study_report.claims(found)[-5].endswith("] | keeps as much |")  # an interval that holds the paper's
     twice = lines["fr-spec/answers"]["replay"]["512"] | {"rounds_by_answer": [2 * n for n in rounds_of(0, 3)]}
     lines["fr-spec/answers"]["replay"]["512"] = twice
-    assert study_report.claims(Found(lines))[-3].endswith("| keeps 50 % [50, 50] | keeps less (one seed) |")
+    assert study_report.claims(Found(lines))[-5].endswith("| keeps 50 % [50, 50] | keeps less (one seed) |")
     assert row("losses", "hybrid")[1:] == ["not run"] * 5
     soft = row("losses", "soft CE, steps by 0.8^k (EAGLE-3)")
     assert soft[1:4] == ["not run"] * 3 and soft[4:] == [

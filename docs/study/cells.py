@@ -20,12 +20,13 @@ RECIPE = "docs/study/study.yaml"
 DEMO = "recipes/demo.yaml"  # of the demo's target, which is deeper
 STEPS = 600
 DEMO_STEPS = 2400  # for the demo's target
-LONGER = (1200, 2400)  # of the arms of SCALED
+LONGER = (1200, 2400, 4800)  # of the arms of LONG, by the best rate of the first of these
 UNROLL = 6  # steps, and positions shared among specialists
 SEEDS = (0, 1, 2)
 VALIDATION = 48  # conversations, the same for every size of data
 SIZES = {1: "x1", 2: "x2", 4: "x4", 8: "x8"}  # shares of eight of the training conversations
 ALL = 8
+MORE = {16: "x16", 32: "x32"}  # more conversations than the recipe's, in eighths, too
 ANSWERS = 400  # held-out answers to replay
 LONGEST_ANSWER = 256  # tokens: data.generator.max_new_tokens of RECIPE
 RATES = (2e-3, 4e-3, 8e-3)
@@ -199,8 +200,14 @@ SPEEDS = {  # the trees by which they are timed there
     "chain of 4": "{policy: chain, nodes: 5}",
 }
 SPEED_PROMPTS = 60
+MORE_ANSWERS = "more-answers"  # of the study's target, to questions that its recipe does not ask
 SAMPLED = 100  # held-out prompts to answer at temperature 1
 SCALED = ("eagle3", "eagle2")  # arms of the data figure
+LONG = ("eagle2", "eagle3", "eagle3.1", "poss2")
+FED = ("eagle2", "eagle3.1")  # arms of MORE, for LONGER[1] steps
+MANY_TREES = 480  # conversations, ten times the study's: none that a drafter of ALL has learnt
+# (epochs, learning rate) of the classifier of so many trees
+C2T_SETTINGS = ((10, 1e-3), (30, 1e-3), (30, 1e-2), (100, 1e-2))
 RATE_ARM = {arm.family: name for name, arm in reversed(ARMS.items())}  # the first of each family searches for it
 
 
@@ -227,8 +234,17 @@ def unrolled_name(arm: str, seed: int = 0) -> str:
     return f"unrolled/{arm}/seed{seed}"
 
 
-def rate_name(family: str, rate: float) -> str:
-    return f"rate/{family}/{rate:g}"
+def searched_at(steps: int) -> int:
+    """Steps of the search whose rate a training of so many takes."""
+    return STEPS if steps == STEPS else LONGER[0]
+
+
+def rate_name(family: str, rate: float, steps: int = STEPS) -> str:
+    return f"rate/{family}/{rate:g}{_of_steps(searched_at(steps))}"
+
+
+def _of_steps(steps: int) -> str:
+    return "" if steps == STEPS else f"/steps{steps}"
 
 
 def on_demo(name: str) -> str:
@@ -237,37 +253,41 @@ def on_demo(name: str) -> str:
 
 
 def drafter_name(arm: str, size: int = ALL, seed: int = 0, steps: int = STEPS) -> str:
-    return f"drafter/{arm}/{SIZES[size]}/seed{seed}" + f"/steps{steps}" * (steps != STEPS)
+    return f"drafter/{arm}/{(SIZES | MORE)[size]}/seed{seed}{_of_steps(steps)}"
 
 
-def rates_of(family: str, lines: Lines) -> list[float]:
+def many_trees_name(arm: str, chosen: bool = True) -> str:
+    return f"c2t-{'many' if chosen else 'search'}/{arm}"
+
+
+def rates_of(family: str, lines: Lines, steps: int = STEPS) -> list[float]:
     """The rates to try: RATES, extended below if the lowest has the highest tau, and above if the highest is the best
     one."""
     rates = sorted(RATES)
-    while all(rate_name(family, rate) in lines for rate in rates):
-        highest_tau = max(rates, key=lambda rate: _tau_of_rate(family, rate, lines))
+    while all(rate_name(family, rate, steps) in lines for rate in rates):
+        highest_tau = max(rates, key=lambda rate: _tau_of_rate(family, rate, lines, steps))
         if highest_tau == rates[0] and rates[0] / 2 >= RATE_BOUNDS[0]:
             rates.insert(0, rates[0] / 2)
-        elif _best(family, rates, lines) == rates[-1] and rates[-1] * 2 <= RATE_BOUNDS[1]:
+        elif _best(family, rates, lines, steps) == rates[-1] and rates[-1] * 2 <= RATE_BOUNDS[1]:
             rates.append(rates[-1] * 2)
         else:
             break
     return rates
 
 
-def best_rate(family: str, lines: Lines) -> float:
+def best_rate(family: str, lines: Lines, steps: int = STEPS) -> float:
     """Raises KeyError where a rate has no line yet."""
-    return _best(family, rates_of(family, lines), lines)
+    return _best(family, rates_of(family, lines, steps), lines, steps)
 
 
-def _best(family: str, rates: Sequence[float], lines: Lines) -> float:
+def _best(family: str, rates: Sequence[float], lines: Lines, steps: int) -> float:
     """The highest rate with a tau within EQUAL_RATES of the best."""
-    taus = {rate: _tau_of_rate(family, rate, lines) for rate in rates}
+    taus = {rate: _tau_of_rate(family, rate, lines, steps) for rate in rates}
     return max(rate for rate, tau in taus.items() if tau >= (1 - EQUAL_RATES) * max(taus.values()))
 
 
-def _tau_of_rate(family: str, rate: float, lines: Lines) -> float:
-    return lines[rate_name(family, rate)]["validation"]["replay_tau"]
+def _tau_of_rate(family: str, rate: float, lines: Lines, steps: int) -> float:
+    return lines[rate_name(family, rate, steps)]["validation"]["replay_tau"]
 
 
 def outdated(lines: Lines) -> set[str]:
@@ -279,7 +299,7 @@ def outdated(lines: Lines) -> set[str]:
             found.add(name)
         if line.get("kind") not in ("rate", "demo") and "learning_rate" in line:
             with suppress(KeyError):  # the search is not over
-                if line["learning_rate"] != best_rate(ALL_ARMS[line["arm"]].family, lines):
+                if line["learning_rate"] != best_rate(ALL_ARMS[line["arm"]].family, lines, line.get("steps", STEPS)):
                     found.add(name)
     return found
 
@@ -299,11 +319,13 @@ def cells(lines: Lines) -> list[Cell]:
 
     def drafter(arm: str, size: int, seed: int, steps: int = STEPS) -> None:
         family = ALL_ARMS[arm].family
-        searcher, rates = ARMS[RATE_ARM[family]], rates_of(family, lines)
-        seconds = 25 + STEPS * searcher.seconds_per_step
+        searched, rates = searched_at(steps), rates_of(family, lines, steps)
+        seconds = 25 + searched * ARMS[RATE_ARM[family]].seconds_per_step
         for rate in rates:
-            add(Cell(rate_name(family, rate), "rate", seconds, ("data",), RATE_ARM[family], rate=rate))
-        needs = ("data", "answers", *(rate_name(family, rate) for rate in rates))
+            name = rate_name(family, rate, steps)
+            add(Cell(name, "rate", seconds, ("data",), RATE_ARM[family], rate=rate, steps=searched))
+        needs = ("data", "answers", *(rate_name(family, rate, steps) for rate in rates))
+        needs += (MORE_ANSWERS,) * (size in MORE)
         if start := ALL_ARMS[arm].start:
             needs += (drafter_name(start, seed=seed),)
         seconds = 80 + steps * ALL_ARMS[arm].seconds_per_step
@@ -320,9 +342,6 @@ def cells(lines: Lines) -> list[Cell]:
     for arm in SCALED:
         for size in SIZES:
             drafter(arm, size, 0)
-    for steps in LONGER:
-        for arm in SCALED:
-            drafter(arm, ALL, 0, steps)
     for seed in SEEDS[1:]:
         for arm in MAIN:
             drafter(arm, ALL, seed)
@@ -338,6 +357,18 @@ def cells(lines: Lines) -> list[Cell]:
             seconds = 120 + DEMO_STEPS * ARMS[arm].seconds_per_step
             add(Cell(demo_name(arm, seed), "demo", seconds, (on_demo("answers"),), arm, seed=seed, steps=DEMO_STEPS))
     add(Cell(on_demo("speed"), "demo-speed", 600, tuple(demo_name(arm) for arm in ON_DEMO)))
+    add(Cell(MORE_ANSWERS, "more-answers", 300))
+    name = many_trees_name("eagle2", chosen=False)
+    add(Cell(name, "c2t-search", 3000, (MORE_ANSWERS, "data", drafter_name("eagle2")), "eagle2"))
+    add(Cell(many_trees_name("eagle2"), "c2t", 1500, (name, "answers"), "eagle2"))
+    for seed in SEEDS:
+        for steps in LONGER:
+            for arm in LONG:
+                drafter(arm, ALL, seed, steps)
+    for seed in SEEDS:
+        for size in MORE:
+            for arm in FED:
+                drafter(arm, size, seed, LONGER[1])
     for seed in SEEDS:
         for arm in ("eagle3", *LOSSES):
             drafter(arm, ALL, seed)
@@ -386,7 +417,20 @@ class Places:
         return self.of(on_demo("answers")) / ("states3" if "eagle3" in ARMS[arm].drafter else "states1")
 
     def conversations(self, size: int) -> Path:
-        return self.data / f"{SIZES[size]}.jsonl"
+        return (self.of(MORE_ANSWERS) if size in MORE else self.data) / f"{(SIZES | MORE)[size]}.jsonl"
+
+    @property
+    def more_prompts(self) -> Path:
+        return self.of(MORE_ANSWERS) / "prompts.jsonl"
+
+    @property
+    def more_answers(self) -> Path:
+        return self.of(MORE_ANSWERS) / "conversations.jsonl"
+
+    def classifier(self, arm: str, setting: tuple[int, float]) -> Path:
+        """Of many trees."""
+        epochs, rate = setting
+        return self.of(many_trees_name(arm, chosen=False)) / f"c2t-{epochs}-{rate:g}"
 
     def of(self, name: str) -> Path:
         """A cell's own folder."""
@@ -402,6 +446,10 @@ class Places:
             return [*map(self.conversations, SIZES), self.data / "draft_vocab.safetensors", self.counts]
         if cell.kind == "answers":
             return [self.answers]
+        if cell.kind == "more-answers":
+            return [self.more_answers]
+        if cell.kind == "c2t-search":
+            return [self.classifier(cell.arm, setting) / "model.safetensors" for setting in C2T_SETTINGS]
         if cell.kind == "demo-answers":
             stores = {self.demo_states(arm) / "manifest.json" for arm in ON_DEMO}
             return [self.demo_heldout, self.of(cell.name) / "draft_vocab.safetensors", *sorted(stores)]
@@ -441,6 +489,11 @@ def _demo_answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     ]
 
 
+def _more_answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    asked = (f"data.prompts={places.more_prompts}", "data.max_prompts=null", "data.contamination=off")
+    return [["data_gen/regenerate.py", RECIPE, f"output_dir={places.of(cell.name)}", *asked]]
+
+
 def training(cell: Cell, places: Places, rate: float, conversations: Path | None = None) -> list[str]:
     """The recipe's overrides for training a cell's drafter.
 
@@ -471,12 +524,12 @@ def training(cell: Cell, places: Places, rate: float, conversations: Path | None
 
 def same_training(cell: Cell, lines: Lines) -> str | None:
     """The learning-rate cell that trains the same drafter, if any."""
-    if cell.kind != "drafter" or (cell.size, cell.seed, cell.steps) != (ALL, 0, STEPS):
+    if cell.kind != "drafter" or (cell.size, cell.seed, cell.steps) != (ALL, 0, searched_at(cell.steps)):
         return None
     family = ALL_ARMS[cell.arm].family
     if cell.arm != RATE_ARM[family]:
         return None
-    return rate_name(family, best_rate(family, lines))
+    return rate_name(family, best_rate(family, lines, cell.steps), cell.steps)
 
 
 def _rate(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
@@ -484,7 +537,7 @@ def _rate(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 
 def _drafter(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    own = training(cell, places, best_rate(ALL_ARMS[cell.arm].family, lines))
+    own = training(cell, places, best_rate(ALL_ARMS[cell.arm].family, lines, cell.steps))
     replay = replaying(places.of(cell.name), places.of(cell.name) / "drafter", places.answers, places.counts)
     return [
         [ALL_ARMS[cell.arm].script, RECIPE, *own],
@@ -570,19 +623,52 @@ def _fr_spec(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 
 def _c2t(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    own = [
-        f"output_dir={places.of(cell.name)}",
-        f"data.conversations={places.demo / 'conversations.jsonl'}",
-        f"eval.drafter={places.of(drafter_name(cell.arm)) / 'drafter'}",
-        f"train.validation_conversations={VALIDATION}",
-    ]
+    own = _of_c2t(cell, places, places.demo / "conversations.jsonl", VALIDATION)
     answers = [f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}", "eval.replay_batch_size=16"]
+    sweep = ["eval/c2t_sweep.py", RECIPE, *own, *answers]
+    curves = ["--beams", C2T_NARROW, C2T_WIDE[cell.arm], "--nodes", *C2T_NODES]
+    if cell.name == many_trees_name(cell.arm):
+        chosen = places.classifier(cell.arm, best_setting(cell.arm, lines))
+        return [[*sweep, f"classifier.out={chosen}", *curves]]
     return [
         ["data_gen/label_trees.py", RECIPE, *own],
         # Until the loss no longer falls: on so few rows, far beyond the paper's ten epochs (docs/log.md).
         ["train/c2t.py", RECIPE, *own, "classifier.epochs=300", "classifier.learning_rate=0.01"],
-        ["eval/c2t_sweep.py", RECIPE, *own, *answers, "--beams", C2T_NARROW, C2T_WIDE[cell.arm], "--nodes", *C2T_NODES],
+        [*sweep, *curves],
     ]
+
+
+def _c2t_search(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    own = _of_c2t(cell, places, places.more_answers, MANY_TREES)
+    return [
+        ["data_gen/label_trees.py", RECIPE, *own],
+        *(
+            [
+                *("train/c2t.py", RECIPE, *own, f"classifier.out={places.classifier(cell.arm, (epochs, rate))}"),
+                *(f"classifier.epochs={epochs}", f"classifier.learning_rate={rate:g}"),
+            ]
+            for epochs, rate in C2T_SETTINGS
+        ),
+    ]
+
+
+def _of_c2t(cell: Cell, places: Places, conversations: Path, validation: int) -> list[str]:
+    return [
+        f"output_dir={places.of(cell.name)}",
+        f"data.conversations={conversations}",
+        f"eval.drafter={places.of(drafter_name(cell.arm)) / 'drafter'}",
+        f"train.validation_conversations={validation}",
+    ]
+
+
+def setting_name(setting: tuple[int, float]) -> str:
+    return f"{setting[0]} epochs at {setting[1]:g}"
+
+
+def best_setting(arm: str, lines: Lines) -> tuple[int, float]:
+    """With the lowest validation loss. Raises KeyError before the search."""
+    tried = lines[many_trees_name(arm, chosen=False)]["validation"]
+    return min(C2T_SETTINGS, key=lambda setting: tried[setting_name(setting)]["validation_loss"])
 
 
 def _timing(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
@@ -622,6 +708,7 @@ def _timing(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 _MAKERS: dict[str, Callable[[Cell, Places, Lines], list[list[str]]]] = {
     "data": _data,
     "answers": _answers,
+    "more-answers": _more_answers,
     "demo-answers": _demo_answers,
     "demo": _demo,
     "demo-speed": _demo_speed,
@@ -630,6 +717,7 @@ _MAKERS: dict[str, Callable[[Cell, Places, Lines], list[list[str]]]] = {
     "sampled": _sampled,
     "unrolled": _unrolled,
     "fr-spec": _fr_spec,
+    "c2t-search": _c2t_search,
     "c2t": _c2t,
     "timing": _timing,
 }

@@ -8,6 +8,7 @@ cells without a line as not run; plots leave them out.
 """
 
 import argparse
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +25,12 @@ from docs.study.cells import (
     CHAIN,
     CUTS,
     DEMO_STEPS,
+    FED,
+    LONG,
     LONGER,
     LONGEST_ANSWER,
     LOSSES,
+    MORE,
     ON_DEMO,
     OTHERWISE,
     RATE_ARM,
@@ -41,6 +45,7 @@ from docs.study.cells import (
     best_rate,
     cells,
     current,
+    many_trees_name,
     on_demo,
     rate_name,
     rates_of,
@@ -56,7 +61,7 @@ from draftsmith.recipes.files.atomic import atomic_path
 
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
 NOT_RUN = "not run"
-OF_SIZES = (0,)  # seeds of all data sizes and step counts
+OF_SIZES = (0,)  # seeds of all data sizes
 LEVEL = 5  # compared with the first step
 FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
 # (arm, the arm that it is compared with)
@@ -118,6 +123,7 @@ C2T_LABELS = {  # (name in legends, colour)
     C2T_CURVES[0]: (f"C2T over beta, {C2T_WORDS[0]}", "s1"),
     C2T_CURVES[1]: (f"C2T over beta, {C2T_WORDS[1]}", "s2"),
 }
+C2T_ROWS = {"EAGLE-2": "c2t/eagle2", "EAGLE-2, ten times the trees": many_trees_name("eagle2"), "EAGLE-3": "c2t/eagle3"}
 CORPORA = {"answers": "the target's answers", "library": "the library's text"}
 
 
@@ -339,11 +345,12 @@ def claims(found: Found) -> list[str]:
         if kept.interval[1] < FR_SPEC_KEPT or kept.interval[0] > FR_SPEC_KEPT:
             seen = f"keeps {'less' if kept.value < FR_SPEC_KEPT else 'more'} (one seed)"
     rows.append(["FR-Spec: half the vocabulary", "keeps 98 % (64 k of 128 k, Llama-3-8B)", here, seen])
-    line = found.lines.get("c2t/eagle2")
-    for curve, words in zip(C2T_CURVES, C2T_WORDS, strict=True):
-        paper, nodes = C2T_CLAIMED[curve]
-        here, seen = (NOT_RUN, NOT_RUN) if line is None else _c2t_judged(line, curve, nodes)
-        rows.append([f"C2T verifies fewer nodes than EAGLE-2 at equal tau, {words}", paper, here, seen])
+    for name, trees in (("c2t/eagle2", ""), (many_trees_name("eagle2"), ", ten times the trees")):
+        line = found.lines.get(name)
+        for curve, words in zip(C2T_CURVES, C2T_WORDS, strict=True):
+            paper, nodes = C2T_CLAIMED[curve]
+            here, seen = (NOT_RUN, NOT_RUN) if line is None else _c2t_judged(line, curve, nodes)
+            rows.append([f"C2T verifies fewer nodes than EAGLE-2 at equal tau, {words}{trees}", paper, here, seen])
     return table(["claim", "paper", "here", "verdict"], rows)
 
 
@@ -419,14 +426,33 @@ def data(found: Found) -> list[str]:
 
 
 def longer(found: Found) -> list[str]:
-    """tau after more steps, and EAGLE-3 compared with EAGLE-2."""
+    """tau after more steps, and gains over EAGLE-2 after as many."""
+    every = (STEPS, *LONGER)
     rows = []
-    for steps in (STEPS, *LONGER):
-        taus = [found.tau(arm, steps=steps, seeds=OF_SIZES) for arm in ("eagle2", "eagle3")]
-        gains = [found.ratio("eagle3", "eagle2", tree, steps=steps, seeds=OF_SIZES) for tree in (TREE, CHAIN)]
-        rows.append([f"{steps:,}", *map(with_interval, taus), *map(in_percent, gains)])
-    head = ["steps", "EAGLE-2: tau, tree of 60", "EAGLE-3: the same", "EAGLE-3 vs. EAGLE-2, tree", "chain of 6"]
-    return table(head, rows)
+    for arm in LONG:
+        rows.append([ARMS[arm].name, *(_of_seeds(found.tau(arm, steps=steps), with_interval) for steps in every)])
+    for arm, tree in itertools.product(LONG[1:], (TREE, CHAIN)):
+        gains = [found.ratio(arm, "eagle2", tree, steps=steps) for steps in every]
+        rows.append([f"{ARMS[arm].name} vs. EAGLE-2, {tree}", *(_of_seeds(gain, in_percent) for gain in gains)])
+    return table(["tau, tree of 60", *(f"{steps:,} steps" for steps in every)], rows)
+
+
+def fed(found: Found) -> list[str]:
+    """tau after LONGER[1] steps on more conversations."""
+    counts = found.lines.get("data", {}).get("training_conversations", {})
+    sizes = (ALL, *MORE)
+    rows = [
+        [ARMS[arm].name, *(_of_seeds(found.tau(arm, size=size, steps=LONGER[1]), with_interval) for size in sizes)]
+        for arm in FED
+    ]
+    head = [f"{counts.get(SIZES[ALL], 0) * size // ALL:,} conversations" for size in sizes]
+    return table(["tau, tree of 60", *head], rows)
+
+
+def _of_seeds(found: Estimate | None, shown: Callable[[Estimate | None], str]) -> str:
+    """With the number of seeds, where it is not all."""
+    few = found is not None and len(found.by_seed) < len(SEEDS)
+    return shown(found) + (f" ({len(found.by_seed)} seed{'s' * (len(found.by_seed) > 1)})" if few and found else "")
 
 
 def on_the_demo(found: Found) -> list[str]:
@@ -483,10 +509,10 @@ def c2t(found: Found) -> list[str]:
     head = ["drafter", "EAGLE-2's N", "tau", "nodes verified", *(f"C2T's share, {words}" for words in C2T_WORDS)]
     head += [f"C2T's calls a round, {words}" for words in C2T_WORDS]
     rows = []
-    for arm in ("eagle2", "eagle3"):
-        line = found.lines.get(f"c2t/{arm}")
+    for name, cell in C2T_ROWS.items():
+        line = found.lines.get(cell)
         if line is None:
-            rows.append([ARMS[arm].name, *[NOT_RUN] * (len(head) - 1)])
+            rows.append([name, *[NOT_RUN] * (len(head) - 1)])
             continue
         by_size: dict[int, dict[str, Mapping[str, Any]]] = {}
         for row in line["at_equal_tau"]:
@@ -496,7 +522,7 @@ def c2t(found: Found) -> list[str]:
             of_both = next(iter(curves.values()))
             calls = [_calls_at(line["points"], name, of_both["tau"]) for name in C2T_CURVES]
             own = [f"{size}", f"{of_both['tau']:.2f}", f"{of_both['eagle2_candidates']:,}"]
-            rows.append([ARMS[arm].name, *own, *shares, *calls])
+            rows.append([name, *own, *shares, *calls])
     return table(head, rows)
 
 
@@ -549,6 +575,7 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
     "positions-tree": positions(TREE, 8),
     "steps": steps,
     "longer": longer,
+    "fed": fed,
     "demo": on_the_demo,
     "endings": endings,
     "data": data,

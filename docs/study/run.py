@@ -13,7 +13,7 @@ the line stays. Lines become outdated when a search finds another learning rate,
 weights: reports leave them out, and their cells run again. The study can be stopped at any moment: the next start
 resumes trainings from their last checkpoints. After a cell fails, the others still run.
 
-This file imports only recipes: it starts processes and reads their files.
+This file starts processes and reads their files.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,9 @@ from docs.study.cells import (
     ALL,
     ALL_ARMS,
     ANSWERS,
+    C2T_SETTINGS,
     MAIN,
+    MORE,
     ON_DEMO,
     RECIPE,
     SIZES,
@@ -60,12 +62,14 @@ from docs.study.cells import (
     on_demo,
     outdated,
     same_training,
+    setting_name,
 )
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
-from draftsmith.recipes.prompts.stdlib import split_of
+from draftsmith.recipes.prompts.stdlib import KINDS, split_of, stdlib_conversations
 from draftsmith.recipes.validation import validation_rank
+from draftsmith.train.run.classifier import better
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "docs/study/results.jsonl"
@@ -241,14 +245,14 @@ def print_plan(wanted: Sequence[Cell], lines: Lines, places: Places) -> None:
 
 
 def of_other_commands(wanted: Sequence[Cell], lines: Lines) -> list[str]:
-    """Cells with a line of other commands than today's."""
-    return [
-        cell.name
-        for cell in wanted
-        if cell.name in lines
-        and without_validation([shlex.split(command)[1:] for command in lines[cell.name]["commands"]])
-        != without_validation(commands(cell, USUAL, lines))
-    ]
+    """Cells with a line of other commands than today's; without those whose rate is still to be searched."""
+    found = []
+    for cell in wanted:
+        with suppress(KeyError):
+            then = [shlex.split(command)[1:] for command in lines[cell.name]["commands"]]
+            if without_validation(then) != without_validation(commands(cell, USUAL, lines)):
+                found.append(cell.name)
+    return found
 
 
 # Running.
@@ -422,7 +426,11 @@ def prepare(cell: Cell, places: Places, lines: Lines) -> None:
         own = ROOT / places.of(cell.name)
         own.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / places.of(on_demo("answers")) / "draft_vocab.safetensors", own)
+    elif cell.kind == "more-answers":
+        write_more_prompts(places)
     elif cell.kind in ("rate", "drafter", "unrolled", "timing"):
+        if cell.size in MORE:
+            write_more(cell.size, places)
         # A draft vocabulary of all tokens is the same for all shares of the data.
         own = places.of(cell.name)
         for folder in [places.untaught(arm) for arm in MAIN] if cell.kind == "timing" else [own]:
@@ -448,6 +456,29 @@ def write_shares(path: Path, places: Places) -> None:
         target = ROOT / places.conversations(size)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(b"".join(line for id_, line in by_id.items() if id_ in share))
+
+
+def write_more_prompts(places: Places) -> None:
+    """Writes the questions of the training modules that the recipe does not ask: first those about other functions,
+    then the other kind of question about each."""
+    asked = {json.loads(line)["id"] for line in (ROOT / places.demo / "conversations.jsonl").read_bytes().splitlines()}
+    every = {
+        conversation["id"]: conversation
+        for kinds in (KINDS, *((kind,) for kind in KINDS))
+        for conversation in stdlib_conversations("train", kinds)
+    }
+    wanted = (len(asked) - VALIDATION) * (max(MORE) // ALL - 1)
+    others = [every[id_] for id_ in every if id_ not in asked][:wanted]
+    lines = [json.dumps({"id": each["id"], "messages": each["messages"][:1]}) + "\n" for each in others]
+    atomic_write(ROOT / places.more_prompts, "".join(lines))
+
+
+def write_more(size: int, places: Places) -> None:
+    """Writes the conversations of a size in MORE: all of ALL, and as many times more."""
+    whole = (ROOT / places.conversations(ALL)).read_bytes().splitlines(keepends=True)
+    others = (ROOT / places.more_answers).read_bytes().splitlines(keepends=True)
+    wanted = (len(whole) - VALIDATION) * (size // ALL - 1)
+    atomic_write(ROOT / places.conversations(size), b"".join(whole + others[:wanted]))
 
 
 def write_library(path: Path) -> None:
@@ -490,9 +521,10 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
     if cell.kind == "rate":
         return {"learning_rate": cell.rate, "steps": cell.steps, "validation": _validation(folder)}
     if cell.kind in ("drafter", "demo"):
-        start = ALL_ARMS[cell.arm].start
+        start, family = ALL_ARMS[cell.arm].start, ALL_ARMS[cell.arm].family
+        rate = ON_DEMO[cell.arm] if cell.kind == "demo" else best_rate(family, lines, cell.steps)
         return (drafters_of([drafter_name(start, seed=cell.seed)], places) if start else {}) | {
-            "learning_rate": ON_DEMO[cell.arm] if cell.kind == "demo" else best_rate(ALL_ARMS[cell.arm].family, lines),
+            "learning_rate": rate,
             "steps": cell.steps,
             "parameters": parameters(folder / "drafter" / "model.safetensors"),
             "weights": weights_of(folder),
@@ -500,12 +532,17 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
             "validation": _validation(folder),
             "replay": replayed(folder / "eval" / "replay"),
         }
-    if cell.kind in ("sampled", "fr-spec", "c2t", "unrolled"):
+    if cell.kind == "more-answers":
+        return {"answers": len((ROOT / places.more_answers).read_bytes().splitlines())}
+    if cell.kind in ("sampled", "fr-spec", "c2t", "c2t-search", "unrolled"):
         drafter = drafter_name(cell.arm, seed=cell.seed)
         measured = {"drafter": drafter, "learning_rate": lines[drafter]["learning_rate"]}
         measured["drafter_weights"] = weights_of(ROOT / places.of(drafter))
         if cell.kind == "unrolled":
             return measured | {"validation": _validation(folder)}
+        if cell.kind == "c2t-search":
+            tried = {setting_name(each): places.classifier(cell.arm, each) for each in C2T_SETTINGS}
+            return measured | {"validation": {name: chosen_epoch(ROOT / out) for name, out in tried.items()}}
         if cell.kind == "sampled":
             return measured | {"decoded": decoded(folder / "eval")}
         if cell.kind == "fr-spec":
@@ -526,6 +563,14 @@ def _validation(folder: Path) -> dict[str, Any]:
     for line in (folder / "metrics.jsonl").read_bytes().splitlines():
         latest |= {k: v for k, v in json.loads(line).items() if k.startswith(("validation_", "replay_"))}
     return latest
+
+
+def chosen_epoch(classifier: Path) -> dict[str, float]:
+    """The line of metrics.jsonl whose weights a classifier has."""
+    (best, *others) = map(json.loads, (classifier / "metrics.jsonl").read_bytes().splitlines())
+    for line in others:
+        best = line if better(line, best) else best
+    return best
 
 
 def drafters_of(names: Iterable[str], places: Places) -> dict[str, Any]:
