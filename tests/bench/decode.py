@@ -1,7 +1,7 @@
 """The decoding loop against transformers' `generate` and assisted generation, prompt by prompt in one run.
 
     make demo                                                       # the pair that is measured
-    python tests/bench/decode.py --make-small runs/demo/small_lm    # a 2-layer LM with its tokenizer, in 3 minutes
+    python tests/bench/decode.py --make-small runs/demo/small_lm    # a 2-layer LM with its tokenizer, in 4 minutes
     python tests/bench/decode.py
 
 Everyone answers the same prompts greedily in float32; seconds of a call hold everything, the prefill and the proposer's
