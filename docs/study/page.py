@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from docs.study.cells import (
     ALL,
@@ -53,15 +51,15 @@ from docs.study.cells import (
     speed_name,
 )
 from docs.study.numbers import Estimate, Found, over_seeds
+from docs.study.plots import C2T_CURVES, C2T_WORDS, CORPORA, OF_SIZES, PLOT_SECTIONS, plots
 from docs.study.run import RESULTS, read_lines
-from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, percent, set_axis_titles, write_png
+from draftsmith.eval.page.drawing import write_png
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
 
 DOC, PLOTS = Path("docs/results.md"), Path("docs/study")
 NOT_RUN = "not run"
-OF_SIZES = (0,)  # seeds of all data sizes
 LEVEL = 5  # compared with the first step
 FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
 # (arm, the arm that it is compared with)
@@ -107,24 +105,10 @@ CLAIMS = (
     ("PosS-2 over EAGLE-3.1 beats EAGLE-3.1, detached", "not reported", "poss2-eagle3.1", "eagle3.1"),
     ("A top-10 loss of weight 0.1 helps HASS", "published with weight 1", "hass-top10-0.1", "hass-no-top10"),
 )
-# (file, title, arms): few arms each, because their intervals overlap.
-DRAWN_POSITIONS = (
-    ("positions", "Acceptance by draft position, chain of 6", ("eagle2", "hass", "eagle3", "eagle3.1")),
-    ("positions_poss", "PosS vs. HASS, chain of 6", ("hass", "poss1", "poss2", "poss3")),
-    ("positions_poss_eagle3", "PosS over EAGLE-3, chain of 6", ("eagle3", *(f"poss{n}-eagle3" for n in (1, 2, 3)))),
-)
 CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names in eval/plan.py's timings
-C2T_CURVES = ("c2t, beam 15", "c2t, beam all")  # names in c2t_sweep.json, in the order of table columns
-C2T_WORDS = ("15 a level", "no limit")
 # (the paper's share, EAGLE-2's N for our verdict)
 C2T_CLAIMED = {C2T_CURVES[0]: ("0.78 (N = 100, Llama-2-7B)", 100), C2T_CURVES[1]: ("0.77 (N = 290, the same)", 180)}
-C2T_LABELS = {  # (name in legends, colour)
-    "eagle2": ("EAGLE-2 over N", "plain"),
-    C2T_CURVES[0]: (f"C2T over beta, {C2T_WORDS[0]}", "s1"),
-    C2T_CURVES[1]: (f"C2T over beta, {C2T_WORDS[1]}", "s2"),
-}
 C2T_ROWS = {"EAGLE-2": "c2t/eagle2", "EAGLE-2, ten times the trees": many_trees_name("eagle2"), "EAGLE-3": "c2t/eagle3"}
-CORPORA = {"answers": "the target's answers", "library": "the library's text"}
 
 
 def main() -> None:
@@ -584,111 +568,6 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
     "losses": losses,
     "rates": rates,
 }
-
-# Plots.
-
-SCALES = ("data", "fr_spec", "c2t_eagle2", "c2t_eagle3")
-PLOT_SECTIONS = tuple(f"plot-{name}" for name in (*(name for name, _, _ in DRAWN_POSITIONS), *SCALES))
-
-
-def plots(found: Found) -> list[Plot]:
-    """The plots with data."""
-    made = [
-        *(_plot(name, title, _position_series(found, arms), _draw_positions) for name, title, arms in DRAWN_POSITIONS),
-        _plot("data", "tau against training conversations", _data_series(found), _draw_data),
-        _plot("fr_spec", "FR-Spec: tau by draft vocabulary", _fr_spec_series(found), _draw_cuts),
-        *(
-            _plot(f"c2t_{arm}", f"C2T vs. EAGLE-2's trees, {ARMS[arm].name}'s drafter", series, _draw_c2t)
-            for arm in ("eagle2", "eagle3")
-            for series in [_c2t_series(found, arm)]
-        ),
-    ]
-    return [plot for plot in made if plot is not None]
-
-
-def _plot(name: str, title: str, series: list[Series], draw: Callable[[Colours, list[Series]], Figure]) -> Plot | None:
-    if not series:
-        return None
-    words = "; ".join(f"{own}: {', '.join(f'{y:.2f}' for y in ys)}" for own, _, _, ys, _ in series)
-    return Plot(name, title, f"{words}.", lambda colours: draw(colours, series))
-
-
-def _series(name: str, role: str, points: Sequence[tuple[float, Estimate | None]]) -> list[Series]:
-    there = [(x, found) for x, found in points if found is not None]
-    if not there:
-        return []
-    ys, intervals = [found.value for _, found in there], [found.interval for _, found in there]
-    return [(name, role, [x for x, _ in there], ys, intervals)]
-
-
-def _position_series(found: Found, arms: Sequence[str]) -> list[Series]:
-    return [
-        series
-        for i, arm in enumerate(arms, start=1)
-        for series in _series(ARMS[arm].name, f"s{i}", list(enumerate(found.positions(arm), start=1)))
-    ]
-
-
-def _data_series(found: Found) -> list[Series]:
-    counts = found.lines.get("data", {}).get("training_conversations", {})
-    result = []
-    for arm, role in (("eagle2", "s1"), ("eagle3", "s3")):
-        points = [
-            (counts[name], found.tau(arm, TREE, size, seeds=OF_SIZES)) for size, name in SIZES.items() if name in counts
-        ]
-        if sum(tau is not None for _, tau in points) > 1:
-            result += _series(ARMS[arm].name, role, points)
-    return result
-
-
-def _fr_spec_series(found: Found) -> list[Series]:
-    result = []
-    for i, (corpus, words) in enumerate(CORPORA.items(), start=1):
-        points = [(size, found.tau_of(f"fr-spec/{corpus}", str(size))) for size in CUTS]
-        result += _series(words, f"s{i}", [*points, (1024, found.tau_of(f"fr-spec/{corpus}", TREE))])
-    return result
-
-
-def _c2t_series(found: Found, arm: str) -> list[Series]:
-    every = found.lines.get(f"c2t/{arm}", {}).get("points", [])
-    result = []
-    for curve in dict.fromkeys(row["curve"] for row in every):
-        rows = sorted((row for row in every if row["curve"] == curve), key=lambda row: row["candidates"])
-        name, role = C2T_LABELS[curve]
-        points = [(row["candidates"], Estimate(row["tau"], tuple(row["tau_interval"]), {})) for row in rows]
-        result += _series(name, role, points)
-    return result
-
-
-def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
-    figure = banded_lines(colours, series)
-    figure.axes[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    percent(figure.axes[0])
-    set_axis_titles(figure.axes[0], colours, "draft position", "acceptance, given that all before were accepted")
-    return figure
-
-
-def _draw_data(colours: Colours, series: list[Series]) -> Figure:
-    figure = banded_lines(colours, series, log=True)
-    ax = figure.axes[0]
-    ax.set_xticks(sorted({x for _, _, xs, _, _ in series for x in xs}))
-    set_axis_titles(ax, colours, "training conversations, at equal optimiser steps", "tau, tree of 60")
-    return figure
-
-
-def _draw_cuts(colours: Colours, series: list[Series]) -> Figure:
-    figure = banded_lines(colours, series, log=True)
-    set_axis_titles(figure.axes[0], colours, "tokens to draft from", "tau, tree of 60")
-    return figure
-
-
-def _draw_c2t(colours: Colours, series: list[Series]) -> Figure:
-    figure = banded_lines(colours, series, log=True)
-    ax = figure.axes[0]
-    short = FuncFormatter(lambda value, _: f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value / 1e3:.0f} k")
-    ax.xaxis.set_major_formatter(short)
-    set_axis_titles(ax, colours, "nodes verified in all, roots included", "tau")
-    return figure
 
 
 if __name__ == "__main__":
