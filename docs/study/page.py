@@ -76,6 +76,7 @@ COMPARED = (
     *(("poss2-further", "eagle3-further"), ("poss2-further-whole", "eagle3-further")),
     *((f"hass-top10-{weight}", "hass-no-top10") for weight in ("0.3", "0.1", "0.03")),
 )
+LONG_CONTEXT = "up to twice as much at long context (arXiv 2605.09992)"
 # (claim, finding of the paper or its reviewers, arm, the arm that it beats)
 CLAIMS = (
     ("HASS beats EAGLE-2", "+6 % of tau (4.37, 4.11; Llama-3.1-8B, five tasks)", "hass", "eagle2"),
@@ -99,11 +100,20 @@ CLAIMS = (
     ("EAGLE-1's layer learns better by EAGLE-3's losses than by its own", "not reported", "losses-of-eagle3", "eagle2"),
     ("EAGLE-1's layer, by EAGLE-3's losses, beats EAGLE-3", "not reported", "losses-of-eagle3", "eagle3"),
     ("The target's final norm before EAGLE-3's head helps", "not reported", "eagle3-norm", "eagle3"),
-    ("EAGLE-3.1's norms help EAGLE-3", "up to twice as much at long context (arXiv 2605.09992)", "eagle3.1", "eagle3"),
+    ("EAGLE-3.1's norms help EAGLE-3", LONG_CONTEXT, "eagle3.1", "eagle3"),
     ("EAGLE-3.1 beats EAGLE-2", "not reported", "eagle3.1", "eagle2"),
     ("EAGLE-3.1 beats PosS-2", "not reported", "eagle3.1", "poss2"),
     ("PosS-2 over EAGLE-3.1 beats EAGLE-3.1, detached", "not reported", "poss2-eagle3.1", "eagle3.1"),
     ("A top-10 loss of weight 0.1 helps HASS", "published with weight 1", "hass-top10-0.1", "hass-no-top10"),
+)
+# The same, of the demo's deeper target.
+DEMO_CLAIMS = (
+    ("EAGLE-3 beats EAGLE-2", CLAIMS[2][1], "eagle3", "eagle2"),
+    ("EAGLE-3.1's norms help EAGLE-3", LONG_CONTEXT, "eagle3.1", "eagle3"),
+    ("EAGLE-3.1 beats EAGLE-2", "not reported", "eagle3.1", "eagle2"),
+    ("EAGLE-3.1 beats HASS without the top-10 loss", "not reported", "eagle3.1", "hass-no-top10"),
+    ("PosS-2 beats HASS without the top-10 loss", "not reported", "poss2", "hass-no-top10"),
+    ("EAGLE-3.1 beats PosS-2", "not reported", "eagle3.1", "poss2"),
 )
 CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names in eval/plan.py's timings
 # (the paper's share, EAGLE-2's N for our verdict)
@@ -306,6 +316,9 @@ def claims(found: Found) -> list[str]:
     for claim, paper, arm, base in CLAIMS:
         ratio = found.ratio(arm, base)
         rows.append([claim, paper, in_percent(ratio), verdict(ratio)])
+    for claim, paper, arm, base in DEMO_CLAIMS:
+        ratio = None if found.demo is None else found.demo.ratio(arm, base, steps=DEMO_STEPS)
+        rows.append([f"{claim}, on the demo's target", paper, in_percent(ratio), verdict(ratio)])
     of_data = [found.ratio(arm, arm, sizes=(ALL, 1)) for arm in ("eagle3", "eagle2")]
     both = "; ".join(
         f"{ARMS[arm].name} {in_percent(own)}" for arm, own in zip(("eagle3", "eagle2"), of_data, strict=True)

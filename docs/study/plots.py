@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from docs.study.cells import ARMS, CUTS, SIZES, TREE
+from docs.study.cells import ARMS, CUTS, LONG, LONGER, SIZES, STEPS, TREE
 from docs.study.numbers import Estimate, Found
 from draftsmith.eval.page.drawing import Colours, Plot, Series, banded_lines, percent, set_axis_titles
 
@@ -24,7 +24,7 @@ C2T_LABELS = {  # (name in legends, colour)
     C2T_CURVES[0]: (f"C2T over beta, {C2T_WORDS[0]}", "s1"),
     C2T_CURVES[1]: (f"C2T over beta, {C2T_WORDS[1]}", "s2"),
 }
-SCALES = ("data", "fr_spec", "c2t_eagle2", "c2t_eagle3")
+SCALES = ("longer", "data", "fr_spec", "c2t_eagle2", "c2t_eagle3")
 PLOT_SECTIONS = tuple(f"plot-{name}" for name in (*(name for name, _, _ in DRAWN_POSITIONS), *SCALES))
 
 
@@ -32,6 +32,7 @@ def plots(found: Found) -> list[Plot]:
     """The plots with data."""
     made = [
         *(_plot(name, title, _position_series(found, arms), _draw_positions) for name, title, arms in DRAWN_POSITIONS),
+        _plot("longer", "tau against optimiser steps", _longer_series(found), _draw_longer),
         _plot("data", "tau against training conversations", _data_series(found), _draw_data),
         _plot("fr_spec", "FR-Spec: tau by draft vocabulary", _fr_spec_series(found), _draw_cuts),
         *(
@@ -64,6 +65,16 @@ def _position_series(found: Found, arms: Sequence[str]) -> list[Series]:
         for i, arm in enumerate(arms, start=1)
         for series in _series(ARMS[arm].name, f"s{i}", list(enumerate(found.positions(arm), start=1)))
     ]
+
+
+def _longer_series(found: Found) -> list[Series]:
+    """Of the arms with more than one number of steps; means over the seeds that have run."""
+    result = []
+    for i, arm in enumerate(LONG, start=1):
+        points = [(steps, found.tau(arm, steps=steps)) for steps in (STEPS, *LONGER)]
+        if sum(tau is not None for _, tau in points) > 1:
+            result += _series(ARMS[arm].name, f"s{i}", points)
+    return result
 
 
 def _data_series(found: Found) -> list[Series]:
@@ -105,11 +116,19 @@ def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
     return figure
 
 
+def _draw_longer(colours: Colours, series: list[Series]) -> Figure:
+    return _draw_growth(colours, series, "optimiser steps of 8 conversations")
+
+
 def _draw_data(colours: Colours, series: list[Series]) -> Figure:
+    return _draw_growth(colours, series, "training conversations, at equal optimiser steps")
+
+
+def _draw_growth(colours: Colours, series: list[Series], over: str) -> Figure:
     figure = banded_lines(colours, series, log=True)
     ax = figure.axes[0]
     ax.set_xticks(sorted({x for _, _, xs, _, _ in series for x in xs}))
-    set_axis_titles(ax, colours, "training conversations, at equal optimiser steps", "tau, tree of 60")
+    set_axis_titles(ax, colours, over, "tau, tree of 60")
     return figure
 
 
