@@ -73,14 +73,17 @@ class GuidedTarget(Target):
             return captured
         return torch.cat((captured[..., : -self.hidden_size], last), dim=-1)
 
-    def run_decoder(self, capture: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cache, ids = inputs.pop("past_key_values"), inputs.pop("input_ids")
+    def run_decoder(
+        self, capture: Sequence[int], cache: DynamicCache, **inputs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ids = inputs.pop("input_ids")
         rows, fresh, twins = len(ids), not cache.layers, DynamicCache()
-        twin_layers: list[Any] = [_TwinLayer(layer) for layer in cache.layers]
+        held: list[Any] = cache.layers
+        twin_layers: list[Any] = [_TwinLayer(layer) for layer in held]
         twins.layers = twin_layers
         both = {name: _twice(value) for name, value in inputs.items()}
         last, captured = super().run_decoder(
-            capture, input_ids=torch.cat((ids, self.unconditional_V[ids])), past_key_values=twins, **both
+            capture, twins, input_ids=torch.cat((ids, self.unconditional_V[ids])), **both
         )
         if fresh:
             cache.layers = twins.layers

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.nn import functional
+from transformers import DynamicCache
 from transformers.utils import logging
 
 from draftsmith.models.adapter import merged
@@ -34,7 +35,7 @@ from draftsmith.models.families import AttentionKinds, auto_class, scaled_logits
 from draftsmith.models.feature_drafter import FrozenHead
 from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, Insert, PlacedInsert, PlacedRows
 from draftsmith.models.quantize import check_quantization, quantize_layers
-from draftsmith.models.target_session import TargetSession
+from draftsmith.models.target_session import TargetSession, behind
 from draftsmith.models.target_trials import Packing, check_trees, embedding_scales, tried_attention, working_packing
 from draftsmith.models.vision import SUPPORTED, PictureInsert, PictureReader
 from draftsmith.recipes.command.progress import Bar
@@ -425,10 +426,13 @@ class Target:
             self.decoder(**self.decoder_arguments(input_ids_BT, inserts), use_cache=False)
         return side_by_side(captured)
 
-    def run_decoder(self, capture: Sequence[int], **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One forward: (final states [B, T, H], captured states [B, T, F], or None where `capture` is empty)."""
+    def run_decoder(
+        self, capture: Sequence[int], cache: DynamicCache, **inputs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One forward behind `cache`: (final states [B, T, H], captured states [B, T, F], or None where `capture` is
+        empty)."""
         with self.capturing(capture) as captured:
-            last = self.decoder(**inputs).last_hidden_state
+            last = self.decoder(**inputs, **behind(self.decoder, cache)).last_hidden_state
         return last, side_by_side(captured) if captured else None
 
     def uneven_passes(self) -> AbstractContextManager[None]:

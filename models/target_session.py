@@ -4,10 +4,12 @@ Shapes: B rows, T tokens, N tree nodes, P cached tokens, H hidden size, F captur
 `models.key_values`.
 """
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -31,6 +33,13 @@ def groups_of(lengths: Sequence[int], at_once: int) -> list[list[int]]:
         else:
             groups.append([i])
     return groups
+
+
+def behind(decoder: nn.Module, cache: DynamicCache) -> dict[str, Any]:
+    """Keyword arguments by which a decoder reads `cache` and adds to it. Newer versions of transformers have renamed
+    the first, and the old name ends with 5.40; decoders from elsewhere may keep it."""
+    names = inspect.signature(decoder.forward).parameters
+    return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
 
 
 class _BufferedLayer(DynamicLayer):
@@ -230,4 +239,4 @@ class TargetSession:
 
     def _forward(self, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(final states [B, n, H], captured states [B, n, F] or None) behind the cache."""
-        return self.target.run_decoder(self.capture, **inputs, past_key_values=self.cache, use_cache=True)
+        return self.target.run_decoder(self.capture, self.cache, **inputs)

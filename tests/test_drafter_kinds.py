@@ -333,6 +333,10 @@ def test_a_start_that_does_not_fit_is_told_before_the_target_is_loaded(
         for plan in ((), ("--plan",)):
             with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
                 train(path, f"drafter.init_from={starts / start}", *plan)
+        if start != "other words":  # a plan before there is a vocabulary
+            load_recipe(path).draft_vocab_path.unlink()
+            with pytest.raises(UserError, match=rf"drafter\.init_from: .*{message}"):
+                train(path, f"drafter.init_from={starts / start}", "--plan")
         shutil.rmtree(path.with_suffix(""))
     with pytest.raises(UserError, match=r"specialists is 2 there, 3 here"):
         train(recipe_of("poss"), f"drafter.init_from={starts / 'poss'}", "drafter.specialists=3", "train.ttt_steps=6")

@@ -32,6 +32,7 @@ from draftsmith.models.draft_tree import Committed, DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, load_causal_lm
+from draftsmith.models.target_session import behind
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
@@ -348,7 +349,7 @@ def test_layers_of_several_shapes_are_counted_each() -> None:
     assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (4, 1, 16)
     size = target_size(target.model.config)
     cache = DynamicCache(config=target.config)
-    target.model(torch.tensor([some_tokens(5, 1)]), past_key_values=cache)
+    target.model(torch.tensor([some_tokens(5, 1)]), **behind(target.model, cache))
     layers: list[Any] = cache.layers
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
     assert cache_bytes_per_token(target.config, size) * 5 == held

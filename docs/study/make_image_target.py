@@ -32,6 +32,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, Emu3Config, Emu3ForConditionalGeneration, PreTrainedTokenizerFast
 
 from docs.study.make_vision_target import learn
+from draftsmith.models.target_session import behind
 from draftsmith.recipes.demo_lantern.classifier import Classifier, save_classifier
 from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pixel_tensor
 from draftsmith.recipes.demo_lantern.pictures import CAPTIONS, Caption, picture_at, sheet
@@ -190,8 +191,9 @@ def sampled_answers(model: Any, tokenizer: Any, captions: list[Caption], scale: 
     prompts = prompt_ids(tokenizer, captions)
     ids = torch.cat((prompts, without_caption(prompts, tokenizer.convert_tokens_to_ids("<null>"))))
     order, cache, found = torch.Generator().manual_seed(seed), DynamicCache(), []
+    text_model = model.model.text_model
     for _ in range(CODES + 1):
-        states = model.model.text_model(ids, past_key_values=cache, use_cache=True).last_hidden_state[:, -1]
+        states = text_model(ids, **behind(text_model, cache)).last_hidden_state[:, -1]
         cond, uncond = model.lm_head(states).chunk(2)
         chosen = torch.multinomial((uncond + scale * (cond - uncond)).softmax(-1), 1, generator=order)
         found.append(chosen)

@@ -43,6 +43,7 @@ from transformers import (
 )
 
 from docs.study.make_demo_target import CHAT_TEMPLATE, Optimizers, append, train_tokenizer
+from draftsmith.models.target_session import behind
 from draftsmith.recipes.demo_vision.descriptions import (
     IMAGINE,
     REQUESTS,
@@ -261,13 +262,12 @@ def answer_loss(model: LlavaForConditionalGeneration, rows: Rows, user_id: int) 
     language, cache = model.model.language_model, DynamicCache()
     pictures = model.model.multi_modal_projector(patch_features(model, rows.pixels))
     prefix = torch.cat((language.embed_tokens(torch.full((batch, 1), user_id)), pictures), dim=1)
-    language(inputs_embeds=prefix, past_key_values=cache, use_cache=True)  # causal, hence faster than with a mask
+    language(inputs_embeds=prefix, **behind(language, cache))  # causal, hence faster than with a mask
     states_BTH = language(
         inputs_embeds=language.embed_tokens(rows.ids_BT),
         attention_mask=attention_mask(rows.segments_BT),
         position_ids=rows.positions_BT,
-        past_key_values=cache,
-        use_cache=True,
+        **behind(language, cache),
     ).last_hidden_state
     answered = rows.labels_BT != IGNORED
     logits_NV = model.lm_head(states_BTH[answered])

@@ -66,9 +66,8 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     text_config = config.get_text_config()
     shape = shape_of_run(recipe, config)
     vocab_is_there = recipe.draft_vocab_path.exists()
-    if vocab_is_there:
-        vocab = read_run_vocab(recipe, text_config.vocab_size, fingerprint)
-        check_start_of_recipe(recipe, text_config, shape, vocab, fingerprint)
+    vocab = read_run_vocab(recipe, text_config.vocab_size, fingerprint) if vocab_is_there else None
+    check_start_of_recipe(recipe, text_config, shape, vocab, fingerprint)
     if recipe.conversations_path.exists() or recipe.data.prompts is None:
         rejects = Rejects()
         rows, validation_rows = read_rows(recipe, tokenizer, rejects)

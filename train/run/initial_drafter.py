@@ -109,13 +109,14 @@ def start_from(directory: Path, drafter: FeatureDrafter, identity: dict[str, Any
 def check_start(
     directory: Path,
     shape: DrafterConfig,
-    vocab: DraftVocab,
+    vocab: DraftVocab | None,
     identity: dict[str, Any],
     unknown: Sequence[str] = (),
 ) -> DrafterConfig:
     """The shape of the drafter in `directory`, checked: a drafter of `shape` can start from its weights.
 
     Args:
+        vocab: None: not known yet.
         identity: the target's, as far as it is known.
         unknown: fields of `shape` that are not known yet.
 
@@ -147,7 +148,7 @@ def check_start(
         raise UserError(
             f"drafter.init_from: {directory} has another shape: {'; '.join(different)}; ask for the same shape"
         )
-    if not its_vocab.same_as(vocab.to(its_vocab.target_ids.device)):
+    if vocab is not None and not its_vocab.same_as(vocab.to(its_vocab.target_ids.device)):
         raise UserError(
             f"drafter.init_from: {directory} has another draft vocabulary than draft_vocab.safetensors of this run; "
             "run `draftsmith rank-vocab` with this recipe, which takes the drafter's"

@@ -102,10 +102,15 @@ def read_run_vocab(recipe: Recipe, target_vocab_size: int, fingerprint: str) -> 
 
 
 def check_start_of_recipe(
-    recipe: Recipe, config: Any, shape: DrafterConfig, vocab: DraftVocab, fingerprint: str
+    recipe: Recipe, config: Any, shape: DrafterConfig, vocab: DraftVocab | None, fingerprint: str
 ) -> None:
-    """Raises UserError if training cannot start from drafter.init_from, as far as that can be told without weights."""
+    """Raises UserError if training cannot start from drafter.init_from, as far as that can be told without weights.
+
+    Args:
+        vocab: None: there is none yet.
+    """
     if recipe.drafter.init_from is not None and not yet_to_import(recipe, recipe.drafter.init_from):
         section = recipe.target
         target = config_identity(config, section.model, section.revision, fingerprint, target_changes(section))
-        check_start(Path(recipe.drafter.init_from), shape, vocab, target, unknown=("embedding_scale",))
+        unknown = ("embedding_scale", *["draft_vocab_size"] * (vocab is None))
+        check_start(Path(recipe.drafter.init_from), shape, vocab, target, unknown)
