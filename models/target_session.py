@@ -38,7 +38,7 @@ def groups_of(lengths: Sequence[int], at_once: int) -> list[list[int]]:
 def behind(decoder: nn.Module, cache: DynamicCache) -> dict[str, Any]:
     """Keyword arguments by which a decoder reads `cache` and adds to it. Newer versions of transformers have renamed
     the first, and the old name ends with 5.40; decoders from elsewhere may keep it."""
-    names = inspect.signature(decoder.forward).parameters
+    names = inspect.signature(type(decoder).forward).parameters
     return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
 
 
