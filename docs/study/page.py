@@ -236,7 +236,6 @@ def costs(found: Found) -> list[str]:
         if arm in OTHERWISE:
             continue  # they cost the same as another arm
         lines = [line for line in found.of(arm).values() if "train_seconds" in line and _timed_alike(line)]
-        minutes = f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else NOT_RUN
         shown = next(iter(found.of(arm).values()), None)
         of_round = [NOT_RUN, NOT_RUN]
         if shown is not None:
@@ -245,7 +244,7 @@ def costs(found: Found) -> list[str]:
         cells_ = []
         for time, calls in zip(times, (6, 8), strict=True):
             cells_ += [NOT_RUN, NOT_RUN] if time is None else [_spread(time, calls), _spread(time, 1)]
-        rows.append([about.name, *of_round, *cells_, minutes])
+        rows.append([about.name, *of_round, *cells_, _minutes(lines)])
     head = ["arm", "nodes a round, tree", "nodes, chain", "ms a call, chain", "ms a round, chain", "ms a call, tree"]
     return table([*head, "ms a round, tree", "minutes of training"], rows)
 
@@ -462,9 +461,16 @@ def on_the_demo(found: Found) -> list[str]:
             tree, chain = (found.demo.tau(arm, shape, steps=DEMO_STEPS) for shape in (TREE, CHAIN))
             gain = found.demo.ratio(arm, "eagle2", steps=DEMO_STEPS)
         taus = [with_interval(tree), seeds_of(tree), "-" if arm == "eagle2" else in_percent(gain), with_interval(chain)]
-        rows.append([ARMS[arm].name, *taus, *(_speed(speeds.get(speed_name(arm, name))) for name in SPEEDS)])
+        of_trees = [_speed(speeds.get(speed_name(arm, name))) for name in SPEEDS]
+        lines = [] if found.demo is None else found.demo.of(arm, steps=DEMO_STEPS).values()
+        rows.append([ARMS[arm].name, *taus, *of_trees, _minutes([line for line in lines if not line.get("resumed")])])
     head = ["arm", "tau, tree of 60", "seeds 0, 1, 2", "vs. EAGLE-2", "tau, chain of 6"]
-    return table([*head, *(f"speed-up, {name}" for name in SPEEDS)], rows)
+    return table([*head, *(f"speed-up, {name}" for name in SPEEDS), "minutes of training"], rows)
+
+
+def _minutes(lines: Sequence[Mapping[str, Any]]) -> str:
+    """Mean minutes of training, of one core."""
+    return f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else NOT_RUN
 
 
 def _speed(row: Mapping[str, Any] | None) -> str:
