@@ -16,14 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data_gen.corpus.template_tokens import template_tokens
 from draftsmith.eval.decoding.contenders import contender_of, vocab_of
 from draftsmith.eval.decoding.target_facts import TargetFacts
-from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.vocab import (
     BLEND_SCALE,
     CorpusCounts,
     DraftVocab,
     always_inside,
     blend,
-    cut_by_file,
     cut_vocab,
     load_token_counts,
     save_token_counts,
@@ -89,7 +87,7 @@ def test_counts_of_a_blend_round_trip_and_old_files_are_read(tmp_path: Path) -> 
 # What is chosen.
 
 
-def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by: Script, target_dir: Path) -> None:
+def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by: Script) -> None:
     source = {"source": str(write_lines(place / "a.jsonl", [{"text": text} for text in some_texts(30, 10)]))}
     rank_by([source], "drafter.vocab_size=12")
     report = json.loads((place / "out/ranking_coverage.json").read_text())
@@ -112,13 +110,6 @@ def test_stop_and_template_tokens_are_inside_of_everything(place: Path, rank_by:
     with pytest.raises(UserError, match=r"3 has no room for the 4 stop tokens \[1, 2, 3, 4\] \(template tokens among"):
         vocab_of(less, target)
     assert cut_vocab(DraftVocab.full(VOCAB_SIZE), counts, 12, always_inside(metadata)).same_as(vocab)
-
-
-def test_a_cut_by_the_file_holds_its_template_tokens(place: Path, rank_by: Script) -> None:
-    rank_by([{"source": str(write_lines(place / "a.jsonl", [{"text": "the cat sat"}]))}])
-    fingerprint = tokenizer_fingerprint(make_tokenizer())
-    found = cut_by_file(token_counts(place), fingerprint, DraftVocab.full(VOCAB_SIZE), 5, [4])
-    assert found.t2d[TEMPLATE].all() and found.size == 5
 
 
 THINKING = (

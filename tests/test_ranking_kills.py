@@ -195,7 +195,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_what_changed_is_counted_anew_with_a_word(place: Path, rank_by: Script, target_dir: Path) -> None:
+def test_what_changed_is_counted_anew_with_a_word(place: Path, rank_by: Script) -> None:
     a, b = write_lines(place / "a.jsonl", [{"text": "the cat"}, "{torn\n"]), place / "b.txt"
     b.write_text("the dog ran")
     sources = [{"source": str(a)}, {"source": str(b)}]

@@ -17,7 +17,6 @@ from draftsmith.models.chat import stop_ids, tokenizer_fingerprint
 from draftsmith.models.vocab import (
     DraftVocab,
     check_counted,
-    covered_share,
     cut_by_file,
     cut_head_rows,
     cut_vocab,
@@ -53,13 +52,6 @@ def test_round_trip(size: int) -> None:
     assert DraftVocab.from_d2t(vocab.d2t, vocab.t2d).same_as(vocab)
 
 
-def test_full_is_the_identity() -> None:
-    full = DraftVocab.full(5)
-    assert full.d2t.tolist() == [0] * 5 and full.t2d.all() and full.is_full
-    assert not full.same_as(DraftVocab.full(6))
-    assert not some_vocab(seed=0).same_as(some_vocab(seed=1))
-
-
 @pytest.mark.parametrize("ids", [[3, 3], [4, 2], [-1, 2], [2, 20], []])
 def test_wrong_ids_are_refused(ids: list[int]) -> None:
     with pytest.raises(ValueError, match="target_ids"):
@@ -78,14 +70,6 @@ def test_from_d2t_prints_both_sides() -> None:
     for odd in (torch.tensor(3), vocab.d2t[None], vocab.d2t.double()):
         with pytest.raises(UserError, match=r"^f: d2t is torch\.\w+ of shape .*, not a vector of whole numbers"):
             DraftVocab.from_d2t(odd, vocab.t2d, where="f")
-
-
-def test_save_and_load(tmp_path: Path) -> None:
-    path, vocab = tmp_path / "run" / "v.safetensors", some_vocab()
-    vocab.save(path, {"counted_tokens": "12"})
-    assert DraftVocab.load(path).same_as(vocab)
-    assert load_metadata(path) == {"counted_tokens": "12"}
-    assert [file.name for file in path.parent.iterdir()] == ["v.safetensors"]
 
 
 def test_load_refuses_what_is_no_draft_vocabulary(tmp_path: Path) -> None:
@@ -155,18 +139,6 @@ def test_cut_equals_its_slow_twin() -> None:
         assert ours.target_vocab_size == 30
 
 
-def test_cuts_are_nested_and_a_cut_of_a_cut_is_a_cut() -> None:
-    for seed in range(50):
-        chance = random.Random(seed)
-        vocab, counts, size, stops = random_case(chance)
-        larger = cut_vocab(vocab, torch.tensor(counts), size, stops)
-        smaller = chance.randint(max(1, int(larger.t2d[stops].sum())), size)
-        once, twice = (cut_vocab(base, torch.tensor(counts), smaller, stops) for base in (vocab, larger))
-        assert once.same_as(twice)
-        assert (larger.t2d | ~once.t2d).all()
-        assert cut_vocab(vocab, torch.tensor(counts), vocab.size, stops).same_as(vocab)
-
-
 def test_rows_of_a_cut_select_its_tokens_rows_of_the_head() -> None:
     for seed in range(50):
         vocab, counts, size, stops = random_case(random.Random(seed))
@@ -182,14 +154,6 @@ def test_rows_of_what_is_no_cut_are_refused() -> None:
     for other in (DraftVocab(torch.tensor([5, 8]), 12), DraftVocab(torch.tensor([5, 9]), 11)):
         with pytest.raises(ValueError, match="not a cut of this draft vocabulary"):
             cut_head_rows(vocab, other)
-
-
-def test_tokens_that_nobody_saw_fill_up_a_cut_by_id() -> None:
-    counts = torch.tensor([0, 4, 0, 2, 0, 0])
-    assert cut_vocab(DraftVocab.full(6), counts, 4, must_have=[5]).target_ids.tolist() == [0, 1, 3, 5]
-    # All stop tokens of the target, of which EAGLE-3's own vocabulary may lack some.
-    own = DraftVocab(torch.tensor([0, 2, 3, 4]), 6)
-    assert cut_vocab(own, counts, 2, must_have=[4, 5]).target_ids.tolist() == [3, 4]
 
 
 def test_a_cut_that_reaches_below_what_was_counted_is_refused() -> None:
@@ -209,14 +173,6 @@ def test_cut_refuses_what_cannot_be() -> None:
     assert cut_vocab(own, counts, 2, [2, 4, 5]).target_ids.tolist() == [4, 5]
     with pytest.raises(UserError, match=r"^eval\.tree\.vocab_size: .* of 5 tokens, the drafter's target has 6"):
         cut_vocab(own, counts[:5], 2, [4])
-
-
-def test_covered_share() -> None:
-    counts = torch.tensor([0, 4, 0, 2, 0, 2])
-    assert covered_share(counts, DraftVocab(torch.tensor([0, 1, 3]), 6)) == 0.75
-    assert covered_share(counts, DraftVocab.full(6)) == 1.0
-    with pytest.raises(ZeroDivisionError):
-        covered_share(torch.zeros(6, dtype=torch.int64), DraftVocab.full(6))
 
 
 # Token counts on disk.
@@ -261,9 +217,7 @@ GOOD = {"tokenizer_fingerprint": "ab" * 32, "counted_tokens": "6", "stop_ids": "
         ({"count": torch.tensor([1, 2, 3])}, {}, "no counts in it"),
         ({"counts": torch.tensor([1, 2, 3])}, None, "no counted_tokens and no stop_ids and no tokenizer_fingerprint"),
         ({"counts": torch.tensor([1.0, 2.0, 3.0])}, {}, r"int64 vector, not torch\.float32 of shape \(3,\)"),
-        ({"counts": torch.tensor([1, 2, 3], dtype=torch.int32)}, {}, r"not torch\.int32"),
         ({"counts": torch.tensor([[1, 2, 3]])}, {}, r"of shape \(1, 3\)"),
-        ({"counts": torch.tensor(6)}, {}, r"of shape \(\)"),
         ({"counts": torch.tensor([], dtype=torch.int64)}, {"counted_tokens": "0"}, r"of shape \(0,\)"),
         ({"counts": torch.tensor([5, -2, 3])}, {}, "token 1 was seen -2 times"),
         ({"counts": torch.tensor([1, 2, 4])}, {}, "add up to 7, its metadata says counted_tokens 6"),
