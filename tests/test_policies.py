@@ -227,15 +227,6 @@ def test_the_likeliest_of_many_tokens_are_those_of_a_plain_top_k(size: int, coun
 # One policy at a time.
 
 
-def test_uncut_histories_have_the_published_numbers_of_nodes() -> None:
-    """k = 10: 10 + 5 * 100 proposed nodes in 6 calls, C2T's 1,011 with the root in 11."""
-    tree, _ = Eagle2(10_000, 6, 10).grow(Scripted([Table(0)]), roots(1))
-    assert tree.nodes == 1 + 510
-    tree, _ = Eagle2(10_000, 11, 10).grow(Scripted([Table(0)]), roots(1))
-    assert tree.nodes == 1011
-    paths_of(tree, 0)
-
-
 @pytest.mark.parametrize(("nodes", "calls", "top_k"), [(60, 6, 10), (12, 3, 4), (2, 1, 3), (30, 8, 4), (8, 2, 9)])
 def test_eagle2_keeps_the_best_nodes_where_everything_ties(nodes: int, calls: int, top_k: int) -> None:
     table = Table(0, sharpness=(0.0,))
@@ -243,21 +234,6 @@ def test_eagle2_keeps_the_best_nodes_where_everything_ties(nodes: int, calls: in
     kept = sorted((reference.path_value(table, path) for path in paths_of(tree, 0)[1:]), reverse=True)
     expected, _ = reference.eagle2_tree(table, nodes, calls, top_k)
     assert kept == pytest.approx([reference.path_value(table, path) for path in expected], abs=1e-5)
-
-
-def test_a_certain_child_does_not_lose_its_parent() -> None:
-    """Children with probability 1 tie with their parents: the shallower one must be kept first."""
-
-    class Certain(Table):
-        def row(self, path: Nodes) -> torch.Tensor:
-            values = torch.full((self.vocab_size,), -math.inf)
-            values[len(path)] = 0.0  # another token at every depth
-            values[7] = -20.0
-            return values
-
-    tree, _ = Eagle2(5, 6, 2).grow(Scripted([Certain(0, 8)]), roots(1))
-    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3]]
-    assert tree.tokens.tolist() == [[0, 1, 3, 5, 7]]
 
 
 def test_a_token_of_probability_nan_ranks_behind_all_others() -> None:
@@ -281,13 +257,6 @@ def test_log_probabilities_that_round_above_zero_do_not_lift_a_child_above_its_p
         paths_of(tree, 0)
 
 
-def test_ddd_runs_to_the_end_on_a_peaked_beam_and_stops_at_its_first_test_on_a_spread_one() -> None:
-    """The paper's setting: tests after calls 5, 7 and 9, at most 11 calls."""
-    peaked, spread = Table(0, sharpness=(40.0,)), Table(1, sharpness=(0.5,))
-    policy = Eagle2(60, 11, 10, Ddd())
-    assert policy.grow(Scripted([peaked, spread]), roots(2))[1] == [11, 5]
-
-
 def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() -> None:
     """c = 0.15, h = 0.3: the boundary lies at 0.6 nats, which two tokens have at p = 0.71239; at most 40 tokens."""
 
@@ -303,26 +272,6 @@ def test_svip_stops_above_six_tenths_of_a_nat_and_keeps_the_uncertain_token() ->
     assert tree.nodes == 5
     assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(0.1,))]), roots(1))[1] == [1]
     assert Chain(40, Svip()).grow(Scripted([Table(0, sharpness=(1e5,))]), roots(1))[1] == [40]
-
-
-def test_svip_on_a_beam_of_one_node_is_svip_on_a_chain() -> None:
-    for seed in range(30):
-        rule = 0.15, random.Random(seed).uniform(0.1, 0.6)
-        tables = [Table(seed * 3 + row) for row in range(3)]
-        chain, chain_calls = Chain(6, Svip(*rule)).grow(Scripted(tables), roots(3))
-        tree, tree_calls = Eagle2(7, 6, 1, SvipTree(*rule)).grow(Scripted(tables), roots(3))
-        assert tree_calls == chain_calls
-        for row in range(3):
-            assert paths_of(tree, row) == paths_of(chain, row)
-
-
-def test_c2t_drafts_nothing_where_no_child_is_confident() -> None:
-    policy = C2T(linear_classifier(0, 0, 0, -4.0), 0.5, 15, 15, 10)
-    tree, calls = policy.grow(Scripted([Table(0), Table(1)]), roots(2))
-    assert calls == [1, 1]
-    assert tree.tokens.tolist() == [[0], [2]]
-    assert tree.parents.tolist() == [[-1], [-1]]
-    assert tree.ancestors.shape == (2, 1, 1)
 
 
 def test_c2t_verifies_what_it_kept_even_of_probability_zero() -> None:
@@ -344,17 +293,6 @@ def test_c2t_verifies_what_it_kept_even_of_probability_zero() -> None:
         expected, _ = reference.c2t_tree(table, linear_confidence(*weights), 0.6, None, 4, 2, None, 1000)
         assert sorted(path[:1] for path in paths_of(tree, row)[1:]) == sorted(path[:1] for path in expected)
         assert len(expected) == table.seed * 5
-
-
-def test_c2t_with_one_child_a_node_drafts_chains() -> None:
-    policy = C2T(linear_classifier(6, 0, 0, -2.0), 0.6, None, 1, 8)
-    tables = [Table(seed) for seed in range(6)]
-    tree, calls = policy.grow(Scripted(tables), roots(6))
-    assert len(set(calls)) > 2
-    for row, table in enumerate(tables):
-        paths = paths_of(tree, row)
-        assert paths[-1] == reference.likeliest_chain(table, 8)[0][7][: len(paths) - 1]
-        assert calls[row] == min(len(paths), 8)  # the call whose token was not kept, too
 
 
 @pytest.mark.parametrize("paths", [((0,), (0,)), ((0,), (1, 0)), ((0, 0),)])

@@ -129,14 +129,6 @@ def test_a_long_match_is_found_to_its_beginning() -> None:
     assert corpus.longest(text[300:]).occurrences == 2
 
 
-def test_neither_matches_nor_drafts_cross_the_end_of_a_document() -> None:
-    corpus = corpus_of([[1, 2, 3], [4, 5, 6], [7]], 9)
-    assert corpus.longest([1, 2, 3, 4]).length == 1
-    assert corpus.continuations(corpus.longest([0, 2]), 9, 9, 9) == ([3], [0])
-    assert corpus.continuations(corpus.longest([5, 6]), 9, 9, 9) == ([], [])
-    assert corpus.longest([0]) == Match(0)
-
-
 def test_a_file_holds_the_same_automaton(tmp_path: Path) -> None:
     path = tmp_path / "sam.safetensors"
     for vocab_size in (9, 70_000):
