@@ -44,22 +44,7 @@ RAW = {
     "@nul@": '"\\u0000"',
 }
 ODD_VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    2**63,
-    1.5,
-    "",
-    " \n",
-    [],
-    {},
-    [None],
-    [[]],
-    [{}],
-    {"": None},
-    "assistant",
-    *RAW,
+    *(None, True, 0, -1, 2**63, 1.5, "", " \n", [], {}, [None], [[]], [{}], {"": None}, "assistant", *RAW)
 ]
 
 GOOD: list[dict[str, Any]] = [
@@ -101,20 +86,8 @@ def drop_key(record: Any, chance: random.Random) -> None:
 
 def rename_key(record: Any, chance: random.Random) -> None:
     container, key = chance.choice([spot for spot in spots(record) if isinstance(spot[0], dict)])
-    names = [
-        "role",
-        "content",
-        "from",
-        "value",
-        "turns",
-        "messages",
-        "prompt",
-        "tool_calls",
-        "function",
-        "\ud800",
-        "id",
-    ]
-    container[chance.choice(names)] = container.pop(key)
+    names = ["role", "content", "from", "value", "turns", "messages", "prompt", "tool_calls", "function", "\ud800"]
+    container[chance.choice([*names, "id"])] = container.pop(key)
 
 
 def wrap(record: Any, chance: random.Random) -> None:
@@ -173,15 +146,7 @@ def whole(line: bytes, chance: random.Random) -> bytes:
     )
 
 
-IN_STRUCTURE: list[Callable[[Any, random.Random], None]] = [
-    change_value,
-    drop_key,
-    rename_key,
-    wrap,
-    swap,
-    mix,
-    cut_text,
-]
+IN_STRUCTURE = [change_value, drop_key, rename_key, wrap, swap, mix, cut_text]
 IN_BYTES: list[Callable[[bytes, random.Random], bytes]] = [flip, truncate, insert, repeat, two_keys, whole]
 
 

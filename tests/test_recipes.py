@@ -18,24 +18,9 @@ from tests.recipe_cases import write as write
 from tests.test_mutations import limited
 
 
-def test_smallest_recipe_gets_the_defaults(write):
-    recipe = load_recipe(write(SMALLEST))
-    assert recipe == Recipe.model_validate({"output_dir": "runs/x", "target": {"model": "org/name"}})
-    assert recipe.conversations_path == Path("runs/x/conversations.jsonl")
-    assert recipe.eval_drafter_dir == recipe.drafter_dir == Path("runs/x/drafter")
-    assert recipe.eval_out == Path("runs/x/eval")
-
-
-def test_unknown_key_names_line_and_suggests(write):
-    (problem,) = problems_of(write(SMALLEST + "train:\n  learning_rat: 0.1\n"))
-    assert "recipe.yaml:5:" in problem
-    assert "unknown key `train.learning_rat`" in problem
-    assert "did you mean `train.learning_rate`?" in problem
-
-
 def test_key_in_the_wrong_section_is_pointed_to_the_right_one(write):
     (problem,) = problems_of(write(SMALLEST + "max_steps: 3\n"))
-    assert "did you mean `train.max_steps`?" in problem
+    assert "recipe.yaml:4: unknown key `max_steps`: did you mean `train.max_steps`?" in problem
 
 
 def test_key_like_no_other_lists_the_known_ones(write):
@@ -259,19 +244,13 @@ def test_recipe_file_that_cannot_be_read(tmp_path: Path):
     assert "cannot be read as UTF-8" in problems_of(str(tmp_path / "latin.yaml"))[0]
 
 
-def test_output_dir_that_is_a_file(write, tmp_path: Path):
-    (tmp_path / "taken").touch()
-    (problem,) = problems_of(write(SMALLEST), f"output_dir={tmp_path / 'taken'}")
-    assert "is a file; name a folder" in problem
-
-
 def test_outputs_that_cannot_be_written(write, tmp_path: Path):
     (tmp_path / "taken").touch()
     (tmp_path / "folder").mkdir()
     for key, name, expected in [
         ("output_dir", "taken/run", f"{tmp_path / 'taken'} is a file"),
         ("eval.out", "taken/a/b", f"{tmp_path / 'taken'} is a file"),
-        ("eval.out", "taken", "is a file; name a folder"),
+        *((key, "taken", "is a file; name a folder") for key in ("output_dir", "eval.out")),
         ("data.conversations", "taken/c.jsonl", f"{tmp_path / 'taken'} is a file"),
         ("data.conversations", "folder", "is a folder; name a file"),
         ("output_dir", "x" * 300, "is not a valid path: File name too long"),
@@ -343,10 +322,6 @@ def test_only_what_cannot_be_a_hub_id_is_looked_for_on_disk(write, model, is_pat
         assert "no such directory" in problems_of(path, f"target.model={model}")[0]
     else:
         assert load_recipe(path, [f"target.model={model}"]).target.model == model
-
-
-def test_local_model_directory_is_found(write, tmp_path: Path):
-    assert load_recipe(write(SMALLEST), [f"target.model={tmp_path}"]).target.model == str(tmp_path)
 
 
 def test_prompts_that_are_not_files(write):

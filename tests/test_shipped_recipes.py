@@ -370,30 +370,20 @@ def test_every_recipe_is_tried() -> None:
     assert set(RECIPES) == {*SHRUNKEN, *DEMOS}
 
 
-@pytest.mark.parametrize(
-    ("record", "question"),
-    [
-        # UltraChat-200K, ShareGPT, OpenThoughts-114k-math: their columns, as their cards say.
-        ({"prompt": "Q", "prompt_id": "f0e3", "messages": [{"role": "user", "content": "Q"}]}, "Q"),
-        ({"id": "a_0", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}, "Q"),
-        (
-            {
-                "source": "olympiads",
-                "problem": "1 + 1?",
-                "solution": "2",
-                "messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}],
-                "system": "Think it through.",
-                "conversations": [{"from": "user", "value": "Box it. 1 + 1?"}, {"from": "assistant", "value": "2"}],
-                "generated_token_count": 12,
-                "correct": True,
-            },
-            "1 + 1?",
-        ),
-    ],
-)
-def test_rows_of_the_recipes_data_sets_are_read(record: dict, question: str) -> None:
+def test_rows_of_the_recipes_data_sets_are_read() -> None:
+    """OpenThoughts-114k-math's columns, as its card says. Those of the others are in tests/test_prompts.py."""
+    record = {
+        "source": "olympiads",
+        "problem": "1 + 1?",
+        "solution": "2",
+        "messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}],
+        "system": "Think it through.",
+        "conversations": [{"from": "user", "value": "Box it. 1 + 1?"}, {"from": "assistant", "value": "2"}],
+        "generated_token_count": 12,
+        "correct": True,
+    }
     messages = to_conversation(record, "id", "source", 1).messages
-    assert [m["content"] for m in messages if m["role"] == "user"] == [question]
+    assert [m["content"] for m in messages if m["role"] == "user"] == ["1 + 1?"]
 
 
 def vicuna() -> PreTrainedTokenizerFast:
