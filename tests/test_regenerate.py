@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftsmith.data_gen import regenerate
 from draftsmith.data_gen.answers import generators
@@ -18,13 +17,14 @@ from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
+from draftsmith.models.sampling import Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target, make_tokenizer
-from tests.decoding import write_answers
+from tests.decoding import decode, write_answers
 
 ROOT = Path(__file__).parent.parent
 # Many stop tokens, so that random-weight targets end most of their answers.
@@ -85,38 +85,14 @@ def test_draws_do_not_depend_on_neighbours_or_order() -> None:
     assert twice["c", 0] != twice["c", 1]
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.0, 0.7, 0), (0.8, 0.9, 12)]
-)
-def test_first_tokens_follow_the_processed_law(temperature: float, top_p: float, top_k: int) -> None:
-    model, count = make_target(num_layers=2), 3000
-    found = answers(
-        model,
-        [(i, [7, 8]) for i in range(count)],
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_new_tokens=1,
-        batch_size=500,
-    )
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
-    if top_k:
-        warpers.append(TopKLogitsWarper(top_k))
-    warpers.append(TopPLogitsWarper(top_p))
-    with torch.no_grad():
-        logits = model(torch.tensor([[7, 8]])).logits[:, -1]
-    law = warpers(torch.tensor([[7, 8]]), logits).softmax(-1)[0]  # type: ignore[arg-type]
-    drawn = torch.bincount(torch.tensor([tokens[0] for tokens, _ in found.values()]), minlength=320) / count
-    assert (drawn[law == 0] == 0).all()
-    # Total variation of 3,000 draws from the law itself stays below this bound in all but a millionth of cases:
-    # mean at most sum(sqrt(p (1 - p) / (2 pi n))), plus sqrt(ln(1e6) / (2 n)).
-    bound = (law * (1 - law) / (2 * torch.pi * count)).sqrt().sum() + (13.8 / (2 * count)) ** 0.5
-    assert (drawn - law).abs().sum() / 2 < bound
-    # The bound can tell this law from the unprocessed one, or, where nothing is processed, from a greedy choice.
-    other = logits.softmax(-1)[0]
-    if torch.allclose(law, other):
-        other = torch.nn.functional.one_hot(law.argmax(), 320)
-    assert (other - law).abs().sum() / 2 > bound
+@pytest.mark.parametrize("sampling", [Sampling(0.8, top_p=0.8), Sampling(1.5, top_k=5)], ids=str)
+def test_answers_are_drawn_by_the_settings(sampling: Sampling) -> None:
+    """By the numbers of seed and key, from the law that tests/test_sampling.py enumerates."""
+    model, prompts = make_target(num_layers=2), some_prompts(12)
+    found = answers(model, prompts, **vars(sampling), seed=3, max_new_tokens=9)
+    for key, prompt in prompts:
+        alone = decode(Target(model, (0,)), None, prompt, STOPS, 9, sampling, SeededDraws(3, key))
+        assert found[key][0] == alone.token_ids
 
 
 def test_no_row_is_decoded_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,20 +107,6 @@ def test_no_row_is_decoded_after_its_end(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(sizes) == sum(len(tokens) - 1 for tokens in found)
     assert len({len(tokens) for tokens in found}) > 3  # answers of unequal length: rows were replaced
     assert max(sizes) == 6 and len(sizes) < sum(sizes) / 2
-
-
-def test_prompts_may_wait_for_answers() -> None:
-    model, got = make_target(num_layers=2), []
-
-    def prompts() -> Any:
-        yield "first", [7]
-        while not got:
-            yield None
-        yield "second", [7, *got[0]]
-
-    for answer in write_answers(model, prompts(), GenerationSettings(5, 50, STOPS, temperature=0)):
-        got.append(answer.token_ids)
-    assert len(got) == 2
 
 
 def test_models_without_keys_and_values_are_refused_by_name() -> None:
@@ -294,8 +256,6 @@ def test_nothing_to_ask_is_an_error(place: Workspace, lines: list[Any]) -> None:
 
 
 def test_missing_prompts(place: Workspace) -> None:
-    with pytest.raises(UserError, match=r"prompts\.jsonl"):
-        place.run()
     place.ask(1)
     with pytest.raises(UserError, match=r"data\.prompts: not given"):
         place.run("data.prompts=null")

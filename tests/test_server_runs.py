@@ -276,13 +276,6 @@ def kill_again_and_again(place: Place, lab: CrashLab, wanted: int, stream: bool)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CAN_FORK, reason="needs fork")
-def test_kill_9_loses_and_repeats_nothing(place: Place, lab: CrashLab) -> None:
-    place.ask(60)
-    kill_again_and_again(place, lab, 6, stream=False)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CAN_FORK, reason="needs fork")
 @pytest.mark.parametrize("stream", [False, True])
 def test_100_kills_of_regeneration_by_servers_lose_and_repeat_nothing(
     place: Place, lab: CrashLab, stream: bool, capsys: pytest.CaptureFixture
