@@ -107,14 +107,6 @@ def test_where_every_token_asks(kernel: Kernel) -> None:
     close(alone, by_definition(query, keys, values, [], [], one, [[0] * 21] * 2))
 
 
-def test_runs_of_touching_columns() -> None:
-    """Where no document is named, a row is one."""
-    columns = Columns(torch.tensor([[2, 3, 7, 0], [0, 1, 2, 3]]), torch.tensor([[1, 2, 1, 0], [1, 1, 1, 1]]))
-    expected = [Run(0, 0, 2, 0, 2), Run(0, 2, 3, 0, 7), Run(1, 0, 4, 0, 0)]
-    assert columns.runs(None) == expected
-    assert Columns(columns.index[:, :0], columns.depth[:, :0]).runs(None) == []
-
-
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_hidden(kernel: Kernel, bad: float) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
-from draftsmith.models.costs import gigabytes, shared_out, target_size
+from draftsmith.models.costs import gigabytes
 from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
@@ -171,15 +170,3 @@ def test_plan_says_what_a_process_holds(
     command.main()
     said = capsys.readouterr().out
     assert "1/4 of them" in said and "on 4 processes" in said
-
-
-def test_what_the_documentation_says_of_a_70b_target() -> None:
-    shape = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256}
-    config = AutoConfig.for_model("llama", num_attention_heads=64, num_key_value_heads=8, **shape)
-    size = target_size(config, "bfloat16")
-    assert size.parameters == 70_553_706_496  # as the model's card counts
-    assert gigabytes(size.weight_bytes) == "141 GB"
-    of_eight = shared_out(size, 8)
-    assert gigabytes(of_eight.weight_bytes) == "23.0 GB"
-    words = "layers 17.1 GB, 1/8 of them; the one at work 1.7 GB; the rest 4.2 GB, whole"
-    assert of_eight.weight_basis.endswith(words)

@@ -16,7 +16,6 @@ from draftsmith.data_gen.states.store import ENCODINGS, Store, StoreManifest, ke
 from draftsmith.data_gen.states.stored_target import StoredTarget, check_head
 from draftsmith.eval.decoding.policies import policy_of
 from draftsmith.models.alignment import columns_of
-from draftsmith.models.chat import load_config, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.drafters import drafter_config
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
@@ -494,10 +493,3 @@ def test_no_store_or_an_unfinished_one_is_told(recipe_path: Path, copy: Path, tm
     del manifest.shards[1]
     manifest.write(copy)
     assert f"has {SHARDS - 1} of {SHARDS} shards" in refusals(recipe_path, f"data.states={copy}")
-
-
-def test_the_words_of_a_config_are_the_target_s(recipe_path: Path, store: Path) -> None:
-    recipe = load_recipe(recipe_path)
-    made_of = Store(store).manifest.made_of
-    assert made_of["target"]["model_type"] == load_config(recipe.target).model_type == "llama"
-    assert made_of["target"]["tokenizer_fingerprint"] == tokenizer_fingerprint(load_tokenizer(recipe.target))

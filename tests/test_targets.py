@@ -5,7 +5,6 @@ largest logit at most in these families, so that 1e-4 leaves room for other mach
 window changes far more.
 """
 
-import copy
 import random
 from dataclasses import replace
 from functools import cache
@@ -14,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 from draftsmith.data_gen.answers.generators import GenerationSettings
 from draftsmith.eval.decoding.policies import Eagle2, PolicyProposer
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
-from draftsmith.models.alignment import columns_of
 from draftsmith.models.causal_lm import load_draft_model
 from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.costs import (
@@ -28,7 +26,7 @@ from draftsmith.models.costs import (
     target_forward_bytes,
     target_size,
 )
-from draftsmith.models.draft_tree import Committed, DraftTree
+from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target, load_causal_lm
@@ -36,11 +34,9 @@ from draftsmith.models.target_session import behind
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
-from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from tests.conftest import make_target, make_tokenizer
 from tests.decoding import decode, write_answers
 from tests.pairs import greedy
-from tests.slow_drafters import SlowDrafter
 
 DEMO = Path(__file__).parents[1] / "recipes/demo_target"
 STOP = 4
@@ -220,6 +216,12 @@ CACHES = [
 ]
 
 
+def regenerated(target: Target, prompts: list[list[int]]) -> list[list[int]]:
+    settings = GenerationSettings(16, 100, (STOP,), temperature=0)
+    written = {key: tokens for key, tokens, *_ in write_answers(target.model, iter(enumerate(prompts)), settings)}
+    return [written[key] for key in range(len(prompts))]
+
+
 @pytest.mark.parametrize("name", CACHES)
 def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
     target = target_of(name)
@@ -229,11 +231,7 @@ def test_greedy_decoding_and_regeneration_equal_generate(name: str) -> None:
     for prompt, answer, lookup in zip(prompts, expected, (None, PromptLookup(6, target.device)), strict=True):
         assert decode(target, drafting, prompt, {STOP}, 16).token_ids == answer
         assert decode(target, lookup, prompt, {STOP}, 16).token_ids == answer
-    settings = GenerationSettings(16, 100, (STOP,), temperature=0)
-    written = {
-        answer.key: answer.token_ids for answer in write_answers(target.model, iter(enumerate(prompts)), settings)
-    }
-    assert [written[key] for key in range(len(prompts))] == expected
+    assert regenerated(target, prompts) == expected
 
 
 @pytest.mark.parametrize(
@@ -258,11 +256,7 @@ def test_a_window_that_the_decoder_ignores_is_ignored(family: str, stray: dict[s
     expected = [greedy(Target(plain), prompt, 16, STOP) for prompt in prompts]
     for prompt, answer in zip(prompts, expected, strict=True):
         assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 16).token_ids == answer
-    settings = GenerationSettings(16, 100, (STOP,), temperature=0)
-    written = {
-        answer.key: answer.token_ids for answer in write_answers(target.model, iter(enumerate(prompts)), settings)
-    }
-    assert [written[key] for key in range(len(prompts))] == expected
+    assert regenerated(target, prompts) == expected
 
 
 def test_a_window_that_the_decoder_keeps_is_kept() -> None:
@@ -287,58 +281,6 @@ def test_a_decoder_with_masks_of_its_own_is_refused() -> None:
     model.model.forward = two_tokens_at_most
     with pytest.raises(UserError, match=r"masks its layers neither by the window of 12 tokens .* nor without one"):
         Target(model)
-
-
-# The drafter's own parts do not depend on the family, but for its shape and the scale of embeddings.
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4", "gpt2", "deepseek_v3"])
-def test_one_training_step_reaches_every_parameter(name: str) -> None:
-    target, drafter = target_of(name), drafter_of(name)
-    ids = torch.tensor([some_tokens(30, 6), some_tokens(30, 7)])
-    span = torch.zeros_like(ids)
-    span[:, 8:] = 1
-    columns = columns_of(span, 3)
-    states = target.states(ids)
-    trainee = TrainingTimeTest(drafter, 3, 0.8)
-    sums = trainee(
-        states.captured,
-        target.inputs(ids, dtype=drafter.dtype),
-        columns,
-        teacher_of(target, states.last, ids, columns, drafter.vocab),
-    )
-    (sums.loss / sums.columns).backward()
-    gradients = {parameter_name: p.grad for parameter_name, p in drafter.named_parameters()}
-    drafter.zero_grad()
-    assert torch.isfinite(sums.loss)
-    for parameter_name, gradient in gradients.items():
-        assert gradient is not None and torch.isfinite(gradient).all() and gradient.abs().max() > 0, parameter_name
-
-
-def test_a_scaled_embedding_equals_the_slow_twin() -> None:
-    """With an epsilon that keeps the norm behind the embedding from hiding the scale."""
-    target = target_of("gemma")
-    torch.manual_seed(3)
-    shape = Eagle3Config.for_target(target.config, 320, target.capture_layers, 320)
-    shape = replace(shape, embedding_scale=target.embedding_scale, rms_norm_eps=0.5)
-    drafter = Eagle3Drafter(shape, DraftVocab.full(320))
-    ids, steps = some_tokens(9, 9), 3
-    captured = target.states(torch.tensor([ids])).captured
-
-    def outputs(drafter: Eagle3Drafter) -> list[torch.Tensor]:
-        drafting = FeatureDrafting(drafter)
-        drafting.reset(1)
-        drafting.observe(Committed(target, [ids[:7]], captured[:, :6], [6]))  # column 5 drafts below root ids[6]
-        for step in range(1, steps):
-            drafting.expand(torch.tensor([[step - 1]]), torch.tensor([ids[6 + step : 7 + step]]), step)
-        return list(drafting.outputs[0])
-
-    slow = SlowDrafter(drafter.state_dict(), target.embedding_table, target.head_weight, shape)
-    with torch.no_grad():
-        wanted = slow.chain(captured[0], ids, 5, steps)
-    for mine, twin in zip(outputs(drafter), wanted, strict=True):
-        torch.testing.assert_close(mine, twin, rtol=1e-4, atol=1e-4)
-    target = copy.copy(target)
-    target.embedding_scale = 1.0
-    assert (outputs(drafter)[0] - wanted[0]).abs().max() > 1e-2
 
 
 def test_layers_of_several_shapes_are_counted_each() -> None:
@@ -366,27 +308,6 @@ def test_a_scale_is_measured_in_every_precision() -> None:
     """bfloat16 holds the square root of 32 as 5.65625."""
     model = make_target("gemma").to(torch.bfloat16)
     assert Target(model).embedding_scale == pytest.approx(5.65625, rel=1e-4)
-
-
-@torch.no_grad()
-def test_a_vision_language_model_is_a_text_target() -> None:
-    text = {"num_hidden_layers": 7, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 320, "head_dim": 8}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512} | SLIDING
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "gemma3",
-        text_config=text | {"initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 5, "eos_token_id": STOP},
-        vision_config=vision | {"image_size": 28, "patch_size": 14},
-        mm_tokens_per_image=4,
-    )
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
-    target, prompt = Target(model), some_tokens(20, 4)
-    answer = greedy(target, prompt, 8, STOP)
-    assert decode(target, PromptLookup(6, target.device), prompt, {STOP}, 8).token_ids == answer
-    settings = GenerationSettings(8, 100, (STOP,), temperature=0)
-    assert next(write_answers(model, iter([("a", prompt)]), settings))[1] == answer
 
 
 def test_a_config_without_a_width_asks_for_one() -> None:

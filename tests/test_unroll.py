@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.models.alignment import Columns, columns_of
+from draftsmith.models.alignment import columns_of
 from draftsmith.models.layers import GatedMLP, RmsNorm, rotary
 from draftsmith.models.prompt import DecoderInputs
 from draftsmith.recipes.schema import TrainSection
@@ -269,37 +269,6 @@ def test_nothing_leaks_from_one_document_into_another(name: str) -> None:
     assert not nonzero.any()
 
 
-@each_structure
-def test_outputs_see_neither_what_comes_later_nor_padding_nor_other_rows(name: str) -> None:
-    """Masked scores take no part in the softmax: not even a share of exp(0), as where scores are multiplied by 0."""
-    case, drafter = CASES[name], drafter_of(CASES[name])
-    ids, _ = make_rows([14, 14])
-    captured, _ = states_of(drafter, ids)
-    column, steps = 5, max(case.steps, 4)
-
-    def outputs(captured: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
-        columns = Columns(torch.full((rows, 1), column), torch.full((rows, 1), steps))
-        with torch.no_grad():
-            return torch.stack(
-                [output[0, 0] for output in unroll(drafter, captured, inputs_of(drafter, ids), columns, steps)]
-            )
-
-    # A prefix of six columns and the tokens of the chain, nothing else.
-    bare = outputs(captured[:1, : column + 1 + steps], ids[:1, : column + 1 + steps], 1)
-    later = captured[:1].clone()
-    later[:, column + 1 :] = 1e2  # states that only later columns read
-    torch.testing.assert_close(outputs(later, ids[:1], 1), bare, rtol=1e-5, atol=1e-5)
-    padded = torch.cat((later, torch.full_like(later, -1e2)), dim=1)
-    padded_ids = torch.cat((ids[:1], torch.full_like(ids[:1], 7)), dim=1)
-    torch.testing.assert_close(outputs(padded, padded_ids, 1), bare, rtol=1e-5, atol=1e-5)
-    beside = torch.cat((padded, torch.full_like(padded, 3.0)))
-    torch.testing.assert_close(outputs(beside, padded_ids.repeat(2, 1), 2), bare, rtol=1e-5, atol=1e-5)
-    # What a column does see changes it.
-    earlier = captured[:1].clone()
-    earlier[:, 0] += 1
-    assert (outputs(earlier, ids[:1], 1) - bare).abs().max(dim=-1).values.min() > 1e-3
-
-
 @pytest.mark.parametrize(
     "name", [name if name in ("hass", "eagle3") else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
@@ -371,11 +340,6 @@ def test_a_batch_in_which_nothing_counts_gives_zero() -> None:
         assert sums.loss.item() == 0 and sums.columns.item() == 0
         given = [p.grad for p in drafter.parameters() if p.grad is not None]
         assert given and all((grad == 0).all() for grad in given)
-
-
-def test_columns_gather_reads_at_offsets() -> None:
-    columns = Columns(index=torch.tensor([[1, 3]]), depth=torch.tensor([[1, 1]]))
-    assert columns.gather(torch.tensor([[10, 11, 12, 13, 14, 15]]), 2).tolist() == [[13, 15]]
 
 
 def test_simulated_tau() -> None:
