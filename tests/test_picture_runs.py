@@ -27,25 +27,10 @@ from tests.training_runs import metrics, train
 
 OVER_EAGLE = {"kind": "vispec", "compressed_tokens": 2}
 OVER_EAGLE3 = {"kind": "vispec", "base": "eagle3"}
-WORDS = (
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "the",
-    "mat",
-    "and",
-    "the",
-    "dog",
-    "ran",
-    "to",
-    "a",
-    "red",
-    "house",
-    "by",
-    "the",
-    "sea",
-)
+WORDS = [
+    *("the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "ran", "to", "a"),
+    *("red", "house", "by", "the", "sea"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.data_gen.rows.overlap import EvaluationIndex
 from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of
 from draftsmith.data_gen.states.store import key_of
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
@@ -27,11 +26,10 @@ from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.prompt import EmbeddingInsert, PlacedInsert, Prompt
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.prompts.reader import asked_digest
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.schema import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of
-from draftsmith.train.run.batches import collate, collate_as
+from draftsmith.train.run.batches import collate
 from draftsmith.train.run.run_identity import rows_digest
 from draftsmith.train.run.state_sources import OnlineStates
 from tests.conftest import make_target
@@ -100,16 +98,6 @@ def test_an_insert_of_the_target_s_own_embeddings_changes_nothing(family: str) -
         assert torch.equal(target.inputs(text, inserts=[away]).embeddings, target.inputs(text).embeddings)
 
 
-def test_a_drafter_that_is_a_causal_lm_reads_inserts() -> None:
-    target, _ = pair_of("llama")
-    proposer = PolicyProposer(CausalLMDrafting(target), policy_of(TREE))
-    text = [21, 22, 23, 24, 25, 26, 27, 28, 29]
-    found, wanted = (
-        decode(target, proposer, prompt, {-1}, 20) for prompt in (with_insert(target, text, 0, 7), Prompt(text))
-    )
-    assert found.accepted_per_round == wanted.accepted_per_round and sum(found.accepted_per_round) > 10
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "hass"])
 def test_decoding_reads_inserts_as_the_text_that_they_are(kind: str) -> None:
     """Target and drafter: the same tokens in the same rounds, alone and beside text; replay likewise."""
@@ -125,19 +113,6 @@ def test_decoding_reads_inserts_as_the_text_that_they_are(kind: str) -> None:
     recorded = [RecordedAnswer(each, answer.token_ids) for each, answer in zip(asked, expected, strict=True)]
     rounds = replay(target, proposer, recorded, 2)
     assert [answer.accepted_per_round for answer in rounds] == [answer.accepted_per_round for answer in expected]
-
-
-def test_other_embeddings_are_another_question() -> None:
-    """Greedy answers stay the target's own, whatever stands in the prompt."""
-    target, drafter = pair_of("llama")
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(TREE))
-    answers = []
-    for scale in (1.0, -3.0):
-        asked = with_insert(target, TEXT, 2, 5, scale)
-        plain, drafted = (decode(target, who, asked, {-1}, 20).token_ids for who in (None, proposer))
-        assert drafted == plain
-        answers.append(plain)
-    assert answers[0] != answers[1]
 
 
 def test_an_input_that_a_target_cannot_read_is_refused() -> None:
@@ -181,16 +156,6 @@ def test_training_reads_inserts_as_the_text_that_they_are(packed: bool) -> None:
     assert (sums(blind).loss - plain.loss).abs() > 1e-2
 
 
-def test_inserts_move_with_their_rows() -> None:
-    """Into one row, from rows of a batch that hold several documents."""
-    rows = rows_and_texts()[0]
-    batch = collate_as([*rows, rows[0]], [[1, 0], [2]]).one_row
-    assert [placed.row for placed in batch.inserts] == [0, 0, 0]
-    inserts = [placed.insert for placed in batch.inserts]
-    covered = [each.first + i for each in inserts for i in range(each.length)]
-    assert covered == (batch.ids[0] == PLACEHOLDER).nonzero()[:, 0].tolist()
-
-
 def test_turns_join_to_rows_only_where_their_inserts_do() -> None:
     target = small_target()
     first = with_insert(target, TEXT, 1, 4)
@@ -210,31 +175,6 @@ def test_two_inserts_under_one_question_have_two_keys() -> None:
     blind = replace(row, inserts=())
     assert len({key_of(each) for each in (row, other, blind, text)}) == 4
     assert len({rows_digest([each]) for each in (row, other, blind)}) == 3
-
-
-@pytest.mark.parametrize("place", ["beside", "inside"])
-def test_two_pictures_under_one_question_are_told_apart(place: str, tmp_path: Path) -> None:
-    """By what they show, not by their names: resumption, repeated questions and contamination."""
-    for name, content in (("a", b"one"), ("b", b"two"), ("copy of a", b"one")):
-        (tmp_path / name).write_bytes(content)
-
-    def asks(name: str) -> Conversation:
-        text, path = "What does this picture show us today?", str(tmp_path / name)
-        if place == "beside":
-            return Conversation("q", [{"role": "user", "content": text}], [path])
-        return Conversation("q", [{"role": "user", "content": [{"type": "text", "text": text}, picture(path)]}])
-
-    def picture(path: str) -> dict[str, str]:
-        return {"type": "image", "path": path}
-
-    before = asked_digest(asks("a"))
-    assert before != asked_digest(asks("b"))
-    index = EvaluationIndex([asks("a")])
-    for name, found in (("a", True), ("copy of a", True), ("b", False)):
-        training = asks(name)
-        assert (index.find(training) is not None) == ((found and name == "a") or found)
-    (tmp_path / "a").write_bytes(b"another one")
-    assert asked_digest(asks("a")) != before
 
 
 def test_only_paths_of_pictures_are_read_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.data_gen.states.store import key_of
 from draftsmith.data_gen.states.stored_target import save_config_and_tokenizer
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
@@ -295,16 +294,6 @@ def test_a_picture_that_changed_behind_its_prompt_is_refused(folders: dict[str, 
         change()
         with pytest.raises(UserError, match=reason):
             insert.pixels()
-
-
-def test_two_pictures_under_one_question_have_two_keys(folders: dict[str, Path]) -> None:
-    tokenizer = load_tokenizer(section_of(folders["llava"]))
-    prompts = [render_prompt(tokenizer, [asked("the cat", shown)]) for shown in (picture(), picture(seed=4), picture())]
-    assert list(prompts[0]) == list(prompts[1]) and prompts[0] != prompts[1] and prompts[0] == prompts[2]
-    rows = [TrainingRow("a", list(each), [], [(2, 5)], inserts=each.inserts) for each in prompts]
-    assert len({key_of(row) for row in rows}) == len({prompt.digest for prompt in prompts}) == 2
-    one, _, same = (prompt.inserts[0] for prompt in prompts)
-    assert one == same and one.at(3) != one and one.at(3).digest == one.digest
 
 
 # What the target reads.

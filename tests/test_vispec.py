@@ -12,9 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
-from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
-from draftsmith.eval.recorded.answers import RecordedAnswer
-from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.alignment import Columns, Documents, columns_of
 from draftsmith.models.checkpoint import read_drafter, save_drafter
 from draftsmith.models.costs import target_size
@@ -25,13 +22,11 @@ from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, PlacedInser
 from draftsmith.models.target_columns import TextColumns
 from draftsmith.models.vispec import VisionDrafter
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TreeSection
 from draftsmith.train.attention.kernels import BLOCKS
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of, unroll
 from draftsmith.train.measure.step_flops import PictureCounts, StepFlops
 from draftsmith.train.run.batches import collate
 from draftsmith.train.run.initial_drafter import start_from
-from tests.decoding import decode, decode_batch
 from tests.drafter_cases import (
     EAGLE,
     EAGLE3,
@@ -369,29 +364,6 @@ def test_a_checkpoint_is_read_as_it_was_written(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("base", ["eagle", "eagle3"])
-def test_it_starts_from_a_text_drafter(base: str, tmp_path: Path) -> None:
-    """Weights of the base, and an adaptor of its own that changes nothing yet."""
-    identity = {"num_layers": small_target().num_layers}
-    text = drafter_of(Case(base, None, {}, 2, False, EAGLE3), seed=7)
-    save_drafter(tmp_path / "text", text, identity, "", {})
-    drafter = drafter_of(Case("vispec", base, {"compressed_tokens": 3}, 2, False, EAGLE3))
-    before = {key: value.clone() for key, value in drafter.state_dict().items()}
-    start_from(tmp_path / "text", drafter, identity)
-    for key, value in drafter.state_dict().items():
-        assert torch.equal(value, before[key] if key.startswith("img_") else text.state_dict()[key]), key
-    [prompt] = make_prompts([(12, [])])
-    captured, _ = states_of(text, [prompt], False)
-    for mine, wanted in zip(
-        *(unroll(each, captured, inputs_of(each, [prompt], False), column_alone(8, 2), 2) for each in (drafter, text)),
-        strict=True,
-    ):
-        assert torch.equal(mine, wanted)
-    other = drafter_of(Case("vispec", base, {"num_layers": 2}, 2, False, EAGLE3))
-    with pytest.raises(UserError, match="num_layers is 1 there, 2 here"):
-        start_from(tmp_path / "text", other, identity)
-
-
-@pytest.mark.parametrize("base", ["eagle", "eagle3"])
 @pytest.mark.parametrize("given", ["single", "poss", "vispec"])
 def test_with_specialists_it_starts_from_each_part_of_it(given: str, base: str, tmp_path: Path) -> None:
     """From one layer, from specialists that read text, and from one layer that sees."""
@@ -424,24 +396,6 @@ def test_shapes_that_cannot_be_are_refused() -> None:
         replace(config, compressed_tokens=-1)
     with pytest.raises(UserError, match="adaptor's width"):
         replace(config, num_attention_heads=5, num_key_value_heads=5)
-
-
-@pytest.mark.parametrize("name", ["one token", "over eagle3", "over eagle3, specialists"])
-def test_decoding_with_pictures_is_lossless(name: str) -> None:
-    """Rows with pictures beside one without: the target's own tokens, whatever the drafter says. Replay likewise."""
-    drafter, target = drafter_with_eyes(name), small_target()
-    prompts = make_prompts()
-    tree = TreeSection(nodes=12, draft_calls=3, top_k=4)
-    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(tree))
-    plain = [decode(target, None, prompt, {-1}, 12).token_ids for prompt in prompts]
-    drafted = decode_batch(target, proposer, prompts, {-1}, 12)
-    assert [answer.token_ids for answer in drafted] == plain
-    accepted = [answer.accepted_per_round for answer in drafted]
-    assert sum(map(sum, accepted)) > 2
-    recorded = [RecordedAnswer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
-    assert [answer.accepted_per_round for answer in replay(target, proposer, recorded, 2)] == accepted
-    other = make_prompts(seed=5)[0]
-    assert decode(target, None, Prompt(prompts[0].token_ids, other.inserts), {-1}, 12).token_ids != plain[0]
 
 
 @pytest.mark.parametrize("name", ["one token", "three tokens", "over eagle3", "specialists", "whole passes"])
