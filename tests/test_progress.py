@@ -9,7 +9,6 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 from draftsmith.models import target
-from draftsmith.recipes.command import progress
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.schema import TargetSection
 from tests.clock import Clock
@@ -80,4 +79,3 @@ def test_loading_weights_shows_as_our_bars_do(
     monkeypatch.setattr(target, "Bar", Noted)
     target.load_causal_lm(TargetSection(model=str(target_dir), device="cpu"))
     assert [settings["desc"] for settings in made] == ["Loading weights"] and capsys.readouterr().err == ""
-    assert progress.SHOWN_AFTER_SECONDS == 2

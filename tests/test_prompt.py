@@ -29,7 +29,7 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.schema import TreeSection
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of
-from draftsmith.train.run.batches import collate
+from draftsmith.train.run.batches import collate, collate_as
 from draftsmith.train.run.run_identity import rows_digest
 from draftsmith.train.run.state_sources import OnlineStates
 from tests.conftest import make_target
@@ -156,6 +156,16 @@ def test_training_reads_inserts_as_the_text_that_they_are(packed: bool) -> None:
     assert (sums(blind).loss - plain.loss).abs() > 1e-2
 
 
+def test_inserts_move_with_their_rows() -> None:
+    """Into one row, from rows of a batch that hold several documents."""
+    rows = rows_and_texts()[0]
+    batch = collate_as([*rows, rows[0]], [[1, 0], [2]]).one_row
+    assert [placed.row for placed in batch.inserts] == [0, 0, 0]
+    inserts = [placed.insert for placed in batch.inserts]
+    covered = [each.first + i for each in inserts for i in range(each.length)]
+    assert covered == (batch.ids[0] == PLACEHOLDER).nonzero()[:, 0].tolist()
+
+
 def test_turns_join_to_rows_only_where_their_inserts_do() -> None:
     target = small_target()
     first = with_insert(target, TEXT, 1, 4)
@@ -242,20 +252,3 @@ def test_a_proposer_that_was_rolled_back_goes_on_as_if_nothing_had_been_there(ki
     tell(new, others, kept)
     mine, wanted = rolled.propose()[0], new.propose()[0]
     assert mine.tokens.tolist() == wanted.tokens.tolist() and mine.parents.tolist() == wanted.parents.tolist()
-
-
-def test_a_target_s_session_rolls_back() -> None:
-    target = small_target()
-    session, fresh = target.session((1, 4)), target.session((1, 4))
-    session.prefill([TEXT, [*TEXT, 17, 18]])
-    session.rollback([3, 5])
-    fresh.prefill([TEXT[:3], TEXT[:5]])
-    tokens = torch.tensor([[31, 32], [33, 34]])
-    depths = torch.arange(2).expand(2, -1)
-    visible = torch.ones(2, 2, dtype=torch.bool).tril().expand(2, -1, -1)
-    for mine, wanted in zip(
-        session.append(tokens, depths, visible), fresh.append(tokens, depths, visible), strict=True
-    ):
-        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-4)
-    with pytest.raises(ValueError, match="cannot be rolled back"):
-        session.rollback([4, 5])

@@ -1,6 +1,5 @@
 """The report's figures with many contenders: numbers, colours, nothing hidden."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from draftsmith.eval.page import figures as plots
 from draftsmith.eval.page import html as html_report
 from draftsmith.eval.page.comparison import DOT, comparison_plot
 from draftsmith.eval.page.legend import FEW, Legend
-from tests.compare_cases import place as place
 
 PARTLESS: dict[str, Any] = {"benchmarks": {}, "categories": {}, "turns": {}}
 
@@ -102,7 +100,7 @@ def test_the_figures_hold_the_best_and_the_main_contender(count: int) -> None:
         assert all((f"{name}: " in plot.description) == (plot.name == "comparison") for name in others)
 
 
-def test_a_replay_shows_no_speeds(place: Path) -> None:
+def test_a_replay_shows_no_speeds() -> None:
     content = numbers_of(3)
     for row in content["contenders"].values():
         for key in ("speedup", "tokens_per_second", "speed_ratio", "mean_prompt_speedup", "overhead_share"):

@@ -24,8 +24,6 @@ from tests.sam_cases import corpus_of
 from tests.thinning import others_slow
 from tests.training_runs import run_main
 
-NO_MORE = "eval.max_prompts=2"
-
 
 @pytest.fixture(scope="module")
 def answers(place: Path, target_dir: Path) -> Path:

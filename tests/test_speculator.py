@@ -10,14 +10,12 @@ import torch
 
 from draftsmith.eval.decoding import speculator as speculator_module
 from draftsmith.eval.decoding.speculator import Speculator
-from draftsmith.models.chat import decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
+from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target import Target, load_causal_lm
-from draftsmith.models.vocab import DraftVocab
+from draftsmith.models.target import load_causal_lm
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
+from tests.compare_cases import save_untrained
 from tests.decoding import decode
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
@@ -26,20 +24,9 @@ MESSAGES = [{"role": "user", "content": "the cat"}]
 DEMO = Path(__file__).parents[1] / "recipes/demo_target"
 
 
-def untrained(section: TargetSection, directory: Path) -> Path:
-    """A drafter for this target as training would save it, before its first step."""
-    target = Target(load_causal_lm(section))
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
-    vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
-    torch.manual_seed(0)
-    config = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
-    save_drafter(directory, Eagle3Drafter(config, vocab), identity, "", {})
-    return directory
-
-
 @pytest.fixture(scope="module")
 def drafter_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return untrained(TargetSection(model=str(target_dir)), tmp_path_factory.mktemp("run") / "drafter")
+    return save_untrained(tmp_path_factory.mktemp("run") / "drafter", target_dir)
 
 
 def test_an_answer_is_the_target_s_own(target_dir: Path, drafter_dir: Path) -> None:
@@ -91,7 +78,7 @@ def test_the_page_s_target_answers_in_its_own_precision(tmp_path: Path, monkeypa
     """The shipped target, named and loaded as there: by its path from the root, and without a dtype."""
     monkeypatch.chdir(DEMO.parents[1])
     assert (DEMO / "model.safetensors").exists()
-    drafter = untrained(TargetSection(model="recipes/demo_target"), tmp_path / "drafter")
+    drafter = save_untrained(tmp_path / "drafter", Path("recipes/demo_target"))
     speculator = Speculator.load("recipes/demo_target", drafter)
     assert speculator.target.dtype == torch.bfloat16
     answer = speculator.answer("Write the function `dedent(text)` of `textwrap`.", max_new_tokens=8)
