@@ -195,6 +195,14 @@ def test_a_blind_drafter_learns_nothing_of_its_adaptor(recipe_of: Callable[..., 
     assert not projection[:, 32:].any() and not torch.equal(projection[:, :32], torch.eye(32))
 
 
+def test_the_second_stage_starts_from_text(recipe_of: Callable[..., Path]) -> None:
+    first = train(recipe_of({"kind": "eagle"}, max_steps=1)) / "drafter"
+    output = train(recipe_of({"kind": "vispec", "init_from": str(first)}, max_steps=1, learning_rate=1e-12))
+    before, after = read_weights(first), read_weights(output / "drafter")
+    assert set(after) - set(before) == {name for name in after if name.startswith("img_")}
+    assert all(torch.allclose(after[name], before[name], atol=1e-6) for name in before)
+
+
 def test_a_text_target_is_refused(recipe_of: Callable[..., Path], target_dir: Path) -> None:
     with pytest.raises(UserError, match=r"drafter\.kind: vispec reads pictures, and .* \(llama\) reads text only"):
         train(recipe_of({"kind": "vispec"}), f"target.model={target_dir}")

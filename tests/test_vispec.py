@@ -12,6 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.recorded.answers import RecordedAnswer
+from draftsmith.eval.recorded.replay import replay
 from draftsmith.models.alignment import Columns, Documents, columns_of
 from draftsmith.models.checkpoint import read_drafter, save_drafter
 from draftsmith.models.costs import target_size
@@ -22,11 +25,13 @@ from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, PlacedInser
 from draftsmith.models.target_columns import TextColumns
 from draftsmith.models.vispec import VisionDrafter
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TreeSection
 from draftsmith.train.attention.kernels import BLOCKS
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of, unroll
 from draftsmith.train.measure.step_flops import PictureCounts, StepFlops
 from draftsmith.train.run.batches import collate
 from draftsmith.train.run.initial_drafter import start_from
+from tests.decoding import decode, decode_batch
 from tests.drafter_cases import (
     EAGLE,
     EAGLE3,
@@ -396,6 +401,24 @@ def test_shapes_that_cannot_be_are_refused() -> None:
         replace(config, compressed_tokens=-1)
     with pytest.raises(UserError, match="adaptor's width"):
         replace(config, num_attention_heads=5, num_key_value_heads=5)
+
+
+@pytest.mark.parametrize("name", ["one token", "over eagle3", "over eagle3, specialists"])
+def test_decoding_with_pictures_is_lossless(name: str) -> None:
+    """Rows with pictures beside one without: the target's own tokens, whatever the drafter says. Replay likewise."""
+    drafter, target = drafter_with_eyes(name), small_target()
+    prompts = make_prompts()
+    tree = TreeSection(nodes=12, draft_calls=3, top_k=4)
+    proposer = PolicyProposer(FeatureDrafting(drafter), policy_of(tree))
+    plain = [decode(target, None, prompt, {-1}, 12).token_ids for prompt in prompts]
+    drafted = decode_batch(target, proposer, prompts, {-1}, 12)
+    assert [answer.token_ids for answer in drafted] == plain
+    accepted = [answer.accepted_per_round for answer in drafted]
+    assert sum(map(sum, accepted)) > 2
+    recorded = [RecordedAnswer(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
+    assert [answer.accepted_per_round for answer in replay(target, proposer, recorded, 2)] == accepted
+    other = make_prompts(seed=5)[0]
+    assert decode(target, None, Prompt(prompts[0].token_ids, other.inserts), {-1}, 12).token_ids != plain[0]
 
 
 @pytest.mark.parametrize("name", ["one token", "three tokens", "over eagle3", "specialists", "whole passes"])
