@@ -1,7 +1,5 @@
 """Counted columns against the definition, at span edges, turn boundaries and the end of the text."""
 
-import random
-
 import pytest
 import torch
 
@@ -36,28 +34,6 @@ def test_counted_columns_are_those_of_the_definition(name: str, steps: int) -> N
     span = SPANS[name]
     expected = {(t, k) for t in range(len(span)) for k in range(steps) if reference.counted(span, t, k)}
     assert counted_pairs(span, steps) == expected
-
-
-def test_random_spans_in_a_padded_batch() -> None:
-    chance = random.Random(0)
-    rows = [[0] * 40 for _ in range(20)]
-    for row in rows:
-        position, number = 0, 0
-        while position < 40:
-            number += 1
-            length = chance.randint(1, 9)
-            for p in range(position, min(40, position + length)):
-                row[p] = number if chance.random() < 0.8 or number % 2 else 0
-            position += length
-    columns = columns_of(torch.tensor(rows), 7)
-    for b, row in enumerate(rows):
-        mine = {
-            (int(t), k)
-            for t, d in zip(columns.index[b], columns.depth[b], strict=True)
-            for k in range(7)
-            if columns.depth[b].gt(0).any() and d > k
-        }
-        assert mine == {(t, k) for t in range(40) for k in range(7) if reference.counted(row, t, k)}
 
 
 def test_later_steps_are_neighbours_among_the_counted_columns() -> None:

@@ -163,20 +163,6 @@ def test_no_row_lies_behind_the_target_s_last_position() -> None:
     assert [int(said.sum()) for said in free.accepted] == [int(said.sum()) for said in cut.accepted]
 
 
-def test_the_loop_goes_on_where_replay_with_the_whole_tree_does() -> None:
-    """Through `eval.recorded.replay`'s own verifier, which looks at all nodes and their ancestors."""
-    section = LabelSection(top_k=3, draft_calls=4)
-    answers = [written_answer(random.Random(seed), 25) for seed in range(5)]
-    verifier = RecordedVerifier(answers, None, unasked_target(1000))
-    proposer = PolicyProposer(Along(), Eagle2(10**6, 4, 3))
-    prompts, budgets = [answer.prompt for answer in answers], [len(answer.tokens) for answer in answers]
-    generations = decode(verifier, proposer, prompts, (), budgets)
-    for generation, labelled in zip(
-        generations, label(Along(), answers, None, unasked_target(1000), section), strict=True
-    ):
-        assert [int(said.sum()) for said in labelled.accepted] == generation.accepted_per_round
-
-
 def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     parts = [made_trees(4, 30), made_trees(3, 20, seed=1)]
     written = write_trees(tmp_path, parts)

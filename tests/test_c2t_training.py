@@ -162,7 +162,6 @@ def test_parts_without_an_accepted_node_are_refused() -> None:
         trained(ClassifierSection(), rare)
 
 
-@pytest.mark.parametrize("rate", [1e30, 1e38])
-def test_training_that_diverges_says_so(rate: float) -> None:
+def test_training_that_diverges_says_so() -> None:
     with pytest.raises(UserError, match=r"loss is not finite after epoch \d+; lower classifier.learning_rate"):
-        trained(ClassifierSection(learning_rate=rate, epochs=30), made_trees(40, 50))
+        trained(ClassifierSection(learning_rate=1e38, epochs=30), made_trees(40, 50))

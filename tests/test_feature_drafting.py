@@ -11,7 +11,6 @@ from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.train.loss.unroll import unroll
 from tests.drafter_cases import (
     CASES,
-    SPECIALISTS,
     STRUCTURES,
     VOCAB_SIZE,
     Case,
@@ -160,13 +159,3 @@ def test_a_trees_distributions_are_those_of_its_paths_as_chains(name: str, tree:
                 path = [said[i][slot] for slot in way[1:]]
                 _, chain = chain_of(drafter, captured[i], [*text, *path], len(text) - 2)
                 torch.testing.assert_close(mine, torch.stack(chain), atol=5e-5, rtol=5e-5)
-
-
-@pytest.mark.parametrize("name", SPECIALISTS)
-def test_positions_of_the_specialists(name: str) -> None:
-    """Position i is specialist i // n's, the last one's beyond."""
-    own, drafter = CASES[name].own, drafter_of(CASES[name])
-    n, m = own["positions_per_specialist"], own["specialists"]
-    wanted = [specialist for specialist in range(m) for _ in range(n)] + [m - 1] * 3
-    assert [drafter.stack_of(step) for step in range(len(wanted))] == wanted
-    assert len(drafter.stacks) == m

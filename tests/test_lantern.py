@@ -191,14 +191,6 @@ def test_greedy_takes_a_near_token_that_with_its_neighbours_reaches_the_likelies
         assert accepted.moved[0, 0] == pytest.approx(0.22 if length == 2 else 0, abs=1e-6)
 
 
-def test_a_likely_near_neighbour_ends_the_prefix_even_if_later_ones_fit() -> None:
-    p = torch.tensor([[0.0, 0.4, 0.2, 0.3, 0.1], [1.0, 0, 0, 0, 0]])
-    rule = LanternAcceptance(Sampling(1.0), relaxed(("delta", 0.2)))
-    law, moved = law_of(rule, one_tree([0, 2], [-1, 0]), p.clamp(min=1e-30).log())
-    assert sum(w for (path, _), w in law.items() if len(path) == 2) == pytest.approx(0.2, abs=1e-6)
-    assert moved[0] == pytest.approx(0, abs=1e-6)
-
-
 @pytest.mark.parametrize("drawn", [False, True], ids=["ranked", "drawn"])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
 def test_a_tree_among_others_is_accepted_as_it_is_alone(sampling: Sampling, drawn: bool) -> None:
