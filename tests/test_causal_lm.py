@@ -1,25 +1,22 @@
-"""A small causal LM as a drafter: its cache stays right whatever the target accepts, and it changes no answer."""
+"""A small causal LM as a drafter: its cache stays right whatever the target accepts."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
 
+from draftsmith.eval.decoding.policies import Chain, PolicyProposer
 from draftsmith.models.causal_lm import CausalLMDrafting, check_vocabulary, load_draft_model
-from draftsmith.models.draft_tree import Committed, DraftTree
+from draftsmith.models.draft_tree import Committed
 from draftsmith.models.key_values import SlotTree
-from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from tests import reference
 from tests.conftest import make_target
-from tests.decoding import decode, decode_batch
-from tests.thinning import thinned
+from tests.decoding import decode_batch
 
-STOP = 4
 SHAPES = [[3, 4, 2], [1, 1, 1, 1], [1, 2, 1], [2, 1, 1, 3]]  # new slots of each depth
 
 
@@ -123,66 +120,11 @@ def test_drafted_slots_see_their_ancestors_and_themselves(rows: int, counts: lis
             rows, lines, levels = 2, [lines[2], lines[0]], [levels[2], levels[0]]
 
 
-class Chain:
-    """A `Proposer` of greedy chains from any `Drafting`; counts what the target accepts."""
-
-    capture_layers = ()
-
-    def __init__(self, drafting: CausalLMDrafting, length: int):
-        self.drafting, self.length = drafting, length
-        self.committed: Sequence[Sequence[int]] = []
-
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.drafting.reset(rows)
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.drafting.admit(rows)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.drafting.keep(rows)
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        raise AssertionError("nothing is rolled back here")
-
-    def observe(self, committed: Committed) -> None:
-        self.committed = committed.tokens
-        self.drafting.observe(committed)
-
-    def propose(self) -> tuple[DraftTree, list[int]]:
-        rows = len(self.committed)
-        log_probs = self.drafting.root_log_probs()
-        chain = [torch.tensor([[text[-1]] for text in self.committed])]
-        for depth in range(1, self.length + 1):
-            chain.append(self.drafting.vocab.to_target(log_probs.argmax(-1, keepdim=True)))
-            if depth < self.length:
-                log_probs = self.drafting.expand(torch.full((rows, 1), depth - 1), chain[-1], depth)[:, 0]
-        parents = torch.arange(-1, self.length).expand(rows, -1)
-        return DraftTree(torch.cat(chain, dim=1), parents, self.length, is_chain=True), [self.length] * rows
-
-
-@pytest.mark.parametrize(("family", "length"), thinned(["llama", "qwen2"], [1, 4]))
-def test_greedy_answers_are_those_of_plain_decoding(family: str, length: int) -> None:
-    """By a stranger, whose drafts are wrong, and by the target itself, whose drafts are right."""
-    target = Target(make_target(family))
-    chance = random.Random(3)
-    prompts = [[chance.randrange(5, 320) for _ in range(n)] for n in (1, 12, 30)]
-    expected = [decode(target, None, prompt, {STOP}, 40).token_ids for prompt in prompts]
-    assert len({len(answer) for answer in expected}) > 1 or len(expected[0]) == 40
-    for lm in (small_lm(family), target):
-        proposer = Chain(CausalLMDrafting(lm), length)
-        alone = [decode(target, proposer, prompt, {STOP}, 40) for prompt in prompts]
-        assert [out.token_ids for out in alone] == expected
-        together = decode_batch(target, proposer, prompts, {STOP}, 40)
-        assert [out.token_ids for out in together] == expected
-        if lm is target:
-            assert all(n == length for out in alone + together for n in out.accepted_per_round[:-1])
-
-
 def test_learned_positions_end_and_drafting_does_not_fall_over_their_edge() -> None:
     """The target's answer fills its 32 positions; the small LM has as many, and drafts beyond them."""
     target, small = Target(make_target(max_position_embeddings=32)), small_lm("gpt2", max_position_embeddings=32)
     prompts = [[7, 8, 9], [10, 11, 12, 13, 14]]
-    for proposer in (Chain(CausalLMDrafting(small), 6), None):
+    for proposer in (PolicyProposer(CausalLMDrafting(small), Chain(6)), None):
         answers = decode_batch(target, proposer, prompts, {-1}, 27)
         assert [len(prompt + out.token_ids) for prompt, out in zip(prompts, answers, strict=True)] == [30, 32]
 

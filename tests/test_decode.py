@@ -17,7 +17,6 @@ from draftsmith.eval.decoding.decode import Clock, Request, count_kept
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
 from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.models.draft_tree import Committed, DraftTree
-from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
@@ -28,23 +27,10 @@ from tests import reference
 from tests.clock import Clock as WallClock
 from tests.conftest import make_target
 from tests.decoding import decode, decode_batch, decode_queue
-from tests.pairs import greedy
+from tests.pairs import greedy, untaught
 from tests.scripted_drafting import unasked_target
 
 STOP = 4
-
-
-def make_pair(family: str, draft_tokens: int | None = None, **overrides) -> tuple[Target, Eagle3Drafter]:
-    target = Target(make_target(family, **overrides))
-    torch.manual_seed(3)
-    if draft_tokens is None:
-        vocab = DraftVocab.full(target.vocab_size)
-    else:
-        vocab = DraftVocab(torch.randperm(target.vocab_size)[:draft_tokens].sort().values, target.vocab_size)
-    return target, Eagle3Drafter(
-        Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size),
-        vocab,
-    )
 
 
 Nodes = tuple[list[int], list[int]]  # tokens and parents
@@ -141,14 +127,6 @@ SPOILS = [
     *(spoiled_chain, always_token_zero, random_tokens, stop_in_the_middle, duplicated_siblings),
     *(longer_than_the_budget, another_size_every_time),
 ]
-
-
-def test_prompt_lookup_and_plain_decoding_equal_generate() -> None:
-    target = Target(make_target())
-    prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    expected = greedy(target, prompt, 40, STOP)
-    assert decode(target, None, prompt, {STOP}, 40).token_ids == expected
-    assert decode(target, PromptLookup(10, target.device), prompt, {STOP}, 40).token_ids == expected
 
 
 ASKED = ((11, 12, 13), (21, 22, 23, 24, 25, 26), (7,), tuple(range(30, 60)), (5, 9))
@@ -329,15 +307,10 @@ def test_neither_prefills_nor_what_is_done_with_answers_is_decoding(monkeypatch:
 
 
 def test_what_cannot_be_decoded_is_said_at_once() -> None:
+    """Besides what tests/test_lossless.py has of single requests."""
     target = Target(make_target())
-    for prompts, budget, reason in (
-        ([], 5, "needs prompts"),
-        ([[1], []], 5, "needs prompts"),
-        ([[1]], 0, "1 or more"),
-        ([[1] * 500], 13, "500 prompt tokens and 13 new ones exceed the target's 512 positions"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            decode_batch(target, None, prompts, {4}, budget)
+    with pytest.raises(ValueError, match="needs prompts"):
+        decode_batch(target, None, [], {4}, 5)
     with pytest.raises(ValueError, match="1 sets of draws for 2 prompts"):
         decode_batch(target, None, [[1], [2]], {4}, 5, Sampling(1.0), [SeededDraws(0, 0)])
 
@@ -345,7 +318,8 @@ def test_what_cannot_be_decoded_is_said_at_once() -> None:
 @pytest.mark.parametrize(("tree", "rows"), [("chain", 1), ("chain", 3), ("static", 3), ("eagle2", 3)])
 def test_a_round_waits_for_the_device_once(rows: int, tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its one wait is the list of accepted tokens (`tolist`, which is counted by itself)."""
-    target, drafter = make_pair("llama", 40)
+    target = Target(make_target())
+    drafter = untaught("eagle3", target, DraftVocab(torch.arange(0, 320, 8), 320))
     lists = 0
     tolist = torch.Tensor.tolist
 
