@@ -24,6 +24,7 @@ HUMANEVAL = {
     "test": "def check(candidate):\n    assert candidate(2) == 1\n",
     "entry_point": "half",
 }
+HALF = '```python\ndef half(x):\n    """ Half of x. """\n```'
 GSM8K = {"question": "Ann has 2 cats. How many?", "answer": "She has <<2=2>>2.\n#### 2"}
 QA = {"question_id": 321, "category": "qa", "turns": ["who sang it?"], "reference": ["She"]}
 # EAGLE's form of HumanEval: the request is in it.
@@ -35,13 +36,7 @@ def read(source: str | list[str], rejects: Rejects | None = None) -> list[Conver
 
 
 def copy_of(path: Path, *rows: dict[str, Any]) -> str:
-    if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
@@ -52,52 +47,27 @@ def users(*texts: str) -> list[dict[str, str]]:
 # The user's copy.
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize(
-    ("name", "row", "expected"),
+    ("row", "id_", "messages", "meta"),
     [
+        (MT_BENCH, "mt_bench/81", users("Write a post.", "Rewrite it."), {"category": "writing"}),
+        (HUMANEVAL, "humaneval/0", users(HUMANEVAL_REQUEST + HALF), {}),
+        (HUMANEVAL_TURNS, "humaneval/7", users(HUMANEVAL_TURNS["turns"][0]), {"category": "code"}),
+        (GSM8K, "gsm8k/1", [*users(GSM8K["question"]), {"role": "assistant", "content": GSM8K["answer"]}], {}),
         (
-            "mt_bench",
             MT_BENCH,
-            Conversation("mt_bench/81", users("Write a post.", "Rewrite it."), meta={"category": "writing"}),
+            "spec_bench/81",
+            users("Write a post.", "Rewrite it."),
+            {"category": "mt_bench", "subcategory": "writing"},
         ),
-        (
-            "humaneval",
-            HUMANEVAL,
-            Conversation(
-                "humaneval/0",
-                users(HUMANEVAL_REQUEST + '```python\ndef half(x):\n    """ Half of x. """\n```'),
-            ),
-        ),
-        (
-            "humaneval",
-            HUMANEVAL_TURNS,
-            Conversation("humaneval/7", users(HUMANEVAL_TURNS["turns"][0]), meta={"category": "code"}),
-        ),
-        (
-            "gsm8k",
-            GSM8K,
-            Conversation("gsm8k/1", [*users(GSM8K["question"]), {"role": "assistant", "content": GSM8K["answer"]}]),
-        ),
-        (
-            "spec_bench",
-            MT_BENCH,
-            Conversation(
-                "spec_bench/81",
-                users("Write a post.", "Rewrite it."),
-                meta={"category": "mt_bench", "subcategory": "writing"},
-            ),
-        ),
-        ("spec_bench", QA, Conversation("spec_bench/321", users("who sang it?"), meta={"category": "qa"})),
+        (QA, "spec_bench/321", users("who sang it?"), {"category": "qa"}),
     ],
 )
-def test_published_forms(tmp_path: Path, name: str, row: dict[str, Any], expected: Conversation, suffix: str) -> None:
-    path = copy_of(tmp_path / f"copy{suffix}", row)
+def test_published_forms(tmp_path: Path, row: dict[str, Any], id_: str, messages: Any, meta: dict[str, str]) -> None:
+    name, path = id_.partition("/")[0], copy_of(tmp_path / "copy.jsonl", row)
     (conversation,) = read(f"{name}:{path}")
-    expected.meta["benchmark"] = name
-    assert conversation == expected
+    assert conversation == Conversation(id_, messages, meta=meta | {"benchmark": name})
     assert (conversation.source, conversation.line) == (f"{name}:{path}", 1)
-    del expected.meta["benchmark"]
 
 
 def test_a_benchmark_read_as_a_plain_file_keeps_its_ids_and_is_called_by_its_stem(tmp_path: Path) -> None:

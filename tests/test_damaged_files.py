@@ -18,17 +18,14 @@ GOOD_METRICS = {"step": 1, "loss": 2.0, "accuracy": [0.5, 0.4], "simulated_tau":
     ("line", "said"),
     [
         (b"not json", "malformed JSON"),
-        (b"\xff\xfe", "not UTF-8: byte"),
         (b"[1, 2]", "not a JSON object"),
-        (b"[" * 100_000, "nested too deeply"),
         (json.dumps(GOOD_METRICS | {"accuracy": []}).encode(), "accuracy: "),
         (json.dumps(GOOD_METRICS | {"accuracy": [0.5]}).encode(), "1 unroll steps, the first line has 2"),
         (json.dumps({k: v for k, v in GOOD_METRICS.items() if k != "lr"}).encode(), "lr: Field required"),
         (json.dumps(GOOD_METRICS | {"loss": float("nan")}).encode(), "loss: Input should be a finite number"),
-        (json.dumps(GOOD_METRICS | {"validation_loss": float("inf")}).encode(), "validation_loss: Input"),
         (json.dumps(GOOD_METRICS | {"step": "2"}).encode(), "step: Input should be a valid integer"),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: bytes, said: str) -> None:
     recipe = make_recipe(tmp_path)
@@ -45,7 +42,6 @@ def damaged_answers() -> Iterator[tuple[str, Any, str]]:
         return lambda line: json.dumps(json.loads(line) | keys).encode()
 
     yield "torn", lambda line: line[: len(line) // 2], "malformed JSON"
-    yield "garbage", lambda line: b"garbage", "malformed JSON"
     yield "not utf-8", lambda line: line.replace(b" word1", b" \xff"), "not UTF-8: byte"
     yield "list", lambda line: b"[" + line + b"]", "not a JSON object"
     yield "deep", lambda line: b'{"contender": ' + b"[" * 100_000, "nested too deeply"
@@ -125,9 +121,6 @@ def test_damaged_numbers_are_named(tmp_path: Path, damage: Any, said: str) -> No
     with pytest.raises(UserError, match=r"acceptance\.json: .*written by another version") as raised:
         report_files.read_acceptance(path)
     assert said in str(raised.value)
-    path.write_text('{"a": ' * 100_000)
-    with pytest.raises(UserError, match="nested too deeply"):
-        report_files.read_acceptance(path)
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,92 +121,64 @@ def test_answers_to_questions_are_true():
     assert kinds == what | how
 
 
+# True sentences, and false ones that differ from each in little.
+OF_THINGS = {
+    "I count four things.": ["I count three things.", "The chart has four bars."],
+    "At the top left there is a little red circle.": [
+        "At the top right there is a little red circle.",
+        "In the centre there is a little red circle.",
+        "At the top left there is a big red circle.",
+        "At the top left there is a little blue circle.",
+        "At the top left there is a little red square.",
+        "At the top left there is a red sign that says CAT.",
+    ],
+    "An orange sign that says CAT is on the left of the middle row.": [
+        "An orange sign that says DOG is on the left of the middle row.",
+        "A yellow sign that says CAT is on the left of the middle row.",
+        "An orange sign that says CAT is on the right of the middle row.",
+    ],
+    "The number of red things is two.": ["The number of red things is one."],
+    "Counting the crosses gives one.": ["Counting the crosses gives zero.", "Counting the circles gives two."],
+    "The number of green things is zero.": ["The number of triangles is one."],
+    "The small red circle is above the orange sign.": [
+        "The small red circle is below the orange sign.",
+        "The orange sign is above the small red circle.",
+        "The small red circle is to the left of the orange sign.",
+        "The small red circle is above the yellow sign.",
+        "The small green circle is above the orange sign.",
+        "The small red circle is above the large blue square.",
+    ],
+    "The big red cross stands further right than the orange sign.": [
+        "The big red cross stands further left than the orange sign."
+    ],
+    "The bottom row is empty.": ["The top row is empty.", "Nothing is in the left column."],
+    "Nothing is in the middle column.": ["Nothing is in the middle row."],
+}
+OF_BARS = {
+    "This is a chart with four bars.": ["This is a chart with three bars.", "The picture shows four things."],
+    "The second bar is green and five units high.": [
+        "The first bar is green and five units high.",
+        "The second bar is red and five units high.",
+        "The second bar is green and four units high.",
+        "The fifth bar is green and five units high.",
+    ],
+    "The yellow bar has a height of one unit.": ["The yellow bar has a height of two units."],
+    "Red stands at two units.": ["Purple stands at two units.", "Purple stands at zero units."],
+    "The tallest bar is green.": ["The tallest bar is red.", "The shortest bar is green."],
+    "Of all bars the lowest is the yellow one.": ["Of all bars the lowest is the purple one."],
+    "The green bar is taller than the red bar.": [
+        "The green bar is shorter than the red bar.",
+        "The red bar is taller than the green bar.",
+        "The green bar is taller than the purple bar.",
+        "The green bar is as tall as the red bar.",
+    ],
+    "Red is as tall as blue.": ["Red is taller than blue.", "Red is as tall as red.", "Red is lower than blue."],
+}
+
+
 @pytest.mark.parametrize(
     ("scene", "true", "false"),
-    [
-        (THINGS, "I count four things.", ["I count three things.", "The chart has four bars."]),
-        (
-            THINGS,
-            "At the top left there is a little red circle.",
-            [
-                "At the top right there is a little red circle.",
-                "In the centre there is a little red circle.",
-                "At the top left there is a big red circle.",
-                "At the top left there is a little blue circle.",
-                "At the top left there is a little red square.",
-                "At the top left there is a red sign that says CAT.",
-            ],
-        ),
-        (
-            THINGS,
-            "An orange sign that says CAT is on the left of the middle row.",
-            [
-                "An orange sign that says DOG is on the left of the middle row.",
-                "A yellow sign that says CAT is on the left of the middle row.",
-                "An orange sign that says CAT is on the right of the middle row.",
-            ],
-        ),
-        (THINGS, "The number of red things is two.", ["The number of red things is one."]),
-        (
-            THINGS,
-            "Counting the crosses gives one.",
-            ["Counting the crosses gives zero.", "Counting the circles gives two."],
-        ),
-        (THINGS, "The number of green things is zero.", ["The number of triangles is one."]),
-        (
-            THINGS,
-            "The small red circle is above the orange sign.",
-            [
-                "The small red circle is below the orange sign.",
-                "The orange sign is above the small red circle.",
-                "The small red circle is to the left of the orange sign.",
-                "The small red circle is above the yellow sign.",
-                "The small green circle is above the orange sign.",
-                "The small red circle is above the large blue square.",
-            ],
-        ),
-        (
-            THINGS,
-            "The big red cross stands further right than the orange sign.",
-            ["The big red cross stands further left than the orange sign."],
-        ),
-        (THINGS, "The bottom row is empty.", ["The top row is empty.", "Nothing is in the left column."]),
-        (THINGS, "Nothing is in the middle column.", ["Nothing is in the middle row."]),
-        (
-            BARS,
-            "This is a chart with four bars.",
-            ["This is a chart with three bars.", "The picture shows four things."],
-        ),
-        (
-            BARS,
-            "The second bar is green and five units high.",
-            [
-                "The first bar is green and five units high.",
-                "The second bar is red and five units high.",
-                "The second bar is green and four units high.",
-                "The fifth bar is green and five units high.",
-            ],
-        ),
-        (BARS, "The yellow bar has a height of one unit.", ["The yellow bar has a height of two units."]),
-        (BARS, "Red stands at two units.", ["Purple stands at two units.", "Purple stands at zero units."]),
-        (BARS, "The tallest bar is green.", ["The tallest bar is red.", "The shortest bar is green."]),
-        (BARS, "Of all bars the lowest is the yellow one.", ["Of all bars the lowest is the purple one."]),
-        (
-            BARS,
-            "The green bar is taller than the red bar.",
-            [
-                "The green bar is shorter than the red bar.",
-                "The red bar is taller than the green bar.",
-                "The green bar is taller than the purple bar.",
-                "The green bar is as tall as the red bar.",
-            ],
-        ),
-        (
-            BARS,
-            "Red is as tall as blue.",
-            ["Red is taller than blue.", "Red is as tall as red.", "Red is lower than blue."],
-        ),
-    ],
+    [(scene, *each) for scene, found in ((THINGS, OF_THINGS), (BARS, OF_BARS)) for each in found.items()],
 )
 def test_planted_falsehoods_are_found(scene: Scene, true: str, false: list[str]):
     (statement,) = checked_statements(true, scene)

@@ -97,6 +97,22 @@ def test_states_in_both_spellings_and_the_target_s_rotation(tmp_path: Path) -> N
 
 
 Change = Callable[[dict[str, Any], dict[str, torch.Tensor]], Any]
+
+
+def keys(**changed: Any) -> Change:
+    """Sets keys of config.json."""
+    return lambda config, tensors: config.update(changed)
+
+
+def inner(section: str, **changed: Any) -> Change:
+    """Sets keys of one of its sections."""
+    return lambda config, tensors: config[section].update(changed)
+
+
+def tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda config, tensors: tensors.update({name: change(tensors[name])})
+
+
 Q = "midlayer.self_attn.q_proj.weight"
 MUTATIONS: dict[str, tuple[Change, str]] = {
     "a lost tensor": (lambda config, tensors: tensors.pop("norm.weight"), "norm.weight is missing"),
@@ -104,63 +120,39 @@ MUTATIONS: dict[str, tuple[Change, str]] = {
         lambda config, tensors: tensors.update({"midlayer.norm.weight": tensors.pop("midlayer.hidden_norm.weight")}),
         "midlayer.norm.weight",
     ),
-    "a transposed one": (
-        lambda config, tensors: tensors.update({Q: tensors[Q].T}),
-        r"q_proj.weight is \[64, 32\]",
-    ),
-    "an integer weight": (
-        lambda config, tensors: tensors.update({Q: tensors[Q].int()}),
-        "q_proj.weight is of type I32",
-    ),
-    "ids for offsets": (lambda config, tensors: tensors.update({"d2t": tensors["d2t"].int()}), "d2t is of type I32"),
+    "a transposed one": (tensor(Q, lambda weight: weight.T), r"q_proj.weight is \[64, 32\]"),
+    "an integer weight": (tensor(Q, torch.Tensor.int), "q_proj.weight is of type I32"),
+    "ids for offsets": (tensor("d2t", torch.Tensor.int), "d2t is of type I32"),
     "no d2t": (lambda config, tensors: tensors.pop("d2t"), "d2t is missing"),
-    "a null": (lambda config, tensors: config.update(target_hidden_size=None), "target_hidden_size is null"),
+    "a null": (keys(target_hidden_size=None), "target_hidden_size is null"),
     "another rope base": (
         lambda config, tensors: config["rope_parameters"].update(rope_theta=1e6) or config.update(rope_theta=1e6),
         "rope_parameters",
     ),
-    "two rope bases": (lambda config, tensors: config.update(rope_theta=1e6), "rope_theta"),
-    "another epsilon": (lambda config, tensors: config.update(rms_norm_eps=1e-5), "rms_norm_eps"),
-    "a normed residual": (lambda config, tensors: config.update(norm_before_residual=True), "norm_before_residual"),
-    "a norm before fc": (
-        lambda config, tensors: config["eagle_config"].update(norm_before_fc=True),
-        "norm_before_fc",
-    ),
-    "an output norm": (lambda config, tensors: config.update(norm_output=True), "norm_output"),
-    "half a rotation": (lambda config, tensors: config["rope_parameters"].update(partial_rotary_factor=0.5), "partial"),
-    "half a rotation, above": (
-        lambda config, tensors: config.update(partial_rotary_factor=0.5),
-        "partial_rotary_factor",
-    ),
-    "two scalings": (
-        lambda config, tensors: config.update(rope_scaling={"type": "linear", "factor": 4.0}),
-        "rope_scaling is",
-    ),
-    "a bias in the MLP": (lambda config, tensors: config.update(mlp_bias=True), "mlp_bias"),
-    "another family": (lambda config, tensors: config.update(model_type="qwen2"), "model_type"),
-    "a quantisation": (
-        lambda config, tensors: config.update(quantization_config={"quant_method": "fp8"}),
-        "quantization_config",
-    ),
-    "another precision": (lambda config, tensors: config.update(dtype="bfloat16"), "dtype is 'bfloat16'"),
-    "a tied head": (lambda config, tensors: config.update(tie_word_embeddings=True), "tie_word_embeddings"),
-    "a whole number with a point": (lambda config, tensors: config.update(head_dim=16.0), "head_dim is 16.0"),
-    "true for a number": (lambda config, tensors: config.update(num_hidden_layers=True), "num_hidden_layers is True"),
+    "two rope bases": (keys(rope_theta=1e6), "rope_theta"),
+    "another epsilon": (keys(rms_norm_eps=1e-5), "rms_norm_eps"),
+    "a normed residual": (keys(norm_before_residual=True), "norm_before_residual"),
+    "a norm before fc": (inner("eagle_config", norm_before_fc=True), "norm_before_fc"),
+    "an output norm": (keys(norm_output=True), "norm_output"),
+    "half a rotation": (inner("rope_parameters", partial_rotary_factor=0.5), "partial"),
+    "half a rotation, above": (keys(partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "two scalings": (keys(rope_scaling={"type": "linear", "factor": 4.0}), "rope_scaling is"),
+    "a bias in the MLP": (keys(mlp_bias=True), "mlp_bias"),
+    "another family": (keys(model_type="qwen2"), "model_type"),
+    "a quantisation": (keys(quantization_config={"quant_method": "fp8"}), "quantization_config"),
+    "another precision": (keys(dtype="bfloat16"), "dtype is 'bfloat16'"),
+    "a tied head": (keys(tie_word_embeddings=True), "tie_word_embeddings"),
+    "a whole number with a point": (keys(head_dim=16.0), "head_dim is 16.0"),
+    "true for a number": (keys(num_hidden_layers=True), "num_hidden_layers is True"),
     "a state with a point": (
         lambda config, tensors: config["eagle_config"]["eagle_aux_hidden_state_layer_ids"].append(9.0),
         "eagle_config.eagle_aux_hidden_state_layer_ids",
     ),
-    "layers without end": (
-        lambda config, tensors: config.update(num_hidden_layers=2**31 - 1),
-        "more than there are tensors",
-    ),
-    "another architecture": (
-        lambda config, tensors: config.update(architectures=["LlamaForCausalLM"]),
-        "architectures",
-    ),
-    "text for a number": (lambda config, tensors: config.update(hidden_size="32"), "hidden_size"),
-    "another activation": (lambda config, tensors: config.update(hidden_act="gelu"), "hidden_act"),
-    "a smaller vocabulary": (lambda config, tensors: config.update(draft_vocab_size=100), "draft_vocab_size"),
+    "layers without end": (keys(num_hidden_layers=2**31 - 1), "more than there are tensors"),
+    "another architecture": (keys(architectures=["LlamaForCausalLM"]), "architectures"),
+    "text for a number": (keys(hidden_size="32"), "hidden_size"),
+    "another activation": (keys(hidden_act="gelu"), "hidden_act"),
+    "a smaller vocabulary": (keys(draft_vocab_size=100), "draft_vocab_size"),
 }
 
 
@@ -186,9 +178,9 @@ def test_the_checker_names_every_mutation(engine: str, mutation: str, home: Path
 def test_a_shifted_layer_is_named_by_the_engine_that_reads_that_spelling(home: Path, tmp_path: Path) -> None:
     source, key = source_of("eagle3", home), "eagle_aux_hidden_state_layer_ids"
     for engine, change in (
-        ("vllm", lambda config, tensors: config.update({key: [2, 3, 6]})),
-        ("sglang", lambda config, tensors: config["eagle_config"].update({key: [1, 2, 5]})),
-        ("tensorrt-llm", lambda config, tensors: config["eagle_config"].update({key: [1, 3, 6]})),
+        ("vllm", keys(**{key: [2, 3, 6]})),
+        ("sglang", inner("eagle_config", **{key: [1, 2, 5]})),
+        ("tensorrt-llm", inner("eagle_config", **{key: [1, 3, 6]})),
     ):
         found = mutated(source, engine, change, home, tmp_path / engine)
         assert [problem for problem in found if problem.startswith("capture_layers")], (engine, found)
