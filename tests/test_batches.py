@@ -23,7 +23,7 @@ from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate, collat
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
-from tests.thinning import thinned
+from tests.thinning import others_slow, thinned
 from tests.training_runs import metrics, train
 from tests.training_runs import recipe_path as recipe_path
 
@@ -79,20 +79,6 @@ def test_layouts_equal_the_slow_twin() -> None:
         assert batch.lengths == [len(ids) for line in documents for ids, _ in line]
         assert batch.tokens == int((batch.document > 0).sum())
         assert (batch.documents is None) == all(len(line) == 1 for line in layout)
-
-
-def test_collate_is_padded_or_packed() -> None:
-    rows = some_rows(4, 1)
-    padded, packed = collate(rows), collate(rows, packed=True, indices=[7, 5, 6, 9])
-    assert padded.ids.shape == (4, max(map(counted_length, rows)))
-    assert padded.documents is None
-    assert packed.ids.shape == (1, sum(map(counted_length, rows)))
-    assert packed.document.min() == 1
-    assert padded.rows == (0, 1, 2, 3)
-    assert packed.rows == (7, 5, 6, 9)
-    assert collate(rows[:1], packed=True).documents is None  # alone it needs nothing that keeps it apart
-    moved = packed.to(torch.device("cpu"))
-    assert moved.places == packed.places and torch.equal(moved.position, packed.position)
 
 
 def test_one_row_of_any_layout_is_what_packing_gives() -> None:
@@ -287,13 +273,7 @@ def test_positions_that_go_on_are_refused_where_they_are_learned() -> None:
         Target(model).states(batch.ids, documents=batch.documents)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("llama", "gemma2", "gpt_oss") else pytest.param(name, marks=pytest.mark.slow)
-        for name in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("name", others_slow(FAMILIES, "llama", "gemma2", "gpt_oss"))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_family_packs_in_half_precision(name: str, dtype: torch.dtype) -> None:
     family, overrides = FAMILIES[name]

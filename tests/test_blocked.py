@@ -22,11 +22,8 @@ def test_products_are_those_of_the_layer(inputs: int, outputs: int, bias: bool, 
     for shape in ((inputs,), (1, inputs), (5, inputs), (2, 17, inputs), (1, 60, inputs), (0, inputs)):
         states = torch.randn(*shape).to(dtype)
         expected = functional.linear(states.double(), linear.weight.double(), linear.bias.double() if bias else None)
-        torch.testing.assert_close(
-            layer(states).double(), expected, atol=0.03, rtol=0.02
-        ) if dtype != torch.float32 else torch.testing.assert_close(
-            layer(states).double(), expected, atol=1e-4, rtol=1e-4
-        )
+        atol, rtol = (1e-4, 1e-4) if dtype == torch.float32 else (0.03, 0.02)
+        torch.testing.assert_close(layer(states).double(), expected, atol=atol, rtol=rtol)
     columns = torch.randn(inputs, 6).to(dtype).T  # not contiguous
     torch.testing.assert_close(layer(columns), layer(columns.contiguous()))
 
@@ -37,7 +34,7 @@ class Other(nn.Linear):
 
 
 @needs_them
-def test_other_layers_and_precisions_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_layers_and_precisions_stay() -> None:
     inside = nn.ModuleDict({"inner": nn.Linear(4, 4)})
     model = nn.Sequential(nn.Linear(4, 4), inside, Other(4, 4), nn.Linear(4, 4).double())
     block_linears(model)

@@ -81,18 +81,10 @@ def test_one_contender_for_each_argument(place: Path) -> None:
         ("eagle3, tree of 12, 16 tokens", "eagle2", 12),
         ("eagle3, tree of 8 (2)", "eagle2", 8),  # the same again: how much does this machine waver?
     ]
-    assert [c.drafter and c.drafter.parent.name for c in found] == [
-        "run",
-        None,
-        "run",
-        "run",
-        "other",
-        "other",
-        *["run"] * 2,
-    ]
-    assert (
-        found[2].tree.calls == 3 and found[3].tree.calls == 11
-    )  # single keys add to the recipe's, a section replaces it
+    folders = ["run", None, "run", "run", "other", "other", "run", "run"]
+    assert [c.drafter and c.drafter.parent.name for c in found] == folders
+    # Single keys add to the recipe's, a section replaces it.
+    assert found[2].tree.calls == 3 and found[3].tree.calls == 11
     assert found[6].token_counts == place / "run/token_counts.safetensors" and found[0].token_counts is None
     (note,) = notes
     assert "other.yaml says eval.prompts None (here " in note and "eval.max_new_tokens 512 (here 24)" in note
@@ -256,8 +248,6 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     monkeypatch.setattr(contenders, "loaded_target", never)
     monkeypatch.setattr(contenders, "load_draft_model", never)
     for said, overrides in mistakes(place, target_dir):
-        with pytest.raises(UserError, match=said):
-            check(place, *overrides)
         with pytest.raises(UserError, match=said):
             run_main(acceptance, place / "recipe.yaml", *overrides)
     # All of them at once, each once.

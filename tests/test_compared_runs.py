@@ -30,23 +30,15 @@ from tests.training_runs import run_main
 def test_models_are_loaded_once_and_each_reads_its_own_layers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chain = {"policy": "chain", "nodes": 4}
     small = {"model": str(place / "small")}
+    lm = {"proposer": "causal_lm", "draft_model": small, "tree": chain}
+    others = [
+        {"name": "lookup", "proposer": "prompt_lookup", "tree": chain},
+        {"name": "lm"} | lm,
+        {"name": "lm cut"} | lm | {"tree": chain | {"vocab_size": 50}},
+    ]
     recipe, found, _ = load_all(
         str(place / "recipe.yaml"),
-        [
-            "eval.also="
-            + json.dumps(
-                [
-                    {"name": "lookup", "proposer": "prompt_lookup", "tree": chain},
-                    {"name": "lm", "proposer": "causal_lm", "draft_model": small, "tree": chain},
-                    {
-                        "name": "lm cut",
-                        "proposer": "causal_lm",
-                        "draft_model": small,
-                        "tree": chain | {"vocab_size": 50},
-                    },
-                ]
-            )
-        ],
+        ["eval.also=" + json.dumps(others)],
         ["cut: eval.tree.vocab_size=16", str(place / "other.yaml"), f"b: eval.drafter={place / 'other/drafter'}"],
     )
     check_contenders(recipe, found)

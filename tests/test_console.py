@@ -22,6 +22,7 @@ from draftsmith.recipes.command.inputs import need, prompts
 from draftsmith.recipes.command.stages import INSIDE_RUN, SCRIPTS, print_next
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
+from tests.training_runs import run_main
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "matplotlib")
@@ -331,26 +332,21 @@ def test_each_stage_names_the_next_one(
 # draftsmith init
 
 
-def init(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["draftsmith init", *arguments])
-    starter.main()
-
-
 def test_init_writes_a_recipe_for_the_target(
     target_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    init(monkeypatch, str(target_dir), "--prompts", "p.jsonl", "--out", "new/mine.yaml")
+    run_main(starter, str(target_dir), "--prompts", "p.jsonl", "--out", "new/mine.yaml")
     assert capsys.readouterr().out.endswith("next: draftsmith run new/mine.yaml --plan\n")
     recipe = load_recipe("new/mine.yaml")
     assert recipe.target.model == str(target_dir) and recipe.data.prompts == "p.jsonl"
     assert recipe.drafter.vocab_size is None and recipe.data.max_length == 512  # all that the target has
     assert "reads states 2, 3, 4 of 7" in (tmp_path / "new/mine.yaml").read_text()
     with pytest.raises(UserError, match=r"new/mine\.yaml exists"):
-        init(monkeypatch, str(target_dir), "--out", "new/mine.yaml")
+        run_main(starter, str(target_dir), "--out", "new/mine.yaml")
     with pytest.raises(UserError, match=r"^--prompts: no such file: gone.jsonl"):
-        init(monkeypatch, str(target_dir), "--prompts", "gone.jsonl", "--out", "other.yaml")
+        run_main(starter, str(target_dir), "--prompts", "gone.jsonl", "--out", "other.yaml")
     assert not Path("other.yaml").exists()
 
 

@@ -5,8 +5,6 @@ How they learn is tests/test_unroll.py's matter, how they draft tests/test_lossl
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +35,7 @@ from draftsmith.train.run.initial_drafter import new_drafter, start_from
 from tests.conftest import make_target, make_tokenizer
 from tests.pairs import KINDS, untaught
 from tests.thinning import others_slow
-from tests.training_runs import ROOT, metrics, run_main, train, write_conversations
+from tests.training_runs import SIX_STEPS, metrics, run_main, train, write_conversations
 
 # What a recipe says of drafter and training; what it leaves out is as published, noise and detached steps included.
 RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -66,10 +64,7 @@ def recipe_of(tmp_path: Path, target_dir: Path) -> Callable[[str], Path]:
         write_conversations(output / "conversations.jsonl", 24)
         vocab = DraftVocab(torch.arange(0, 320, 320 // drafter.get("vocab_size", 320)), 320)
         vocab.save(output / "draft_vocab.safetensors")
-        settings = {
-            "max_steps": 6, "batch_size": 4, "learning_rate": 0.003, "save_every_steps": 3, "log_every_steps": 1,
-            "validate_every_steps": 3, "validation_conversations": 4, "mixed_precision": "no",
-        }  # fmt: skip
+        settings = {key: value for key, value in SIX_STEPS.items() if key != "ttt_steps"}
         recipe = {
             "output_dir": str(output),
             "target": {"model": str(target_dir), "dtype": "float32", "device": "cpu"},
@@ -213,10 +208,6 @@ def test_another_kind_s_script_says_which_is_its_own(recipe_of: Any) -> None:
             UserError, match=rf"drafter\.kind: {right}; `draftsmith train` \(or train/{right}\.py\) trains"
         ):
             train(recipe_of(name), script=script)
-    command = [sys.executable, "train/eagle.py", str(recipe_of("poss")), "train.max_steps=1"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert told.returncode == 2
-    assert "train/poss.py" in told.stderr and "Traceback" not in told.stderr
 
 
 @every_recipe
@@ -424,11 +415,10 @@ def test_another_kind_s_config_is_refused(
 def test_a_config_nested_deep_is_refused(loaded: tuple[Target, dict[str, Any]], tmp_path: Path) -> None:
     directory = saved(tmp_path / "drafter", "eagle", loaded)
     edited(directory, lambda config: config["drafter"].update(rope_parameters="@"))
-    for deep in ("[" * 100_000, "[" * 300 + "]" * 300):
-        config = (directory / "config.json").read_text().replace('"@"', deep)
-        (directory / "config.json").write_text(config)
-        with pytest.raises(UserError, match=r"config\.json: nested too deeply"):
-            read_drafter_config(directory)
+    config = (directory / "config.json").read_text().replace('"@"', "[" * 300 + "]" * 300)
+    (directory / "config.json").write_text(config)
+    with pytest.raises(UserError, match=r"config\.json: nested too deeply"):
+        read_drafter_config(directory)
 
 
 def test_weights_of_another_layout_without_a_word_of_it_are_refused(

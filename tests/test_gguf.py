@@ -13,21 +13,17 @@ pytest.importorskip("gguf")
 import gguf
 
 from draftsmith.models import export as export_script
-from draftsmith.models.chat import load_tokenizer, tokenizer_fingerprint
-from draftsmith.models.checkpoint import save_drafter, target_identity
 from draftsmith.models.drafters import build_drafter
-from draftsmith.models.eagle import EagleConfig
 from draftsmith.models.eagle3 import Eagle3Config
-from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.formats import gguf_file, llama_cpp
 from draftsmith.models.formats.engines import ENGINES, problems
-from draftsmith.models.formats.exporting import Source, check_engine, export, prove
+from draftsmith.models.formats.exporting import Source, export, prove
 from draftsmith.models.formats.folder import TensorInfo
 from draftsmith.models.formats.foreign import Foreign, probe_log_probs
-from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TargetSection
+from tests.compare_cases import save_untrained
+from tests.training_runs import run_main
 
 ENGINE = ENGINES["llama.cpp"]
 V, H, LAYERS = 64, 32, 8
@@ -219,14 +215,6 @@ def test_other_drafters_are_refused_with_the_reason(tmp_path: Path, changed: dic
     assert not (tmp_path / "out").exists()
 
 
-def test_eagle_1_has_no_loader() -> None:
-    values = make_source().shape.to_dict()
-    values = {key: values[key] for key in values if key not in ("fc_norm", "norm_output")}
-    shape = EagleConfig.from_dict(values | {"capture_layers": [LAYERS], "draft_vocab_size": V})
-    with pytest.raises(UserError, match=r"llama.cpp has no loader for"):
-        check_engine(replace(make_source(), shape=shape), ENGINE)
-
-
 Change = Callable[[dict[str, Any], dict[str, TensorInfo]], Any]
 WRONG: dict[str, tuple[Change, str]] = {
     "a shifted layer": (lambda kv, _: kv.update({"eagle3.target_layers": [1, 3, 4]}), "capture_layers"),
@@ -408,18 +396,9 @@ def checkout(tmp_path: Path) -> Path:
 
 def checkpoint(target_dir: Path, directory: Path) -> Path:
     """An untrained drafter for this target."""
-    section = TargetSection(model=str(target_dir))
-    target = Target(load_causal_lm(section))
-    identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
-    vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
-    shape: DrafterConfig = Eagle3Config.for_target(target.config, target.vocab_size, target.capture_layers, vocab.size)
-    save_drafter(directory, build_drafter(shape, vocab, None), identity, "", {"versions": {}})
+    save_untrained(directory, target_dir)
+    (directory / "provenance.json").write_text('{"versions": {}}')
     return directory
-
-
-def run_export(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["export.py", *map(str, arguments)])
-    export_script.main()
 
 
 @pytest.mark.slow
@@ -427,12 +406,11 @@ def test_the_command_writes_both_files(
     tmp_path: Path,
     target_dir: Path,
     checkout: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     drafter, out = checkpoint(target_dir, tmp_path / "drafter"), tmp_path / "served"
     for _ in range(2):  # the second one replaces both
-        run_export(monkeypatch, drafter, "--to", "llama.cpp", "--out", out, "--with-target", checkout)
+        run_main(export_script, drafter, "--to", "llama.cpp", "--out", out, "--with-target", checkout)
     printed = capsys.readouterr().out
     assert f"llama-server -m {out}/target.gguf -md {out}/drafter.gguf --spec-type draft-eagle3" in printed
     assert {each.name for each in out.iterdir()} == {"drafter.gguf", "target.gguf", "README.md"}
@@ -460,14 +438,12 @@ def test_a_converter_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, tar
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_wrong_options_are_told_before_anything_is_written(
-    tmp_path: Path, target_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options_are_told_before_anything_is_written(tmp_path: Path, target_dir: Path) -> None:
     drafter = checkpoint(target_dir, tmp_path / "drafter")
     with pytest.raises(UserError, match=r"no convert_hf_to_gguf.py there"):
-        run_export(monkeypatch, drafter, "--to", "llama.cpp", "--with-target", tmp_path)
+        run_main(export_script, drafter, "--to", "llama.cpp", "--with-target", tmp_path)
     with pytest.raises(UserError, match=r"vLLM reads no GGUF"):
-        run_export(monkeypatch, drafter, "--to", "vllm", "--target-gguf", "t.gguf")
+        run_main(export_script, drafter, "--to", "vllm", "--target-gguf", "t.gguf")
     with pytest.raises(UserError, match=r"t.gguf: not a whole GGUF file"):
-        run_export(monkeypatch, drafter, "--to", "llama.cpp", "--target-gguf", "t.gguf")
+        run_main(export_script, drafter, "--to", "llama.cpp", "--target-gguf", "t.gguf")
     assert not (tmp_path / "export").exists()
