@@ -123,7 +123,6 @@ class CrashLab:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C is for the tests
             )
-        self.server_pid = self._server.pid
         self._connection = Connection(ours.detach())
         try:
             self._receive(120)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -36,22 +35,6 @@ def test_help_shows_the_docstring_as_written(capsys):
     assert doc in shown
     assert "--plan" in shown
     assert "train.max_steps=100" in shown
-
-
-def test_script_prints_every_problem_and_exits_with_2(write, tmp_path: Path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from draftsmith.recipes.command.cli import parse_command, run\n"
-        "run(lambda: print(parse_command('Doc.').recipe))\n"
-    )
-    command = [sys.executable, str(script), write(SMALLEST + "sed: 1\n"), "train.seed=x"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: 2 problems\n  - ")
-    assert "unknown key `sed`" in result.stderr
-    assert "override 'train.seed=x'" in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_run_returns_exit_codes(capsys, monkeypatch):

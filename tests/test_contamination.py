@@ -93,13 +93,6 @@ def test_overlap_is_the_share_of_runs(kept: int) -> None:
     assert (expected is not None) == (kept >= 26)  # 14 of the 28 runs
 
 
-@pytest.mark.parametrize(("start", "share"), [(1, 27 / 28), (14, 0.5), (15, None)])
-def test_overlap_with_the_end_of_a_turn(start: int, share: float | None) -> None:
-    asked = words(40, seed=1)
-    found = find([asks(" ".join(asked), name="e")], " ".join([*asked[start:], *words(30, seed=3)]))
-    assert found == (None if share is None else ("e", "overlap", share))
-
-
 def test_the_most_similar_evaluation_turn_is_named() -> None:
     asked = words(60, seed=1)
     evaluation = [asks(" ".join(asked[:40]), name="less"), asks(" ".join(asked[10:]), name="more")]

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from datasets import config as datasets_config
 from huggingface_hub import constants
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RevisionNotFoundError
 
 from draftsmith.models.chat import load_tokenizer
 from draftsmith.recipes.errors import UserError
@@ -51,9 +51,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Any:
     ("error", "said"),
     [
         (ConnectionError, "cannot be reached .ConnectionError: no route.; name a folder, or try again"),
-        (RepositoryNotFoundError, "no model of this name that you may read; check the spelling"),
         (RevisionNotFoundError, "no revision 'v9' of it"),
-        (GatedRepoError, "accept its licence first"),
     ],
 )
 def test_a_model_that_is_nowhere_is_told_after_one_question(
@@ -85,10 +83,9 @@ def test_offline_the_hub_is_not_asked(answering: Any, monkeypatch: pytest.Monkey
     assert asked.asked == 0
 
 
-@pytest.mark.parametrize("name", ["a--b", "a..b", "org/a--b"])
-def test_a_name_that_the_hub_could_not_have(name: str) -> None:
+def test_a_name_that_the_hub_could_not_have() -> None:
     with pytest.raises(UserError, match=r"is not a folder in .*, and no name that a model of the Hub could have"):
-        hub.check_model(name, None)
+        hub.check_model("org/a--b", None)
 
 
 @pytest.mark.parametrize("source", ["hf:org/name:train", "mt_bench"])

@@ -120,9 +120,7 @@ def nothing(hub: HubServer, patch: pytest.MonkeyPatch) -> None:
     [
         (nothing, "me/nothere", "the Hub has no model of this name that you may read; check the spelling"),
         (nobody, "me/private", "the Hub has no model of this name that you may read; .* or run `hf auth login` for a"),
-        (stranger, "me/private", "the Hub has no model of this name that you may read"),
         (unknown, "me/drafter", "the Hub refuses the token .401: Invalid credentials.*; run `hf auth login`"),
-        (nobody, "me/gated", "the Hub asks you to accept its licence first"),
         (stranger, "me/gated", "the Hub asks you to accept its licence first"),
         (nothing, "me/drafter@v9", "the Hub has no revision 'v9' of it"),
         (offline, "me/drafter", "not in the Hub's cache, and HF_HUB_OFFLINE forbids asking the Hub"),
