@@ -250,9 +250,9 @@ def test_the_demo_s_target_has_lines_of_its_own(lines: dict[str, Any]) -> None:
     found = Found(lines | of_demo | {on_demo("speed"): {"speeds": speeds}})
     rows = {row.split(" | ")[0].strip("| "): row for row in study_report.on_the_demo(found)[2:]}
     assert study_report.with_interval(found.tau("eagle2", seeds=(0,))) in rows["EAGLE-2"]
-    assert rows["EAGLE-2"].endswith("| not run | 1.50 [1.25, 2.00] |") and "| - |" in rows["EAGLE-2"]
+    assert rows["EAGLE-2"].endswith("| not run | 1.50 [1.25, 2.00] | 0.5 |") and "| - |" in rows["EAGLE-2"]
     assert study_report.in_percent(found.ratio("hass", "eagle2", seeds=(0,))) in rows["HASS without its top-10 loss"]
-    assert rows["PosS-2"] == f"| PosS-2 {'| not run ' * 6}|"
+    assert rows["PosS-2"] == f"| PosS-2 {'| not run ' * 7}|"
     with_them = {name: make(found) for name, make in study_report.SECTIONS.items() if name not in ("progress", "demo")}
     assert with_them == {name: rows for name, rows in without.items() if name != "demo"}
 
