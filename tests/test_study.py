@@ -548,6 +548,8 @@ def test_more_conversations_begin_with_all_of_the_recipe_and_ask_nothing_twice(p
         study.write_more(size, PLACES)
         written = [json.loads(line)["id"] for line in (place / PLACES.conversations(size)).read_text().splitlines()]
         assert written == asked + ids[: len(written) - 100] and len(written) - 48 == times * (100 - 48)
+        kept = sorted(written, key=study.validation_rank)[:48]
+        assert kept == sorted(asked, key=study.validation_rank)[:48]
 
 
 @pytest.mark.parametrize(

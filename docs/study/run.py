@@ -13,7 +13,7 @@ the line stays. Lines become outdated when a search finds another learning rate,
 weights: reports leave them out, and their cells run again. The study can be stopped at any moment: the next start
 resumes trainings from their last checkpoints. After a cell fails, the others still run.
 
-This file starts processes and reads their files.
+This file imports only recipes: it starts processes and reads their files.
 """
 
 import argparse
@@ -69,7 +69,6 @@ from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.prompts.stdlib import KINDS, split_of, stdlib_conversations
 from draftsmith.recipes.validation import validation_rank
-from draftsmith.train.run.classifier import better
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "docs/study/results.jsonl"
@@ -460,7 +459,7 @@ def write_shares(path: Path, places: Places) -> None:
 
 def write_more_prompts(places: Places) -> None:
     """Writes the questions of the training modules that the recipe does not ask: first those about other functions,
-    then the other kind of question about each."""
+    then the other kind of question about each. None ranks among the validation conversations, which stay the same."""
     asked = {json.loads(line)["id"] for line in (ROOT / places.demo / "conversations.jsonl").read_bytes().splitlines()}
     every = {
         conversation["id"]: conversation
@@ -468,7 +467,8 @@ def write_more_prompts(places: Places) -> None:
         for conversation in stdlib_conversations("train", kinds)
     }
     wanted = (len(asked) - VALIDATION) * (max(MORE) // ALL - 1)
-    others = [every[id_] for id_ in every if id_ not in asked][:wanted]
+    last_kept = sorted(map(validation_rank, asked))[VALIDATION - 1]
+    others = [every[id_] for id_ in every if id_ not in asked and validation_rank(id_) > last_kept][:wanted]
     lines = [json.dumps({"id": each["id"], "messages": each["messages"][:1]}) + "\n" for each in others]
     atomic_write(ROOT / places.more_prompts, "".join(lines))
 
@@ -566,11 +566,9 @@ def _validation(folder: Path) -> dict[str, Any]:
 
 
 def chosen_epoch(classifier: Path) -> dict[str, float]:
-    """The line of metrics.jsonl whose weights a classifier has."""
-    (best, *others) = map(json.loads, (classifier / "metrics.jsonl").read_bytes().splitlines())
-    for line in others:
-        best = line if better(line, best) else best
-    return best
+    """The line of metrics.jsonl whose weights a classifier has: the first of the highest recall (train/c2t.py)."""
+    lines = map(json.loads, (classifier / "metrics.jsonl").read_bytes().splitlines())
+    return max(lines, key=lambda line: (line["recall"], -line["positive_rate"]))
 
 
 def drafters_of(names: Iterable[str], places: Places) -> dict[str, Any]:
