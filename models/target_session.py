@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, N tree nodes, P cached tokens, H hidden size, F captur
 `models.key_values`.
 """
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -36,10 +37,15 @@ def groups_of(lengths: Sequence[int], at_once: int) -> list[list[int]]:
 
 
 def behind(decoder: nn.Module, cache: DynamicCache) -> dict[str, Any]:
-    """Keyword arguments by which a decoder reads `cache` and adds to it. Newer versions of transformers have renamed
-    the first, and the old name ends with 5.40; decoders from elsewhere may keep it."""
-    names = inspect.signature(type(decoder).forward).parameters
-    return {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
+    """Keyword arguments by which a decoder reads `cache` and adds to it."""
+    return {_cache_argument(type(decoder)): cache, "use_cache": True}
+
+
+@functools.cache
+def _cache_argument(kind: type[nn.Module]) -> str:
+    """Newer versions of transformers have renamed it, and the old name ends with 5.40; decoders from elsewhere may keep
+    that."""
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 class _BufferedLayer(DynamicLayer):

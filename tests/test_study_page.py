@@ -149,6 +149,7 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
     both = study_report.with_interval(Found(lines).tau("eagle2"))
     assert row("longer", "EAGLE-2")[1:] == [both, *["not run"] * 3]
     assert row("longer", "EAGLE-3 vs. EAGLE-2, chain of 6")[1:] == ["not run"] * 4
+    assert study_report._of_seeds(found.tau("hass"), study_report.with_interval).endswith("] (2 seeds)")
     assert row("fed", "EAGLE-3.1")[1:] == ["not run"] * 3
     assert row("endings", "EAGLE-2")[2] == "not run"  # no answer was so long
     assert row("endings", "EAGLE-2")[1] == study_report.with_interval(Found(lines).tau("eagle2"))

@@ -283,6 +283,18 @@ def test_a_decoder_with_masks_of_its_own_is_refused() -> None:
         Target(model)
 
 
+def test_a_decoder_gets_its_cache_by_the_name_that_it_knows() -> None:
+    class Old(torch.nn.Module):
+        def forward(self, input_ids: Any, past_key_values: Any = None, **kwargs: Any) -> None: ...
+
+    class New(torch.nn.Module):
+        def forward(self, input_ids: Any, cache: Any = None, **kwargs: Any) -> None: ...
+
+    cache = DynamicCache()
+    assert behind(Old(), cache) == {"past_key_values": cache, "use_cache": True}
+    assert behind(New(), cache) == {"cache": cache, "use_cache": True}
+
+
 def test_layers_of_several_shapes_are_counted_each() -> None:
     target = target_of("gemma4")
     shapes = [(4, 2, 8), (4, 1, 16)] * 3 + [(4, 1, 16)]

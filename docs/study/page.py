@@ -447,8 +447,9 @@ def fed(found: Found) -> list[str]:
 
 def _of_seeds(found: Estimate | None, shown: Callable[[Estimate | None], str]) -> str:
     """With the number of seeds, where it is not all."""
-    few = found is not None and len(found.by_seed) < len(SEEDS)
-    return shown(found) + (f" ({len(found.by_seed)} seed{'s' * (len(found.by_seed) > 1)})" if few and found else "")
+    if found is None or len(found.by_seed) == len(SEEDS):
+        return shown(found)
+    return f"{shown(found)} ({len(found.by_seed)} seed{'s' * (len(found.by_seed) > 1)})"
 
 
 def on_the_demo(found: Found) -> list[str]:
