@@ -131,8 +131,8 @@ def test_a_rate_is_not_chosen_before_all_are_tried() -> None:
 
 def test_every_command_is_a_script_of_ours_with_a_recipe_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(HERE)
-    seen = set()
-    for cell in cells(searched()):
+    seen, by_name = set(), {cell.name: cell for cell in cells(searched())}
+    for cell in by_name.values():
         for script, recipe, *rest in commands(cell, PLACES, searched()):
             assert (HERE / script).exists()
             own = rest[: next((i for i, part in enumerate(rest) if part.startswith("--")), len(rest))]
@@ -150,6 +150,10 @@ def test_every_command_is_a_script_of_ours_with_a_recipe_that_loads(monkeypatch:
                 rate = ON_DEMO[cell.arm] if cell.kind == "demo" else cell.rate or 4e-3
                 assert cell.kind in ("timing", "unrolled") or loaded.train.learning_rate == rate
                 assert loaded.drafter.vocab_size is None
+                makers = [by_name[name] for name in cell.needs if by_name[name].kind in ("states", "demo-answers")]
+                stores = [str(path.parent) for maker in makers for path in PLACES.made_by(maker)]
+                assert (cell.steps != STEPS) == bool(stores) == (loaded.data.states is not None), cell.name
+                assert not stores or loaded.data.states in stores
     assert seen == set(study_cells._MAKERS)
 
 
@@ -218,6 +222,9 @@ elif kind == "demo-answers":
     write(folder / "heldout" / "conversations.jsonl", "\\n".join(lines) + "\\n")
     for file in ("draft_vocab.safetensors", "states1/manifest.json", "states3/manifest.json"):
         write(folder / file, "x")
+elif kind == "states":
+    for store in ("states1", "states3"):
+        write(folder / store / "manifest.json", json.dumps({"rows": 30, "tokens": 900}))
 elif kind in ("rate", "drafter", "unrolled", "demo"):
     middle = "0.004" in name
     write(folder / "metrics.jsonl", json.dumps({"validation_loss": 1.0, "replay_tau": 2.0 + middle}) + "\\n")

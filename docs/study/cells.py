@@ -20,7 +20,7 @@ RECIPE = "docs/study/study.yaml"
 DEMO = "recipes/demo.yaml"  # of the demo's target, which is deeper
 STEPS = 600
 DEMO_STEPS = 2400  # for the demo's target
-LONGER = (1200, 2400, 4800)  # of the arms of LONG, by the best rate of the first of these
+LONGER = (1200, 2400, 4800)  # of the arms of LONG, by the best rate of the first of these, from stored states
 UNROLL = 6  # steps, and positions shared among specialists
 SEEDS = (0, 1, 2)
 VALIDATION = 48  # conversations, the same for every size of data
@@ -205,6 +205,7 @@ SAMPLED = 100  # held-out prompts to answer at temperature 1
 SCALED = ("eagle3", "eagle2")  # arms of the data figure
 LONG = ("eagle2", "eagle3", "eagle3.1", "poss2")
 FED = ("eagle2", "eagle3.1")  # arms of MORE, for LONGER[1] steps
+CAPTURED = ("eagle2", "eagle3")  # arms that together read all states which any arm reads
 MANY_TREES = 480  # conversations, ten times the study's: none that a drafter of ALL has learnt
 # (epochs, learning rate) of the classifier of so many trees
 C2T_SETTINGS = ((10, 1e-3), (30, 1e-3), (30, 1e-2), (100, 1e-2))
@@ -250,6 +251,10 @@ def _of_steps(steps: int) -> str:
 def on_demo(name: str) -> str:
     """The cell of the demo's target that is like the named one of the study's."""
     return f"demo/{name}"
+
+
+def states_name(size: int) -> str:
+    return f"states/{(SIZES | MORE)[size]}"
 
 
 def drafter_name(arm: str, size: int = ALL, seed: int = 0, steps: int = STEPS) -> str:
@@ -321,11 +326,17 @@ def cells(lines: Lines) -> list[Cell]:
         family = ALL_ARMS[arm].family
         searched, rates = searched_at(steps), rates_of(family, lines, steps)
         seconds = 25 + searched * ARMS[RATE_ARM[family]].seconds_per_step
+        data = ("data",)
+        if steps != STEPS:
+            data += (states_name(ALL),)
+            for each in {ALL, size}:
+                add(Cell(states_name(each), "states", 10 * each, ("data", *_more(each)), size=each))
         for rate in rates:
             name = rate_name(family, rate, steps)
-            add(Cell(name, "rate", seconds, ("data",), RATE_ARM[family], rate=rate, steps=searched))
-        needs = ("data", "answers", *(rate_name(family, rate, steps) for rate in rates))
-        needs += (MORE_ANSWERS,) * (size in MORE)
+            add(Cell(name, "rate", seconds, data, RATE_ARM[family], rate=rate, steps=searched))
+        needs = (*data, "answers", *(rate_name(family, rate, steps) for rate in rates))
+        if size in MORE:
+            needs += (states_name(size), *_more(size))
         if start := ALL_ARMS[arm].start:
             needs += (drafter_name(start, seed=seed),)
         seconds = 80 + steps * ALL_ARMS[arm].seconds_per_step
@@ -377,6 +388,10 @@ def cells(lines: Lines) -> list[Cell]:
     return list(found.values())
 
 
+def _more(size: int) -> tuple[str, ...]:
+    return (MORE_ANSWERS,) if size in MORE else ()
+
+
 def demo_name(arm: str, seed: int = 0) -> str:
     return on_demo(drafter_name(arm, seed=seed, steps=DEMO_STEPS))
 
@@ -414,7 +429,11 @@ class Places:
 
     def demo_states(self, arm: str) -> Path:
         """The store that an arm's training reads: the last state, or those of EAGLE-3."""
-        return self.of(on_demo("answers")) / ("states3" if "eagle3" in ARMS[arm].drafter else "states1")
+        return self.of(on_demo("answers")) / _store(arm)
+
+    def states(self, size: int, arm: str) -> Path:
+        """The same of the study's target."""
+        return self.of(states_name(size)) / _store(arm)
 
     def conversations(self, size: int) -> Path:
         return (self.of(MORE_ANSWERS) if size in MORE else self.data) / f"{(SIZES | MORE)[size]}.jsonl"
@@ -451,11 +470,17 @@ class Places:
         if cell.kind == "c2t-search":
             return [self.classifier(cell.arm, setting) / "model.safetensors" for setting in C2T_SETTINGS]
         if cell.kind == "demo-answers":
-            stores = {self.demo_states(arm) / "manifest.json" for arm in ON_DEMO}
-            return [self.demo_heldout, self.of(cell.name) / "draft_vocab.safetensors", *sorted(stores)]
+            stores = [self.demo_states(arm) / "manifest.json" for arm in CAPTURED]
+            return [self.demo_heldout, self.of(cell.name) / "draft_vocab.safetensors", *stores]
+        if cell.kind == "states":
+            return [self.conversations(cell.size), *(self.states(cell.size, arm) / "manifest.json" for arm in CAPTURED)]
         if cell.kind in ("drafter", "demo"):
             return [self.of(cell.name) / "drafter" / "model.safetensors"]
         return []
+
+
+def _store(arm: str) -> str:
+    return "states3" if "eagle3" in ALL_ARMS[arm].drafter else "states1"
 
 
 def commands(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
@@ -477,15 +502,25 @@ def _answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 def _demo_answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     own = f"output_dir={places.of(cell.name)}"
-    captures = {places.demo_states(arm): ARMS[arm].drafter for arm in ON_DEMO if arm in ("eagle2", "eagle3")}
     return [
         ["data_gen/regenerate.py", DEMO, own],
         ["data_gen/regenerate.py", DEMO, f"output_dir={places.demo_heldout.parent}", *ASKED],
         ["data_gen/rank_vocab.py", DEMO, own, "drafter.vocab_size=null"],
         *(
-            ["data_gen/capture.py", DEMO, own, f"data.states={place}", f"drafter={drafter}"]
-            for place, drafter in captures.items()
+            ["data_gen/capture.py", DEMO, own, f"data.states={places.demo_states(arm)}", f"drafter={ARMS[arm].drafter}"]
+            for arm in CAPTURED
         ),
+    ]
+
+
+def _states(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
+    own = [f"output_dir={places.of(cell.name)}", f"data.conversations={places.conversations(cell.size)}"]
+    return [
+        [
+            *("data_gen/capture.py", RECIPE, *own),
+            *(f"data.states={places.states(cell.size, arm)}", f"drafter={ARMS[arm].drafter}"),
+        ]
+        for arm in CAPTURED
     ]
 
 
@@ -505,6 +540,10 @@ def training(cell: Cell, places: Places, rate: float, conversations: Path | None
     if arm.start:
         start = places.of(drafter_name(arm.start, seed=cell.seed)) / "drafter"
         drafter = f"{drafter.removesuffix('}')}, init_from: {start}}}"
+    if cell.kind == "demo":
+        stored = [f"data.states={places.demo_states(cell.arm)}"]
+    else:
+        stored = [f"data.states={places.states(cell.size, cell.arm)}"] if cell.steps != STEPS else []
     return [
         f"output_dir={places.of(cell.name)}",
         f"data.conversations={conversations or places.conversations(cell.size)}",
@@ -519,6 +558,7 @@ def training(cell: Cell, places: Places, rate: float, conversations: Path | None
         "train.save_every_steps=100",
         f"train.validate_every_steps={cell.steps}",
         f"train.eval_replay={VALIDATION}",
+        *stored,
     ]
 
 
@@ -556,7 +596,7 @@ def _demo(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
         DEMO,
     )
     return [
-        [ARMS[cell.arm].script, DEMO, *own, f"data.states={places.demo_states(cell.arm)}"],
+        [ARMS[cell.arm].script, DEMO, *own],
         [*replay, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"],
     ]
 
@@ -709,6 +749,7 @@ _MAKERS: dict[str, Callable[[Cell, Places, Lines], list[list[str]]]] = {
     "data": _data,
     "answers": _answers,
     "more-answers": _more_answers,
+    "states": _states,
     "demo-answers": _demo_answers,
     "demo": _demo,
     "demo-speed": _demo_speed,

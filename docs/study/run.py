@@ -41,6 +41,7 @@ from docs.study.cells import (
     ALL_ARMS,
     ANSWERS,
     C2T_SETTINGS,
+    CAPTURED,
     MAIN,
     MORE,
     ON_DEMO,
@@ -427,9 +428,9 @@ def prepare(cell: Cell, places: Places, lines: Lines) -> None:
         shutil.copy(ROOT / places.of(on_demo("answers")) / "draft_vocab.safetensors", own)
     elif cell.kind == "more-answers":
         write_more_prompts(places)
+    elif cell.kind == "states" and cell.size in MORE:
+        write_more(cell.size, places)
     elif cell.kind in ("rate", "drafter", "unrolled", "timing"):
-        if cell.size in MORE:
-            write_more(cell.size, places)
         # A draft vocabulary of all tokens is the same for all shares of the data.
         own = places.of(cell.name)
         for folder in [places.untaught(arm) for arm in MAIN] if cell.kind == "timing" else [own]:
@@ -532,6 +533,9 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
             "validation": _validation(folder),
             "replay": replayed(folder / "eval" / "replay"),
         }
+    if cell.kind == "states":
+        manifest = json.loads((ROOT / places.states(cell.size, CAPTURED[0]) / "manifest.json").read_bytes())
+        return {"rows": manifest["rows"], "tokens": manifest["tokens"]}
     if cell.kind == "more-answers":
         return {"answers": len((ROOT / places.more_answers).read_bytes().splitlines())}
     if cell.kind in ("sampled", "fr-spec", "c2t", "c2t-search", "unrolled"):
