@@ -91,8 +91,9 @@ def main() -> None:
         return
     if options.jobs < 1:
         raise UserError(f"--jobs: {options.jobs} cells at a time; give 1 or more")
-    if not (ROOT / options.demo / "conversations.jsonl").exists():
-        there = options.demo / "conversations.jsonl"
+    there = options.demo / "conversations.jsonl"
+    wanted = chosen(cells(current(read_lines(options.results))), options.only)
+    if not (ROOT / there).exists() and not all(cell.name.startswith(on_demo("")) for cell in wanted):
         raise UserError(f"--demo: {there} does not exist; `draftsmith regenerate {RECIPE}` writes it")
     Study(places, options.results, options.only).run(options.jobs)
 
