@@ -16,6 +16,7 @@ from docs.study.cells import (
     CHAIN,
     CUTS,
     DEMO_STEPS,
+    LONGER,
     LONGEST_ANSWER,
     RECIPE,
     SIZES,
@@ -25,6 +26,7 @@ from docs.study.cells import (
     demo_name,
     drafter_name,
     on_demo,
+    rate_name,
     speed_name,
     unrolled_name,
 )
@@ -193,7 +195,12 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
         "1.50 (1.00 [1.00, 4.00], not run, 2.00 [1.00, 4.00])",
     ]
     assert row("costs", "HASS")[1:] == ["60", "60", *["not run"] * 4, "0.5"]
-    assert all("not run" in cell for cell in row("rates", "EAGLE-2")[2].split("; "))
+    assert all("not run" in cell for cell in row("rates", "EAGLE-2", "600")[3].split("; "))
+    longer = {
+        rate_name("eagle2", 4e-3, LONGER[0]): {"kind": "rate", "arm": "eagle2", "validation": {"replay_tau": 2.5}}
+    }
+    tables["rates"] = study_report.rates(Found(lines | longer))
+    assert [row("rates", "EAGLE-2", steps)[3].count("0.004: 2.50") for steps in ("600", "1,200")] == [0, 1]
     assert tables["progress"][0].startswith(f"{len(lines)} of ")
 
 

@@ -551,22 +551,25 @@ def _share_of(row: Mapping[str, Any]) -> str:
 
 def rates(found: Found) -> list[str]:
     rows = []
-    for arm in ARMS:
+    searched = [arm for arm in ARMS if RATE_ARM[ARMS[arm].family] == arm]
+    longer = [arm for arm in searched if ARMS[arm].family in {ARMS[each].family for each in LONG}]
+    for steps, arm in [(STEPS, arm) for arm in searched] + [(LONGER[0], arm) for arm in longer]:
         family = ARMS[arm].family
-        if RATE_ARM[family] != arm:
-            continue
-        tried = rates_of(family, found.lines)
-        lines = {rate: found.lines.get(rate_name(family, rate)) for rate in tried}
+        tried = rates_of(family, found.lines, steps)
+        lines = {rate: found.lines.get(rate_name(family, rate, steps)) for rate in tried}
         taus = {rate: line["validation"]["replay_tau"] for rate, line in lines.items() if line is not None}
-        best = best_rate(family, found.lines) if len(taus) == len(tried) else None
+        best = best_rate(family, found.lines, steps) if len(taus) == len(tried) else None
         shown = []
         for rate in tried:
             mark = "**" if rate == best else ""
             shown.append(f"{mark}{rate:g}: {f'{taus[rate]:.2f}' if rate in taus else NOT_RUN}{mark}")
-        others = [about.name for name, about in ARMS.items() if about.family == family and name != arm]
-        others += ["EAGLE-3 by other losses"] * (family == "eagle3")
-        rows.append([ARMS[arm].name, ", ".join(others) or "-", "; ".join(shown)])
-    return table(["searched with", "also used by", "rate: replay tau on the validation answers"], rows)
+        if steps == STEPS:
+            others = [about.name for name, about in ARMS.items() if about.family == family and name != arm]
+            others += ["EAGLE-3 by other losses"] * (family == "eagle3")
+        else:
+            others = [f"itself for {LONGER[1]:,} and {LONGER[2]:,} steps"]
+        rows.append([ARMS[arm].name, f"{steps:,}", ", ".join(others) or "-", "; ".join(shown)])
+    return table(["searched with", "steps", "also used by", "rate: replay tau on the validation answers"], rows)
 
 
 SECTIONS: dict[str, Callable[[Found], list[str]]] = {
