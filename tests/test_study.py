@@ -170,7 +170,7 @@ def test_arms_differ_in_the_drafter_and_its_publication_alone(monkeypatch: pytes
         shared.add(json.dumps([train, loaded[arm].data.model_dump()], sort_keys=True))
     assert len(shared) == 1
     assert loaded["eagle2"].train.ttt_steps == 1
-    assert {loaded[arm].train.ttt_steps for arm in ARMS if arm not in ("eagle2", "hass3")} == {6}
+    assert {loaded[arm].train.ttt_steps for arm in ARMS if arm not in ("eagle2", "hass2-no-top10", "hass3")} == {6}
     assert loaded["hass"].train.top_k_loss == loaded["hass3"].train.top_k_loss == 1
     whole, cut = loaded["poss2-eagle3-whole"].train, loaded["poss2-eagle3"].train
     assert whole == cut.model_copy(update={"detach_features": False}) != cut

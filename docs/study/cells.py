@@ -105,6 +105,11 @@ ARMS = {
     "hass-no-top10": Arm(
         "HASS without its top-10 loss", "hass-no-top10", "train/eagle.py", "{kind: eagle}", (_STEPS,), 0.5
     ),
+    "hass2-no-top10": Arm(
+        *("HASS without its top-10 loss, two steps", "hass-no-top10", "train/eagle.py", "{kind: eagle}"),
+        ("train.ttt_steps=2",),
+        0.27,
+    ),
     "hass3": Arm(
         *("HASS, three steps", "hass", "train/eagle.py", "{kind: eagle}"),
         ("train.ttt_steps=3", "train.top_k_loss=1"),
@@ -169,7 +174,7 @@ ARMS = {
 }
 # Arms of MAIN with other losses, gradients or initial weights.
 OTHERWISE = (
-    *("hass-no-top10", "hass3", "poss2-eagle3-whole", "losses-of-eagle3", "eagle3-norm"),
+    *("hass-no-top10", "hass2-no-top10", "hass3", "poss2-eagle3-whole", "losses-of-eagle3", "eagle3-norm"),
     *("eagle3.1", "fc-norm", "norm-output", "poss2-eagle3.1"),
     *("eagle3-further", "poss2-further", "poss2-further-whole"),
     *("hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
@@ -194,7 +199,14 @@ LOSSES = {
 ALL_ARMS = ARMS | LOSSES
 # Arms that the demo's target has, too, with their learning rates there: those of 600 steps of the study's target, but
 # half of 8e-3, which lost on the deeper target (docs/log.md).
-ON_DEMO = {"eagle2": 4e-3, "eagle3": 4e-3, "eagle3.1": 2e-3, "hass-no-top10": 4e-3, "poss2": 4e-3}
+ON_DEMO = {
+    "eagle2": 4e-3,
+    "eagle3": 4e-3,
+    "eagle3.1": 2e-3,
+    "hass-no-top10": 4e-3,
+    "hass2-no-top10": 4e-3,
+    "poss2": 4e-3,
+}
 SPEEDS = {  # the trees by which they are timed there
     "tree of 16": "{policy: eagle2, nodes: 16, draft_calls: 5, top_k: 4}",
     "chain of 4": "{policy: chain, nodes: 5}",
