@@ -1,7 +1,7 @@
 """Write a commented recipe for a target, with numbers that fit its size.
 
-    draftsmith init Qwen/Qwen3-0.6B                        # writes qwen3-0.6b.yaml
-    draftsmith init ./my-model --out my.yaml --prompts my_prompts.jsonl
+    draftsmith init Qwen/Qwen3-0.6B                        # writes qwen3-0.6b.yaml, which runs in runs/qwen3-0.6b
+    draftsmith init ./my-model --out my.yaml --prompts my_prompts.jsonl     # my.yaml, which runs in runs/my
     draftsmith run my.yaml --plan                          # then: what the recipe would take
 
 Reads the target's config and tokenizer, but no weights. The numbers are a start: docs/recipes.md explains them and
@@ -37,15 +37,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the target's name with .yaml")
     parser.add_argument("--prompts", metavar="SOURCE", default=PROMPTS, help=f"data.prompts; default: {PROMPTS}")
     options = parser.parse_args()
-    name = re.sub(r"[^\w.-]+", "-", Path(options.target).name.lower()).strip("-.") or "target"
-    path = options.out or Path(f"{name}.yaml")
+    path = options.out or Path(f"{_plain(Path(options.target).name)}.yaml")
     if path.exists():
         raise UserError(f"--out: {path} exists; name another file, or delete it")
     if problem := output_problem(path, folder=False):
         raise UserError(f"--out: {problem}")
     if problem := check_source(options.prompts):
         raise UserError(f"--prompts: {problem}")
-    text = starter_recipe(options.target, options.prompts, name, path)
+    text = starter_recipe(options.target, options.prompts, path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     try:
@@ -56,13 +55,12 @@ def main() -> None:
     print(f"written: {path}\nnext: draftsmith run {shlex.quote(str(path))} --plan")
 
 
-def starter_recipe(model: str, prompts: str, name: str, path: Path) -> str:
+def starter_recipe(model: str, prompts: str, path: Path) -> str:
     """The text of a recipe that trains an EAGLE-3.1 drafter for `model`.
 
     Args:
         prompts: data.prompts.
-        name: of its output folder under runs/.
-        path: of the recipe, for its comments.
+        path: of the recipe; its name is that of the output folder, too.
 
     Raises:
         UserError: no such model, or an unsupported one.
@@ -94,7 +92,7 @@ def starter_recipe(model: str, prompts: str, name: str, path: Path) -> str:
 #   draftsmith run {shlex.quote(str(path))}            # answers, draft vocabulary, drafter, acceptance; resumable
 #   Try it small first, with output_dir=runs/try data.max_prompts=200 train.max_steps=50 train.warmup_steps=5
 
-output_dir: runs/{name}
+output_dir: runs/{_plain(path.stem)}
 
 target:
   model: {_scalar(model)}
@@ -139,6 +137,11 @@ eval:
     aligned = [f"{key:<29} # {comment}" for key, _, comment in (line.partition(" | ") for line in lines.split("\n"))]
     aligned = [line.removesuffix(" # ").rstrip() for line in aligned]
     return re.sub(r"\n\n+(?=  )", "\n", "\n".join(aligned)).replace("\n\n\n", "\n\n")
+
+
+def _plain(name: str) -> str:
+    """A name in lower case with only letters, digits, `_`, `-` and inner dots."""
+    return re.sub(r"[^\w.-]+", "-", name.lower()).strip("-.") or "target"
 
 
 def _rate(hidden: int) -> str:

@@ -360,8 +360,9 @@ def test_init_s_numbers_follow_the_target_s_size(target_dir: Path, tmp_path: Pat
     (large / "config.json").write_text(json.dumps(config | wide))
     switch = "{% if enable_thinking %}x{% endif %}"
     (large / "chat_template.jinja").write_text(switch + (target_dir / "chat_template.jinja").read_text())
-    text = starter.starter_recipe(str(large), starter.PROMPTS, "large", Path("large.yaml"))
+    text = starter.starter_recipe(str(large), starter.PROMPTS, Path("of-mine/Large 2.yaml"))
     found = yaml.safe_load(text)
+    assert found["output_dir"] == "runs/large-2"
     assert found["drafter"]["vocab_size"] == 32_000 and found["train"]["learning_rate"] == "1e-4"
     assert found["target"] == {"model": str(large), "dtype": "auto", "thinking": False}
     assert "reads states 2, 18, 33 of 36" in text and found["data"]["max_length"] == 2048

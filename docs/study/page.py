@@ -66,8 +66,8 @@ FR_SPEC_KEPT = 0.98  # of tau with half the vocabulary (FR-Spec, table 1)
 COMPARED = (
     *(("eagle3", "eagle2"), ("hass", "eagle2"), ("hass3", "eagle2"), ("hass3", "hass"), ("eagle3", "hass")),
     *((f"poss{n}", base) for base in ("eagle2", "hass") for n in (1, 2, 3)),
-    *(("hass-no-top10", "hass"), ("hass2-no-top10", "hass-no-top10"), ("poss2", "hass-no-top10")),
-    *(("matched", "hass-no-top10"), ("poss2", "matched")),
+    *(("hass-no-top10", base) for base in ("hass", "eagle2", "hass2-no-top10")),
+    *(("poss2", "hass-no-top10"), ("matched", "hass-no-top10"), ("poss2", "matched")),
     *((f"poss{n}-eagle3", "eagle3") for n in (1, 2, 3)),
     *(("poss2-eagle3-whole", "poss2-eagle3"), ("poss2-eagle3-whole", "eagle3")),
     *(("matched-eagle3", "eagle3"), ("poss2-eagle3", "matched-eagle3")),
