@@ -98,7 +98,12 @@ def speculators_differs(
     )
     ours = our_log_probs(drafter, embeddings(target), captured, tokens)
     differs = False
-    for engine, options in (("speculators", []), ("vllm", ["--convert", target])):
+    asked: list[tuple[str, list]] = [("speculators", [])]
+    if getattr(config, "fc_norm", False):
+        print("speculators, our EAGLE format converted: left out, its converter (0.9.0) drops fc_norm's weights")
+    else:
+        asked.append(("vllm", ["--convert", target]))
+    for engine, options in asked:
         answered = work / f"{engine}.safetensors"
         run(python, HERE / "speculators_logits.py", exports[engine], work / "asked.safetensors", answered, *options)
         name = "speculators, our EAGLE format converted" if options else "speculators, our export"
