@@ -125,7 +125,7 @@ class TargetSection(Section):
     speed), or {bits, group_size, fake}. int8 and int4 are for CPUs and compute in bfloat16, which `dtype: auto` then
     means (docs/precision.md). Checkpoints that are quantised already need no key."""
     guidance: GuidanceSection | None = None
-    """Classifier-free guidance as a part of the target's law, in regeneration, training and evaluation."""
+    """Classifier-free guidance as a part of the target's distribution, in regeneration, training and evaluation."""
     device: str = "auto"
     """`auto`: the accelerator if there is one, else the CPU."""
     trust_remote_code: bool = False
@@ -179,7 +179,7 @@ class GeneratorSection(Section):
     """Conversations decoded side by side in this process."""
     drafter: str | None = None
     """A trained drafter, named as in eval.drafter, that speeds up the target's writing. The answers remain the
-    target's: greedy ones token for token in float32, sampled ones in law. Of kind transformers."""
+    target's: greedy ones token for token in float32, sampled ones in distribution. Of kind transformers."""
     draft_tokens: Size = 3
     """Tokens that `drafter` proposes for each of the target's passes."""
     base_urls: list[str] = []
@@ -856,7 +856,7 @@ class AcceptanceSection(Section):
     rule: Literal["lantern", "lantern++"]
     """LANTERN (arXiv 2410.03355) is bounded by delta, LANTERN++ (arXiv 2502.06352) by lambda."""
     delta: Number | None = Field(default=None, ge=0, le=1)
-    """lantern: most total variation of a token's law from the target's. Default: 0.1. 0 is exact."""
+    """lantern: most total variation of a token's distribution from the target's. Default: 0.1. 0 is exact."""
     factor: Number | None = Field(default=None, ge=1, le=MOST_FLOAT, alias="lambda")
     """lantern++: a token's probability grows to at most this multiple. Default: 5. 1 is exact."""
     k: Size = 1000

@@ -272,7 +272,7 @@ def test_different_answers_are_named(
     assert f"not all those of plain decoding: {MAIN} (67% are). {caption}" in said
     page = re.sub(r"\s+", " ", Page(page_of(recipe)).text)
     assert f"not all plain decoding's token for token: {MAIN} (67 % are). " in page and note in page
-    assert ("defect" in page) == (dtype == "float32") and "keeps the target's law, in exact arithmetic" in page
+    assert ("defect" in page) == (dtype == "float32") and "keeps the target's distribution, in exact arithmetic" in page
     content = report_files.read_acceptance(recipe.eval_out / "acceptance.json")
     assert content["lossless"] is True and content["matches_target"] is False
 

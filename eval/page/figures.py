@@ -150,7 +150,9 @@ def _by_total_variation(colours: Colours, legend: Legend, relaxed: dict[str, flo
     ax.set_xlim(left=0)
     ax.set_ylim(bottom=1)
     ax.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    set_axis_titles(ax, colours, "total variation from the target's law, a token", "tau: tokens per verification")
+    set_axis_titles(
+        ax, colours, "total variation from the target's distribution, a token", "tau: tokens per verification"
+    )
     legend.draw(below, colours, list(legend.coloured))
     return figure
 

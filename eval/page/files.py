@@ -244,7 +244,9 @@ def _moved(acceptance: dict[str, Any]) -> str:
     rows = acceptance["contenders"].items()
     told = [f"{name} {row['total_variation']:.3f}" for name, row in rows if row.get("total_variation") is not None]
     what = (
-        "Total variation from the target's law" if acceptance["temperature"] else "Probability moved, of temperature 1"
+        "Total variation from the target's distribution"
+        if acceptance["temperature"]
+        else "Probability moved, of temperature 1"
     )
     return "\n".join(["", f"{what}, a token:", *(f"  {line}" for line in told)]) if told else ""
 
