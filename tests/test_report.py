@@ -249,7 +249,7 @@ def test_sampled_answers_are_not_called_different(tmp_path: Path, capsys: pytest
     said = "\n".join(script_lines(recipe, capsys))
     assert "drawn at temperature 0.7" in said and "token for token" not in said
     page = re.sub(r"\s+", " ", Page(page_of(recipe)).text)
-    assert "drawn at temperature 0.7, top-p 0.9 by the target's own law (lossless)" in page
+    assert "drawn at temperature 0.7, top-p 0.9 by the target's own distribution (lossless)" in page
     assert "every answer of every contender equals" not in page
 
 
