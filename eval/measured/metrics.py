@@ -35,8 +35,8 @@
                             drawn tokens: of a number whose mean is at least that); greedy: of the probability, at
                             temperature 1, that was moved onto it. null for lossless rules
     lossless                known, not measured: the contender's acceptance rule keeps the target's distribution, in
-                            exact arithmetic. It can be true while matches_target is false. Older files have it of the main
-                            contender alone
+                            exact arithmetic. It can be true while matches_target is false. Older files have it of
+                            the main contender alone
 
 Only tokens in the answer count: none after a stop token, none beyond the budget. Times exclude the prefill. Intervals
 are 95 % bootstrap intervals over conversations. All contenders answer the same conversations and are resampled

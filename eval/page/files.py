@@ -257,8 +257,8 @@ def _equality(acceptance: dict[str, Any]) -> str:
     relaxed = relaxed_contenders(acceptance)
     others = ", but not of " + "; ".join(relaxed) + f": {RELAXED}" if relaxed else ""
     if acceptance["temperature"] > 0:
-        drawn = f"Answers were drawn at temperature {acceptance['temperature']}, by the target's own distribution (lossless)"
-        return f"{drawn}{others}."
+        drawn = f"Answers were drawn at temperature {acceptance['temperature']}"
+        return f"{drawn}, by the target's own distribution (lossless){others}."
     different = different_contenders(acceptance)
     if not different:
         return f"Answers, token for token: all those of plain decoding{others}."
