@@ -1,4 +1,4 @@
-"""Write the target's hidden states of a recipe's conversations to disk, to train from them without the target.
+"""Write the target's hidden states for a recipe's conversations to disk, to train from them without the target.
 
     python data_gen/capture.py recipes/demo.yaml
     python data_gen/capture.py recipes/demo.yaml data.capture.dtype=int8 data.states=runs/demo/int8   # half the size
@@ -8,8 +8,8 @@
     accelerate launch train/eagle3.py recipes/demo.yaml data.states=runs/demo/states
 
 Writes the states that the recipe's drafter reads to <data.states>, by default <output_dir>/states. Training and
-validation rows are both captured, so their split may change later. A run that was stopped makes the missing shards when
-started again. Other rows, another target, other layers or another dtype need another folder (docs/offline.md).
+validation rows are both captured, so their split may change later. When a stopped run is started again, it writes the
+missing shards. Other rows, another target, other layers or another dtype need another folder (docs/offline.md).
 """
 
 from argparse import ArgumentParser
@@ -38,7 +38,7 @@ def read_command() -> Command:
 
 def _options(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--verify", action="store_true", help="compare the sha256 of every written file and rewrite damaged ones"
+        "--verify", action="store_true", help="check the sha256 of every written file and rewrite damaged ones"
     )
 
 

@@ -3,7 +3,7 @@
     python data_gen/conversations.py recipes/demo.yaml --show 3        # supervised tokens marked
     python data_gen/conversations.py recipes/demo.yaml --show 0        # the summary alone
 
-Reads data.conversations (<output_dir>/conversations.jsonl) and writes nothing.
+Reads data.conversations (default: <output_dir>/conversations.jsonl) and writes nothing.
 """
 
 from argparse import ArgumentParser

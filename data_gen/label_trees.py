@@ -5,13 +5,13 @@
     python data_gen/label_trees.py recipes/demo.yaml --plan                       # what it would do
 
 Replays recorded answers: the target reads each once, and a tree is drafted at every root that decoding with these trees
-would reach. All nodes that the beam search proposed are rows, 10 + 10 * 100 of a tree with labels.top_k 10 and 11 calls
-(arXiv 2502.13652, section 4.1). A row has P, H and d as in decoding (`models.c2t.node_features`), and whether the node
-lies on the path that the target accepts. Left out, and counted, are rows with a NaN among the features (as in the
-paper), and rows below the last token of an answer, because the target's next tokens are not recorded.
+would reach. Each node that the beam search proposes becomes a row: 10 + 10 * 100 for a tree with labels.top_k 10 and 11
+calls (arXiv 2502.13652, section 4.1). A row holds P, H and d as in decoding (`models.c2t.node_features`), and whether
+the node lies on the path that the target accepts. Rows with a NaN among the features are left out (as in the paper), as
+are rows below the last token of an answer, because the target's next tokens are not recorded. Both are counted.
 
-The answers' order is drawn by their ids, so labels.max_rows takes a fair sample. Writes <labels.out>. A run that was
-stopped, or has a greater max_rows, continues behind the last complete shard. The folder refuses other settings, another
+Answers are shuffled by a hash of their ids, so labels.max_rows takes a fair sample. Writes <labels.out>. A stopped run,
+or one with a greater max_rows, continues after the last complete shard. The folder refuses other settings, another
 drafter or another target.
 """
 
@@ -30,7 +30,9 @@ def main() -> None:
 
 
 def _options(parser: ArgumentParser) -> None:
-    parser.add_argument("--contender", metavar="NAME", help="drafts the trees: a name under eval.also, or eval.drafter")
+    parser.add_argument(
+        "--contender", metavar="NAME", help="who drafts the trees: a name under eval.also; default: eval.drafter"
+    )
 
 
 if __name__ == "__main__":

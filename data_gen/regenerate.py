@@ -4,18 +4,18 @@
     python data_gen/regenerate.py recipes/demo.yaml data.max_prompts=20 output_dir=runs/try    # the smallest run
     python data_gen/regenerate.py recipes/demo.yaml --plan                                     # what it would do
 
-Reads data.prompts and writes <output_dir>/conversations.jsonl, one line per conversation, with the token ids of every
-answer, from the target in this process or from servers (docs/regeneration.md). A run that was stopped resumes where it
-was. The file records what was asked, so other prompts with the same ids are refused. Prompts that cannot be asked go to
-conversations.rejects.jsonl with the reason; those that failing servers could not answer are asked in the next run.
+Reads data.prompts and writes <output_dir>/conversations.jsonl: one line per conversation, with the token ids of every
+answer. The target answers in this process or on servers (docs/regeneration.md). A stopped run resumes where it was. The
+file records what was asked, so other prompts with the same ids are refused. Prompts that cannot be asked go to
+conversations.rejects.jsonl with the reason. Prompts that failing servers left unanswered are asked in the next run.
 
-- A vision-language target may be asked about pictures (docs/pictures.md). A line names them by path and sha256, in
-  the messages. Answers are sampled then, unless the recipe says otherwise.
-- Every user turn gets one answer. The source's own answers are dropped; an assistant turn that calls tools is kept,
-  with the results that follow it, and the answer is asked for behind them.
+- A vision-language target may be asked about pictures (docs/pictures.md). The messages name them by path and sha256.
+  Such answers are sampled, unless the recipe says otherwise.
+- Every user turn gets one answer. The source's own answers are dropped. An assistant turn that calls tools is kept with
+  the results that follow it, and the answer comes after them.
 - An answer that is cut (finish_reason `length`) is kept and ends its conversation, because the target never ended that
-  turn. A next prompt that does not fit data.max_length ends it too. Such a line has the number of user turns that were
-  not asked in `unasked_turns`, and the reason in `unasked_reason`.
+  turn. A next prompt that does not fit data.max_length ends it, too. The line then holds the number of unasked user
+  turns in `unasked_turns` and the reason in `unasked_reason`.
 """
 
 import sys

@@ -6,13 +6,13 @@
         --plan                                                               # reads a sample, writes nothing
 
 Reads data.reprompt.sources (docs/pictures.md lists the formats) and writes <output_dir>/prompts.jsonl. Each prompt is
-[instruction, picture, request for an answer of at least 1,000 words]; captions and answers are dropped. Drafters for
-vision-language targets need such answers, because captions are short (ViSpec, Kang et al. 2025, arXiv 2509.15235,
-"Data synthesis").
+[instruction, picture, request for an answer of at least 1,000 words]. The source's captions and answers are dropped:
+captions are short, and drafters for vision-language targets need long answers (ViSpec, Kang et al. 2025, arXiv
+2509.15235, "Data synthesis").
 
-A prompt names its picture by path and sha256; the picture stays where it is. Every picture is decoded once here.
-Pictures that cannot be used, and placeholders without one, go to prompts.rejects.jsonl with the reason. The same recipe
-and pictures give the same file; a stopped run leaves the previous file as it was.
+A prompt names its picture by path and sha256; the picture stays where it is. This command decodes every picture once.
+Pictures that cannot be used, and placeholders without a picture, go to prompts.rejects.jsonl with the reason. The same
+recipe and pictures give the same file; a stopped run leaves the previous file as it was.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

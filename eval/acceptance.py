@@ -9,10 +9,10 @@
 
 Every prompt is decoded plainly and with each contender: the recipe's `eval.tree`, those under `eval.also`, and one for
 each argument of --compare (another recipe for the same target, or overrides of this one). This recipe's prompts and
-sampling count for all. Writes <eval.out>/acceptance.json, generations.jsonl and report.html, and prints a table;
+sampling apply to all. Writes <eval.out>/acceptance.json, generations.jsonl and report.html, and prints a table;
 eval/report.py rebuilds the report and the table without decoding.
 
-`eval.mode=replay` finds the same rounds along recorded answers, without the target in the loop and without speeds
+`eval.mode=replay` finds the same rounds along recorded answers, with the target out of the loop, and measures no speeds
 (`eval.recorded.replay`). For a tree of `policy: auto`, the planner (eval/plan.py) first chooses one.
 """
 

@@ -7,15 +7,15 @@
     python eval/plan.py recipes/demo.yaml --plan                   # what it would do
 
 Every candidate (`eval.planner.candidates`, or chains, EAGLE-2, DDD and SVIP in several sizes) is replayed along
-recorded answers and the costs of its rounds are measured. Both give its predicted speed-up (`eval.planner`). Plain
-decoding is recommended if no candidate beats it.
+recorded answers, and the costs of its rounds are measured. Together they predict its speed-up (`eval.planner`). If no
+candidate beats plain decoding, the plan recommends plain decoding.
 
 `--calibrate` sweeps the threshold of one policy and takes the fastest: h of svip (at fixed c) and svip_tree, threshold
-of ddd. SVIP's authors chose h by the measured speed on eight prompts; for trees neither SVIP nor DDD gives a method. To
-choose by the predicted speed on held-out answers is our own rule.
+of ddd. SVIP's authors chose h by the measured speed on eight prompts; for trees, neither SVIP nor DDD gives a method.
+Choosing by predicted speed on held-out answers is our own rule.
 
-`--precisions` measures one forward of the target over n nodes in each precision (`eval.planner.precisions`). It needs
-no drafter and no answers, and writes precisions.json and precisions.png.
+`--precisions` times one forward pass of the target over n nodes in each precision (`eval.planner.precisions`). It needs
+neither drafter nor answers, and writes precisions.json and precisions.png.
 
 Writes <eval.out>/plan.json (with --calibrate: calibration.json). An evaluation with `eval.tree: {policy: auto}` begins
 with such a plan.
@@ -45,7 +45,7 @@ def _options(parser: ArgumentParser) -> None:
         "--measure", type=int, default=0, metavar="K", help="also decode eval.prompts with the best K candidates"
     )
     parser.add_argument(
-        "--precisions", action="store_true", help="instead measure the target's cost by precision and nodes"
+        "--precisions", action="store_true", help="measure the target's cost by precision and nodes instead"
     )
     parser.add_argument(
         "--calibrate", choices=("svip", "svip_tree", "ddd"), help="sweep the threshold of this policy instead"

@@ -1,4 +1,4 @@
-"""Write a trained drafter in the format of a serving engine, and prove that the engine would read it as it was trained.
+"""Write a trained drafter in the format of a serving engine, and check that the engine would read it as it was trained.
 
     python models/export.py recipes/demo.yaml --to vllm
     python models/export.py recipes/demo.yaml --to vllm --plan                   # check everything, write nothing
@@ -6,9 +6,9 @@
     python models/export.py recipes/demo.yaml --to vllm --push-to-hub me/demo-eagle3.1 --public
     python models/export.py my.yaml --to llama.cpp --with-target ~/llama.cpp     # drafter.gguf and target.gguf; EAGLE-3
 
-Engines: vllm, sglang, tensorrt-llm, eagle (the reference code), speculators, llama.cpp. Many read one format: the
-command says which others serve the same folder. An engine that would serve another drafter than the trained one is
-refused with the reason.
+Engines: vllm, sglang, tensorrt-llm, eagle (the reference code), speculators, llama.cpp. Some share a format:
+the command says which others serve the same folder. If an engine would serve another drafter than the trained one, the
+export is refused with the reason.
 
 Writes config.json, model.safetensors (for llama.cpp: drafter.gguf), a model card (README.md) with the measured
 acceptance, and speculation_profile.json into <output_dir>/export/<engine>, and prints the command that serves it.
@@ -43,7 +43,9 @@ def _options(parser: ArgumentParser) -> None:
     parser.add_argument("--dry-run", dest="plan", action="store_true", help="the same as --plan")
     parser.add_argument("--push-to-hub", metavar="USER/NAME", help="also upload the folder to this repository")
     visible = parser.add_mutually_exclusive_group()
-    visible.add_argument("--private", dest="private", action="store_true", default=True, help="default")
+    visible.add_argument(
+        "--private", dest="private", action="store_true", default=True, help="keep the repository private (default)"
+    )
     visible.add_argument("--public", dest="private", action="store_false", help="let everyone see the repository")
     parser.add_argument("--revision", help="branch of the repository to upload to; default: its main branch")
 

@@ -4,8 +4,8 @@
     python models/import_drafter.py ORG/EAGLE3-DRAFTER --target ORG/TARGET --out runs/imported --plan
 
 Formats: EAGLE, EAGLE-3, HASS, SpecForge, SGLang, TensorRT-LLM and ModelOpt checkpoints, and speculators' (vLLM's own).
-The draft vocabulary comes along. Writes a drafter folder, to be named as eval.drafter or drafter.init_from in a recipe
-for the same target.
+The draft vocabulary comes along. Writes a drafter folder. Recipes for the same target name it in eval.drafter or
+drafter.init_from.
 """
 
 import argparse
@@ -18,11 +18,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("drafter", help="a folder, or a Hub id")
     parser.add_argument("--target", required=True, help="folder or Hub id of the target that it drafts for")
-    parser.add_argument("--target-revision", help="of a target on the Hub")
-    parser.add_argument("--revision", help="of a drafter on the Hub")
+    parser.add_argument("--target-revision", help="branch, tag or commit of a target on the Hub")
+    parser.add_argument("--revision", help="branch, tag or commit of a drafter on the Hub")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
-        "--allow-bin", action="store_true", help="read pytorch_model.bin by torch's weights_only reader"
+        "--allow-bin", action="store_true", help="read pytorch_model.bin with torch's weights_only reader"
     )
     parser.add_argument("--plan", action="store_true", help="check everything but the weights, and write nothing")
     arguments = parser.parse_args()

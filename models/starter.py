@@ -4,8 +4,8 @@
     draftsmith init ./my-model --out my.yaml --prompts my_prompts.jsonl     # my.yaml, which runs in runs/my
     draftsmith run my.yaml --plan                          # then: what the recipe would take
 
-Reads the target's config and tokenizer, but no weights. The numbers are a start: docs/recipes.md explains them and
-names other published values.
+Reads the target's config and tokenizer, but no weights. The numbers are a starting point: docs/recipes.md explains them
+and names other published values.
 """
 
 import argparse

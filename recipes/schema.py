@@ -72,11 +72,12 @@ class ImpossibleSettings(ValueError):
 
 class QuantizationSection(Section):
     bits: Literal[8, 4] = 4
-    """Bits of a weight. 8: one scale for each row. 4: scale and zero for each group of inputs."""
+    """Bits per weight. 8: one scale per row. 4: a scale and a zero per group of inputs."""
     group_size: Literal[32, 64, 128] = 64
-    """Of 4 bits: inputs of a row that share scale and zero. Smaller groups are more exact and take more memory."""
+    """With 4 bits: inputs of a row that share a scale and a zero. Smaller groups are more exact and take more
+    memory."""
     fake: bool = False
-    """Quantise the weights and keep them in the target's own dtype: the precision's effect without its speed, on any
+    """Quantise the weights but keep them in the target's own dtype: the precision's effect without its speed, on any
     device."""
 
     @model_validator(mode="after")
@@ -102,34 +103,34 @@ Precision = Annotated[QuantizationSection | None, BeforeValidator(_precision)]
 
 
 class GuidanceSection(Section):
-    """Classifier-free guidance of a target that writes images by a caption (models/guidance.py)."""
+    """Classifier-free guidance of a target that writes images from a caption (models/guidance.py)."""
 
     scale: PositiveOrZero
-    """Logits are u + scale (c - u), with c those behind the caption and u those without. 1 is no guidance."""
+    """Logits are u + scale (c - u): c with the caption, u without it. 1 is no guidance."""
     null: Text = "<null>"
-    """The token that stands for each of the caption's where there is none, as the target was trained with."""
+    """The token that replaces each token of the caption in the text without it, as in the target's training."""
 
 
 class TargetSection(Section):
     model: str
     """Hugging Face id or local directory of the causal LM to draft for."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model."""
+    """Branch, tag or commit of a model on the Hub."""
     adapter: str | None = None
-    """Folder with a LoRA of peft (safetensors), merged into the target when it is loaded: in regeneration, training,
+    """Folder with a peft LoRA (safetensors), merged into the target when it is loaded: in regeneration, training,
     capture and evaluation (docs/adapting.md)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the target's weights; `auto`: its config's. Exact equality with plain decoding needs float32."""
+    """Precision of the target's weights; `auto`: as in its config. Exact equality with plain decoding needs float32."""
     quantization: Precision = None
     """Quantise the decoder's linear layers when the target is loaded: `int8`, `int4`, `fake` (int4's effect without its
     speed), or {bits, group_size, fake}. int8 and int4 are for CPUs and compute in bfloat16, which `dtype: auto` then
-    means (docs/precision.md). Checkpoints that are quantised already need no key."""
+    means (docs/precision.md). Checkpoints that are already quantised do not need this key."""
     guidance: GuidanceSection | None = None
-    """Classifier-free guidance as a part of the target's distribution, in regeneration, training and evaluation."""
+    """Classifier-free guidance, as part of the target's distribution in regeneration, training and evaluation."""
     device: str = "auto"
     """`auto`: the accelerator if there is one, else the CPU."""
     trust_remote_code: bool = False
-    """Run Python code that ships with the model. Off unless you have read that code."""
+    """Run Python code that ships with the model. Leave it off unless you have read that code."""
     chat_template: str | None = None
     """A file with a Jinja chat template, for a base model without one or to replace the tokenizer's own."""
     thinking: bool | None = None
@@ -173,17 +174,17 @@ def _by_kernels(precision: Any) -> bool:
 
 class GeneratorSection(Section):
     kind: Literal["transformers", "openai"] = "transformers"
-    """What writes the answers: the target in this process, or OpenAI-compatible servers that serve it and accept token
+    """Who writes the answers: the target in this process, or OpenAI-compatible servers that serve it and accept token
     ids in /v1/completions (docs/regeneration.md)."""
     batch_size: Size = 32
     """Conversations decoded side by side in this process."""
     drafter: str | None = None
     """A trained drafter, named as in eval.drafter, that speeds up the target's writing. The answers remain the
-    target's: greedy ones token for token in float32, sampled ones in distribution. Of kind transformers."""
+    target's: greedy ones token for token in float32, sampled ones in distribution. Only for kind transformers."""
     draft_tokens: Size = 3
-    """Tokens that `drafter` proposes for each of the target's passes."""
+    """Tokens that `drafter` proposes per forward pass of the target."""
     base_urls: list[str] = []
-    """Servers of kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
+    """Servers for kind openai: [http://localhost:8000/v1, http://gpu2:8000/v1]."""
     served_model: str | None = None
     """The target's name on the servers. None: the only one that `/v1/models` lists."""
     concurrency: Size = 64
@@ -191,18 +192,19 @@ class GeneratorSection(Section):
     stream: bool = False
     """Receive answers token by token, to show progress and to notice a dead server sooner."""
     timeout_seconds: Seconds = 600.0
-    """Longest wait for a whole answer, or with `stream` for its next token, before the request is repeated."""
+    """Longest wait for a whole answer (with `stream`, for its next token) before the request is repeated."""
     max_retries: CountOrZero = 8
-    """Retries of one request, with growing pauses, before this run gives its conversation up."""
+    """Retries of one request, with growing pauses, before this run gives up its conversation."""
     give_up_seconds: Seconds = 900.0
     """How long all servers may fail before the run stops. The next run continues from the written answers."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key. The key itself is never written anywhere."""
     max_new_tokens: Count = 512
-    """Tokens of one assistant turn, its stop token included; a turn cut here is kept with finish_reason `length`."""
+    """Most tokens of one assistant turn, its stop token included; a turn cut here is kept with finish_reason
+    `length`."""
     temperature: PositiveOrZero | None = None
-    """0 is greedy. None: the target's generation_config, or 1 if it has no temperature. For vision-language targets
-    None is 1, top_p's is 1 and top_k's is off, because their configs are nearly greedy and drafters need sampled
+    """0 is greedy. None: the target's generation_config, or 1 if it has no temperature. For vision-language targets,
+    None means temperature 1, top_p 1 and top_k off, because their configs are nearly greedy and drafters need sampled
     answers."""
     top_p: Number | None = Field(default=None, gt=0, le=1)
     """None: the target's generation_config, or 1."""
@@ -227,12 +229,12 @@ class GeneratorSection(Section):
 
 class RankingSource(Section):
     source: str
-    """Texts to count tokens in: `answers` for the target's own in data.conversations; files by path or pattern (.jsonl,
+    """Texts to count tokens in: `answers` (the target's own, in data.conversations), files by path or pattern (.jsonl,
     .parquet, all others as text; also .gz), or a dataset as `hf:org/name[:config]:split`."""
     weight: Positive = 1.0
     """The source's share of the blend, independent of its size: relative frequencies are added by weight."""
     text_field: str = "text"
-    """A record's field with its text. Conversations (`messages`, `conversations`) are read as conversations."""
+    """Field of a record that holds its text. Conversations (`messages`, `conversations`) are read as conversations."""
     max_documents: Count | None = None
     """Most documents to read."""
 
@@ -251,11 +253,11 @@ class SamCorpusSection(Section):
 
     sources: str | list[str] = "answers"
     """Text files, .jsonl and .parquet files (`*` in a path works), Hub datasets (hf:org/name:split), and `answers`, the
-    target's own in data.conversations. Of conversations, assistant turns alone are taken."""
+    target's own in data.conversations. Only the assistant turns of conversations are taken."""
     text_field: str = "text"
-    """Column that holds the text of a record, if it is not a conversation."""
+    """Column that holds a record's text, unless the record is a conversation."""
     max_documents: Count | None = None
-    """Most documents of each source."""
+    """Most documents to read from each source."""
     out: str | None = None
     """The file. Default: <output_dir>/sam.safetensors."""
 
@@ -268,51 +270,52 @@ class CaptureSection(Section):
     """Hidden states on disk (data_gen/capture.py)."""
 
     dtype: Literal["bfloat16", "float32", "int8", "fp8"] = "bfloat16"
-    """Precision of the stored states. int8 and fp8 (e4m3) keep one scale for each state of each token."""
+    """Precision of the stored states. int8 and fp8 (e4m3) keep one scale per state and token."""
     shard_megabytes: Positive = 512
-    """Approximate size of a shard: a kill loses at most one, and capture keeps one in memory."""
+    """Approximate size of a shard. A kill loses at most one; capture keeps one in memory."""
     batch_tokens: Count = 8192
-    """Tokens in one pass of the target, padding included; a longer row is read alone."""
+    """Tokens per forward pass of the target, padding included; a longer row is read alone."""
 
 
 class RepromptSection(Section):
     """Prompts that ask for long answers about pictures, written by data_gen/reprompt.py (docs/pictures.md)."""
 
     sources: str | list[str] | None = None
-    """Pictures with captions or instructions, in the formats of data.prompts and COCO's file of captions."""
+    """Pictures with captions or instructions, in the formats of data.prompts or as COCO's caption file."""
     folder: str | None = None
-    """Folder where relative paths of pictures start. Default: that of the source that names them."""
+    """Folder that relative paths of pictures start from. Default: the folder of the source that names them."""
     instructions: list[Text] = []
-    """Phrasings for pictures that come without an instruction. Empty: our own."""
+    """Phrasings of the instruction, for pictures that come without one. Empty: our own."""
     requests: list[Text] = []
-    """Phrasings of the request for a long answer; {words} in them becomes min_words. Empty: our own."""
+    """Phrasings of the request for a long answer, in which {words} becomes min_words. Empty: our own."""
     min_words: Count = 1000
-    """Words that an answer should have at least; the target may write fewer."""
+    """Least number of words that the prompts ask for; the target may write fewer."""
     max_prompts: Count | None = None
-    """Most prompts to write. None: as many as there are usable records."""
+    """Most prompts to write. None: one for every usable record."""
     seed: Seed = 42
-    """Of the order of the prompts and of their phrasings."""
+    """Seed of the prompts' order and phrasings."""
     out: str | None = None
     """File to write. Default: <output_dir>/prompts.jsonl."""
 
 
 class DataSection(Section):
     prompts: str | list[str] | None = None
-    """Conversations for the target to answer again: a .jsonl, .json, .csv, .tsv or .parquet file, `stdlib:train`, or a
-    dataset as `hf:org/name[:split]` or `hf:org/name:config:split`. Default: with reprompt.sources, the file that
-    reprompt writes."""
+    """Conversations whose questions the target answers: a .jsonl, .json, .csv, .tsv or .parquet file, `stdlib:train`,
+    or a dataset as `hf:org/name[:split]` or `hf:org/name:config:split`. Default: the file that reprompt writes, if
+    reprompt.sources is set."""
     max_prompts: Count | None = None
     """Most conversations to read; dropped duplicates do not count."""
     duplicates: Literal["drop", "keep"] = "drop"
-    """Conversations with the same questions as an earlier one, whatever their ids and answers: drop and count them, or
-    keep them, for several answers to one question at a temperature above 0."""
+    """What to do with conversations that ask the same questions as an earlier one, whatever their ids and answers: drop
+    and count them, or keep them, for several answers to one question at a temperature above 0."""
     conversations: str | None = None
     """File that regenerate writes and training reads. Default: <output_dir>/conversations.jsonl."""
     max_length: int = Field(default=2048, ge=8, le=MOST_COUNTED)
     """Most tokens of one training row. Regeneration ends answers there. Training leaves longer conversations out and
     counts them; it never cuts them."""
     contamination: Annotated[Literal["list", "remove", "off"], OrOff] = "list"
-    """Training conversations with questions of eval.prompts: list and count them, leave them out, or skip the check."""
+    """What to do with training conversations that ask a question of eval.prompts: list and count them, leave them out,
+    or skip the check."""
     reprompt: RepromptSection = RepromptSection()
     generator: GeneratorSection = GeneratorSection()
     ranking: RankingSection = RankingSection()
@@ -324,14 +327,14 @@ class DataSection(Section):
 
 
 class LoraSection(Section):
-    """Adapts the drafter of drafter.init_from by low-rank matrices alone; they are merged into the trained drafter."""
+    """Trains only low-rank matrices on top of the drafter in drafter.init_from, and merges them into the result."""
 
     r: Size = 16
     """Rank of the matrices."""
     alpha: Positive = 32.0
     """Their product is scaled by alpha / r."""
     modules: list[str] | None = None
-    """Linear layers that get them, by the last part of their name: [q_proj, v_proj]. None: all, the head included."""
+    """Linear layers to adapt, by the last part of their name: [q_proj, v_proj]. None: all, the head included."""
 
 
 MOST_COMPRESSED = 4096
@@ -346,26 +349,26 @@ class DrafterSection(Section):
     """The drafter that position specialists or ViSpec extend. Both were published over EAGLE-1's layer, position
     specialists with HASS's training."""
     positions_per_specialist: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
-    """Of poss and vispec: number of consecutive draft positions per specialist (n of PosS-n). Default: 2."""
+    """For poss and vispec: number of consecutive draft positions per specialist (n of PosS-n). Default: 2."""
     specialists: int | None = Field(default=None, ge=1, le=MOST_SPECIALISTS)
-    """Of poss and vispec: number of specialists; the last one also drafts all later positions. Default: 4. Without this
-    key and positions_per_specialist, vispec has no specialists."""
+    """For poss and vispec: number of specialists; the last one also drafts all later positions. Default: 4. If neither
+    this key nor positions_per_specialist is set, vispec has no specialists."""
     match_specialists: int | None = Field(default=None, ge=2, le=MOST_SPECIALISTS)
-    """Widen the MLP of a single drafter until it has as many parameters as this many specialists: the baseline that
-    position specialists must beat. Of eagle and eagle3; intermediate_size is then the specialists'."""
+    """For eagle and eagle3: widen the MLP of a single drafter until it has as many parameters as this many specialists,
+    the baseline that position specialists must beat. intermediate_size is then the width of one specialist."""
     compressed_tokens: int | None = Field(default=None, ge=0, le=MOST_COMPRESSED)
-    """Of vispec: tokens that stand for a picture, for the drafter. Default: 1. With 0 and global_vector: false, the
-    drafter sees nothing of a picture; a drafter of kind eagle or eagle3 sees all of its tokens."""
+    """For vispec: tokens that stand for a picture in the drafter's input. Default: 1. With 0 and global_vector: false,
+    the drafter sees nothing of a picture; a drafter of kind eagle or eagle3 sees all of its tokens."""
     global_vector: bool = True
-    """Of vispec: also add one vector of the last picture to every later text token."""
+    """For vispec: also add one vector of the last picture to every later text token."""
     num_layers: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Decoder layers, one above the other. Of eagle and eagle3."""
+    """For eagle and eagle3: number of decoder layers, one above the other."""
     capture_layers: list[int] | None = None
     """Target states that EAGLE-3 fuses into features, as indices into `hidden_states` (0 is the embedding). Default:
     (2, L//2, L-3). EAGLE-1 reads the last state, after the target's final norm."""
     vocab_size: Size | None = None
     """Size of the draft vocabulary: the most frequent supervised tokens. None: the target's whole vocabulary, the only
-    choice for drafters with the target's own head (eagle, and poss and vispec over it)."""
+    choice for drafters that use the target's own head (eagle, and poss and vispec over it)."""
     num_attention_heads: Size | None = None
     """None: the target's."""
     num_key_value_heads: Size | None = None
@@ -373,23 +376,23 @@ class DrafterSection(Section):
     intermediate_size: Size | None = None
     """Width of the drafter's MLP. None: the target's."""
     attention_bias: bool = False
-    """Biases on the query, key and value projections."""
+    """Whether the query, key and value projections have biases."""
     fc_bias: bool = True
-    """A bias on EAGLE-1's projection of embedding and feature; EAGLE-3's fusion has none."""
+    """Whether EAGLE-1's projection of embedding and feature has a bias; EAGLE-3's fusion has none."""
     fc_norm: bool = False
     """EAGLE-3.1: an RMSNorm for each captured state before the fusion."""
     norm_output: bool = False
     """EAGLE-3.1: feed back the normed output, which the head also reads."""
     init_head: Literal["random", "target", "target_with_norm"] = "random"
-    """Initial weights of EAGLE-3's head: random, or the target's rows (for short runs), with ones in the norm before it
-    or with the target's final norm there, too (which cost tau in docs/results.md)."""
+    """Initial weights of EAGLE-3's head. `random`; `target`: the target's rows (for short runs), with ones in the norm
+    before it; `target_with_norm`: with the target's final norm there, too (which cost tau in docs/results.md)."""
     init_from: str | None = None
     """Trained drafter to start from, named as in eval.drafter: one of the same shape (its MLP may be narrower), or for
     poss and vispec a single drafter of the base. Every specialist then starts from that layer; vispec adds its adaptor
     to it. Vispec with specialists may also start from a drafter of kind poss, or from vispec without specialists. The
-    draft vocabulary comes along: rank-vocab takes it, and vocab_size may be left out."""
+    draft vocabulary is taken from that drafter, so vocab_size may be left out."""
     lora: LoraSection | None = None
-    """Train low-rank matrices beside the frozen weights of init_from, in place of all weights."""
+    """Train low-rank matrices on top of the frozen weights of init_from, instead of all weights."""
 
     @model_validator(mode="after")
     def _possible(self) -> "DrafterSection":
@@ -470,9 +473,9 @@ class TrainSection(Section):
     max_steps: Count | None = None
     """Optimiser steps. None: as many as `epochs` needs."""
     epochs: Number | None = Field(default=None, gt=0, le=1_000_000)
-    """Passes over the training conversations, if max_steps is not given. Both None: 1."""
+    """Passes over the training conversations, unless max_steps is set. Both None: 1."""
     batch_size: Size = 4
-    """Conversations per micro-batch and process."""
+    """Conversations per micro-batch, in each process."""
     gradient_accumulation_steps: Size = 1
     """Micro-batches per optimiser step. Splitting a batch over them changes nothing but memory."""
     packing: bool = False
@@ -480,7 +483,7 @@ class TrainSection(Section):
     of one per row padded to the longest. The drafter always reads them packed. Losses and gradients stay the same; time
     and memory change."""
     learning_rate: Positive = 1e-4
-    """Of AdamW, after the warm-up. Small drafters need more."""
+    """AdamW's learning rate after the warm-up. Small drafters need a higher one."""
     warmup_steps: CountOrZero = 0
     """Optimiser steps of linear warm-up."""
     schedule: Literal["cosine", "linear"] = "cosine"
@@ -490,30 +493,31 @@ class TrainSection(Section):
     adam_beta2: Number = Field(default=0.95, ge=0, lt=1)
     """Decay of AdamW's running mean of squared gradients."""
     weight_decay: PositiveOrZero = 0.0
-    """Of AdamW: weights shrink by this times the learning rate at every step."""
+    """AdamW's weight decay: at every step, weights shrink by this times the learning rate."""
     max_skipped_steps: CountOrZero = 10
     """Steps that a run may skip because of a non-finite gradient; one more stops it."""
     max_grad_norm: Positive = 0.5
-    """Clips the gradient's global norm, or with clip: value each of its elements."""
+    """Limit on the gradient's global norm, or with clip: value on each of its elements."""
     clip: Literal["norm", "value"] = "norm"
-    """How gradients are clipped. EAGLE-1, HASS and PosS were published with value."""
+    """How gradients are clipped. EAGLE-1, HASS and PosS were published with `value`."""
     ttt_steps: Annotated[int, Field(ge=1, le=MOST_SPECIALISTS**2)] = 7
-    """Unroll steps: the depth of trained chains. Default: 7 for eagle3, 1 for eagle (more is HASS), one for each
-    specialist's position for poss, 2 for vispec, but 7 over eagle3."""
+    """Unroll steps: the depth of the chains trained on. Default: 7 for eagle3, 1 for eagle (more is HASS),
+    positions_per_specialist * specialists for poss, 2 for vispec, but 7 over eagle3."""
     unroll: Literal["chains", "passes"] = "chains"
-    """`chains`: as drafting does, a step reads drafted features below its chain's root and the target's before it.
-    `passes`: each step runs over all columns, which all read what the step before drafted, in prompts and behind
-    pictures, too (ViSpec's code). It costs more, and trains what drafting does not compute. Not with specialists."""
+    """`chains`: as in drafting, a step reads drafted features below its chain's root and the target's features before
+    it. `passes`: each step runs over all columns, and every column reads what the previous step drafted, even in
+    prompts and after pictures (ViSpec's code). It costs more, and trains what drafting does not compute. Not for
+    specialists."""
     step_weight: StepWeight = 0.8
     """The loss of unroll step k is weighted by step_weight**k. A list gives each step's weight. `acceptance` weights
-    each step of each chain by its gain in decoding (train/loss/step_weights.py); a better drafter may then have the
+    each step of each chain by its gain in decoding (train/loss/step_weights.py); a better drafter may then have a
     higher loss. Default: 0.8 for eagle3 and what extends it, else 1."""
     token_loss: PositiveOrZero = 1.0
     """Weight of `token_objective`, by default the soft cross-entropy with the target's distribution. Default: 1 for
     eagle3 and what extends it, 10 for vispec, else 0.1."""
     feature_loss: PositiveOrZero = 0.0
-    """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 1 for eagle and poss over
-    it, else 0."""
+    """Weight of the smooth L1 distance between the drafted and the target's feature. Default: 1 for eagle and for poss
+    over it, else 0."""
     top_k_loss: PositiveOrZero = 0.0
     """Weight of the cross-entropy over the target's `top_k_tokens` likeliest tokens (HASS: 1)."""
     top_k_tokens: Size = 10
@@ -530,22 +534,22 @@ class TrainSection(Section):
     """Width of the uniform noise on the target's features in the drafter's input, for rows of 512 tokens. Shorter rows
     get more, longer rows less. Default: 0 for eagle3 and what extends it, else 0.2."""
     detach_features: Detach = False
-    """Stop gradients through drafted features from each step to the one before (HASS); `specialists`: only from each of
-    PosS's specialists to the one before. Default: true for eagle and poss, specialists for poss over eagle3, else
-    false."""
+    """Stop gradients through drafted features from each step to the one before (HASS); `specialists`: only where a new
+    specialist takes over from the one before (PosS). Default: true for eagle and poss, specialists for poss over
+    eagle3, else false."""
     mixed_precision: Annotated[Literal["auto", "no", "bf16"], OrNo] = "auto"
     """`auto`: bf16 on accelerators with native bf16, else no (float32). On CPUs bf16 may be slower."""
     zero_stage: Literal[0, 1, 2, 3] = 0
     """DeepSpeed's ZeRO: 1 shards AdamW's moments over the processes, 2 also gradients, 3 also weights. 0: every process
-    holds everything, by DistributedDataParallel. 3 is not for kind vispec."""
+    holds everything (DistributedDataParallel). Kind vispec does not support 3."""
     offload_optimizer: bool = False
-    """With zero_stage: keep AdamW's moments and step on the CPU."""
+    """With zero_stage: keep AdamW's moments on the CPU and take its steps there."""
     shard_target: bool = False
-    """For targets too large for one device: also shard the frozen target's layers over the processes and gather them
-    one at a time (DeepSpeed's ZeRO-3, with any zero_stage). A single process holds the whole target."""
+    """For targets too large for one device: shard the frozen target's layers over the processes, too, and gather them
+    one at a time (DeepSpeed's ZeRO-3, with any zero_stage). A run of one process holds the whole target."""
     attention: Literal["auto", "blocks"] = "auto"
-    """How the drafter's attention is computed. `auto`: by the device's fused kernel if it passes a trial, else as
-    `blocks`: by plain products, block by block."""
+    """How the drafter's attention is computed. `auto`: with the device's fused kernel if it passes a trial, else as
+    with `blocks`. `blocks`: with plain matrix products, block by block."""
     gradient_checkpointing: bool = False
     """Recompute the drafter's layer in the backward pass: less memory, more time, same gradients."""
     seed: Seed = 0
@@ -559,19 +563,19 @@ class TrainSection(Section):
     log_every_steps: Count = 10
     """Optimiser steps per line of metrics.jsonl. A line covers all of them."""
     validation_conversations: CountOrZero = 64
-    """Conversations kept out of training, chosen by a hash of their id, at most a fifth of all; 0: no validation."""
+    """Conversations kept out of training, at most a fifth of all, chosen by a hash of their id. 0: no validation."""
     validate_every_steps: Count = 200
     """Optimiser steps between validations."""
     eval_replay: CountOrZero = 0
     """Validation conversations to replay with eval.tree after every checkpoint. The resulting acceptance, which equals
-    decoding's, goes to metrics.jsonl. 0 switches it off."""
+    that of decoding, goes to metrics.jsonl. 0 switches it off."""
     keep_best: Literal["simulated_tau", "replay_tau"] | None = None
-    """Also keep the checkpoint with the highest value of this on the validation conversations, and save its drafter at
-    the end. replay_tau needs eval_replay; for simulated_tau every checkpoint is validated. None: save the last
+    """Also keep the checkpoint with the highest value of this metric on the validation conversations, and save its
+    drafter at the end. replay_tau needs eval_replay; simulated_tau validates every checkpoint. None: save the last
     checkpoint's drafter."""
     trackers: list[str] = ["tensorboard"]
-    """Trackers that receive the metrics of metrics.jsonl: tensorboard (in <output_dir>/tensorboard), wandb, trackio, or
-    another of accelerate's trackers, by name."""
+    """Trackers that also receive what goes to metrics.jsonl: tensorboard (in <output_dir>/tensorboard), wandb, trackio,
+    or another of accelerate's trackers, by name."""
 
 
 def is_default(key: str, value: Any) -> bool:
@@ -587,14 +591,14 @@ class LabelSection(Section):
     """Labelled draft trees (data_gen/label_trees.py), a C2T classifier's training data."""
 
     answers: str | None = None
-    """Recorded answers of the target to draft trees along: a generations.jsonl, or regenerated conversations. Default:
-    the conversations that training keeps for validation, because the drafter has learnt the others."""
+    """Recorded answers of the target along which trees are drafted: a generations.jsonl, or regenerated conversations.
+    Default: the conversations that training keeps for validation, because the drafter was trained on the others."""
     max_rows: Count | None = None
     """Stop after the answer that reaches this many rows. None: all answers."""
     top_k: Beam = 10
     """Children per expanded node, and width of the beam."""
     draft_calls: Depth = 11
-    """Depth of the trees; 10 and 11 give 1,010 nodes below a root."""
+    """Depth of the trees. top_k 10 and draft_calls 11 give 1,010 nodes below a root."""
     entropy_over: Size = 1000
     """Number of likeliest tokens in the entropy (the paper's M)."""
     batch_size: Size = 16
@@ -627,17 +631,17 @@ class ClassifierSection(Section):
     hidden: Size = 48
     """Width of its one hidden layer."""
     negative_ratio: Positive | None = 10.0
-    """Rejected rows kept for each accepted one. The meaning of a confidence threshold depends on it. None: all."""
+    """Rejected rows kept for each accepted one. None: all. What a confidence threshold means depends on this ratio."""
     batch_size: Size = 1024
     """Rows per step."""
     learning_rate: Positive | None = None
-    """Of Adam. Default: 1e-3, and 1e-4 with init_from."""
+    """Adam's learning rate. Default: 1e-3, or 1e-4 with init_from."""
     epochs: Count = 10
     """Passes over the rows. Use more for fewer rows than the paper's nine million."""
     validation_share: Number = Field(default=0.05, gt=0, lt=1)
-    """Share of the trees for validation; whole trees are kept out."""
+    """Share of the trees kept for validation, as whole trees."""
     init_from: str | None = None
-    """Directory of a classifier to calibrate for this target and drafter."""
+    """Directory of a trained classifier to calibrate for this target and drafter."""
     share: Number | None = Field(default=None, gt=0, le=1)
     """Share of the trees to read. Default: all, or a tenth with init_from."""
     seed: Seed = 0
@@ -650,8 +654,8 @@ class DddSection(Section):
     threshold: Number = Field(default=-0.3, ge=-MOST_FLOAT, le=0)
     """Drafting ends once the log of the beam's total probability is below this. Tune it again for a cut vocabulary."""
     at: list[Depth] | Literal["every"] = [5, 7, 9]
-    """Draft calls after which the beam is tested. Each test waits for the device, so the paper tests at three; on a CPU
-    `every` costs nothing."""
+    """Draft calls after which the beam is tested. Each test waits for the device, so the paper tests at three. On a
+    CPU, `every` costs nothing."""
 
 
 class SvipSection(Section):
@@ -666,7 +670,7 @@ class C2tSection(Section):
     beta: Number = Field(default=0.5, ge=0, le=1)
     """Nodes below this confidence are neither verified nor expanded."""
     beam: Size | None = 15
-    """Most nodes kept per level, by confidence (the paper's K2). null: all that pass beta."""
+    """Most nodes kept per level, by confidence (the paper's K2). null: all that reach beta."""
     entropy_over: Size = 1000
     """Number of likeliest tokens in the entropy (the paper's M)."""
 
@@ -680,22 +684,23 @@ DRAFT_CALLS = {"eagle2": 8, "ddd": 11, "svip": 40, "svip_tree": 11, "c2t": 10}  
 
 class TreeSection(Section):
     policy: PolicyOrAuto = "eagle2"
-    """How draft trees grow and stop (eval/decoding/policies.py); `auto` measures this machine and takes the fastest."""
+    """How draft trees grow and stop (eval/decoding/policies.py). `auto` measures this machine and takes the fastest
+    tree."""
     nodes: int | None = Field(default=None, ge=2, le=1_000_000)
     """Most nodes that the target verifies in one forward pass, the root included. Default: 60; for a chain 6 (5 drafted
-    tokens); for svip draft_calls + 1; for static all of paths; for c2t only beam's limit, and without a beam 1,024,
-    because such trees may be endless."""
+    tokens); for svip draft_calls + 1; for static all of paths; for c2t as many as the beam allows, or 1,024 without a
+    beam, because such trees may be endless."""
     draft_calls: Depth | None = None
     """Most draft calls in a round, equal to the greatest depth of the tree. Default: nodes - 1 for a chain, 8 for
     eagle2, 11 for ddd and svip_tree, 40 for svip, 10 for c2t, the longest path for static."""
     top_k: Beam | None = None
-    """Children proposed per node, and the beam width of eagle2, ddd and svip_tree; chains and static trees have none.
+    """Children proposed per node, and the beam width of eagle2, ddd and svip_tree; not for chains and static trees.
     Default: 10; 15 for c2t."""
     paths: Annotated[list[Annotated[list[CountOrZero], Field(min_length=1)]], Field(min_length=1)] | None = None
     """The nodes of a static tree below the root, each as the child ranks that lead to it: [[0], [1], [0, 0]] is the
     likeliest child, the second likeliest, and the likeliest child of the first. Default: EAGLE-1's 25 nodes."""
     vocab_size: Size | None = None
-    """FR-Spec: draft only this many of the drafter's tokens, the most frequent ones in eval.token_counts."""
+    """FR-Spec: draft only from this many of the drafter's tokens, the most frequent ones in eval.token_counts."""
     ddd: DddSection = DddSection()
     """Settings of ddd."""
     svip: SvipSection = SvipSection()
@@ -704,7 +709,7 @@ class TreeSection(Section):
     """Settings of c2t."""
     draw: Literal["likeliest", "sampled"] = "likeliest"
     """How the tokens of a chain or a static tree are chosen if eval.temperature is above 0: the drafter's likeliest, or
-    drawn from its own distribution (siblings without replacement). Both are lossless."""
+    drawn from its distribution (siblings without replacement). Both are lossless."""
 
     @model_validator(mode="after")
     def _possible(self) -> "TreeSection":
@@ -838,12 +843,12 @@ class SamSection(SamSources):
 
 
 class RouterSection(SamSources):
-    """SAM-Decoding beside a drafter: the length of the match decides each round who drafts."""
+    """SAM-Decoding beside a drafter: in each round, the length of the match decides which of the two drafts."""
 
     nodes: int = Field(default=40, ge=2, le=1_000_000)
     """Nodes of SAM's chains, the root included."""
     l_threshold: Count = 5
-    """SAM drafts if its match is at least so long."""
+    """SAM drafts if its match is at least this long."""
     l_bias: CountOrZero = 5
     """How much longer a match in the corpus must be than one in the text, and than l_threshold."""
     fuse: bool = False
@@ -851,19 +856,19 @@ class RouterSection(SamSources):
 
 
 class AcceptanceSection(Section):
-    """Relaxed acceptance for targets that write images (eval/decoding/lantern.py). The output is not the target's."""
+    """Relaxed acceptance for targets that write images (eval/decoding/lantern.py). It changes the target's output."""
 
     rule: Literal["lantern", "lantern++"]
     """LANTERN (arXiv 2410.03355) is bounded by delta, LANTERN++ (arXiv 2502.06352) by lambda."""
     delta: Number | None = Field(default=None, ge=0, le=1)
-    """lantern: most total variation of a token's distribution from the target's. Default: 0.1. 0 is exact."""
+    """lantern: largest total variation between a token's distribution and the target's. Default: 0.1. 0 is exact."""
     factor: Number | None = Field(default=None, ge=1, le=MOST_FLOAT, alias="lambda")
-    """lantern++: a token's probability grows to at most this multiple. Default: 5. 1 is exact."""
+    """lantern++: largest factor by which a token's probability may grow. Default: 5. 1 is exact."""
     k: Size = 1000
-    """Nearest tokens that one may stand for, at most."""
+    """Most neighbours that a token may stand for, the nearest first."""
     neighbours: Text = "codebook"
-    """What near means: `codebook`, the target's own (Emu3); `embedding`, its input embeddings; or a safetensors file
-    with `codebook` [C, d] and `token_ids` [C]."""
+    """Where distances between tokens come from: `codebook`, the target's own (Emu3); `embedding`, its input embeddings;
+    or a safetensors file with `codebook` [C, d] and `token_ids` [C]."""
 
     @model_validator(mode="before")
     @classmethod
@@ -932,18 +937,18 @@ class ContenderSection(Section):
     causal LM with the target's tokenizer, SAM-Decoding (copies what followed the longest known end of the text), or a
     hierarchy: a drafter's trees, verified by a small model, give the target a chain."""
     drafter: str | None = None
-    """A trained drafter, named as in eval.drafter; a hierarchy's drafts for draft_model. None: eval.drafter."""
+    """A trained drafter, named as in eval.drafter; in a hierarchy, it drafts for draft_model. None: eval.drafter."""
     draft_model: TargetSection | None = None
     """The small model of proposers causal_lm and hierarchy: another model with the target's tokenizer, or the target
     itself with `quantization`."""
     min_draft_length: Count | None = None
-    """Of a hierarchy: tokens at which its chain ends; at most tree.draft_calls more. Default: 6. Its tree is of 30
-    nodes in 3 draft calls by default."""
+    """For a hierarchy: length at which its chain ends; it may exceed this by at most tree.draft_calls. Default: 6. Its
+    tree has 30 nodes in 3 draft calls by default."""
     quantization: Precision = None
-    """The target in another precision, for this row. Plain decoding in that precision then has a row of its own."""
+    """Precision of the target in this row. Plain decoding in that precision then gets its own row."""
     sam: SamSection | None = None
-    """Settings of proposer sam. Its trees are of policy eagle2 (below a corpus's continuations; by default of 60 nodes
-    of any depth, top_k 8) or chain."""
+    """Settings of proposer sam. Its trees are of policy eagle2 (grown from a corpus's continuations; by default 60
+    nodes of any depth, top_k 8) or chain."""
     router: RouterSection | None = None
     """SAM-Decoding beside the proposer. None: the proposer alone."""
     acceptance: AcceptanceSection | None = None
@@ -997,27 +1002,27 @@ class PlannerSection(Section):
     """Candidates of `policy: auto` and eval/plan.py, and the data to choose by."""
 
     answers: str | None = None
-    """Recorded answers of the target to predict tau from: a generations.jsonl, or regenerated conversations. Default:
-    the conversations that training keeps for validation."""
+    """Recorded answers of the target from which tau is predicted: a generations.jsonl, or regenerated conversations.
+    Default: the conversations that training keeps for validation."""
     max_answers: Count = 16
     """Recorded answers to replay for each candidate's tau."""
     candidates: list[TreeSection] = []
-    """Trees to choose among. Empty: chains of 1 to 8 tokens, EAGLE-2 trees of 8 to 60 nodes in several depths, and DDD,
+    """Trees to choose from. Empty: chains of 1 to 8 tokens, EAGLE-2 trees of 8 to 60 nodes in several depths, and DDD,
     SVIP and SVIP trees in two sizes or thresholds each."""
     context: Count | None = None
-    """Committed tokens at which costs are measured. The timed rounds after them must also fit in the target's
+    """Number of committed tokens at which costs are measured. The timed rounds after them must also fit in the target's
     positions. None: the mean over the recorded answers, or as much of it as fits."""
 
 
 class EvalSection(Section):
     drafter: str | None = None
     """Directory of the drafter, or its Hub id (USER/NAME, or USER/NAME@REVISION). Drafters of other projects
-    (docs/serving.md) are imported into <output_dir>/imported once. Default: <output_dir>/drafter."""
+    (docs/serving.md) are imported once, into <output_dir>/imported. Default: <output_dir>/drafter."""
     prompts: str | list[str] | None = None
-    """Conversations to answer: the same formats as data.prompts, and benchmarks by name (mt_bench, humaneval, gsm8k,
+    """Conversations to answer, in the formats of data.prompts, or benchmarks by name (mt_bench, humaneval, gsm8k,
     spec_bench; `mt_bench:path.jsonl` reads your copy)."""
     max_prompts: Count | None = None
-    """Most conversations of each source."""
+    """Most conversations to read from each source."""
     turns: Literal["all", "first"] = "all"
     """Answer every user turn of a conversation, or only the first."""
     max_new_tokens: Count = 512
@@ -1029,32 +1034,32 @@ class EvalSection(Section):
     top_k: CountOrZero = 0
     """0 switches it off."""
     mode: Literal["decode", "replay"] = "decode"
-    """`decode` runs the target. `replay` finds the accepted tokens from its recorded answers: many times faster, but
-    without speeds."""
+    """`decode` runs the target. `replay` finds the accepted tokens from its recorded answers: it is many times faster,
+    but measures no speeds."""
     answers: str | None = None
     """Recorded answers to replay: a generations.jsonl, or regenerated conversations. Default: generations.jsonl in
     eval.out."""
     batch_size: Size = 1
-    """Answers decoded side by side, also by plain decoding. Speeds are then those of the batch."""
+    """Answers decoded side by side, by plain decoding, too. Speeds are then those of the batch."""
     replay_batch_size: Size = 64
     """Answers replayed side by side. Trades memory for speed; results do not change."""
     token_counts: str | None = None
-    """Token counts, by which tree.vocab_size ranks. Default: <output_dir>/token_counts.safetensors, written by
+    """Token counts that tree.vocab_size ranks by. Default: <output_dir>/token_counts.safetensors, written by
     data_gen/rank_vocab.py."""
     proposer: Literal["drafter", "sam"] = "drafter"
     """Who drafts in the recipe's own row of the table: the trained drafter, or SAM-Decoding alone."""
     tree: TreeSection = TreeSection()
     sam: SamSection | None = None
-    """Settings of proposer sam. Its trees are as under `also`."""
+    """Settings of proposer sam. For its trees, see `also`."""
     router: RouterSection | None = None
     """SAM-Decoding beside the drafter. None: the drafter alone."""
     acceptance: AcceptanceSection | None = None
     """A relaxed acceptance rule. None: the lossless one."""
     planner: PlannerSection = PlannerSection()
     also: list[ContenderSection] = []
-    """Further rows of the table, measured in the same run on the same prompts, interleaved."""
+    """Further rows of the table, measured on the same prompts in the same run, interleaved."""
     bootstrap_samples: int = Field(default=2000, ge=100, le=100_000)
-    """Resamplings of the prompts for every 95 % interval."""
+    """Resamplings of the prompts for each 95 % interval."""
     seed: Seed = 0
     """Seed of the bootstrap and, if temperature is above 0, of the sampling."""
     report_answers: CountOrZero = 12
@@ -1076,12 +1081,12 @@ class EvalSection(Section):
 
 class ExportSection(Section):
     to: Literal["vllm", "sglang", "tensorrt-llm", "eagle", "speculators", "llama.cpp"] | None = None
-    """Engine, or format, that `draftsmith run` exports the drafter to at its end. Several engines read the folder of
+    """Engine or format that `draftsmith run` exports the drafter to at its end. Several engines read the folder for
     vllm. None: the run does not export, and `draftsmith export` takes vllm."""
     dtype: Literal["trained", "float32", "bfloat16", "float16"] = "trained"
     """Precision of the exported weights. Engines cast them to their own."""
     license: str | None = None
-    """Licence of the drafter for its model card, an identifier of the Hub (apache-2.0, llama3.1). Drafters inherit
+    """Licence of the drafter for its model card, as an identifier of the Hub (apache-2.0, llama3.1). Drafters inherit
     obligations from their target and from their training data."""
     out: str | None = None
     """Folder to write. Default: <output_dir>/export/<engine>."""
@@ -1183,7 +1188,7 @@ PICTURE_PROMPTS = "prompts.jsonl"
 
 class Recipe(Section):
     output_dir: str
-    """Everything that a run writes is below this folder."""
+    """Folder for everything that a run writes."""
     target: TargetSection
     data: DataSection = DataSection()
     drafter: DrafterSection = DrafterSection()

@@ -5,21 +5,21 @@
     python train/c2t.py recipes/demo.yaml classifier.init_from=runs/other/c2t                     # calibration
     python train/c2t.py recipes/demo.yaml --plan                                                  # what it would do
 
-Reads what data_gen/label_trees.py wrote, writes <classifier.out>: config.json and model.safetensors (`models.c2t`) with
-recipe.yaml, provenance.json and metrics.jsonl, one line per epoch. The folder appears whole at the end; a kill leaves
-the earlier classifier, if there was one. Then: eval.tree.policy=c2t eval.tree.c2t.classifier=<classifier.out>.
+Reads what data_gen/label_trees.py wrote. Writes <classifier.out>: config.json and model.safetensors (`models.c2t`),
+recipe.yaml, provenance.json and metrics.jsonl (one line per epoch). The folder appears whole at the end; a kill leaves
+the earlier classifier, if there was one. To use it: eval.tree.policy=c2t eval.tree.c2t.classifier=<classifier.out>.
 
 As published (arXiv 2502.13652, section 4.1): binary cross-entropy, Adam, 1e-3, batches of 1,024 rows, 10 epochs, 95 %
-of the data for training; calibration with 1e-4 on a tenth of the data. What the paper leaves open:
-- validation keeps out whole trees, because siblings share their entropy;
+of the data for training; calibration with 1e-4 on a tenth of the data. Our choices where the paper is silent:
+- validation holds out whole trees, because siblings share their entropy;
 - training reads classifier.negative_ratio rejected rows for each accepted one, resampled every epoch; validation counts
   all rows;
-- the epoch with the highest recall on validation trees is chosen; of equal ones that with the lowest positive rate,
-  then the first. Both count C >= 0.5 as positive: a node more likely accepted than not, under the distribution of the
-  sub-sampled rows. Recall alone favours an epoch that lets everything pass: watch the positive rate.
+- the epoch with the highest recall on validation trees is kept; ties go to the lowest positive rate, then to the
+  earliest epoch. Both rates count C >= 0.5 as positive: a node that is more likely accepted than not, under the
+  distribution of the sub-sampled rows. Recall alone favours an epoch that passes everything: watch the positive rate.
 
-The paper's ten epochs were of 9 million rows. With a million, as in the demo, a hundred epochs make as many steps.
-classifier.seed decides all random numbers.
+The paper's ten epochs ran over 9 million rows. With a million, as in the demo, a hundred epochs make about as many
+steps. classifier.seed decides all random numbers.
 """
 
 from draftsmith.recipes.command.cli import parse_command, run

@@ -1,4 +1,4 @@
-"""Train position specialists (PosS): a layer of its own for each few draft positions.
+"""Train position specialists (PosS): a separate layer for every few draft positions.
 
     accelerate launch train/poss.py recipes/demo-poss.yaml
     accelerate launch train/poss.py recipes/demo-poss.yaml output_dir=runs/poss3 drafter.positions_per_specialist=3 \\
@@ -16,8 +16,9 @@ Specialists extend EAGLE-1's drafter, trained like HASS (the published form), or
 parameters in one layer is train/eagle.py or train/eagle3.py with drafter.match_specialists.
 
 Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it resumes
-from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill does no harm.
+(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes
+from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages
+nothing.
 """
 
 from draftsmith.recipes.command.cli import run

@@ -1,4 +1,4 @@
-"""Train a ViSpec drafter: for a vision-language target, it reads a picture as a few compressed tokens and one vector.
+"""Train a ViSpec drafter for a vision-language target: it reads a picture as a few compressed tokens and one vector.
 
     accelerate launch train/eagle.py my.yaml drafter='{kind: eagle}' output_dir=runs/text \\
         data.conversations=runs/text/conversations.jsonl train.rank_loss=0.01         # stage 1: text
@@ -10,12 +10,13 @@
     accelerate launch train/eagle.py my.yaml output_dir=runs/all drafter='{kind: eagle}' # baseline: all tokens
     python train/vispec.py recipes/demo-vision.yaml --plan                              # what it would do
 
-Give data_gen/rank_vocab.py the same output_dir and drafter. docs/pictures.md tells how prompts and answers with
-pictures are made (draftsmith reprompt, draftsmith regenerate), docs/drafters.md what this drafter is.
+Give data_gen/rank_vocab.py the same output_dir and drafter. docs/pictures.md explains how prompts and answers with
+pictures are made (draftsmith reprompt, draftsmith regenerate); docs/drafters.md describes this drafter.
 
 Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. Started again, it resumes
-from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill does no harm.
+(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes
+from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages
+nothing.
 """
 
 from draftsmith.recipes.command.cli import run

@@ -4,14 +4,14 @@
     draftsmith run recipes/demo.yaml output_dir=runs/try data.max_prompts=40 train.max_steps=20 train.warmup_steps=2
     draftsmith run recipes/demo.yaml --plan             # which stages are done, and what the others would do
 
-The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate` (before them `reprompt` if the recipe names
-data.reprompt.sources; with `capture` if it names data.states, C2T's two if a tree uses the classifier that the recipe
-trains, `build-sam` if a contender looks in the corpus that the recipe sorts, and `export` if it names export.to). Each
-is a command of its own. After Ctrl-C or a kill, the same command continues.
+The stages are `draftsmith regenerate`, `rank-vocab`, `train` and `evaluate`. A recipe may add others: `reprompt` before
+them if it names data.reprompt.sources, `capture` if it names data.states, C2T's two if a tree uses the classifier that
+the recipe trains, `build-sam` if a contender looks in the corpus that the recipe sorts, and `export` if it names
+export.to. Each stage is also a separate command. After Ctrl-C or a kill, the same command continues.
 
-<output_dir>/stages.json records the inputs of each stage. A stage runs again if a setting that affects its result or
-the content of a file that it reads or wrote has changed; the printed list of stages shows which. Hub datasets, folders
-and patterns count by name. To run a stage regardless, call it by its name.
+<output_dir>/stages.json records the inputs of each stage. A stage runs again if a setting that affects its result has
+changed, or the content of a file that it reads or wrote. The printed list of stages gives the reason. Hub datasets,
+folders and patterns are compared by name only. To run a stage regardless, call it by its name.
 """
 
 import contextlib
