@@ -85,8 +85,8 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     own = prompts != PROMPTS
     lines = f"""\
 # EAGLE-3.1 for {model}: {_count(size.parameters)} parameters, {text.num_hidden_layers} layers of width {hidden:,},
-# {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`: the numbers are a start, not a result.
-# docs/recipes.md explains them, recipes/schema.py lists every key.
+# {vocabulary:,} tokens, {positions:,} positions. Written by `draftsmith init`. The numbers are a starting point, not a
+# result: docs/recipes.md explains them, recipes/schema.py lists every key.
 #
 #   draftsmith run {shlex.quote(str(path))} --plan     # what it would take: tokens, steps, memory, disk, time
 #   draftsmith run {shlex.quote(str(path))}            # answers, draft vocabulary, drafter, acceptance; resumable
@@ -97,7 +97,7 @@ output_dir: runs/{_plain(path.stem)}
 target:
   model: {_scalar(model)}
   dtype: auto | as its config says; in float32 answers equal plain decoding's token for token
-{f"  thinking: false | the template's {switch}; thoughts are long, and another kind of text" if switch else ""}
+{f"  thinking: false | the template's {switch}; thoughts are long, and unlike answers" if switch else ""}
 
 data:
   prompts: {_scalar(prompts)}{"" if own else " | or your own: my_prompts.jsonl"}

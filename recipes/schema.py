@@ -502,7 +502,7 @@ class TrainSection(Section):
     """How gradients are clipped. EAGLE-1, HASS and PosS were published with `value`."""
     ttt_steps: Annotated[int, Field(ge=1, le=MOST_SPECIALISTS**2)] = 7
     """Unroll steps: the depth of the chains trained on. Default: 7 for eagle3, 1 for eagle (more is HASS),
-    positions_per_specialist * specialists for poss, 2 for vispec, but 7 over eagle3."""
+    positions_per_specialist * specialists with specialists, else 2 for vispec, but 7 over eagle3."""
     unroll: Literal["chains", "passes"] = "chains"
     """`chains`: as in drafting, a step reads drafted features below its chain's root and the target's features before
     it. `passes`: each step runs over all columns, and every column reads what the previous step drafted, even in
@@ -535,8 +535,8 @@ class TrainSection(Section):
     get more, longer rows less. Default: 0 for eagle3 and what extends it, else 0.2."""
     detach_features: Detach = False
     """Stop gradients through drafted features from each step to the one before (HASS); `specialists`: only where a new
-    specialist takes over from the one before (PosS). Default: true for eagle and poss, specialists for poss over
-    eagle3, else false."""
+    specialist takes over from the one before (PosS). Default: true for eagle and poss, specialists for poss and
+    for vispec with specialists over eagle3, else false."""
     mixed_precision: Annotated[Literal["auto", "no", "bf16"], OrNo] = "auto"
     """`auto`: bf16 on accelerators with native bf16, else no (float32). On CPUs bf16 may be slower."""
     zero_stage: Literal[0, 1, 2, 3] = 0

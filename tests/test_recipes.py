@@ -39,7 +39,7 @@ def test_all_problems_at_once(write):
         "train.nothing=1",
     )
     expected = [
-        ("recipe.yaml", "`output_dir` is missing", "Everything that a run writes"),
+        ("recipe.yaml", "`output_dir` is missing", "Folder for everything that a run writes"),
         (":3:", "`target.dtype`: expected one of 'auto', 'float32', 'bfloat16' or 'float16', given the text 'int8'"),
         (":5:", "`data.prompts.1`: expected text, given the number 3"),
         (":6:", "`data.max_length`: expected a whole number, given the text '12'"),
