@@ -619,3 +619,18 @@ def test_no_worker_is_a_mistake(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "argv", ["study.py", "--jobs", "0", "--demo", str(place / "demo")])
     with pytest.raises(UserError, match="--jobs: 0 cells at a time"):
         study.main()
+
+
+@pytest.mark.parametrize("only, needed", [("demo/*", False), ("drafter/eagle2/x8/seed0", True)])
+def test_only_cells_of_the_study_s_target_need_its_answers(
+    place: Path, monkeypatch: pytest.MonkeyPatch, only: str, needed: bool
+) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(study.Study, "run", lambda self, jobs: started.append(jobs))
+    monkeypatch.setattr(sys, "argv", ["study.py", "--demo", str(place / "nowhere"), "--only", only])
+    if needed:
+        with pytest.raises(UserError, match=r"--demo: .*nowhere.*does not exist; `draftsmith regenerate"):
+            study.main()
+    else:
+        study.main()
+    assert started == [1] * (not needed)

@@ -342,13 +342,14 @@ def cells(lines: Lines) -> list[Cell]:
         if steps != STEPS:
             data += (states_name(ALL),)
             for each in {ALL, size}:
-                add(Cell(states_name(each), "states", 10 * each, ("data", *_more(each)), size=each))
+                asked = ("data", MORE_ANSWERS) if each in MORE else ("data",)
+                add(Cell(states_name(each), "states", 10 * each, asked, size=each))
         for rate in rates:
             name = rate_name(family, rate, steps)
             add(Cell(name, "rate", seconds, data, RATE_ARM[family], rate=rate, steps=searched))
         needs = (*data, "answers", *(rate_name(family, rate, steps) for rate in rates))
         if size in MORE:
-            needs += (states_name(size), *_more(size))
+            needs += (states_name(size),)
         if start := ALL_ARMS[arm].start:
             needs += (drafter_name(start, seed=seed),)
         seconds = 80 + steps * ALL_ARMS[arm].seconds_per_step
@@ -398,10 +399,6 @@ def cells(lines: Lines) -> list[Cell]:
             add(Cell(sampled_name(arm, seed), "sampled", 120, (drafter_name(arm, ALL, seed),), arm, seed=seed))
     add(Cell("timing", "timing", 25 * (TIMED + 1) * len(MAIN), ("data", "answers")))
     return list(found.values())
-
-
-def _more(size: int) -> tuple[str, ...]:
-    return (MORE_ANSWERS,) if size in MORE else ()
 
 
 def demo_name(arm: str, seed: int = 0) -> str:
@@ -518,21 +515,18 @@ def _demo_answers(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
         ["data_gen/regenerate.py", DEMO, own],
         ["data_gen/regenerate.py", DEMO, f"output_dir={places.demo_heldout.parent}", *ASKED],
         ["data_gen/rank_vocab.py", DEMO, own, "drafter.vocab_size=null"],
-        *(
-            ["data_gen/capture.py", DEMO, own, f"data.states={places.demo_states(arm)}", f"drafter={ARMS[arm].drafter}"]
-            for arm in CAPTURED
-        ),
+        *_captures([DEMO, own], places.demo_states),
     ]
 
 
 def _states(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
-    own = [f"output_dir={places.of(cell.name)}", f"data.conversations={places.conversations(cell.size)}"]
+    own = [RECIPE, f"output_dir={places.of(cell.name)}", f"data.conversations={places.conversations(cell.size)}"]
+    return _captures(own, lambda arm: places.states(cell.size, arm))
+
+
+def _captures(own: list[str], store: Callable[[str], Path]) -> list[list[str]]:
     return [
-        [
-            *("data_gen/capture.py", RECIPE, *own),
-            *(f"data.states={places.states(cell.size, arm)}", f"drafter={ARMS[arm].drafter}"),
-        ]
-        for arm in CAPTURED
+        ["data_gen/capture.py", *own, f"data.states={store(arm)}", f"drafter={ARMS[arm].drafter}"] for arm in CAPTURED
     ]
 
 

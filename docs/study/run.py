@@ -85,14 +85,14 @@ SPEED_KEPT = ("tau", "tau_interval", "tokens_per_second", "speedup", "speedup_in
 def main() -> None:
     options = _parser().parse_args()
     places = Places(options.out, options.demo)
+    lines = current(read_lines(options.results))
+    wanted = chosen(cells(lines), options.only)
     if options.plan:
-        lines = current(read_lines(options.results))
-        print_plan(chosen(cells(lines), options.only), lines, places)
+        print_plan(wanted, lines, places)
         return
     if options.jobs < 1:
         raise UserError(f"--jobs: {options.jobs} cells at a time; give 1 or more")
     there = options.demo / "conversations.jsonl"
-    wanted = chosen(cells(current(read_lines(options.results))), options.only)
     if not (ROOT / there).exists() and not all(cell.name.startswith(on_demo("")) for cell in wanted):
         raise UserError(f"--demo: {there} does not exist; `draftsmith regenerate {RECIPE}` writes it")
     Study(places, options.results, options.only).run(options.jobs)
