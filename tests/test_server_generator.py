@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -151,6 +152,24 @@ def test_prompts_that_wait_for_nothing_are_a_mistake_of_ours(tokenizer: PreTrain
         pytest.raises(RuntimeError, match="none is being written"),
     ):
         list(servers(iter([None])))
+
+
+def test_an_interrupt_comes_between_two_steps(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Amid a step, it would reach a library that is halfway through its bookkeeping."""
+    whole_steps = []
+    with FakeServer(tokenizer) as server, connected(server) as servers, pytest.MonkeyPatch.context() as patch:
+        ask = servers._ask
+
+        async def interrupted(server: Any, key: Any, *asked: Any) -> Any:
+            if key == "a":
+                signal.raise_signal(signal.SIGINT)
+                whole_steps.append(key)
+            return await ask(server, key, *asked)
+
+        patch.setattr(servers, "_ask", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(servers(iter([("a", [7, 8])])))
+    assert whole_steps == ["a"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # Failures.

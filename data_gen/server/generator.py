@@ -18,10 +18,11 @@ import asyncio
 import contextlib
 import hashlib
 import random
+import signal
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Coroutine, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from draftsmith.data_gen.answers.generators import Asked, GeneratedAnswer, GenerationSettings
 from draftsmith.data_gen.server.answers import BadAnswer, Completion, Refused, Unfinished, Vocabulary, read_answer
@@ -39,6 +40,7 @@ FAILURES_IN_A_ROW = 3  # then a server is set aside
 TRIAL_SECONDS = 15.0  # for the first answer of one token; then the ready servers start
 PIECES_PER_TOKEN = 4  # longest stream of text
 HEARTBEAT_SECONDS = 1.0  # between two yields while no answer arrives
+T = TypeVar("T")
 _END: Any = object()
 
 
@@ -109,9 +111,27 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.loop.run_until_complete(self._close())
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self._run(self._close())
+        self._run(self.loop.shutdown_asyncgens())
         self.loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs the loop until `work` is done. The handlers of SIGINT and SIGTERM run between two steps of tasks.
+
+        They raise. Raised amid a library's step, such an exception can break the library's records (anyio's of its
+        cancel scopes), and the error about those would replace it.
+        """
+        handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {name: handler for name, handler in handlers.items() if callable(handler)}
+        try:
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # another system; not the main thread
+                for name, handler in handlers.items():
+                    self.loop.add_signal_handler(name, handler, name, None)
+            return self.loop.run_until_complete(work)
+        finally:
+            for name, handler in handlers.items():
+                if self.loop.remove_signal_handler(name):
+                    signal.signal(name, handler)
 
     async def _close(self) -> None:
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
@@ -132,7 +152,7 @@ class Servers:
             prompts: as for `generators.Writer`: (key, prompt), or None until another answer has arrived. A prompt with
                 pictures is a `ChatPrompt`.
         """
-        self.loop.run_until_complete(self.try_out())
+        self._run(self.try_out())
         waiting: set[asyncio.Task] = set()
         exhausted = False
         while True:
@@ -151,7 +171,7 @@ class Servers:
                 return
             some = asyncio.wait(waiting, timeout=HEARTBEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             try:
-                done, waiting = self.loop.run_until_complete(some)
+                done, waiting = self._run(some)
             except (KeyboardInterrupt, SystemExit):
                 for task in waiting:
                     if task.done() and not task.cancelled() and task.exception() is None:
@@ -198,7 +218,7 @@ class Servers:
             asked = (self._client.models(server.url, timeout) for server in self.servers)
             return await asyncio.gather(*asked, return_exceptions=True)
 
-        found = self.loop.run_until_complete(ask_all())
+        found = self._run(ask_all())
         for one in found:
             if isinstance(one, BaseException) and not isinstance(one, Failed | UserError):
                 raise one
