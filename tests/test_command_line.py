@@ -93,10 +93,16 @@ def test_several_processes_of_a_script_that_needs_one_are_refused_once(
     assert waited == [launch.ENDED_BY_LAUNCHER_SECONDS]  # the second one, until the launcher ends it
 
 
-@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "meanwhile"])
-def test_a_reader_who_goes_away_is_no_defect(lines: int) -> None:
-    script = "from draftsmith.recipes.command.cli import run\n"
-    script += f"run(lambda: [print('a line') for _ in range({lines})] and None)"
+@pytest.mark.parametrize(
+    "script",
+    [
+        "from draftsmith.recipes.command.cli import run\nrun(lambda: print('a line'))",
+        "from draftsmith.recipes.command.cli import run\nrun(lambda: [print('a line') for _ in range(99_999)] and 0)",
+        "from draftsmith.recipes.command.console import main\nmain()",
+    ],
+    ids=["at the end", "meanwhile", "help"],
+)
+def test_a_reader_who_goes_away_is_no_defect(script: str) -> None:
     read, write_end = os.pipe()
     os.close(read)
     done = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, check=False)

@@ -32,7 +32,9 @@ def main() -> None:
             sys.argv = ["draftsmith", words[1], "--help"]
             main()
         else:
-            print(help_text())
+            from draftsmith.recipes.command.cli import run
+
+            run(lambda: print(help_text()), many_processes=True)  # any launcher, and `| head`
     elif name == "--version":
         print(f"draftsmith {version('draftsmith')}")
     elif name not in SCRIPTS:
