@@ -261,6 +261,9 @@ elif kind == "c2t":
 elif kind == "timing":
     costs = {"draft_by_calls": {"chain": [[1.0, 0.5], [6.0, 3.0]]}, "plain_round": 2.0}
     write(folder / "eagle2-0" / "eval" / "plan.json", json.dumps({"costs": costs}))
+    lines = [json.dumps({"tokens_per_second": rate}) + "\\n" for rate in (900, 1500)]
+    for trained in (folder / "trained").iterdir():
+        write(trained / "metrics.jsonl", "".join(lines))
 """
 
 
@@ -318,6 +321,7 @@ def test_every_cell_once_in_order_and_never_again(place: Path) -> None:
     assert lines["timing"]["milliseconds"] == {
         "eagle2": {"chain, 1 calls": [0.5], "chain, 6 calls": [3.0], "plain round": [2.0]}
     }
+    assert lines["timing"]["training_tokens_per_second"]["eagle3.1"] == [1500]  # not the line with the start
 
 
 @pytest.mark.slow

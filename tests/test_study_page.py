@@ -194,7 +194,12 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
         "2.75 (2.50 [1.00, 4.00], not run, 3.00 [1.00, 4.00])",
         "1.50 (1.00 [1.00, 4.00], not run, 2.00 [1.00, 4.00])",
     ]
-    assert row("costs", "HASS")[1:] == ["60", "60", *["not run"] * 4, "0.5"]
+    assert row("costs", "HASS")[1:] == ["not run"] * 5
+    passes = {"chain, 6 calls": [9.0, 6.0, 12.0], "eagle2, top_k 10, 8 calls": [16.0, 8.0, 20.0]}
+    measured = {"milliseconds": {"hass": passes}, "training_tokens_per_second": {"hass": [900, 1000, 1400]}}
+    costs = study_report.costs(Found({**lines, "timing": measured}))
+    hass = next(line for line in costs if line.startswith("| HASS |"))
+    assert hass == "| HASS | 1.5 (1.0-2.0) | 9.0 (6.0-12.0) | 2.0 (1.0-2.5) | 16.0 (8.0-20.0) | 1,000 |"
     assert all("not run" in cell for cell in row("rates", "EAGLE-2", "600")[3].split("; "))
     longer = {
         rate_name("eagle2", 4e-3, LONGER[0]): {"kind": "rate", "arm": "eagle2", "validation": {"replay_tau": 2.5}}

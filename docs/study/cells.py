@@ -44,7 +44,7 @@ C2T_WIDE = {
 C2T_NODES = ("8", "16", "32", "60", "100", "180")  # of EAGLE-2's trees
 TREE, CHAIN = "tree of 60", "chain of 6"
 CHAIN_TREE = "{policy: chain, nodes: 7}"  # the root and six drafted tokens
-TIMED = 3  # passes over all arms
+TIMINGS, TIMED_STEPS = 3, 40  # passes over all arms; steps of training
 
 Line = Mapping[str, Any]  # of results.jsonl
 Lines = Mapping[str, Line]  # by cell
@@ -180,6 +180,7 @@ OTHERWISE = (
     *("hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
 )
 MAIN = tuple(arm for arm in ARMS if arm not in OTHERWISE)
+TIMED = (*MAIN, "eagle3.1", "hass2-no-top10")  # arms whose drafting is timed; others draft as one of them does
 
 
 def _eagle3(name: str, *train: str) -> Arm:
@@ -397,7 +398,7 @@ def cells(lines: Lines) -> list[Cell]:
         for arm in ("eagle3", *LOSSES):
             drafter(arm, ALL, seed)
             add(Cell(sampled_name(arm, seed), "sampled", 120, (drafter_name(arm, ALL, seed),), arm, seed=seed))
-    add(Cell("timing", "timing", 25 * (TIMED + 1) * len(MAIN), ("data", "answers")))
+    add(Cell("timing", "timing", 30 * (TIMINGS + 1) * len(TIMED), ("data", "answers")))
     return list(found.values())
 
 
@@ -464,9 +465,9 @@ class Places:
         """A cell's own folder."""
         return self.out / name
 
-    def untaught(self, arm: str) -> Path:
+    def briefly_trained(self, arm: str) -> Path:
         """A drafter that is only timed."""
-        return self.of("timing") / "untaught" / arm
+        return self.of("timing") / "trained" / arm
 
     def made_by(self, cell: Cell) -> list[Path]:
         """The cell's files that other cells read."""
@@ -720,33 +721,34 @@ def best_setting(arm: str, lines: Lines) -> tuple[int, float]:
 def _timing(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     """Times all arms in turn, several times, so that other load on the machine affects all alike.
 
-    A call's cost does not depend on the weights, so each drafter is trained for one step only.
+    A call's cost does not depend on the weights, so a few steps of training do, from which a step's cost is known.
     """
     candidates = f"eval.planner.candidates=[{{policy: eagle2}}, {CHAIN_TREE}]"
     begin = [
         [
             ARMS[arm].script,
             RECIPE,
-            f"output_dir={places.untaught(arm)}",
+            f"output_dir={places.briefly_trained(arm)}",
             f"data.conversations={places.conversations(min(SIZES))}",
             f"drafter={ARMS[arm].drafter}",
             *ARMS[arm].train,
             "train.mixed_precision=no",
-            *("train.max_steps=1", "train.warmup_steps=0", "train.validation_conversations=0", "train.eval_replay=0"),
+            *(f"train.max_steps={TIMED_STEPS}", "train.log_every_steps=10", "train.warmup_steps=0"),
+            *("train.validation_conversations=0", "train.eval_replay=0"),
         ]
-        for arm in MAIN
+        for arm in TIMED
     ]
     passes = [
         [
             "eval/plan.py",
             RECIPE,
             f"output_dir={places.of(cell.name) / f'{arm}-{time}'}",
-            f"eval.drafter={places.untaught(arm) / 'drafter'}",
+            f"eval.drafter={places.briefly_trained(arm) / 'drafter'}",
             f"eval.planner.answers={places.answers}",
             candidates,
         ]
-        for time in range(TIMED)
-        for arm in MAIN
+        for time in range(TIMINGS)
+        for arm in TIMED
     ]
     return begin + passes
 

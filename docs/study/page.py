@@ -11,6 +11,7 @@ import argparse
 import itertools
 import os
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,16 +31,15 @@ from docs.study.cells import (
     LOSSES,
     MORE,
     ON_DEMO,
-    OTHERWISE,
     RATE_ARM,
     SCALED,
     SEEDS,
     SIZES,
     SPEEDS,
     STEPS,
+    TIMED,
     TREE,
     UNROLL,
-    VALIDATION,
     best_rate,
     cells,
     current,
@@ -234,26 +234,15 @@ def drafters(found: Found) -> list[str]:
 
 def costs(found: Found) -> list[str]:
     rows = []
-    for arm, about in ARMS.items():
-        if arm in OTHERWISE:
-            continue  # they cost the same as another arm
-        lines = [line for line in found.of(arm).values() if "train_seconds" in line and _timed_alike(line)]
-        shown = next(iter(found.of(arm).values()), None)
-        of_round = [NOT_RUN, NOT_RUN]
-        if shown is not None:
-            of_round = [f"{shown['replay'][tree]['tree_nodes_per_round']:.0f}" for tree in (TREE, CHAIN)]
+    for arm in TIMED:
         times = [found.milliseconds(arm, name) for name in (CHAIN_CALLS.format(6), TREE_CALLS.format(8))]
         cells_ = []
         for time, calls in zip(times, (6, 8), strict=True):
             cells_ += [NOT_RUN, NOT_RUN] if time is None else [_spread(time, calls), _spread(time, 1)]
-        rows.append([about.name, *of_round, *cells_, _minutes(lines)])
-    head = ["arm", "nodes a round, tree", "nodes, chain", "ms a call, chain", "ms a round, chain", "ms a call, tree"]
-    return table([*head, "ms a round, tree", "minutes of training"], rows)
-
-
-def _timed_alike(line: Mapping[str, Any]) -> bool:
-    """Whether the training was never resumed and ended with a replay of the validation answers."""
-    return not line.get("resumed") and f"train.eval_replay={VALIDATION}" in line["commands"][0]
+        rates = found.lines.get("timing", {}).get("training_tokens_per_second", {}).get(arm)
+        rows.append([ARMS[arm].name, *cells_, f"{statistics.median(rates):,.0f}" if rates else NOT_RUN])
+    head = ["arm", "ms a call, chain", "ms a round, chain", "ms a call, tree", "ms a round, tree"]
+    return table([*head, "training, tokens a second"], rows)
 
 
 def _spread(time: tuple[float, float, float], calls: int) -> str:
@@ -466,14 +455,10 @@ def on_the_demo(found: Found) -> list[str]:
         taus = [with_interval(tree), seeds_of(tree), "-" if arm == "eagle2" else in_percent(gain), with_interval(chain)]
         of_trees = [_speed(speeds.get(speed_name(arm, name))) for name in SPEEDS]
         lines = [] if found.demo is None else found.demo.of(arm, steps=DEMO_STEPS).values()
-        rows.append([ARMS[arm].name, *taus, *of_trees, _minutes([line for line in lines if not line.get("resumed")])])
+        minutes = [line["train_seconds"] / 60 for line in lines if not line.get("resumed")]
+        rows.append([ARMS[arm].name, *taus, *of_trees, f"{statistics.mean(minutes):.1f}" if minutes else NOT_RUN])
     head = ["arm", "tau, tree of 60", "seeds 0, 1, 2", "vs. EAGLE-2", "tau, chain of 6"]
     return table([*head, *(f"speed-up, {name}" for name in SPEEDS), "minutes of training"], rows)
-
-
-def _minutes(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Mean minutes of training, of one core."""
-    return f"{sum(line['train_seconds'] for line in lines) / len(lines) / 60:.1f}" if lines else NOT_RUN
 
 
 def _speed(row: Mapping[str, Any] | None) -> str:

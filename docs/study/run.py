@@ -42,13 +42,13 @@ from docs.study.cells import (
     ANSWERS,
     C2T_SETTINGS,
     CAPTURED,
-    MAIN,
     MORE,
     ON_DEMO,
     RECIPE,
     SIZES,
     STEPS,
     TIMED,
+    TIMINGS,
     TREE,
     VALIDATION,
     Cell,
@@ -434,7 +434,7 @@ def prepare(cell: Cell, places: Places, lines: Lines) -> None:
     elif cell.kind in ("rate", "drafter", "unrolled", "timing"):
         # A draft vocabulary of all tokens is the same for all shares of the data.
         own = places.of(cell.name)
-        for folder in [places.untaught(arm) for arm in MAIN] if cell.kind == "timing" else [own]:
+        for folder in [places.briefly_trained(arm) for arm in TIMED] if cell.kind == "timing" else [own]:
             (ROOT / folder).mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / places.data / "draft_vocab.safetensors", ROOT / folder)
         if (name := same_training(cell, lines)) is not None and not (ROOT / own / "checkpoints").exists():
@@ -559,7 +559,8 @@ def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) ->
         content = json.loads((folder / "eval" / "acceptance.json").read_bytes())["contenders"]
         speeds = {name: {key: own[key] for key in SPEED_KEPT} for name, own in content.items()}
         return {"speeds": speeds} | drafters_of(cell.needs, places) | load
-    return {"milliseconds": timed(folder)} | load
+    rates = {arm: training_rates(ROOT / places.briefly_trained(arm)) for arm in TIMED}
+    return {"milliseconds": timed(folder), "training_tokens_per_second": rates} | load
 
 
 def _validation(folder: Path) -> dict[str, Any]:
@@ -634,7 +635,7 @@ def timed(folder: Path) -> dict[str, dict[str, list[float]]]:
     result: dict[str, dict[str, list[float]]] = {}
     for path in sorted(folder.glob("*/eval/plan.json")):
         arm, _, time_ = path.parents[1].name.rpartition("-")
-        if int(time_) < TIMED:
+        if int(time_) < TIMINGS:
             costs = json.loads(path.read_bytes())["costs"]
             own = result.setdefault(arm, {})
             for policy, points in costs["draft_by_calls"].items():
@@ -642,6 +643,12 @@ def timed(folder: Path) -> dict[str, dict[str, list[float]]]:
                     own.setdefault(f"{policy}, {calls:g} calls", []).append(milliseconds)
             own.setdefault("plain round", []).append(costs["plain_round"])
     return result
+
+
+def training_rates(folder: Path) -> list[float]:
+    """Tokens a second of metrics.jsonl, without its first line, which has the start in it."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_bytes().splitlines())
+    return [line["tokens_per_second"] for line in lines][1:]
 
 
 def in_short(record: Line) -> str:
