@@ -50,142 +50,98 @@ Line = Mapping[str, Any]  # of results.jsonl
 Lines = Mapping[str, Line]  # by cell
 
 
+_STEPS = f"train.ttt_steps={UNROLL}"
+
+
 @dataclass(frozen=True)
 class Arm:
     """A drafter and how it is trained."""
 
     name: str  # in tables
     family: str  # arms with a common learning rate
-    script: str
-    drafter: str  # the recipe's section
-    train: tuple[str, ...]  # overrides of its train section
-    seconds_per_step: float = 0.6  # on one core of an AMD EPYC (Zen 4)
+    drafter: str  # keys of the recipe's section, its kind first
+    seconds_per_step: float  # on one core of an AMD EPYC (Zen 4)
+    train: tuple[str, ...] = (_STEPS,)  # overrides of its train section
     start: str = ""  # the arm whose drafter of the same seed it is trained further from
 
-
-_MATCHED = UNROLL // 2  # as many parameters as PosS-2
-
-
-def _poss(n: int, base: str, head: str) -> str:
-    return f"{{kind: poss, base: {base}, positions_per_specialist: {n}, specialists: {UNROLL // n}{head}}}"
+    @property
+    def script(self) -> str:
+        """The one of the drafter's kind."""
+        return f"train/{self.drafter.removeprefix('kind: ').partition(',')[0]}.py"
 
 
-_STEPS = f"train.ttt_steps={UNROLL}"
+def _poss(n: int, base: str) -> str:
+    return f"kind: poss, base: {base}, positions_per_specialist: {n}, specialists: {UNROLL // n}"
+
+
+_EAGLE, _EAGLE3 = "kind: eagle", "kind: eagle3"
+_HEAD, _NORMS = "init_head: target", "fc_norm: true, norm_output: true"
+_MATCHED = f"match_specialists: {UNROLL // 2}"  # as many parameters as PosS-2
+_TOP10 = (_STEPS, "train.top_k_loss=1")
+_WHOLE = (_STEPS, "train.detach_features=false")
 _EAGLE3_LOSSES = (
-    *("train.token_loss=1", "train.feature_loss=0", "train.feature_noise=0"),
+    *(_STEPS, "train.token_loss=1", "train.feature_loss=0", "train.feature_noise=0"),
     *("train.detach_features=false", "train.step_weight=0.8"),
 )
-_HEAD = ", init_head: target"
-ARMS = {
-    "eagle2": Arm("EAGLE-2", "eagle2", "train/eagle.py", "{kind: eagle}", ("train.ttt_steps=1",), 0.19),
-    "eagle3": Arm("EAGLE-3", "eagle3", "train/eagle3.py", f"{{kind: eagle3{_HEAD}}}", (_STEPS,), 0.56),
-    "hass": Arm("HASS", "hass", "train/eagle.py", "{kind: eagle}", (_STEPS, "train.top_k_loss=1"), 0.51),
-    "poss2": Arm("PosS-2", "poss", "train/poss.py", _poss(2, "eagle", ""), (_STEPS,), 0.6),
-    "poss2-eagle3": Arm(
-        "PosS-2 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(2, "eagle3", _HEAD), (_STEPS,), 0.8
-    ),
+_MAIN_ARMS = {
+    "eagle2": Arm("EAGLE-2", "eagle2", _EAGLE, 0.19, ("train.ttt_steps=1",)),
+    "eagle3": Arm("EAGLE-3", "eagle3", f"{_EAGLE3}, {_HEAD}", 0.56),
+    "hass": Arm("HASS", "hass", _EAGLE, 0.51, _TOP10),
+    "poss2": Arm("PosS-2", "poss", _poss(2, "eagle"), 0.6),
+    "poss2-eagle3": Arm("PosS-2 over EAGLE-3", "poss-eagle3", f"{_poss(2, 'eagle3')}, {_HEAD}", 0.8),
     # PosS was published without HASS's top-10 loss, so its baselines lack it, too, and search for their own rates.
-    "matched": Arm(
-        "one layer, PosS-2's parameters",
-        *("no-top10", "train/eagle.py", f"{{kind: eagle, match_specialists: {_MATCHED}}}", (_STEPS,), 0.7),
-    ),
-    "matched-eagle3": Arm(
-        "EAGLE-3, PosS-2's parameters",
-        *("eagle3", "train/eagle3.py", f"{{kind: eagle3, match_specialists: {_MATCHED}{_HEAD}}}", (_STEPS,)),
-        0.8,
-    ),
-    "poss1": Arm("PosS-1", "poss", "train/poss.py", _poss(1, "eagle", ""), (_STEPS,), 0.62),
-    "poss3": Arm("PosS-3", "poss", "train/poss.py", _poss(3, "eagle", ""), (_STEPS,), 0.58),
-    "poss1-eagle3": Arm(
-        "PosS-1 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(1, "eagle3", _HEAD), (_STEPS,), 0.9
-    ),
-    "poss3-eagle3": Arm(
-        "PosS-3 over EAGLE-3", "poss-eagle3", "train/poss.py", _poss(3, "eagle3", _HEAD), (_STEPS,), 0.75
-    ),
-    "hass-no-top10": Arm(
-        "HASS without its top-10 loss", "hass-no-top10", "train/eagle.py", "{kind: eagle}", (_STEPS,), 0.5
-    ),
+    "matched": Arm("one layer, PosS-2's parameters", "no-top10", f"{_EAGLE}, {_MATCHED}", 0.7),
+    "matched-eagle3": Arm("EAGLE-3, PosS-2's parameters", "eagle3", f"{_EAGLE3}, {_MATCHED}, {_HEAD}", 0.8),
+    "poss1": Arm("PosS-1", "poss", _poss(1, "eagle"), 0.62),
+    "poss3": Arm("PosS-3", "poss", _poss(3, "eagle"), 0.58),
+    "poss1-eagle3": Arm("PosS-1 over EAGLE-3", "poss-eagle3", f"{_poss(1, 'eagle3')}, {_HEAD}", 0.9),
+    "poss3-eagle3": Arm("PosS-3 over EAGLE-3", "poss-eagle3", f"{_poss(3, 'eagle3')}, {_HEAD}", 0.75),
+}
+# Arms of MAIN with other losses, gradients or initial weights.
+_OTHER_ARMS = {
+    "hass-no-top10": Arm("HASS without its top-10 loss", "hass-no-top10", _EAGLE, 0.5),
     "hass2-no-top10": Arm(
-        *("HASS without its top-10 loss, two steps", "hass-no-top10", "train/eagle.py", "{kind: eagle}"),
-        ("train.ttt_steps=2",),
-        0.27,
+        "HASS without its top-10 loss, two steps", "hass-no-top10", _EAGLE, 0.27, ("train.ttt_steps=2",)
     ),
-    "hass3": Arm(
-        *("HASS, three steps", "hass", "train/eagle.py", "{kind: eagle}"),
-        ("train.ttt_steps=3", "train.top_k_loss=1"),
-        0.32,
-    ),
+    "hass3": Arm("HASS, three steps", "hass", _EAGLE, 0.32, ("train.ttt_steps=3", "train.top_k_loss=1")),
     "poss2-eagle3-whole": Arm(
-        *("PosS-2 over EAGLE-3, not detached", "poss-eagle3", "train/poss.py", _poss(2, "eagle3", _HEAD)),
-        (_STEPS, "train.detach_features=false"),
-        0.8,
+        "PosS-2 over EAGLE-3, not detached", "poss-eagle3", f"{_poss(2, 'eagle3')}, {_HEAD}", 0.8, _WHOLE
     ),
     # What of EAGLE-3 makes it lag behind EAGLE-2 here: its losses, or its inputs and head?
-    "losses-of-eagle3": Arm(
-        *("EAGLE-1's layer, EAGLE-3's losses", "losses-of-eagle3", "train/eagle.py", "{kind: eagle}"),
-        (_STEPS, *_EAGLE3_LOSSES),
-        0.5,
-    ),
+    "losses-of-eagle3": Arm("EAGLE-1's layer, EAGLE-3's losses", "losses-of-eagle3", _EAGLE, 0.5, _EAGLE3_LOSSES),
     "eagle3-norm": Arm(
-        "EAGLE-3, head and final norm from the target",
-        *("eagle3", "train/eagle3.py", "{kind: eagle3, init_head: target_with_norm}", (_STEPS,), 0.56),
+        "EAGLE-3, head and final norm from the target", "eagle3", f"{_EAGLE3}, init_head: target_with_norm", 0.56
     ),
-    "eagle3.1": Arm(
-        "EAGLE-3.1",
-        *("eagle3.1", "train/eagle3.py", f"{{kind: eagle3, fc_norm: true, norm_output: true{_HEAD}}}", (_STEPS,), 0.56),
-    ),
+    "eagle3.1": Arm("EAGLE-3.1", "eagle3.1", f"{_EAGLE3}, {_NORMS}, {_HEAD}", 0.56),
     # Which of its two norms does it?
-    "fc-norm": Arm(
-        "EAGLE-3.1, norms of the inputs alone",
-        *("eagle3.1", "train/eagle3.py", f"{{kind: eagle3, fc_norm: true{_HEAD}}}", (_STEPS,), 0.56),
-    ),
+    "fc-norm": Arm("EAGLE-3.1, norms of the inputs alone", "eagle3.1", f"{_EAGLE3}, fc_norm: true, {_HEAD}", 0.56),
     "norm-output": Arm(
-        "EAGLE-3.1, norm of the outputs alone",
-        *("eagle3.1", "train/eagle3.py", f"{{kind: eagle3, norm_output: true{_HEAD}}}", (_STEPS,), 0.56),
+        "EAGLE-3.1, norm of the outputs alone", "eagle3.1", f"{_EAGLE3}, norm_output: true, {_HEAD}", 0.56
     ),
-    "poss2-eagle3.1": Arm(  # takes EAGLE-3.1's rate without a search
-        *("PosS-2 over EAGLE-3.1", "eagle3.1", "train/poss.py"),
-        _poss(2, "eagle3", f", fc_norm: true, norm_output: true{_HEAD}"),
-        (_STEPS,),
-        0.8,
-    ),
+    # It takes EAGLE-3.1's rate without a search.
+    "poss2-eagle3.1": Arm("PosS-2 over EAGLE-3.1", "eagle3.1", f"{_poss(2, 'eagle3')}, {_NORMS}, {_HEAD}", 0.8),
     # From a trained EAGLE-3, as published, all specialists from its one layer; and EAGLE-3 itself, trained further.
-    "eagle3-further": Arm(
-        *("EAGLE-3, 600 steps more", "eagle3", "train/eagle3.py", "{kind: eagle3}", (_STEPS,), 0.56), start="eagle3"
-    ),
-    "poss2-further": Arm(
-        *("PosS-2 from EAGLE-3, 600 steps more", "eagle3", "train/poss.py", _poss(2, "eagle3", ""), (_STEPS,), 0.8),
-        start="eagle3",
-    ),
+    "eagle3-further": Arm("EAGLE-3, 600 steps more", "eagle3", _EAGLE3, 0.56, start="eagle3"),
+    "poss2-further": Arm("PosS-2 from EAGLE-3, 600 steps more", "eagle3", _poss(2, "eagle3"), 0.8, start="eagle3"),
     "poss2-further-whole": Arm(
-        *("the same, not detached, steps weighted by 0.9^k", "eagle3", "train/poss.py", _poss(2, "eagle3", "")),
-        (_STEPS, "train.detach_features=false", "train.step_weight=0.9"),
-        0.8,
-        start="eagle3",
+        "the same, not detached, steps weighted by 0.9^k",
+        *("eagle3", _poss(2, "eagle3"), 0.8, (*_WHOLE, "train.step_weight=0.9"), "eagle3"),
     ),
     **{
         f"hass-top10-{weight}": Arm(
-            *(f"HASS, top-10 loss of weight {weight}", "hass", "train/eagle.py", "{kind: eagle}"),
-            (_STEPS, f"train.top_k_loss={weight}"),
-            0.51,
+            f"HASS, top-10 loss of weight {weight}", "hass", _EAGLE, 0.51, (_STEPS, f"train.top_k_loss={weight}")
         )
         for weight in ("0.3", "0.1", "0.03")
     },
 }
-# Arms of MAIN with other losses, gradients or initial weights.
-OTHERWISE = (
-    *("hass-no-top10", "hass2-no-top10", "hass3", "poss2-eagle3-whole", "losses-of-eagle3", "eagle3-norm"),
-    *("eagle3.1", "fc-norm", "norm-output", "poss2-eagle3.1"),
-    *("eagle3-further", "poss2-further", "poss2-further-whole"),
-    *("hass-top10-0.3", "hass-top10-0.1", "hass-top10-0.03"),
-)
-MAIN = tuple(arm for arm in ARMS if arm not in OTHERWISE)
+ARMS = _MAIN_ARMS | _OTHER_ARMS
+MAIN, OTHERWISE = tuple(_MAIN_ARMS), tuple(_OTHER_ARMS)
 TIMED = (*MAIN, "eagle3.1", "hass2-no-top10")  # arms whose drafting is timed; others draft as one of them does
 
 
 def _eagle3(name: str, *train: str) -> Arm:
     """The arm eagle3 with other losses and the same learning rate."""
-    return Arm(name, "eagle3", "train/eagle3.py", ARMS["eagle3"].drafter, (_STEPS, *train), 0.6)
+    return Arm(name, "eagle3", ARMS["eagle3"].drafter, 0.6, (_STEPS, *train))
 
 
 LOSSES = {
@@ -465,6 +421,10 @@ class Places:
         """A cell's own folder."""
         return self.out / name
 
+    def drafter(self, arm: str, seed: int = 0) -> Path:
+        """The trained drafter of all data and the usual steps."""
+        return self.of(drafter_name(arm, seed=seed)) / "drafter"
+
     def briefly_trained(self, arm: str) -> Path:
         """A drafter that is only timed."""
         return self.of("timing") / "trained" / arm
@@ -503,6 +463,7 @@ def _data(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     return [["data_gen/rank_vocab.py", RECIPE, *own, "drafter.vocab_size=null"]]
 
 
+_AND_CHAIN = ("--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}")
 ASKED = ("data.prompts=stdlib:heldout", f"data.max_prompts={ANSWERS}", "data.contamination=off")
 
 
@@ -527,7 +488,8 @@ def _states(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 def _captures(own: list[str], store: Callable[[str], Path]) -> list[list[str]]:
     return [
-        ["data_gen/capture.py", *own, f"data.states={store(arm)}", f"drafter={ARMS[arm].drafter}"] for arm in CAPTURED
+        ["data_gen/capture.py", *own, f"data.states={store(arm)}", f"drafter={{{ARMS[arm].drafter}}}"]
+        for arm in CAPTURED
     ]
 
 
@@ -545,8 +507,7 @@ def training(cell: Cell, places: Places, rate: float, conversations: Path | None
     arm = ALL_ARMS[cell.arm]
     drafter = arm.drafter
     if arm.start:
-        start = places.of(drafter_name(arm.start, seed=cell.seed)) / "drafter"
-        drafter = f"{drafter.removesuffix('}')}, init_from: {start}}}"
+        drafter += f", init_from: {places.drafter(arm.start, cell.seed)}"
     if cell.kind == "demo":
         stored = [f"data.states={places.demo_states(cell.arm)}"]
     else:
@@ -554,7 +515,7 @@ def training(cell: Cell, places: Places, rate: float, conversations: Path | None
     return [
         f"output_dir={places.of(cell.name)}",
         f"data.conversations={conversations or places.conversations(cell.size)}",
-        f"drafter={drafter}",
+        f"drafter={{{drafter}}}",
         *arm.train,
         f"train.learning_rate={rate:g}",
         f"train.max_steps={cell.steps}",
@@ -585,27 +546,21 @@ def _rate(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 def _drafter(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     own = training(cell, places, best_rate(ALL_ARMS[cell.arm].family, lines, cell.steps))
-    replay = replaying(places.of(cell.name), places.of(cell.name) / "drafter", places.answers, places.counts)
-    return [
-        [ALL_ARMS[cell.arm].script, RECIPE, *own],
-        [*replay, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"],
-    ]
+    return _trained_and_replayed(cell, places, RECIPE, own, places.answers, places.counts)
 
 
 def _demo(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     data = places.of(on_demo("answers"))
     own = training(cell, places, ON_DEMO[cell.arm], data / "conversations.jsonl")
-    replay = replaying(
-        places.of(cell.name),
-        places.of(cell.name) / "drafter",
-        places.demo_heldout,
-        data / "token_counts.safetensors",
-        DEMO,
-    )
-    return [
-        [ARMS[cell.arm].script, DEMO, *own],
-        [*replay, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"],
-    ]
+    return _trained_and_replayed(cell, places, DEMO, own, places.demo_heldout, data / "token_counts.safetensors")
+
+
+def _trained_and_replayed(
+    cell: Cell, places: Places, recipe: str, own: list[str], answers: Path, counts: Path
+) -> list[list[str]]:
+    out = places.of(cell.name)
+    replay = replaying(out, out / "drafter", answers, counts, recipe)
+    return [[ALL_ARMS[cell.arm].script, recipe, *own], [*replay, *_AND_CHAIN]]
 
 
 def speed_name(arm: str, tree: str) -> str:
@@ -628,7 +583,7 @@ def _unrolled(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     """Measures a trained drafter's validation accuracy over the others' number of unroll steps: one more training step,
     at a rate that changes no weight."""
     changed = {
-        "drafter": f"{{kind: eagle, init_from: {places.of(drafter_name(cell.arm, seed=cell.seed)) / 'drafter'}}}",
+        "drafter": f"{{kind: eagle, init_from: {places.drafter(cell.arm, cell.seed)}}}",
         "train.ttt_steps": UNROLL,
         "train.max_steps": 1,
         "train.warmup_steps": 0,
@@ -649,24 +604,24 @@ def replaying(out: Path, drafter: Path, answers: Path, counts: Path, recipe: str
 def _sampled(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     own = [
         f"output_dir={places.of(cell.name)}",
-        f"eval.drafter={places.of(drafter_name(cell.arm, seed=cell.seed)) / 'drafter'}",
+        f"eval.drafter={places.drafter(cell.arm, cell.seed)}",
         *("eval.temperature=1", f"eval.max_prompts={SAMPLED}", "eval.also=[]"),
     ]
-    return [["eval/acceptance.py", RECIPE, *own, "--compare", f"{CHAIN}: eval.tree={CHAIN_TREE}"]]
+    return [["eval/acceptance.py", RECIPE, *own, *_AND_CHAIN]]
 
 
 def _fr_spec(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     corpus, own = cell.name.rpartition("/")[2], places.of(cell.name)
-    first, counts = [], places.counts
+    ranking, counts = [], places.counts
     if corpus == "library":
         counts = own / "token_counts.safetensors"
         conversations = f"data.conversations={places.demo / 'conversations.jsonl'}"
         sources = f"data.ranking.sources=[{{source: {places.library}}}]"
-        first = [["data_gen/rank_vocab.py", RECIPE, f"output_dir={own}", conversations, "drafter.vocab_size=null"]]
-        first[0].append(sources)
-    replay = replaying(own, places.of(drafter_name(cell.arm)) / "drafter", places.answers, counts)
+        settings = [f"output_dir={own}", conversations, "drafter.vocab_size=null", sources]
+        ranking = [["data_gen/rank_vocab.py", RECIPE, *settings]]
+    replay = replaying(own, places.drafter(cell.arm), places.answers, counts)
     cuts = [f"{size}: eval.tree.vocab_size={size}" for size in CUTS]
-    return [*first, [*replay, "--compare", *cuts]]
+    return [*ranking, [*replay, "--compare", *cuts]]
 
 
 def _c2t(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
@@ -703,7 +658,7 @@ def _of_c2t(cell: Cell, places: Places, conversations: Path, validation: int) ->
     return [
         f"output_dir={places.of(cell.name)}",
         f"data.conversations={conversations}",
-        f"eval.drafter={places.of(drafter_name(cell.arm)) / 'drafter'}",
+        f"eval.drafter={places.drafter(cell.arm)}",
         f"train.validation_conversations={validation}",
     ]
 
@@ -730,7 +685,7 @@ def _timing(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
             RECIPE,
             f"output_dir={places.briefly_trained(arm)}",
             f"data.conversations={places.conversations(min(SIZES))}",
-            f"drafter={ARMS[arm].drafter}",
+            f"drafter={{{ARMS[arm].drafter}}}",
             *ARMS[arm].train,
             "train.mixed_precision=no",
             *(f"train.max_steps={TIMED_STEPS}", "train.log_every_steps=10", "train.warmup_steps=0"),
