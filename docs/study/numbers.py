@@ -8,7 +8,8 @@ cover the spread of seeds: `over_seeds` does, with wide intervals, because there
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from docs.study.cells import (
     on_demo,
     unrolled_name,
 )
-from draftsmith.eval.measured.metrics import bootstrap
+from draftsmith.eval.measured.metrics import Statistic, bootstrap
 from draftsmith.recipes.errors import UserError
 
 SAMPLES, SEED = 2000, 0
@@ -59,22 +60,15 @@ class Found:
 
     Attributes:
         lines: by cell.
-        demo: the lines of the demo's target, named alike; None: there are none.
-        all_lines: of both.
+        all_lines: with those of the demo's target.
 
     Raises:
         UserError: lines of different held-out answers.
     """
 
     def __init__(self, lines: Lines):
-        prefix = on_demo("")
         self.all_lines = lines
-        self.lines = {name: line for name, line in lines.items() if not name.startswith(prefix)}
-        demo = {name.removeprefix(prefix): line for name, line in lines.items() if name.startswith(prefix)}
-        self.demo = Found(demo) if demo else None
-        self._check_answers()
-
-    def _check_answers(self) -> None:
+        self.lines = {name: line for name, line in lines.items() if not name.startswith(on_demo(""))}
         first: dict[str, str] = {}
         for name, line in self.lines.items():
             for numbers in line.get("replay", {}).values():
@@ -84,6 +78,14 @@ class Found:
                 f"results: {' and '.join(list(first.values())[:2])} were not measured along the same answers; delete "
                 "the lines of one of the two studies"
             )
+
+    @cached_property
+    def demo(self) -> "Found":
+        """The lines of the demo's target, named alike."""
+        prefix = on_demo("")
+        return Found(
+            {name.removeprefix(prefix): line for name, line in self.all_lines.items() if name.startswith(prefix)}
+        )
 
     def of(self, arm: str, size: int = ALL, steps: int = STEPS) -> dict[int, Mapping[str, Any]]:
         """Lines of an arm's drafters by seed."""
@@ -120,10 +122,9 @@ class Found:
             sums = sums[self.cut_off() == cut_off]
             if not len(sums):
                 return None
-        interval = bootstrap(sums, SAMPLES, SEED)(_mean_tau)
-        taus = {seed: float(tau) for seed, tau in zip(by_seed, sums[:, 0].sum() / sums[:, 1:].sum(0), strict=True)}
-        value = sum(taus.values()) / len(taus)
-        return Estimate(value, _pair(interval, value), taus)
+        tokens, *rounds = sums.sum(0)
+        taus = {seed: float(tokens / own) for seed, own in zip(by_seed, rounds, strict=True)}
+        return _estimate(sums, lambda s: (s[:, :1] / s[:, 1:]).mean(1), taus)
 
     def ratio(
         self,
@@ -152,9 +153,8 @@ class Found:
             return (tokens / resampled[:, 1:half]).mean(1) / (tokens / resampled[:, half:]).mean(1)
 
         total = sums.sum(0)
-        value = float(statistic(total[None])[0])
         by_seed = {seed: float(total[half + i] / total[1 + i]) for i, seed in enumerate(seeds)}
-        return Estimate(value, _pair(bootstrap(sums, SAMPLES, SEED)(statistic), value), by_seed)
+        return _estimate(sums, statistic, by_seed)
 
     def share_of(self, cell: str, contender: str, base: str) -> Estimate | None:
         """tau of a line's `contender` over tau of its `base`, paired by prompt."""
@@ -176,13 +176,8 @@ class Found:
         self, seed: int, replays: Sequence[Mapping[str, Any]], of_rounds: Callable[[np.ndarray], np.ndarray]
     ) -> Estimate:
         """A statistic of the rounds [replays, samples] of one seed's replays."""
-        sums = self._sums(replays)
-
-        def statistic(resampled: np.ndarray) -> np.ndarray:
-            return of_rounds(resampled[:, 1:].T)
-
-        value = float(statistic(sums.sum(0)[None])[0])
-        return Estimate(value, _pair(bootstrap(sums, SAMPLES, SEED)(statistic), value), {seed: value})
+        found = _estimate(self._sums(replays), lambda s: of_rounds(s[:, 1:].T), {})
+        return replace(found, by_seed={seed: found.value})
 
     def cut_off(self) -> np.ndarray:
         """[answers] bool: True for answers cut off at the length limit."""
@@ -243,9 +238,8 @@ class Found:
         return (float(np.median(passes)), passes[0], passes[-1]) if passes else None
 
 
-def _mean_tau(sums: np.ndarray) -> np.ndarray:
-    return (sums[:, :1] / sums[:, 1:]).mean(1)
-
-
-def _pair(interval: Sequence[float] | None, value: float) -> tuple[float, float]:
-    return (value, value) if interval is None else (interval[0], interval[1])
+def _estimate(sums: np.ndarray, statistic: Statistic, by_seed: dict[int, float]) -> Estimate:
+    """A statistic of sums over the answers, as `_sums` gives them, and its interval over prompts."""
+    value = float(statistic(sums.sum(0)[None])[0])
+    low, high = bootstrap(sums, SAMPLES, SEED)(statistic) or (value, value)
+    return Estimate(value, (low, high), by_seed)

@@ -195,8 +195,12 @@ def digits_of(half_width: float) -> int:
 def with_interval(found: Estimate | None) -> str:
     if found is None:
         return NOT_RUN
-    digits = digits_of(found.half_width)
-    return f"{found.value:.{digits}f} [{found.interval[0]:.{digits}f}, {found.interval[1]:.{digits}f}]"
+    return bracketed(found.value, found.interval, digits_of(found.half_width))
+
+
+def bracketed(value: float, interval: Sequence[float], digits: int = 2) -> str:
+    low, high = interval
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def seeds_of(found: Estimate | None) -> str:
@@ -277,16 +281,13 @@ def losses(found: Found) -> list[str]:
             lines = [found.lines.get(sampled_name(arm, seed)) for seed in SEEDS]
             own = [line["decoded"][shape] if line else None for line in lines]
             taus = [numbers["tau"] for numbers in own if numbers is not None]
-            by_seed = ", ".join(NOT_RUN if numbers is None else _decoded(numbers) for numbers in own)
+            by_seed = ", ".join(
+                NOT_RUN if numbers is None else bracketed(numbers["tau"], numbers["tau_interval"]) for numbers in own
+            )
             sampled.append(f"{sum(taus) / len(taus):.2f} ({by_seed})" if taus else NOT_RUN)
         rows.append([name, *greedy, *sampled])
     head = ["loss", "greedy: tau, tree of 60", "vs. soft CE", "chain of 6, vs. soft CE"]
     return table([*head, "temperature 1: tau, tree of 60 (seeds)", "chain of 6 (seeds)"], rows)
-
-
-def _decoded(numbers: Mapping[str, Any]) -> str:
-    low, high = numbers["tau_interval"]
-    return f"{numbers['tau']:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def verdict(found: Estimate | None) -> str:
@@ -309,11 +310,10 @@ def claims(found: Found) -> list[str]:
         ratio = found.ratio(arm, base)
         rows.append([claim, paper, in_percent(ratio), verdict(ratio)])
     for claim, paper, arm, base in DEMO_CLAIMS:
-        ratio = None if found.demo is None else found.demo.ratio(arm, base, steps=DEMO_STEPS)
+        ratio = found.demo.ratio(arm, base, steps=DEMO_STEPS)
         rows.append([f"{claim}, on the demo's target", paper, in_percent(ratio), verdict(ratio)])
-    of_data = [found.ratio(arm, arm, sizes=(ALL, 1)) for arm in ("eagle3", "eagle2")]
     both = "; ".join(
-        f"{ARMS[arm].name} {in_percent(own)}" for arm, own in zip(("eagle3", "eagle2"), of_data, strict=True)
+        f"{ARMS[arm].name} {in_percent(found.ratio(arm, arm, sizes=(ALL, 1)))}" for arm in ("eagle3", "eagle2")
     )
     growth = found.growth("eagle3", "eagle2", (1, ALL))
     seen = NOT_RUN if growth is None else _side(growth.interval)
@@ -321,9 +321,9 @@ def claims(found: Found) -> list[str]:
     for arm in ("eagle3", "eagle3.1"):
         level, of_both = found.level(arm, "eagle2", LEVEL), NOT_RUN
         if level is not None:
+            by_step = {each: _mean_by_step(found, each) for each in (arm, "eagle2")}
             of_both = "; ".join(
-                f"{ARMS[each].name} {own[0]:.0f} to {own[LEVEL - 1]:.0f} %"
-                for each, own in ((each, _mean_by_step(found, each)) for each in (arm, "eagle2"))
+                f"{ARMS[each].name} {own[0]:.0f} to {own[LEVEL - 1]:.0f} %" for each, own in by_step.items()
             )
         about = f"{ARMS[arm].name}'s accuracy falls less from step 1 to {LEVEL}"
         rows.append([about, "acceptance stays nearly level, EAGLE's falls (in a figure)", of_both, verdict(level)])
@@ -450,13 +450,11 @@ def on_the_demo(found: Found) -> list[str]:
     speeds = found.all_lines.get(on_demo("speed"), {}).get("speeds", {})
     rows = []
     for arm in ON_DEMO:
-        tree, chain, gain = None, None, None
-        if found.demo is not None:
-            tree, chain = (found.demo.tau(arm, shape, steps=DEMO_STEPS) for shape in (TREE, CHAIN))
-            gain = found.demo.ratio(arm, "eagle2", steps=DEMO_STEPS)
+        tree, chain = (found.demo.tau(arm, shape, steps=DEMO_STEPS) for shape in (TREE, CHAIN))
+        gain = found.demo.ratio(arm, "eagle2", steps=DEMO_STEPS)
         taus = [with_interval(tree), seeds_of(tree), "-" if arm == "eagle2" else in_percent(gain), with_interval(chain)]
         of_trees = [_speed(speeds.get(speed_name(arm, name))) for name in SPEEDS]
-        lines = [] if found.demo is None else found.demo.of(arm, steps=DEMO_STEPS).values()
+        lines = found.demo.of(arm, steps=DEMO_STEPS).values()
         minutes = [line["train_seconds"] / 60 for line in lines if not line.get("resumed")]
         rows.append([ARMS[arm].name, *taus, *of_trees, f"{statistics.mean(minutes):.1f}" if minutes else NOT_RUN])
     head = ["arm", "tau, tree of 60", "seeds 0, 1, 2", "vs. EAGLE-2", "tau, chain of 6"]
@@ -466,7 +464,7 @@ def on_the_demo(found: Found) -> list[str]:
 def _speed(row: Mapping[str, Any] | None) -> str:
     if row is None or row["speedup_interval"] is None:
         return NOT_RUN
-    return f"{row['speedup']:.2f} [{row['speedup_interval'][0]:.2f}, {row['speedup_interval'][1]:.2f}]"
+    return bracketed(row["speedup"], row["speedup_interval"])
 
 
 def endings(found: Found) -> list[str]:
@@ -534,8 +532,7 @@ def _share_of(row: Mapping[str, Any]) -> str:
         return f"< {row['share_at_end']:.2f}" if row.get("beyond") == "below" else "not reached"
     if row["share_interval"] is None:
         return f"{row['share']:.2f}"
-    low, high = row["share_interval"]
-    return f"{row['share']:.2f} [{low:.2f}, {high:.2f}]"
+    return bracketed(row["share"], row["share_interval"])
 
 
 def rates(found: Found) -> list[str]:
