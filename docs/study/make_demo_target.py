@@ -17,7 +17,7 @@ import math
 import platform
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -264,55 +264,77 @@ class Optimizers:
 
 
 def likelihood(model: Any, ids_BT: torch.Tensor, pad_id: int) -> torch.Tensor:
-    """Mean nats per token of packed rows, with products in bfloat16."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits_BTV = model(ids_BT).logits
+    """Mean nats per token of packed rows."""
+    logits_BTV = model(ids_BT).logits
     labels_BT = ids_BT.masked_fill(ids_BT == pad_id, -100)
     return torch.nn.functional.cross_entropy(
         logits_BTV[:, :-1].flatten(0, 1).float(), labels_BT[:, 1:].flatten(), ignore_index=-100
     )
 
 
-def learn(model: Any, corpus: Corpus, optimizers: Optimizers, args: argparse.Namespace) -> float:
-    """Trains, with checkpoints. Returns the seconds, those before a restart included."""
-    checkpoint_path, log_path = args.out / "checkpoint.pt", args.out / "training.log.jsonl"
+def learn(
+    module: Any,
+    loss_of: Callable[[int], torch.Tensor],
+    steps: int,
+    rate_scale: Callable[[int, int], float],
+    args: argparse.Namespace,
+    stage: str = "",
+    look: Callable[[], dict] = dict,
+) -> float:
+    """Trains `module` for `steps` with checkpoints, its products in bfloat16.
+
+    Args:
+        loss_of: the loss of each step; a run that goes on begins with a later one.
+        rate_scale: share of --learning-rate, by step and steps.
+        stage: names a training of several.
+        look: measurements for the log, at every checkpoint.
+
+    Returns:
+        seconds of the steps, those before a restart included.
+    """
+    checkpoint = args.out / f"{stage or 'checkpoint'}.pt"
+    optimizers = Optimizers(module, args.learning_rate)
     step, seconds = 0, 0.0
-    if checkpoint_path.exists():
-        state = torch.load(checkpoint_path, weights_only=True)
-        model.load_state_dict(state["model"])
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        module.load_state_dict(state["module"])
         for optimizer, saved in zip(optimizers.all, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         step, seconds = state["step"], state["seconds"]
-    order = random.Random(args.seed + step)
-    decay_begins = int(args.steps * (1 - DECAY_SHARE))
-    long = corpus.rows(corpus.long, args.rows_per_step, order)
-    short = corpus.rows(corpus.short, args.rows_per_step, order)
-    model.train()
-    progress = tqdm(total=args.steps, initial=step, unit="step", mininterval=10)
-    while step < args.steps:
+    module.train()
+    progress = tqdm(total=steps, initial=step, desc=stage or None, unit="step", mininterval=10)
+    while step < steps:
         began = time.perf_counter()
-        ids_BT = next(long if step < decay_begins else short)
-        loss = likelihood(model, ids_BT, corpus.pad_id)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(step)
         if not math.isfinite(loss.item()):
-            raise SystemExit(f"loss is {loss.item()} at step {step}: lower --learning-rate")
-        optimizers.step(loss, learning_rate_scale(step, args.steps))
+            where = f"step {step} of stage {stage}" if stage else f"step {step}"
+            raise SystemExit(f"loss is {loss.item()} at {where}: lower --learning-rate")
+        optimizers.step(loss, rate_scale(step, steps))
         step += 1
-        took = time.perf_counter() - began
-        seconds += took
+        seconds += time.perf_counter() - began
         progress.update()
-        progress.set_postfix(loss=f"{loss.item():.3f}", tokens_per_second=int(ids_BT.numel() / took))
-        append(log_path, {"step": step, "loss": round(loss.item(), 4), "seconds": round(seconds, 1)})
-        if step % args.checkpoint_every == 0 or step == args.steps:
-            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers.all]}
-            with atomic_path(checkpoint_path) as partial:
-                torch.save(state | {"step": step, "seconds": seconds}, partial)
+        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+        line: dict[str, Any] = {"stage": stage} if stage else {}
+        line |= {"step": step, "loss": round(loss.item(), 4), "seconds": round(seconds, 1)}
+        if step % args.checkpoint_every == 0 or step == steps:
+            saved = {"module": module.state_dict(), "optimizers": [o.state_dict() for o in optimizers.all]}
+            with atomic_path(checkpoint) as partial:
+                torch.save(saved | {"step": step, "seconds": seconds}, partial)
+            line |= look()
+        with (args.out / "training.log.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
     progress.close()
     return seconds
 
 
-def append(path: Path, line: dict) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+def write_facts(args: argparse.Namespace, facts: dict) -> None:
+    """Writes and prints training.json: versions, arguments and `facts`."""
+    arguments = {name: str(value) for name, value in vars(args).items() if name != "out"}
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    text = json.dumps(versions | {"arguments": arguments} | facts, indent=2)
+    (args.out / "training.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 def main() -> None:
@@ -359,7 +381,6 @@ def main() -> None:
     model: Any = LlamaForCausalLM(config)
     if args.grow_from:
         grow(model, LlamaForCausalLM.from_pretrained(args.grow_from, dtype=torch.float32))
-    optimizers = Optimizers(model, args.learning_rate)
     pass_tokens = sum(map(len, corpus.long))
     seen = args.steps * args.rows_per_step * ROW_TOKENS
     parameters = sum(p.numel() for p in model.parameters())
@@ -367,8 +388,17 @@ def main() -> None:
         f"{parameters / 1e6:.2f} M parameters; {len(library_documents)} library and {len(test_documents)} test "
         f"documents, {pass_tokens / 1e6:.2f} M tokens a pass; {seen / 1e6:.1f} M to be seen"
     )
+    streams: list[Iterator[torch.Tensor]] = []  # of long documents, then of short ones
+    decay_begins = int(args.steps * (1 - DECAY_SHARE))
+
+    def loss_of(step: int) -> torch.Tensor:
+        if not streams:  # a run that goes on has an order of its own
+            order = random.Random(args.seed + step)
+            streams.extend(corpus.rows(each, args.rows_per_step, order) for each in (corpus.long, corpus.short))
+        return likelihood(model, next(streams[step >= decay_begins]), corpus.pad_id)
+
     start = [weight.detach().clone() for weight in model.parameters()]
-    seconds = learn(model, corpus, optimizers, args)
+    seconds = learn(model, loss_of, args.steps, learning_rate_scale, args)
     for weight, before in zip(model.parameters(), start, strict=True):
         weight.data.lerp_(before, args.start_share)
 
@@ -376,10 +406,7 @@ def main() -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = corpus.pad_id
     model.save_pretrained(args.out)
-    record = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "arguments": {k: str(v) for k, v in vars(args).items() if k != "out"},
+    facts = {
         "parameters": parameters,
         "library_documents": len(library_documents),
         "test_documents": len(test_documents),
@@ -388,8 +415,7 @@ def main() -> None:
         "training_minutes": round(seconds / 60, 1),
         **measure(model.float(), tokenizer, args.measure_prompts),
     }
-    (args.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(json.dumps(record, indent=2))
+    write_facts(args, facts)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ weights in bfloat16 and `training.json` with the arguments, the time and the mea
 
 import argparse
 import json
-import platform
 import random
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +30,8 @@ from torch import nn
 from tqdm import tqdm
 from transformers import DynamicCache, Emu3Config, Emu3ForConditionalGeneration, PreTrainedTokenizerFast
 
-from docs.study.make_vision_target import learn
+from docs.study.make_demo_target import learn, write_facts
+from docs.study.make_vision_target import rate_scale
 from draftsmith.models.target_session import behind
 from draftsmith.recipes.demo_lantern.classifier import Classifier, save_classifier
 from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pixel_tensor
@@ -318,7 +318,7 @@ def main() -> None:
         return learner.loss(pixel_tensor(numpy.stack(pictures)), step >= continuous, step if step < revived else None)
 
     slower = argparse.Namespace(**vars(args) | {"learning_rate": args.autoencoder_learning_rate})
-    seconds = learn("autoencoder", learner, autoencoder_loss, args.autoencoder_steps, slower)
+    seconds = learn(learner, autoencoder_loss, args.autoencoder_steps, rate_scale, slower, "autoencoder")
     autoencoder.to(torch.bfloat16).to(torch.float32).eval()  # the codes are of the weights that are shipped
 
     captions, codes_NM = codes_of_pictures(autoencoder, args)
@@ -337,7 +337,7 @@ def main() -> None:
     looked_at = random.Random(0).choices(CAPTIONS, k=100)
     looked_at_codes = torch.tensor(encoded(autoencoder, real_pictures(looked_at, "look")))
     heldout_NT = code_rows(tokenizer, looked_at, looked_at_codes, first_code)
-    seconds += learn("language", model.model.text_model, language_loss, args.steps, args, look)
+    seconds += learn(model.model.text_model, language_loss, args.steps, rate_scale, args, "language", look)
 
     classifier = Classifier()
 
@@ -350,24 +350,20 @@ def main() -> None:
         logits = zip(classifier(pixel_tensor(shown)), labels.unbind(-1), strict=True)
         return sum((nn.functional.cross_entropy(of.float(), label) for of, label in logits), torch.zeros(()))
 
-    seconds += learn("classifier", classifier, classifier_loss, args.classifier_steps, args)
+    seconds += learn(classifier, classifier_loss, args.classifier_steps, rate_scale, args, "classifier")
     classifier.eval()
 
     model.to(torch.bfloat16).eval()  # type: ignore[arg-type]
     model.save_pretrained(args.out)
     save_classifier(classifier, args.out)
     facts = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "arguments": {name: str(value) for name, value in vars(args).items() if name != "out"},
         "parameters": sum(p.numel() for p in model.parameters()),
         "parameters_of_the_autoencoder": sum(p.numel() for p in autoencoder.parameters()),
         "pictures_seen": args.steps * args.pictures,
         "training_minutes": round(seconds / 60, 1),
         **measure(model.float(), tokenizer, classifier, args.measure_pictures, args.out),
     }
-    (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(facts, indent=2))
+    write_facts(args, facts)
 
 
 def codes_of_pictures(autoencoder: Any, args: argparse.Namespace) -> tuple[list[Caption], torch.Tensor]:

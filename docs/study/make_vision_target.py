@@ -18,11 +18,8 @@ weights in bfloat16 and `training.json` with the arguments, the time and the mea
 
 import argparse
 import json
-import math
-import platform
 import random
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +39,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from docs.study.make_demo_target import CHAT_TEMPLATE, Optimizers, append, train_tokenizer
+from docs.study.make_demo_target import CHAT_TEMPLATE, learn, train_tokenizer, write_facts
 from draftsmith.models.target_session import behind
 from draftsmith.recipes.demo_vision.descriptions import (
     IMAGINE,
@@ -64,7 +61,6 @@ from draftsmith.recipes.demo_vision.scenes import (
     draw,
     scene_at,
 )
-from draftsmith.recipes.files.atomic import atomic_path
 
 PATCH = 8  # pixels
 SIDE = PIXELS // PATCH  # patches
@@ -322,52 +318,6 @@ def rate_scale(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 50, (steps - step) / (steps * 0.2))
 
 
-def learn(
-    stage: str,
-    module: nn.Module,
-    loss_of: Callable[[int], torch.Tensor],
-    steps: int,
-    args: argparse.Namespace,
-    look: Callable[[], dict] = dict,
-) -> float:
-    """Trains `module` for `steps` with checkpoints. `loss_of(step)` is that step's loss, the same after a restart.
-
-    Returns:
-        seconds of the steps, those before a restart included.
-    """
-    checkpoint = args.out / f"{stage}.pt"
-    optimizers = Optimizers(module, args.learning_rate)
-    step, seconds = 0, 0.0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        module.load_state_dict(state["module"])
-        for optimizer, saved in zip(optimizers.all, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        step, seconds = state["step"], state["seconds"]
-    module.train()
-    progress = tqdm(total=steps, initial=step, desc=stage, unit="step", mininterval=10)
-    while step < steps:
-        began = time.perf_counter()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = loss_of(step)
-        if not math.isfinite(loss.item()):
-            raise SystemExit(f"loss is {loss.item()} at step {step} of stage {stage}: lower --learning-rate")
-        optimizers.step(loss, rate_scale(step, steps))
-        step += 1
-        seconds += time.perf_counter() - began
-        progress.update()
-        progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-        line = {"stage": stage, "step": step, "loss": round(loss.item(), 4), "seconds": round(seconds, 1)}
-        if step % args.checkpoint_every == 0 or step == steps:
-            saved = {"module": module.state_dict(), "optimizers": [o.state_dict() for o in optimizers.all]}
-            with atomic_path(checkpoint) as partial:
-                torch.save(saved | {"step": step, "seconds": seconds}, partial)
-            line |= look()
-        append(args.out / "training.log.jsonl", line)
-    progress.close()
-    return seconds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the model directory")
@@ -411,16 +361,14 @@ def main() -> None:
         tqdm.write(json.dumps(found))
         return found
 
-    seconds = learn("tower", nn.ModuleList([model.model.vision_tower, heads]), tower_loss, args.tower_steps, args)
-    seconds += learn("whole", model, whole_loss, args.steps, args, look)
+    tower = nn.ModuleList([model.model.vision_tower, heads])
+    seconds = learn(tower, tower_loss, args.tower_steps, rate_scale, args, "tower")
+    seconds += learn(model, whole_loss, args.steps, rate_scale, args, "whole", look)
 
     model.to(torch.bfloat16).eval()  # type: ignore[arg-type]
     model.save_pretrained(args.out)
     processor.save_pretrained(args.out)
     facts = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "arguments": {name: str(value) for name, value in vars(args).items() if name != "out"},
         "parameters": sum(p.numel() for p in model.parameters()),
         "pictures_seen": args.steps * args.pictures,
         "training_minutes": round(seconds / 60, 1),
@@ -428,8 +376,7 @@ def main() -> None:
             model.float(), processor, args.measure_pictures
         ),  # bfloat16's values, the processors' fastest products
     }
-    (args.out / "training.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(facts, indent=2))
+    write_facts(args, facts)
 
 
 if __name__ == "__main__":
