@@ -321,31 +321,24 @@ class _Row:
         tokens = self.answer.token_ids
         return tokens[-1] in stop_ids or len(tokens) >= self.request.max_new_tokens
 
-    def take(
-        self,
-        new_tokens: Sequence[int],
-        nodes: int,
-        calls: int,
-        source: DraftedBy | None,
-        moved: Sequence[float] | None,
-        stop_ids: Collection[int],
-    ) -> None:
-        """Appends a round's tokens."""
-        answer = self.answer
+    def take(self, done: Round, row: int, stop_ids: Collection[int]) -> None:
+        """Appends what the round gave to this row."""
+        answer, new_tokens = self.answer, done.new_tokens[row]
         self.committed.extend(new_tokens)
         kept = count_kept(new_tokens, stop_ids, self.request.max_new_tokens - len(answer.token_ids))
         answer.token_ids.extend(new_tokens[:kept])
         accepted = min(kept, len(new_tokens) - 1)
         answer.accepted_per_round.append(accepted)
-        if source is not None:
+        if done.sources is not None:
+            source = done.sources[row]
             answer.inner_accepted += source.inner_accepted
             if source.source:
                 answer.drafted_by.append(source.credited(new_tokens[:accepted]))
-        if moved is not None:
-            answer.moved.append(sum(moved[:kept]))
+        if done.moved is not None:
+            answer.moved.append(sum(done.moved[row][:kept]))
         answer.last_round_cut = kept < len(new_tokens)
-        answer.tree_nodes.append(nodes)
-        answer.draft_calls.append(calls)
+        answer.tree_nodes.append(done.nodes[row])
+        answer.draft_calls.append(done.calls[row])
 
 
 def decode_stream(
@@ -391,14 +384,9 @@ def decode_stream(
             if not exhausted:
                 raise RuntimeError("the requests wait for an answer, but none is being written")
             return
-        committed = [row.committed for row in live]
-        done = run_round(verifier, proposer, committed, clock.mark)
-        sources = done.sources or [None] * len(live)
-        of_rows = zip(
-            live, done.new_tokens, done.nodes, done.calls, sources, done.moved or [None] * len(live), strict=True
-        )
-        for row, tokens, nodes, count, source, moved in of_rows:
-            row.take(tokens, nodes, count, source, moved, stop_ids)
+        done = run_round(verifier, proposer, [row.committed for row in live], clock.mark)
+        for i, row in enumerate(live):
+            row.take(done, i, stop_ids)
         before, ended = ended, clock.mark()
         rounds.append((live, [before, *done.marks, ended]))
         if watch is not None:
