@@ -401,9 +401,8 @@ class Lineup:
         block_linears(self.target.layers)
         self.stop_ids = frozenset(stop_ids(self.tokenizer, self.target.model.generation_config))
         self.fingerprint = tokenizer_fingerprint(self.tokenizer)
-        self.drafters: dict[Path, FeatureDrafter] = {}
+        self.drafters: dict[tuple[Path, str | None], FeatureDrafter] = {}  # by directory and a hierarchy's small model
         self.draft_models: dict[str, Target] = {}
-        self.small_drafters: dict[tuple[Path, str], FeatureDrafter] = {}  # by directory and draft_model
         self.precisions: dict[str | None, Lineup] = {}
         self.neighbours: dict[tuple[str, int], torch.Tensor] = {}  # by their source and number
 
@@ -419,8 +418,10 @@ class Lineup:
     @property
     def identity(self) -> dict[str, Any]:
         """`checkpoint.target_identity`, which drafters and recorded answers must match."""
-        section = self.section
-        return target_identity(self.target, section.model, section.revision, self.fingerprint, target_changes(section))
+        return self._identity_of(self.target, self.section)
+
+    def _identity_of(self, model: Target, section: TargetSection) -> dict[str, Any]:
+        return target_identity(model, section.model, section.revision, self.fingerprint, target_changes(section))
 
     def made(self, files: dict[str, Path] | None = None) -> dict[str, Any]:
         """How numbers of this target were made: device, precision, versions, date, and the digests of `files`."""
@@ -470,12 +471,16 @@ class Lineup:
         assert contender.entry.drafting is not None
         return contender.entry.drafting(self, contender)
 
-    def drafter(self, directory: Path) -> FeatureDrafter:
-        if directory not in self.drafters:
+    def drafter(self, directory: Path, small: TargetSection | None = None) -> FeatureDrafter:
+        """A drafter of the target; of `small`, a hierarchy's small model, where that is given."""
+        model, section = (self.target, self.section) if small is None else (self.draft_model(small), small)
+        key = directory, small and small.model_dump_json()
+        if key not in self.drafters:
             shape, _ = read_drafter_config(directory)
-            self.drafters[directory] = load_drafter(directory, self.target, self.identity, shape.capture_layers)
-            block_layers(self.drafters[directory])
-        return self.drafters[directory]
+            identity = self._identity_of(model, section)
+            self.drafters[key] = load_drafter(directory, model, identity, shape.capture_layers)
+            block_layers(self.drafters[key])
+        return self.drafters[key]
 
     def draft_model(self, section: TargetSection) -> Target:
         key = section.model_dump_json()
@@ -484,17 +489,6 @@ class Lineup:
             block_linears(self.draft_models[key].layers)
             check_vocabulary(self.draft_models[key], self.target)
         return self.draft_models[key]
-
-    def small_drafter(self, section: TargetSection, directory: Path) -> FeatureDrafter:
-        """A hierarchy's drafter, on its small model."""
-        key = directory, section.model_dump_json()
-        if key not in self.small_drafters:
-            small, changes = self.draft_model(section), target_changes(section)
-            identity = target_identity(small, section.model, section.revision, self.fingerprint, changes)
-            shape, _ = read_drafter_config(directory)
-            self.small_drafters[key] = load_drafter(directory, small, identity, shape.capture_layers)
-            block_layers(self.small_drafters[key])
-        return self.small_drafters[key]
 
     def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None:
         """The contender's cut of `vocab`; None: no cut."""

@@ -85,11 +85,9 @@ class LoadedModels(Protocol):
     fingerprint: str  # of the target's tokenizer
     stop_ids: frozenset[int]
 
-    def drafter(self, directory: Path) -> FeatureDrafter: ...
+    def drafter(self, directory: Path, small: TargetSection | None = None) -> FeatureDrafter: ...
 
     def draft_model(self, section: TargetSection) -> Target: ...
-
-    def small_drafter(self, section: TargetSection, directory: Path) -> FeatureDrafter: ...
 
     def cut(self, contender: Contender, vocab: DraftVocab) -> DraftVocab | None: ...
 
@@ -214,9 +212,9 @@ def _looks_in(section: SamSources) -> str:
 # The table.
 
 
-def _feature_drafting(lineup: LoadedModels, contender: Contender) -> Drafting:
+def _feature_drafting(lineup: LoadedModels, contender: Contender, small: TargetSection | None = None) -> Drafting:
     assert contender.drafter is not None
-    drafter = lineup.drafter(contender.drafter)
+    drafter = lineup.drafter(contender.drafter, small)
     return FeatureDrafting(drafter, lineup.cut(contender, drafter.vocab))
 
 
@@ -246,11 +244,9 @@ def _check_hierarchy(target: TargetFacts, contender: Contender) -> None:
 
 
 def _hierarchy(lineup: LoadedModels, contender: Contender) -> Proposer:
-    assert contender.drafter is not None
-    section = _small_model(contender)
-    drafter = lineup.small_drafter(section, contender.drafter)
-    inner = PolicyProposer(FeatureDrafting(drafter, lineup.cut(contender, drafter.vocab)), policy_of(contender.tree))
-    return HierarchicalProposer(lineup.draft_model(section), inner, contender.min_draft_length)
+    small = _small_model(contender)
+    inner = PolicyProposer(_feature_drafting(lineup, contender, small), policy_of(contender.tree))
+    return HierarchicalProposer(lineup.draft_model(small), inner, contender.min_draft_length)
 
 
 def _causal_lm_drafting(lineup: LoadedModels, contender: Contender) -> Drafting:
