@@ -45,7 +45,7 @@ def load_all(
         UserError: all problems of all recipes and overrides.
     """
     problems: list[str] = []
-    recipe = _measurable(_loaded(path, overrides, problems), plan, problems)
+    recipe = _loaded(path, overrides, plan, problems)
     of_first = set(problems)
     given: list[tuple[str, str]] = []  # (name, place) of contenders, even of wrong ones
     if recipe is not None:
@@ -59,12 +59,9 @@ def load_all(
             name, settings = split_overrides(argument)
             given.append((name, place))
             found += [p for setting in settings if not _is_own(setting) for p in _not_its_own(path, overrides, setting)]
-            if (
-                not found
-                and (other := _measurable(_loaded(path, [*overrides, *settings], found), plan, found)) is not None
-            ):
+            if not found and (other := _loaded(path, [*overrides, *settings], plan, found)) is not None:
                 rivals.append(replace(main_contender(other, place), name=name))
-        elif (other := _measurable(_loaded(argument, (), found), plan, found)) is not None:
+        elif (other := _loaded(argument, (), plan, found)) is not None:
             if recipe is not None:
                 found += [f"another target than {path}'s: {d}" for d in _different_targets(other.target, recipe.target)]
                 notes += _ignored(argument, other, path, recipe)
@@ -75,18 +72,10 @@ def load_all(
     return recipe, contenders_of(recipe, rivals), notes
 
 
-def _loaded(path: str, overrides: Sequence[str], problems: list[str]) -> Recipe | None:
-    try:
-        return load_recipe(path, overrides)
-    except UserError as error:
-        problems += error.problems
-        return None
-
-
-def _measurable(recipe: Recipe | None, plan: bool, problems: list[str]) -> Recipe | None:
-    """The recipe with folders of ours for all drafters. None: it was None, or has a drafter that cannot be had."""
+def _loaded(path: str, overrides: Sequence[str], plan: bool, problems: list[str]) -> Recipe | None:
+    """The recipe with folders of ours for all drafters; None if it cannot be read or a drafter cannot be had."""
     with collected(problems):
-        return None if recipe is None else with_measured_drafters(recipe, plan)
+        return with_measured_drafters(load_recipe(path, overrides), plan)
     return None
 
 
@@ -108,7 +97,8 @@ def _not_its_own(path: str, overrides: Sequence[str], setting: str) -> list[str]
     if not equals:
         return [f"{setting!r} is not an override: write key.path=value, for example eval.tree.nodes=16"]
     found: list[str] = []
-    _loaded(path, [*overrides, setting], found)
+    with collected(found):
+        load_recipe(path, [*overrides, setting])
     if unknown := [problem for problem in found if problem.startswith(f"override '{setting}': unknown key")]:
         return unknown
     return [
