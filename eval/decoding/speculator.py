@@ -1,16 +1,4 @@
-"""A target with its drafter, ready to answer: the Python API.
-
-    from draftsmith.eval.decoding.speculator import Speculator
-    from draftsmith.models.sampling import Sampling
-    from draftsmith.recipes.schema import TargetSection
-
-    target = TargetSection(model="recipes/demo_target", dtype="float32")
-    speculator = Speculator.load(target, "runs/demo/drafter")
-    answer = speculator.answer("Write the function `dedent(text)` of `textwrap`.", max_new_tokens=200)
-    print(answer.text)
-    print(answer.tau)                              # tokens per verification, the bonus token included
-    question = [{"role": "user", "content": "Write a haiku."}]
-    answer = speculator.answer(question, 200, Sampling(temperature=0.7, top_p=0.9), seed=1)
+"""A target with its drafter, ready to answer: the Python API. docs/python.md shows how to use it.
 
 In float32 a greedy answer is the target's own, token for token, and a sampled one has the target's law
 (`eval.decoding.decode`). In bfloat16 and float16 the law is that of the rounded logits, and a forward over a tree may
