@@ -112,7 +112,8 @@ def main() -> None:
     for base in sorted({states_of(arm) for arm, _ in left}):
         capture(options.out, options.demo, base)
     for temperature in TEMPERATURES if left else ():
-        answer(options.out, temperature)
+        drawn = f"data.max_prompts={ANSWERS}", f"data.generator.temperature={temperature}"
+        regenerate(ROOT / options.out / f"answers{temperature}", "scenes:heldout", *drawn)
     with ThreadPoolExecutor(options.jobs) as workers:
         problems = [line for line in workers.map(lambda cell: make(options.out, options.demo, *cell), left) if line]
     timed = {line["arm"] for line in lines() if "decoded" in line}
@@ -139,8 +140,7 @@ def ask_questions(folder: Path, *overrides: str) -> None:
         content = [message["content"][0], {"type": "text", "text": question}]
         asked.append({"id": shown["id"], "messages": [message | {"content": content}]})
     atomic_write(folder / "questions.jsonl", "".join(json.dumps(each) + "\n" for each in asked))
-    words = [f"data.{key}={folder / name}.jsonl" for key, name in (("prompts", "questions"), ("conversations",) * 2)]
-    draftsmith(["regenerate", RECIPE, f"output_dir={folder}", *words, *overrides], folder / "log.txt")
+    regenerate(folder, str(folder / "questions.jsonl"), *overrides)
 
 
 def states_of(arm: str) -> str:
@@ -157,17 +157,11 @@ def capture(out: Path, demo: Path, states: str) -> None:
     draftsmith(["capture", RECIPE, *words], folder / "log.txt")
 
 
-def answer(out: Path, temperature: int) -> None:
-    """Writes the target's own answers about held-out pictures. Raises UserError if that fails."""
-    folder = ROOT / out / f"answers{temperature}"
+def regenerate(folder: Path, prompts: str, *overrides: str) -> None:
+    """Writes the target's own answers to these prompts into the folder. Raises UserError if that fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = [
-        f"output_dir={folder}",
-        f"data.conversations={folder / 'conversations.jsonl'}",
-        "data.prompts=scenes:heldout",
-    ]
-    words += [f"data.max_prompts={ANSWERS}", f"data.generator.temperature={temperature}"]
-    draftsmith(["regenerate", RECIPE, *words], folder / "log.txt")
+    places = [f"output_dir={folder}", f"data.conversations={folder / 'conversations.jsonl'}", f"data.prompts={prompts}"]
+    draftsmith(["regenerate", RECIPE, *places, *overrides], folder / "log.txt")
 
 
 def decode(out: Path, demo: Path, arm: str) -> None:
