@@ -271,7 +271,7 @@ def answer_loss(model: LlavaForConditionalGeneration, rows: Rows, user_id: int) 
 
 
 @torch.no_grad()
-def descriptions_of(model: Any, processor: Any, scenes: list[Scene], max_new_tokens: int = 256) -> list[str]:
+def descriptions_of(model: Any, processor: Any, scenes: list[Scene]) -> list[str]:
     """Greedy descriptions, by the processor and `generate` alone."""
     content = [{"type": "image"}, {"type": "text", "text": REQUESTS[0]}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -279,7 +279,7 @@ def descriptions_of(model: Any, processor: Any, scenes: list[Scene], max_new_tok
     for start in range(0, len(scenes), 32):
         pictures = [draw(scene) for scene in scenes[start : start + 32]]
         inputs = processor(images=pictures, text=[prompt] * len(pictures), return_tensors="pt")
-        out = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        out = model.generate(**inputs, max_new_tokens=256, do_sample=False)
         answers += processor.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return answers
 

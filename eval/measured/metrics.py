@@ -149,16 +149,14 @@ def summarise(
     bootstrap_samples: int,
     seed: int,
     sampled: bool = False,
-    main: Sequence[Generation] | None = None,
 ) -> dict[str, Any]:
-    """acceptance.json's numbers for one contender against plain decoding of the same prompts in the same run.
+    """acceptance.json's numbers for one contender alone against plain decoding of the same prompts in the same run.
 
     Args:
         generations, baseline: one each per turn, in the same order.
         sampled: the answers were drawn or replayed, so matches_target is null.
-        main: the main contender's, for the ratios to it; None: `generations`.
     """
-    turns = Turns(generations, baseline, main or generations, generations)
+    turns = Turns(generations, baseline, generations, generations)
     return _summary(turns, np.arange(len(generations)), bootstrap_samples, seed, sampled)
 
 

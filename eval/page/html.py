@@ -107,7 +107,6 @@ def build_html(
         faults=faults,
         light=drawing.LIGHT,
         dark=drawing.DARK,
-        tints=TINTS,
         DASH=DASH,
     )
     return clean(page)

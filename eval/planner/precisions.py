@@ -97,10 +97,8 @@ def is_quantized(name: str) -> bool:
     return name.startswith("int")
 
 
-def measure_precisions(
-    sections: dict[str, TargetSection], context: int, nodes: Sequence[int] = NODES, repeats: int = REPEATS
-) -> dict[str, PrecisionCosts]:
-    """T_v(n) of the target in each of these precisions.
+def measure_precisions(sections: dict[str, TargetSection], context: int) -> dict[str, PrecisionCosts]:
+    """T_v(n) of the target in each of these precisions, for all n of NODES.
 
     Raises:
         UserError: it cannot be loaded.
@@ -111,16 +109,16 @@ def measure_precisions(
         tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *_saved_buffers(model)]}
         weights[name] = sum(tensor.nbytes for tensor in tensors.values()), _size(section).weight_bytes
         targets[name] = Target(model, capture_layers=(0,))
-    best: dict[str, dict[int, float]] = {name: dict.fromkeys(nodes, float("inf")) for name in sections}
+    best: dict[str, dict[int, float]] = {name: dict.fromkeys(NODES, float("inf")) for name in sections}
     generator = torch.Generator().manual_seed(0)
     vocab = min(target.vocab_size for target in targets.values())
     text = torch.randint(vocab, (context,), generator=generator).tolist()
-    chains = {n: torch.randint(vocab, (n,), generator=generator).tolist() for n in nodes}
-    with torch.inference_mode(), Bar(total=repeats, desc="precisions", unit="repeat", leave=False) as progress:
+    chains = {n: torch.randint(vocab, (n,), generator=generator).tolist() for n in NODES}
+    with torch.inference_mode(), Bar(total=REPEATS, desc="precisions", unit="repeat", leave=False) as progress:
         sessions = {name: target.session() for name, target in targets.items()}
         for session in sessions.values():
             session.prefill([text])
-        for _ in range(repeats):
+        for _ in range(REPEATS):
             for n, chain in chains.items():
                 for name, session in sessions.items():
                     tree = DraftTree.chains([chain], session.target.device)
