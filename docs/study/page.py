@@ -13,6 +13,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -376,16 +377,13 @@ def _kept(found: Estimate) -> str:
     return f"{value} % [{low}, {high}]"
 
 
-def positions(tree: str, depth: int) -> Callable[[Found], list[str]]:
-    def made(found: Found) -> list[str]:
-        rows = []
-        for arm in ARMS:
-            rates = found.positions(arm, tree)[:depth]
-            shown = [f"{100 * rate.value:.0f} ± {max(1, round(100 * rate.half_width))}" for rate in rates]
-            rows.append([ARMS[arm].name, *shown, *["-" if shown else NOT_RUN] * (depth - len(shown))])
-        return table(["%", *(str(i + 1) for i in range(depth))], rows)
-
-    return made
+def positions(found: Found, tree: str, depth: int) -> list[str]:
+    rows = []
+    for arm, about in ARMS.items():
+        rates = found.positions(arm, tree)[:depth]
+        shown = [f"{100 * rate.value:.0f} ± {max(1, round(100 * rate.half_width))}" for rate in rates]
+        rows.append([about.name, *shown, *["-" if shown else NOT_RUN] * (depth - len(shown))])
+    return table(["%", *(str(i + 1) for i in range(depth))], rows)
 
 
 def steps(found: Found) -> list[str]:
@@ -564,8 +562,8 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
     "drafters": drafters,
     "costs": costs,
     "compared": compared,
-    "positions-chain": positions(CHAIN, 6),
-    "positions-tree": positions(TREE, 8),
+    "positions-chain": partial(positions, tree=CHAIN, depth=6),
+    "positions-tree": partial(positions, tree=TREE, depth=8),
     "steps": steps,
     "longer": longer,
     "fed": fed,
