@@ -16,7 +16,6 @@ from accelerate.utils import DeepSpeedPlugin
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.run.accelerator import accelerator_of, launcher_plugin, with_recipe_settings
-from draftsmith.train.run.settings import zero_settings
 from tests.test_processes import Place, check_same
 from tests.training_runs import fresh_accelerator
 
@@ -191,15 +190,15 @@ def test_processes_that_would_each_train_by_themselves_are_refused(monkeypatch: 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"^2 processes were started \(WORLD_SIZE\), and this run would have 1: "):
-        accelerator_of(zero_settings(TrainSection()))
+        accelerator_of(TrainSection())
 
 
 def test_a_stage_or_offload_that_the_launcher_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
-    settings = zero_settings(TrainSection(zero_stage=3, offload_optimizer=True))
+    section = TrainSection(zero_stage=3, offload_optimizer=True)
     with pytest.raises(UserError) as refused:
-        with_recipe_settings(launcher_plugin(settings), settings)
+        with_recipe_settings(launcher_plugin(section), section)
     assert [problem.partition(", ")[0] for problem in refused.value.problems] == [
         "train.zero_stage is 3",
         "train.offload_optimizer is true",
@@ -210,7 +209,7 @@ def problems_of(config: dict[str, Any], **recipe: Any) -> list[str]:
     section = TrainSection(**{"gradient_accumulation_steps": 2, "batch_size": 4, "max_grad_norm": 0.5} | recipe)
     given = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"} | config
     try:
-        with_recipe_settings(DeepSpeedPlugin(hf_ds_config=given), zero_settings(section))
+        with_recipe_settings(DeepSpeedPlugin(hf_ds_config=given), section)
     except UserError as error:
         return error.problems
     return []

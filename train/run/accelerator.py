@@ -6,7 +6,6 @@ used where they agree with the recipe, and refused where they do not.
 
 import os
 import socket
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
@@ -20,6 +19,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.recipes.command.launch import check_joined, world_size
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.run.processes import keep_group
 
 OLDEST_DEEPSPEED = "0.19"  # tested with 0.19.8; `Engine` reads attributes of its optimisers
@@ -30,37 +30,22 @@ DECIDED_BY_RECIPE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class ZeroSettings:
-    """The recipe's settings for DeepSpeed.
-
-    Attributes:
-        stage: of ZeRO; 0: the recipe asks for none.
-        max_grad_norm: by which DeepSpeed clips the global norm; 0: it does not.
-    """
-
-    stage: int
-    offload_optimizer: bool
-    rows_per_micro_batch: int
-    micro_batches_per_rank: int  # of an optimiser step
-    max_grad_norm: float
-
-    def config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration."""
-        zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": torch.accelerator.is_available()}
-        if self.offload_optimizer:
-            zero["offload_optimizer"] = {"device": "cpu"}
-        return {
-            "train_micro_batch_size_per_gpu": self.rows_per_micro_batch,
-            "gradient_accumulation_steps": self.micro_batches_per_rank,
-            "gradient_clipping": self.max_grad_norm,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # PyTorch's AdamW on the CPU too: the same steps, nothing to compile
-        }
+def deepspeed_config(section: TrainSection) -> dict[str, Any]:
+    """The recipe's settings as DeepSpeed's configuration."""
+    zero: dict[str, Any] = {"stage": section.zero_stage, "overlap_comm": torch.accelerator.is_available()}
+    if section.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": section.batch_size,
+        "gradient_accumulation_steps": section.gradient_accumulation_steps,
+        "gradient_clipping": section.max_grad_norm if section.clip == "norm" else 0.0,  # 0: `Engine` clips
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # PyTorch's AdamW on the CPU too: the same steps, nothing to compile
+    }
 
 
-def accelerator_of(settings: ZeroSettings) -> Accelerator:
+def accelerator_of(section: TrainSection) -> Accelerator:
     """The processes of this run: those that a launcher started, or this one.
 
     ZeRO's stage is the recipe's (`train.zero_stage`), or the one that `accelerate launch` was given.
@@ -76,12 +61,12 @@ def accelerator_of(settings: ZeroSettings) -> Accelerator:
     started = world_size()  # as the launcher set it: the environment is changed below
     by_launcher = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     plugin = None
-    if settings.offload_optimizer and not (settings.stage or by_launcher):
+    if section.offload_optimizer and not (section.zero_stage or by_launcher):
         raise UserError(
             "train.offload_optimizer: only ZeRO can offload the optimiser; set train.zero_stage to 1, 2 or 3, or leave "
             "it out"
         )
-    if settings.stage or by_launcher:
+    if section.zero_stage or by_launcher:
         check_deepspeed(
             "accelerate's config asks for DeepSpeed" if by_launcher else "train.zero_stage: ZeRO is DeepSpeed's"
         )
@@ -90,9 +75,9 @@ def accelerator_of(settings: ZeroSettings) -> Accelerator:
             handlers.append(InitProcessGroupKwargs(backend="gloo"))
         _join_group_of_one()
         if by_launcher:
-            plugin = with_recipe_settings(launcher_plugin(settings), settings)
+            plugin = with_recipe_settings(launcher_plugin(section), section)
         else:
-            plugin = DeepSpeedPlugin(hf_ds_config=settings.config())
+            plugin = DeepSpeedPlugin(hf_ds_config=deepspeed_config(section))
     accelerator = Accelerator(
         # Without an accelerator accelerate joins processes only if it is told to use the CPU.
         cpu=plugin is None and started > 1 and not torch.accelerator.is_available(),
@@ -159,7 +144,7 @@ def _join_group_of_one() -> None:
     os.environ.update(alone)
 
 
-def launcher_plugin(settings: ZeroSettings) -> DeepSpeedPlugin:
+def launcher_plugin(section: TrainSection) -> DeepSpeedPlugin:
     """The plugin that `accelerate launch` asks for by its options or config; the recipe fills in what these leave out.
 
     Raises:
@@ -168,9 +153,9 @@ def launcher_plugin(settings: ZeroSettings) -> DeepSpeedPlugin:
     path = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     # accelerate sets a variable only for what it was given. Without one its plugin takes its own default, stage 2.
     ours: dict[str, Any] = {}
-    if settings.stage and "ACCELERATE_DEEPSPEED_ZERO_STAGE" not in os.environ:
-        ours["zero_stage"] = settings.stage
-    if settings.offload_optimizer and "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE" not in os.environ:
+    if section.zero_stage and "ACCELERATE_DEEPSPEED_ZERO_STAGE" not in os.environ:
+        ours["zero_stage"] = section.zero_stage
+    if section.offload_optimizer and "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE" not in os.environ:
         ours["offload_optimizer_device"] = "cpu"
     try:
         if path != "none":  # the file's own values stay
@@ -182,7 +167,7 @@ def launcher_plugin(settings: ZeroSettings) -> DeepSpeedPlugin:
         raise UserError(f"accelerate's config, deepspeed_config_file {path}: {error}") from error
 
 
-def with_recipe_settings(plugin: DeepSpeedPlugin, settings: ZeroSettings) -> DeepSpeedPlugin:
+def with_recipe_settings(plugin: DeepSpeedPlugin, section: TrainSection) -> DeepSpeedPlugin:
     """The launcher's plugin with the recipe's values written into it.
 
     Raises:
@@ -195,24 +180,24 @@ def with_recipe_settings(plugin: DeepSpeedPlugin, settings: ZeroSettings) -> Dee
                 f"DeepSpeed's {name}.enabled: drafters train in float32 and multiply in train.mixed_precision; set it "
                 "to auto or leave it out"
             )
-    if settings.stage and plugin.zero_stage != settings.stage:
+    if section.zero_stage and plugin.zero_stage != section.zero_stage:
         problems.append(
-            f"train.zero_stage is {settings.stage}, accelerate was given {plugin.zero_stage} (--zero_stage, or its "
+            f"train.zero_stage is {section.zero_stage}, accelerate was given {plugin.zero_stage} (--zero_stage, or its "
             "config): leave one out"
         )
     if plugin.zero_stage == 0:
         problems.append("accelerate's config asks for DeepSpeed without ZeRO (stage 0): leave DeepSpeed out of it")
-    for section in ("optimizer", "scheduler"):
-        if section in config:
-            problems.append(f"DeepSpeed's {section}: the recipe's train section decides it; leave it out")
+    for key in ("optimizer", "scheduler"):
+        if key in config:
+            problems.append(f"DeepSpeed's {key}: the recipe's train section decides it; leave it out")
     offloads = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none") != "none"
-    if settings.offload_optimizer and not offloads:
+    if section.offload_optimizer and not offloads:
         problems.append(
             "train.offload_optimizer is true, accelerate was given none (--offload_optimizer_device, or its config): "
             "leave one out"
         )
-    rows = settings.rows_per_micro_batch * settings.micro_batches_per_rank * world_size()
-    for key, value in {"train_batch_size": rows, **settings.config()}.items():
+    rows = section.batch_size * section.gradient_accumulation_steps * world_size()
+    for key, value in {"train_batch_size": rows, **deepspeed_config(section)}.items():
         if key in DECIDED_BY_RECIPE:
             if config.get(key, "auto") not in ("auto", value):
                 problems.append(f"DeepSpeed's {key} is {config[key]}, the recipe's is {value}: set it to auto")

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -28,26 +28,12 @@ from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.loss.unroll import TrainingTimeTest
+from draftsmith.train.run.settings import uses_bf16
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's
 WEIGHTS_FILE, MOMENTS_FILE = "model.safetensors", "optimizer.safetensors"
-
-
-@dataclass(frozen=True)
-class AdamWSettings:
-    """AdamW as the engine uses it. `Engine.step` is given the learning rate of each step.
-
-    Attributes:
-        learning_rate: before the first step.
-        clip_at: the largest global norm of the gradient, or with clip_by "value" the largest element.
-    """
-
-    learning_rate: float
-    betas: tuple[float, float]
-    weight_decay: float
-    clip_by: Literal["norm", "value"]
-    clip_at: float
 
 
 @dataclass(frozen=True)
@@ -61,33 +47,33 @@ class Step:
 class Engine:
     """The trainee and its optimiser. Call `start` once before training.
 
-    Args:
+    Attributes:
         bf16: whether products are in bfloat16.
     """
 
-    def __init__(self, accelerator: Accelerator, trainee: TrainingTimeTest, settings: AdamWSettings, bf16: bool):
-        self.accelerator, self.settings, self.bf16 = accelerator, settings, bf16
+    def __init__(self, accelerator: Accelerator, trainee: TrainingTimeTest, section: TrainSection):
+        self.accelerator, self.section, self.bf16 = accelerator, section, uses_bf16(section)
         self.alone = trainee  # without a wrapper for many processes
         self.zero = 0  # ZeRO's stage
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             plugin: Any = accelerator.state.deepspeed_plugin
             self.zero = plugin.zero_stage
         self.names = [name for name, p in trainee.named_parameters() if p.requires_grad]
-        trainee.bf16, trainee.caches_casts = bf16, self.zero < 3
+        trainee.bf16, trainee.caches_casts = self.bf16, self.zero < 3
         self.shapes = {name: tuple(p.shape) for name, p in trainee.named_parameters()}
         self.blueprint = _without_weights(trainee) if self.zero == 3 else None
 
     def start(self) -> None:
         """Makes the optimiser, and copies or shards the weights as they are now."""
-        settings = self.settings
+        section = self.section
         parameters = [p for p in self.alone.parameters() if p.requires_grad]
         if self.zero:
             self._size_buckets(sum(p.numel() for p in parameters))
         optimizer = torch.optim.AdamW(
             parameters,
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
+            lr=section.learning_rate,  # `step` is given that of each step
+            betas=(section.adam_beta1, section.adam_beta2),
+            weight_decay=section.weight_decay,
             # One pass over weights and moments in place of a dozen. DeepSpeed updates its own flat tensors.
             fused=not self.zero and self.accelerator.device.type in ("cpu", "cuda"),
         )
@@ -143,13 +129,13 @@ class Engine:
         return self._zero_step() if self.zero else self._plain_step()
 
     def _plain_step(self) -> Step:
-        parameters, limit = list(self._parameters.values()), self.settings.clip_at
+        parameters, limit = list(self._parameters.values()), self.section.max_grad_norm
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         found = norm.item()
         taken = bool(torch.isfinite(norm))
         if taken:
-            if self.settings.clip_by == "norm":
+            if self.section.clip == "norm":
                 torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
             else:
                 torch.nn.utils.clip_grad_value_(parameters, limit)
@@ -161,14 +147,14 @@ class Engine:
         """DeepSpeed clips by the norm and skips gradients that are not finite. Clipping by value happens here, on the
         gradients that it holds."""
         norm = None
-        if self.settings.clip_by == "value":
+        if self.section.clip == "value":
             held = self._held_gradients()
             squares = sum((g.float().square().sum() for g in held), torch.zeros((), device=self.accelerator.device))
             total: Any = self.accelerator.reduce(squares, "sum")
             norm = total.sqrt().item()
             if torch.isfinite(total):
                 for gradient in held:
-                    gradient.clamp_(-self.settings.clip_at, self.settings.clip_at)
+                    gradient.clamp_(-self.section.max_grad_norm, self.section.max_grad_norm)
         self.trainee.step()
         taken = not self.trainee.optimizer.overflow
         return Step(float(self.trainee.get_global_grad_norm()) if norm is None else norm, taken)

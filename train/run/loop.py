@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -23,6 +23,7 @@ from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, add_noise, teacher_of
 from draftsmith.train.measure.metrics_line import (
     COUNTED,
@@ -60,22 +61,6 @@ LOSS_IS_NOT_FINITE = "its loss is not finite"
 BEST_BY = {"simulated_tau": "validation_simulated_tau", "replay_tau": "replay_tau"}
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """Settings of everything but the optimiser steps."""
-
-    seed: int  # of the order of the rows and of their noise
-    packing: bool  # whether the target reads a micro-batch packed into one row
-    feature_noise: float  # width of the noise on captured features (`train.loss.unroll.add_noise`); 0: none
-    max_skipped_steps: int
-    resumes: bool  # from a checkpoint; otherwise the run refuses to start where there is one
-    save_every_steps: int
-    keep_checkpoints: int  # the newest ones
-    keep_best: Literal["simulated_tau", "replay_tau"] | None  # also keep the best one by this number
-    log_every_steps: int
-    validate_every_steps: int
-
-
 def bar_text(line: Mapping[str, Any]) -> str:
     """The progress bar's text for a line of metrics."""
     words = [f"loss {line['loss']:.3f}, tau {line['simulated_tau']:.2f}"] if "loss" in line else []
@@ -107,7 +92,7 @@ class Loop:
     rows: Sequence[TrainingRow]
     validation_rows: Sequence[TrainingRow]
     schedule: Schedule
-    settings: LoopSettings
+    section: TrainSection
     checkpoints: Path
     metrics_path: Path
     identity: dict[str, Any]
@@ -121,7 +106,7 @@ class Loop:
         drafter, schedule = self.engine.alone.drafter, self.schedule
         self.vocab, self.drafter_dtype, self.unroll_steps = drafter.vocab, drafter.dtype, self.engine.alone.steps
         lengths = [len(row.input_ids) for row in self.rows]
-        self.order = self.states.ordered(BatchOrder(lengths, schedule.rows_per_micro_batch, self.settings.seed))
+        self.order = self.states.ordered(BatchOrder(lengths, schedule.rows_per_micro_batch, self.section.seed))
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
         peak = peak_flops_per_second(self.accelerator.device) if self.flops is not None else None
         self.meter = ThroughputMeter(self.accelerator.device, peak and peak * schedule.ranks)
@@ -155,14 +140,14 @@ class Loop:
     @property
     def _again(self) -> str:
         """How a run that stopped early is resumed, in words."""
-        return "the same command" if self.settings.resumes else "train.resume=auto"
+        return "the same command" if self.section.resume == "auto" else "train.resume=auto"
 
     def _interrupted_after(self, done: int) -> str:
         """The message of Ctrl-C after `done` steps: where the next start will resume."""
         if saved := list_checkpoints(self.checkpoints):
             resumption = f"{self._again} resumes from step {step_of(saved[-1]):,} ({saved[-1]})"
         else:
-            first = min(self.settings.save_every_steps, self.schedule.steps)
+            first = min(self.section.save_every_steps, self.schedule.steps)
             resumption = f"no checkpoint yet (the first one comes at step {first:,}): the same command starts again"
         return f"interrupted after step {done:,}; {resumption}"
 
@@ -177,12 +162,12 @@ class Loop:
             self.meter.step()
             progress.update()
             last = done == self.schedule.steps
-            save = done % self.settings.save_every_steps == 0 or last
-            due = done % self.settings.validate_every_steps == 0 or last
-            due |= save and self.settings.keep_best == "simulated_tau"
+            save = done % self.section.save_every_steps == 0 or last
+            due = done % self.section.validate_every_steps == 0 or last
+            due |= save and self.section.keep_best == "simulated_tau"
             validate = bool(self.validation_rows) and due
             replay = self.replay is not None and save
-            log = done % self.settings.log_every_steps == 0 or validate or replay or last
+            log = done % self.section.log_every_steps == 0 or validate or replay or last
             if log:
                 line = self.window.over_ranks(self.accelerator)
                 speed = self.meter.read({key: line.pop(key) for key in COUNTED}, self.schedule.steps - done)
@@ -209,7 +194,7 @@ class Loop:
                 self._log(waiting | self.replayed())
                 self.meter.start()
         progress.close()
-        if self.accelerator.is_main_process and self.settings.keep_best is not None:
+        if self.accelerator.is_main_process and self.section.keep_best is not None:
             self._keep(check=True)  # the last checkpoint was replayed after it was saved
         return True
 
@@ -252,7 +237,7 @@ class Loop:
     def _draws(self, number: int, rows: Sequence[int]) -> list[str]:
         """Names of the random numbers of each row of a micro-batch: the same in every run, on every rank."""
         epoch = number // self.order.batches_per_epoch
-        return [f"{self.settings.seed}/{epoch}/{row}" for row in rows]
+        return [f"{self.section.seed}/{epoch}/{row}" for row in rows]
 
     def _report_skipped(self, step: int, numbers: Sequence[int], chosen: Sequence[Sequence[int]]) -> None:
         """Names the rows that made a step's gradient not finite; all ranks call it.
@@ -277,10 +262,10 @@ class Loop:
             raise UserError(f"step {step + 1}: the loss of every row is NaN or inf, training has diverged: {remedy}")
         self.skipped += 1
         self.accelerator.print(f"step {step + 1} skipped: its gradient is not finite ({told})")
-        if self.skipped > self.settings.max_skipped_steps:
+        if self.skipped > self.section.max_skipped_steps:
             raise UserError(
                 f"{self.skipped} steps had gradients that are not finite, train.max_skipped_steps allows "
-                f"{self.settings.max_skipped_steps}; the last one: {told}. Look at these rows, or {remedy}"
+                f"{self.section.max_skipped_steps}; the last one: {told}. Look at these rows, or {remedy}"
             )
 
     def _problem_of(self, trainee: TrainingTimeTest, row: int, draws: Sequence[str]) -> str | None:
@@ -311,8 +296,8 @@ class Loop:
         row = batch.one_row
         with record_function("teacher"):
             teacher = teacher_of(self.target, last, row.ids, columns, self.vocab)
-        if draws is not None and self.settings.feature_noise:
-            captured = add_noise(captured, self.settings.feature_noise, row.lengths, draws, row.documents)
+        if draws is not None and self.section.feature_noise:
+            captured = add_noise(captured, self.section.feature_noise, row.lengths, draws, row.documents)
         with record_function("unroll and loss"):
             inputs = self.target.inputs(row.ids, row.position, row.inserts, self.drafter_dtype)
             return trainee(captured, inputs, columns, teacher, row.documents)
@@ -362,7 +347,7 @@ class Loop:
         device: reading them there would wait for it."""
         first = 0 if rows is self.rows else len(self.rows)  # validation rows are numbered behind training rows
         numbers = [first + i for i in indices]
-        batch = collate([rows[i] for i in indices], self.settings.packing, numbers)
+        batch = collate([rows[i] for i in indices], self.section.packing, numbers)
         columns = columns_of(batch.one_row.span, self.unroll_steps)
         columns = replace(columns, known_runs=tuple(columns.runs(batch.one_row.documents)))
         return batch.to(self.accelerator.device), columns.to(self.accelerator.device)
@@ -378,9 +363,9 @@ class Loop:
 
         None: it is not asked for, or no checkpoint was validated. Damaged checkpoints are named and skipped.
         """
-        if self.settings.keep_best is None:
+        if self.section.keep_best is None:
             return None
-        found = self.metrics.values(BEST_BY[self.settings.keep_best])
+        found = self.metrics.values(BEST_BY[self.section.keep_best])
         for checkpoint in best_of(list_checkpoints(self.checkpoints), found):
             if (problem := damage(checkpoint)) is None:
                 return checkpoint, found[step_of(checkpoint)]
@@ -394,11 +379,11 @@ class Loop:
             check: read the best one to see that it is whole: while a damaged one passes for the best, the best whole
                 one would be removed.
         """
-        found = self.metrics.values(BEST_BY[self.settings.keep_best]) if self.settings.keep_best is not None else {}
+        found = self.metrics.values(BEST_BY[self.section.keep_best]) if self.section.keep_best is not None else {}
         best = best_of(list_checkpoints(self.checkpoints), found)[:1]
         if check and best and (whole := self.best()) is not None:
             best = [whole[0]]
-        keep_last(self.checkpoints, self.settings.keep_checkpoints, best)
+        keep_last(self.checkpoints, self.section.keep_checkpoints, best)
 
     def _save(self, step: int, waiting: dict[str, Any] | None = None) -> dict[str, float]:
         """Writes a checkpoint folder, whole or not at all, and removes those that need not be kept. Returns the counted
@@ -452,7 +437,7 @@ class Loop:
 
     def _settle(self) -> None:
         existing = list_checkpoints(self.checkpoints)
-        if existing and not self.settings.resumes:
+        if existing and self.section.resume == "never":
             raise UserError(
                 f"train.resume is never, but {existing[-1]} exists: set train.resume=auto to resume from it, or choose "
                 "another output_dir"

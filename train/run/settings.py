@@ -1,4 +1,4 @@
-"""From a recipe's train section to the plain settings of training. Nothing behind this file reads the section."""
+"""From a recipe's train section to the trainee and the schedule: losses, unroll and schedule know no recipe."""
 
 import torch
 
@@ -7,9 +7,6 @@ from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.attention.kernels import BLOCKS
 from draftsmith.train.loss.losses import LossWeights
 from draftsmith.train.loss.unroll import TrainingTimeTest
-from draftsmith.train.run.accelerator import ZeroSettings
-from draftsmith.train.run.engine import AdamWSettings
-from draftsmith.train.run.loop import LoopSettings
 from draftsmith.train.run.schedule import Schedule
 
 
@@ -50,36 +47,6 @@ def schedule_of(section: TrainSection, rows: int, ranks: int) -> Schedule:
         peak_learning_rate=section.learning_rate,
         warmup_steps=section.warmup_steps,
         decay=section.schedule,
-    )
-
-
-def loop_settings(section: TrainSection) -> LoopSettings:
-    return LoopSettings(
-        seed=section.seed,
-        packing=section.packing,
-        feature_noise=section.feature_noise,
-        max_skipped_steps=section.max_skipped_steps,
-        resumes=section.resume == "auto",
-        save_every_steps=section.save_every_steps,
-        keep_checkpoints=section.keep_checkpoints,
-        keep_best=section.keep_best,
-        log_every_steps=section.log_every_steps,
-        validate_every_steps=section.validate_every_steps,
-    )
-
-
-def adamw_settings(section: TrainSection) -> AdamWSettings:
-    betas = section.adam_beta1, section.adam_beta2
-    return AdamWSettings(section.learning_rate, betas, section.weight_decay, section.clip, section.max_grad_norm)
-
-
-def zero_settings(section: TrainSection) -> ZeroSettings:
-    return ZeroSettings(
-        stage=section.zero_stage,
-        offload_optimizer=section.offload_optimizer,
-        rows_per_micro_batch=section.batch_size,
-        micro_batches_per_rank=section.gradient_accumulation_steps,
-        max_grad_norm=section.max_grad_norm if section.clip == "norm" else 0.0,
     )
 
 

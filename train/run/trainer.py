@@ -34,7 +34,6 @@ from draftsmith.train.measure.metrics_line import peak_flops_per_second
 from draftsmith.train.measure.plan import print_plan
 from draftsmith.train.measure.step_flops import StepFlops
 from draftsmith.train.measure.step_profile import StepProfile
-from draftsmith.train.run import settings
 from draftsmith.train.run.accelerator import accelerator_of
 from draftsmith.train.run.batches import efficiency
 from draftsmith.train.run.checkpoints import disk_errors_as_user_errors, step_of
@@ -45,6 +44,7 @@ from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.lora import merge_lora
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
 from draftsmith.train.run.run_identity import rows_digest, run_identity
+from draftsmith.train.run.settings import schedule_of, trainee_of
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, store_identity
 from draftsmith.train.run.trackers import Trackers, check_trackers
@@ -106,7 +106,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     digests = {"training rows": rows_digest(rows), "validation rows": rows_digest(validation_rows)}
 
     set_seed(recipe.train.seed)
-    accelerator = accelerator_of(settings.zero_settings(recipe.train))
+    accelerator = accelerator_of(recipe.train)
     if recipe.drafter.lora is not None and accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise UserError(
             "drafter.lora: its few weights are not trained under ZeRO: leave DeepSpeed out of accelerate's config"
@@ -123,7 +123,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     computed = identity | {"dtype": str(target.dtype).removeprefix("torch.")}
     check_ranks_agree({"target": computed, "data.states": store_identity(store)})
 
-    trainee = settings.trainee_of(recipe.train, drafter)
+    trainee = trainee_of(recipe.train, drafter)
     flops = profile = None
     if peak_flops_per_second(accelerator.device) is not None:
         size = target_size(load_config(section), section.dtype, section.trust_remote_code, section.quantization)
@@ -132,13 +132,13 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         folder = Path(recipe.output_dir) / "profile"
         profile = StepProfile(profile_steps, folder, accelerator.process_index, accelerator.print)
     loop = Loop(
-        Engine(accelerator, trainee, settings.adamw_settings(recipe.train), settings.uses_bf16(recipe.train)),
+        Engine(accelerator, trainee, recipe.train),
         target,
         states,
         rows,
         validation_rows,
-        settings.schedule_of(recipe.train, len(rows), accelerator.num_processes),
-        settings.loop_settings(recipe.train),
+        schedule_of(recipe.train, len(rows), accelerator.num_processes),
+        recipe.train,
         recipe.checkpoints_dir,
         recipe.metrics_path,
         identity=run_identity(recipe, drafter, computed, accelerator.num_processes, digests, store_identity(store)),
