@@ -8,7 +8,6 @@ The operations are private ones of torch (`mkldnn::_reorder_linear_weight`, `mkl
 uses them). Where they are missing or give other numbers, layers stay as they are.
 """
 
-from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -42,23 +41,16 @@ class BlockedLinear(nn.Module):
 
 def block_linears(module: nn.Module) -> None:
     """Replaces the linear layers inside a module that lies on a CPU, one after another, in place."""
-    for parent, name, linear in list(_linears(module)):
-        weight = linear.weight
-        if weight.device.type == "cpu" and able(weight.dtype):
-            setattr(parent, name, BlockedLinear(linear))
+    for name, layer in list(module.named_modules()):
+        # A subclass may compute something else.
+        if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and able(layer.weight.dtype):
+            module.set_submodule(name, BlockedLinear(layer))
 
 
 def block_layers(drafter: "FeatureDrafter") -> None:
     """`block_linears` in a drafter's layers. Its head and fusion read their weights in other ways, too."""
     for stack in drafter.stacks:
         block_linears(nn.ModuleList(stack))
-
-
-def _linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    for parent in module.modules():
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear:  # a subclass may compute something else
-                yield parent, name, child
 
 
 @cache

@@ -27,7 +27,6 @@ plain decoding's, and nothing is promised. Fake ones are ordinary models.
 """
 
 import platform
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -154,27 +153,24 @@ class Int4Linear(_QuantizedLinear):
 
 def quantize_layers(layers: nn.ModuleList, precision: QuantizationSection) -> None:
     """Quantises the linear layers of a decoder's blocks, one after another, in place."""
-    for parent, name, linear in list(_linears(layers)):
+    for name, linear in _linears(layers).items():
         if precision.fake:
             linear.weight.data = fake_quantized(linear.weight.data, precision)
+        elif precision.bits == 8:
+            layers.set_submodule(name, Int8Linear(linear))
         else:
-            setattr(
-                parent, name, Int8Linear(linear) if precision.bits == 8 else Int4Linear(linear, precision.group_size)
-            )
+            layers.set_submodule(name, Int4Linear(linear, precision.group_size))
 
 
-def _linears(layers: nn.ModuleList) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """(parent, name in it, layer) of all linear layers."""
-    for parent in layers.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                yield parent, name, child
+def _linears(layers: nn.ModuleList) -> dict[str, nn.Linear]:
+    """All linear layers by name."""
+    return {name: module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
 
 
 def quantized_bytes(layers: nn.ModuleList, precision: QuantizationSection) -> tuple[int, int]:
     """(weights of the linear layers, bytes that they take when quantised by a kernel, without biases): both exact."""
     weights = scales = 0
-    for _, _, linear in _linears(layers):
+    for linear in _linears(layers).values():
         weights += linear.weight.numel()
         scales += 2 * linear.out_features if precision.bits == 8 else 4 * linear.weight.numel() // precision.group_size
     return weights, weights * precision.bits // 8 + scales
@@ -201,7 +197,7 @@ def check_quantization(precision: QuantizationSection, config: Any, layers: nn.M
             f"target.quantization: the checkpoint is quantised already ({settings.get('quant_method', 'unknown')}); "
             "transformers loads it as it is: leave target.quantization out, or name the plain checkpoint"
         )
-    found = {name: module for name, module in layers.named_modules() if isinstance(module, nn.Linear)}
+    found = _linears(layers)
     if not found:
         raise UserError(
             f"target.quantization: the blocks of family {config.model_type} hold no linear layers of torch, and only "
