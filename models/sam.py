@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from draftsmith.models.chat import FINGERPRINT_COVERS
+from draftsmith.models.vocab import open_tensors
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 
@@ -287,18 +287,12 @@ class StaticAutomaton:
         Raises:
             UserError: no such file, not an automaton, or one of another tokenizer.
         """
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("form") != FORM or {"tokens", "order"} - set(file.keys()):
-                    raise UserError(f"{path}: not an automaton; `draftsmith build-sam` writes one")
-                # The tensors are views of the mapped file: nothing is read before it is looked at.
-                tokens, order = (file.get_tensor(name).numpy() for name in ("tokens", "order"))
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file; run `draftsmith build-sam` first") from None
-        except (OSError, SafetensorError) as error:
-            why = "it is a folder" if path.is_dir() else error
-            raise UserError(f"{path}: not a readable safetensors file: {why}") from None
+        with open_tensors(path, "file; run `draftsmith build-sam` first") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("form") != FORM or {"tokens", "order"} - set(file.keys()):
+                raise UserError(f"{path}: not an automaton; `draftsmith build-sam` writes one")
+            # The tensors are views of the mapped file: nothing is read before it is looked at.
+            tokens, order = (file.get_tensor(name).numpy() for name in ("tokens", "order"))
         if (there := metadata.get("tokenizer_fingerprint", "none")) != fingerprint:
             raise UserError(
                 f"{path}: built with another tokenizer: fingerprint {there[:16]} there, {fingerprint[:16]} here (a "

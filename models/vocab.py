@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -144,7 +145,7 @@ class DraftVocab:
     @staticmethod
     def load(path: str | Path) -> "DraftVocab":
         """Reads what `save` wrote. Raises UserError where the file is missing, unreadable or inconsistent."""
-        with _open(path, "draft vocabulary; run `draftsmith rank-vocab` first") as file:
+        with open_tensors(path, "draft vocabulary; run `draftsmith rank-vocab` first") as file:
             missing = {"d2t", "t2d"}.difference(file.keys())
             if missing:
                 raise UserError(f"{path}: no {' and no '.join(sorted(missing))} in it; not a draft vocabulary")
@@ -153,17 +154,18 @@ class DraftVocab:
 
 def load_metadata(path: str | Path) -> dict[str, str]:
     """A draft vocabulary's metadata: tokenizer_fingerprint, counted_tokens, covered_share."""
-    with _open(path, "draft vocabulary; run `draftsmith rank-vocab` first") as file:
+    with open_tensors(path, "draft vocabulary; run `draftsmith rank-vocab` first") as file:
         return file.metadata() or {}
 
 
 def load_tensors(path: str | Path, what: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """All tensors and metadata of a safetensors file; `what` names it in the UserError for an unreadable one."""
-    with _open(path, what) as file:
+    with open_tensors(path, what) as file:
         return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
 
 
-def _open(path: str | Path, missing: str):
+def open_tensors(path: str | Path, missing: str) -> Any:
+    """`safe_open` of a file; `missing` says in the UserError what is not there, and what makes it."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
@@ -397,14 +399,14 @@ def load_token_counts(path: str | Path) -> tuple[torch.Tensor, dict[str, str]]:
     Raises:
         UserError: no such file, or not a file of `save_token_counts`.
     """
-    with _open(path, "token counts; `draftsmith rank-vocab` writes <output_dir>/token_counts.safetensors") as file:
+    missing = "token counts; `draftsmith rank-vocab` writes <output_dir>/token_counts.safetensors"
+    with open_tensors(path, missing) as file:
         if "counts" not in file.keys():  # noqa: SIM118 (safetensors' file is no dict)
             raise UserError(f"{path}: no counts in it; not token counts as `draftsmith rank-vocab` writes them")
         counts, metadata = file.get_tensor("counts"), file.metadata() or {}
-    missing = {"tokenizer_fingerprint", "counted_tokens", "stop_ids"} - metadata.keys()
-    if missing:
+    if lacks := {"tokenizer_fingerprint", "counted_tokens", "stop_ids"} - metadata.keys():
         raise UserError(
-            f"{path}: its metadata has no {' and no '.join(sorted(missing))}; write it with `draftsmith rank-vocab` or "
+            f"{path}: its metadata has no {' and no '.join(sorted(lacks))}; write it with `draftsmith rank-vocab` or "
             "models.vocab.save_token_counts"
         )
     if wrong := _problem_in_counts(counts, metadata):
