@@ -18,19 +18,18 @@ def counted(span: list[int], column: int, step: int) -> bool:
 
 
 def laid_out(documents: list[tuple[list[int], list[int]]], width: int) -> list[list[int]]:
-    """One row of a batch, token by token: [ids, spans, numbers of the documents, positions], padded with 0.
+    """One row of a batch, token by token: [ids, spans, positions], padded with 0.
 
     Args:
         documents: (ids, number of the span of each token, 0 outside) of each. A document's first token is no span's.
     """
-    ids, spans, numbers, positions = [], [], [], []
-    for number, (tokens, span) in enumerate(documents, start=1):
+    ids, spans, positions = [], [], []
+    for tokens, span in documents:
         for position, token in enumerate(tokens):
             ids.append(token)
             spans.append(span[position] if position > 0 else 0)
-            numbers.append(number)
             positions.append(position)
-    return [row + [0] * (width - len(row)) for row in (ids, spans, numbers, positions)]
+    return [row + [0] * (width - len(row)) for row in (ids, spans, positions)]
 
 
 def soft_cross_entropy(logits: torch.Tensor, teacher: torch.Tensor, counted_columns: list[bool]) -> torch.Tensor:

@@ -73,11 +73,14 @@ def test_layouts_equal_the_slow_twin() -> None:
         ]
         width = max(sum(len(ids) for ids, _ in line) for line in documents)
         expected = [laid_out(line, width) for line in documents]
-        tensors = (batch.ids, batch.span, batch.document, batch.position)
+        tensors = (batch.ids, batch.span, batch.position)
         assert [list(map(list, each)) for each in zip(*(t.tolist() for t in tensors), strict=True)] == expected
         assert batch.rows == tuple(40 + i for line in layout for i in line)
-        assert batch.lengths == [len(ids) for line in documents for ids, _ in line]
-        assert batch.tokens == int((batch.document > 0).sum())
+        assert list(batch.places) == [
+            (b, sum(len(ids) for ids, _ in line[:i]), len(line[i][0]))
+            for b, line in enumerate(documents)
+            for i in range(len(line))
+        ]
         assert (batch.documents is None) == all(len(line) == 1 for line in layout)
 
 
@@ -87,7 +90,7 @@ def test_one_row_of_any_layout_is_what_packing_gives() -> None:
         batch = collate_as(rows, layout)
         row, packed = batch.one_row, collate_as(rows, [list(batch.rows)])
         assert (row.rows, row.places) == (packed.rows, packed.places)
-        for name in ("ids", "span", "position", "document", "tokens_at"):
+        for name in ("ids", "span", "position", "tokens_at"):
             assert torch.equal(getattr(row, name), getattr(packed, name)), name
         brought = [torch.rand(counted_length(rows[i]), 3) for i in batch.rows]
         assert torch.equal(batch.in_one_row(batch.lay_out(brought)), packed.lay_out(brought))
@@ -144,7 +147,7 @@ def test_efficiency_is_what_the_batches_hold() -> None:
     for packed, told in found.items():
         laid = [collate([rows[i] for i in chosen], packed) for chosen in batches]
         assert told.computed == sum(batch.ids.numel() for batch in laid)
-        assert told.tokens == sum(int((batch.document > 0).sum()) for batch in laid)
+        assert told.tokens == sum(batch.tokens for batch in laid)
         assert told.columns == sum(int(columns_of(batch.span, 1).depth.sum()) for batch in laid)
     assert found[True].tokens == found[True].computed > 0.5 * found[False].computed
     assert str(found[False]) == (
@@ -195,7 +198,7 @@ def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str, w
         batch = collate_as(rows, layout)
         assert batch.documents is not None
         states = target.states(batch.ids, documents=batch.documents)
-        real = (batch.document > 0)[..., None]
+        real = batch.lay_out([torch.ones(n, 1) for n in batch.lengths])
         for found, each in (
             (states.captured, [s.captured[0] for s in alone]),
             (states.last, [s.last[0] for s in alone]),

@@ -32,7 +32,6 @@ class MicroBatch:
         ids: [B, T] token ids; 0 in padding, which is never read.
         span: [B, T] number of the supervised span in its document; 0 outside spans. The first token of a document is
             never a chain's root, so it has 0 too. This keeps the spans of neighbouring documents apart.
-        document: [B, T] number of the document in its row, from 1; 0 in padding.
         position: [B, T] position of the token in its document; 0 in padding.
         rows: indices of the training rows in layout order: row by row, left to right.
         places: (row, first column, tokens) of each training row, in that order.
@@ -42,7 +41,6 @@ class MicroBatch:
 
     ids: torch.Tensor
     span: torch.Tensor
-    document: torch.Tensor
     position: torch.Tensor
     rows: tuple[int, ...]
     places: tuple[tuple[int, int, int], ...]
@@ -95,14 +93,14 @@ class MicroBatch:
             for placed in self.inserts
             if placed.row == row and was <= placed.insert.first < was + tokens
         )
-        return MicroBatch(ids, span, (position == 0).cumsum(1), position, self.rows, places, every, inserts)
+        return MicroBatch(ids, span, position, self.rows, places, every, inserts)
 
     def in_one_row(self, values_BT: torch.Tensor) -> torch.Tensor:
         """Values laid out like the ids, [B, T, ...], in the layout of `one_row`: [1, N, ...]."""
         return values_BT if len(self.ids) == 1 else values_BT.flatten(0, 1)[self.tokens_at][None]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        names = "ids", "span", "document", "position", "tokens_at"
+        names = "ids", "span", "position", "tokens_at"
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
@@ -122,14 +120,13 @@ def collate_as(
     """Lays training rows out by `layout`: for each row of the batch, places in `rows`, left to right."""
     lengths = [[counted_length(rows[i]) for i in line] for line in layout]
     shape = len(layout), max(map(sum, lengths))
-    ids, span, document, position = (torch.zeros(shape, dtype=torch.long) for _ in range(4))
+    ids, span, position = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
     places, inserts = [], list[PlacedInsert]()
     for b, line in enumerate(layout):
         start = 0
-        for number, (i, length) in enumerate(zip(line, lengths[b], strict=True), start=1):
+        for i, length in zip(line, lengths[b], strict=True):
             here = slice(start, start + length)
             ids[b, here] = torch.tensor(rows[i].input_ids[:length])
-            document[b, here] = number
             position[b, here] = torch.arange(length)
             for span_number, (first, end) in enumerate(rows[i].spans, start=1):
                 span[b, start + max(first, 1) : start + end] = span_number
@@ -138,7 +135,7 @@ def collate_as(
             start += length
     order = [i if indices is None else indices[i] for line in layout for i in line]
     tokens_at = torch.cat([torch.arange(shape[1] * b + start, shape[1] * b + start + n) for b, start, n in places])
-    return MicroBatch(ids, span, document, position, tuple(order), tuple(places), tokens_at, tuple(inserts))
+    return MicroBatch(ids, span, position, tuple(order), tuple(places), tokens_at, tuple(inserts))
 
 
 def counted_length(row: TrainingRow) -> int:
