@@ -89,9 +89,6 @@ class KeyValues:
 
     def positions(self, count: int, device: torch.device, first_slot: int = 0) -> torch.Tensor:
         """[B, count] columns of slots, from `first_slot` on."""
-        if len(self.lengths) == 1:
-            first = self.lengths[0] + first_slot
-            return torch.arange(first, first + count, device=device)[None]
         return self._starts(device) + torch.arange(first_slot, first_slot + count, device=device)
 
     def place(self, first_slot: int, count: int) -> None:
@@ -116,9 +113,7 @@ class KeyValues:
         else:
             device = keys.device
             if device not in self._columns:
-                self._columns[device] = self._starts(device) + torch.arange(
-                    self._first, self._first + self.count, device=device
-                )
+                self._columns[device] = self.positions(self.count, device, self._first)
             rows = torch.arange(len(self.lengths), device=device)[:, None]
             for buffer, states in zip(buffers, (keys, values), strict=True):
                 buffer[rows, :, self._columns[device]] = states.transpose(1, 2)
@@ -139,9 +134,8 @@ class KeyValues:
         if self.even:
             return functional.pad(visible_BnS, (self.lengths[0], 0), value=True)
         device, slots = visible_BnS.device, visible_BnS.shape[2]
-        starts = self._starts(device)
-        committed = torch.arange(self.end, device=device) < starts  # [B, L]
-        at = (starts + torch.arange(slots, device=device))[:, None].expand_as(visible_BnS)
+        committed = torch.arange(self.end, device=device) < self._starts(device)  # [B, L]
+        at = self.positions(slots, device)[:, None].expand_as(visible_BnS)
         return committed[:, None].repeat(1, visible_BnS.shape[1], 1).scatter_(2, at, visible_BnS)
 
     def key_positions(self, slot_positions_BS: torch.Tensor) -> torch.Tensor:
@@ -182,7 +176,7 @@ class KeyValues:
         for kind, buffer in self._buffers.items():
             path = path_BA.to(kind.device)
             starts, rows = self._starts(kind.device), torch.arange(len(path), device=kind.device)[:, None]
-            target = starts + torch.arange(path.shape[1], device=kind.device)
+            target = self.positions(path.shape[1], kind.device)
             buffer[:, rows, :, target] = buffer[:, rows, :, starts + path]
 
     def fill(self, row: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
