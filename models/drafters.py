@@ -94,21 +94,10 @@ def on_meta(config: DrafterConfig, vocab: DraftVocab | None = None) -> FeatureDr
 
 def drafter_shape(section: DrafterSection, target_config: Any) -> DrafterConfig:
     """The shape of a recipe's drafter, for a target with this text config. Raises UserError where they do not fit."""
-    fused = section.extends == "eagle3"
-    layers = checked_capture_layers(section.capture_layers, target_config.num_hidden_layers) if fused else ()
-    return drafter_config(section, target_config, layers)
-
-
-def drafter_config(section: DrafterSection, target_config: Any, capture_layers: tuple[int, ...]) -> DrafterConfig:
-    """A recipe's drafter shape, for a target with this text config.
-
-    Args:
-        capture_layers: target states for EAGLE-3's fusion; EAGLE-1 reads the last one.
-
-    Raises:
-        UserError: the two do not fit.
-    """
-    vocab_size = target_config.vocab_size
+    vocab_size, layers = target_config.vocab_size, target_config.num_hidden_layers
+    states = (layers,)  # EAGLE-1 reads the last one
+    if section.extends == "eagle3":
+        states = checked_capture_layers(section.capture_layers, layers)
     if section.vocab_size is not None and section.vocab_size > vocab_size:
         raise UserError(
             f"drafter.vocab_size: {section.vocab_size} is more than the target's vocabulary of {vocab_size} tokens"
@@ -127,11 +116,10 @@ def drafter_config(section: DrafterSection, target_config: Any, capture_layers: 
         "compressed_tokens": 1 if section.compressed_tokens is None else section.compressed_tokens,
         "global_vector": section.global_vector,
     }
-    last = (target_config.num_hidden_layers,)
     config = kind.for_target(
         target_config,
         vocab_size,
-        last if section.extends == "eagle" else capture_layers,
+        states,
         section.vocab_size or vocab_size,
         num_attention_heads=section.num_attention_heads,
         num_key_value_heads=section.num_key_value_heads,

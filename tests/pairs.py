@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from draftsmith.models.alignment import columns_of
-from draftsmith.models.drafters import build_drafter, drafter_config
+from draftsmith.models.drafters import build_drafter, drafter_shape
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafter
 from draftsmith.models.target import Target
@@ -98,8 +98,8 @@ def untaught(kind: str, target: Target, vocab: DraftVocab | None = None) -> Feat
     """A drafter of this kind with random weights; what EAGLE-3's read are the target's own capture layers."""
     vocab = vocab or DraftVocab.full(target.vocab_size)
     section = recipe_of_kind(kind, None if vocab.is_full else vocab.size).drafter
-    shape = drafter_config(section, target.config, target.capture_layers)
-    shape = replace(shape, embedding_scale=target.embedding_scale)
+    section = section.model_copy(update={"capture_layers": list(target.capture_layers)})
+    shape = replace(drafter_shape(section, target.config), embedding_scale=target.embedding_scale)
     torch.manual_seed(3)
     return build_drafter(shape, vocab, target.frozen_head)
 

@@ -23,7 +23,7 @@ from draftsmith.eval.recorded.replay_contenders import planned_bytes
 from draftsmith.models.chat import tokenizer_fingerprint
 from draftsmith.models.checkpoint import load_drafter, read_drafter, read_drafter_config, save_drafter, target_identity
 from draftsmith.models.draft_tree import Committed, Drafting
-from draftsmith.models.drafters import drafter_config, trainable_parameters
+from draftsmith.models.drafters import drafter_shape, trainable_parameters
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.vocab import DraftVocab
@@ -220,7 +220,7 @@ def test_the_plan_of_every_kind(
     recipe, target = load_recipe(path), Target(make_target())
     drafter = new_drafter(
         recipe.drafter,
-        drafter_config(recipe.drafter, target.config, (2, 3, 4)),
+        drafter_shape(recipe.drafter, target.config),
         DraftVocab.load(path.with_suffix("") / "draft_vocab.safetensors"),
         target,
         {},
@@ -245,7 +245,7 @@ def test_a_head_may_start_as_the_target_s(family: str, init: str) -> None:
     torch.nn.init.normal_(model.model.norm.weight)
     target, kept = Target(model, (2, 3, 4)), DraftVocab(torch.tensor([3, 5, 8, 200]), 320)
     section = DrafterSection.model_validate({"kind": "eagle3", "vocab_size": 4, "init_head": init})
-    shape = drafter_config(section, target.config, target.capture_layers)
+    shape = drafter_shape(section, target.config)
     drafter = new_drafter(section, shape, kept, target, {})
     states = torch.randn(6, 32)
     normed = model.model.norm(states) if init == "target_with_norm" else functional.rms_norm(states, (32,))
@@ -256,7 +256,7 @@ def test_a_head_may_start_as_the_target_s(family: str, init: str) -> None:
 def test_a_target_without_a_final_rms_norm_has_none_to_give() -> None:
     target = Target(make_target("phi"), (2, 3, 4))
     section = DrafterSection(kind="eagle3", init_head="target_with_norm")
-    shape = drafter_config(section, target.config, target.capture_layers)
+    shape = drafter_shape(section, target.config)
     with pytest.raises(UserError, match="no final RMSNorm of the target is at hand"):
         new_drafter(section, shape, DraftVocab.full(320), target, {})
 

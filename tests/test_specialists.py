@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.models.drafters import build_drafter, drafter_config, padded, trainable_parameters
+from draftsmith.models.drafters import build_drafter, drafter_shape, padded, trainable_parameters
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -20,36 +20,35 @@ from tests.conftest import make_target
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_single_drafter_with_as_many_parameters(kind: Any, num_layers: int, specialists: int, bias: bool) -> None:
     """Equal to half a row of the MLP of each layer; a row has a weight in gate, up and down for each hidden unit."""
-    config, layers = make_target().config, (2, 3, 4)
+    config = make_target().config
     alone = DrafterSection(kind=kind, num_layers=num_layers, match_specialists=specialists, attention_bias=bias)
     beside = DrafterSection(kind="poss", base=kind, specialists=specialists, attention_bias=bias)
-    matched = drafter_config(alone, config, layers)
-    difference = trainable_parameters(matched) - trainable_parameters(drafter_config(beside, config, layers))
+    matched = drafter_shape(alone, config)
+    difference = trainable_parameters(matched) - trainable_parameters(drafter_shape(beside, config))
     assert abs(difference) <= 3 * config.hidden_size * num_layers / 2
-    narrow = drafter_config(alone.model_copy(update={"match_specialists": None}), config, layers)
+    narrow = drafter_shape(alone.model_copy(update={"match_specialists": None}), config)
     assert replace(matched, intermediate_size=narrow.intermediate_size) == narrow
 
 
 def test_more_layers_than_specialists_have_narrower_mlps_or_are_refused() -> None:
     section, config = DrafterSection(kind="eagle", num_layers=3, match_specialists=2), make_target().config
-    matched = drafter_config(section, config, ())
+    matched = drafter_shape(section, config)
     assert matched.intermediate_size < config.intermediate_size
-    beside = drafter_config(DrafterSection(kind="poss", specialists=2), config, ())
+    beside = drafter_shape(DrafterSection(kind="poss", specialists=2), config)
     assert abs(trainable_parameters(matched) - trainable_parameters(beside)) <= 3 * config.hidden_size * 3 / 2
     with pytest.raises(UserError, match=r"drafter.match_specialists: 2 .* 9 layers"):
-        drafter_config(section.model_copy(update={"num_layers": 9}), config, ())
+        drafter_shape(section.model_copy(update={"num_layers": 9}), config)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_wider_mlp_begins_as_the_narrow_one(kind: str) -> None:
     """The matched baseline may start where the specialists do: from a trained layer, whose outputs it then has."""
     target = Target(make_target())
-    layers = () if kind == "eagle" else (2, 4, 5)
     narrow_section, wide_section = DrafterSection(kind=kind), DrafterSection(kind=kind, match_specialists=3)  # type: ignore[arg-type]
     vocab = DraftVocab.full(target.vocab_size)
     torch.manual_seed(0)
     narrow, wide = (
-        build_drafter(drafter_config(section, target.config, layers), vocab, target.frozen_head)
+        build_drafter(drafter_shape(section, target.config), vocab, target.frozen_head)
         for section in (narrow_section, wide_section)
     )
     random_rows = wide.stacks[0][0].mlp.gate_proj.weight.detach().clone()

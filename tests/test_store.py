@@ -16,7 +16,7 @@ from draftsmith.data_gen.states.store import ENCODINGS, Store, StoreManifest, ke
 from draftsmith.data_gen.states.stored_target import StoredTarget, check_head
 from draftsmith.eval.decoding.policies import policy_of
 from draftsmith.models.alignment import columns_of
-from draftsmith.models.drafters import drafter_config
+from draftsmith.models.drafters import drafter_shape
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
@@ -195,7 +195,7 @@ def sums_of(source: StateSource, target: Target, trainee: TrainingTimeTest, batc
 
 def trainee_of(recipe: Recipe, target: Target) -> TrainingTimeTest:
     torch.manual_seed(3)
-    shape = drafter_config(recipe.drafter, target.config, target.capture_layers)
+    shape = drafter_shape(recipe.drafter, target.config)
     full = DraftVocab.full(320)
     vocab = DraftVocab(torch.arange(0, 320, 2), 320) if recipe.drafter.vocab_size else full
     return trainee_of_section(recipe.train, new_drafter(recipe.drafter, shape, vocab, target, {}))
