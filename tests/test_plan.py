@@ -49,7 +49,8 @@ from draftsmith.train.measure.dry_run import LAYER, LOGITS, unroll_peak
 from draftsmith.train.measure.memory import RESERVE, Memory, memory_of
 from draftsmith.train.measure.plan import last_logged, plan_lines
 from draftsmith.train.measure.planned_run import DataSize, PlannedRun, counted_data, expected_data
-from draftsmith.train.run.settings import schedule_of, trainee_of
+from draftsmith.train.run.schedule import Schedule
+from draftsmith.train.run.settings import trainee_of
 from tests.conftest import make_target, make_tokenizer
 from tests.tiny_vision import FAMILIES, make_vision_target
 from tests.training_runs import run_main, train, write_conversations
@@ -503,7 +504,7 @@ def test_plan_compares_with_the_device_and_names_what_to_lower(tmp_path: Path) -
     assert "assumed: --flops 2" in lines_of(path, rows, GPU, flops_per_second=2e12)
     assert "CANNOT WORK" not in lines_of(path, rows, GPU)
     four = lines_of(path, rows, GPU, processes=4)
-    assert f"{schedule_of(TrainSection(batch_size=4), 100, 4).steps} of 16 rows on 4 processes" in four
+    assert f"{Schedule(TrainSection(batch_size=4), 100, 4).steps} of 16 rows on 4 processes" in four
 
 
 def test_counted_data_is_in_the_rows() -> None:

@@ -21,7 +21,7 @@ from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
-from draftsmith.recipes.schema import Recipe, TreeSection
+from draftsmith.recipes.schema import Recipe, TrainSection, TreeSection
 from draftsmith.train import eagle, eagle3, poss
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, teacher_of
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
@@ -382,7 +382,8 @@ def test_a_store_of_few_shards_is_read_in_the_order_of_training_with_the_target(
 
 
 def schedule_of(ranks: int, each: int, steps: int) -> Schedule:
-    return Schedule(30, 2, each, ranks, steps, 1, 1e-3, 0, "cosine")
+    section = TrainSection(batch_size=2, gradient_accumulation_steps=each, max_steps=steps)
+    return Schedule(section, 30, ranks)
 
 
 def test_the_next_micro_batches_of_a_rank_come_ahead_of_their_steps() -> None:

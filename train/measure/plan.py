@@ -45,7 +45,8 @@ from draftsmith.train.measure.planned_run import PlannedRun, counted_data, expec
 from draftsmith.train.measure.step_flops import StepFlops
 from draftsmith.train.run.initial_drafter import shape_of_run
 from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
-from draftsmith.train.run.settings import schedule_of, trainee_of, uses_bf16
+from draftsmith.train.run.schedule import Schedule
+from draftsmith.train.run.settings import trainee_of, uses_bf16
 from draftsmith.train.run.state_sources import store_of
 
 # Share of a device's matrix-product rate that training reaches; the rest goes to memory traffic and launches.
@@ -109,7 +110,7 @@ def plan_lines(run: PlannedRun) -> Iterator[str]:
     yield from _row_lines(run)
     steps = None
     if data.rows is not None or section.max_steps is not None:
-        steps = schedule_of(section, data.rows or 1, run.processes).steps
+        steps = Schedule(section, data.rows or 1, run.processes).steps
         yield from _step_lines(run, steps)
         if section.warmup_steps >= steps:
             problems.append(

@@ -23,7 +23,6 @@ from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, add_noise, teacher_of
 from draftsmith.train.measure.metrics_line import (
     COUNTED,
@@ -92,7 +91,6 @@ class Loop:
     rows: Sequence[TrainingRow]
     validation_rows: Sequence[TrainingRow]
     schedule: Schedule
-    section: TrainSection
     checkpoints: Path
     metrics_path: Path
     identity: dict[str, Any]
@@ -103,13 +101,13 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.accelerator, self.metrics = self.engine.accelerator, MetricsLog(self.metrics_path)
-        drafter, schedule = self.engine.alone.drafter, self.schedule
+        drafter, self.section = self.engine.alone.drafter, self.schedule.section
         self.vocab, self.drafter_dtype, self.unroll_steps = drafter.vocab, drafter.dtype, self.engine.alone.steps
         lengths = [len(row.input_ids) for row in self.rows]
-        self.order = self.states.ordered(BatchOrder(lengths, schedule.rows_per_micro_batch, self.section.seed))
+        self.order = self.states.ordered(BatchOrder(lengths, self.section.batch_size, self.section.seed))
         self.window = Tally.empty(self.unroll_steps, self.accelerator.device)  # since the last logged step
         peak = peak_flops_per_second(self.accelerator.device) if self.flops is not None else None
-        self.meter = ThroughputMeter(self.accelerator.device, peak and peak * schedule.ranks)
+        self.meter = ThroughputMeter(self.accelerator.device, peak and peak * self.schedule.ranks)
         self.skipped, self.name = 0, new_run()
         self.stop_request = StopRequest()
 
@@ -309,7 +307,7 @@ class Loop:
         Names and leaves out rows with a loss that is not finite; `left_out`, if there, counts them.
         """
         tally, left_out = Tally.empty(self.unroll_steps, self.accelerator.device), []
-        size, ranks, rows = self.schedule.rows_per_micro_batch, self.schedule.ranks, self.validation_rows
+        size, ranks, rows = self.section.batch_size, self.schedule.ranks, self.validation_rows
         # Ranks may have unequal shares: no collectives in here.
         with self.engine.whole() as trainee, self.target.uneven_passes():
             for start in range(self.accelerator.process_index * size, len(rows), size * ranks):

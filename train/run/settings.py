@@ -1,4 +1,4 @@
-"""From a recipe's train section to the trainee and the schedule: losses, unroll and schedule know no recipe."""
+"""From a recipe's train section to the trainee: losses and unroll know no recipe."""
 
 import torch
 
@@ -7,7 +7,6 @@ from draftsmith.recipes.schema import TrainSection
 from draftsmith.train.attention.kernels import BLOCKS
 from draftsmith.train.loss.losses import LossWeights
 from draftsmith.train.loss.unroll import TrainingTimeTest
-from draftsmith.train.run.schedule import Schedule
 
 
 def loss_weights(section: TrainSection) -> LossWeights:
@@ -33,20 +32,6 @@ def trainee_of(section: TrainSection, drafter: FeatureDrafter) -> TrainingTimeTe
         section.detach_features,
         BLOCKS if section.attention == "blocks" else None,
         section.unroll == "passes",
-    )
-
-
-def schedule_of(section: TrainSection, rows: int, ranks: int) -> Schedule:
-    return Schedule(
-        rows=rows,
-        rows_per_micro_batch=section.batch_size,
-        micro_batches_per_rank=section.gradient_accumulation_steps,
-        ranks=ranks,
-        max_steps=section.max_steps,
-        epochs=section.epochs or 1,
-        peak_learning_rate=section.learning_rate,
-        warmup_steps=section.warmup_steps,
-        decay=section.schedule,
     )
 
 

@@ -44,7 +44,8 @@ from draftsmith.train.run.loop import Loop
 from draftsmith.train.run.lora import merge_lora
 from draftsmith.train.run.processes import check_ranks_agree, failing_together
 from draftsmith.train.run.run_identity import rows_digest, run_identity
-from draftsmith.train.run.settings import schedule_of, trainee_of
+from draftsmith.train.run.schedule import Schedule
+from draftsmith.train.run.settings import trainee_of
 from draftsmith.train.run.sharded_target import ShardedTarget, check_sharding, load_sharded
 from draftsmith.train.run.state_sources import OnlineStates, StateSource, StoredStates, store_identity
 from draftsmith.train.run.trackers import Trackers, check_trackers
@@ -137,8 +138,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         states,
         rows,
         validation_rows,
-        schedule_of(recipe.train, len(rows), accelerator.num_processes),
-        recipe.train,
+        Schedule(recipe.train, len(rows), accelerator.num_processes),
         recipe.checkpoints_dir,
         recipe.metrics_path,
         identity=run_identity(recipe, drafter, computed, accelerator.num_processes, digests, store_identity(store)),
