@@ -24,7 +24,7 @@ def flops_of(name: str) -> StepFlops:
     """With the target's layers."""
     case, target = CASES[name], small_target()
     size = target_size(target.config)
-    return StepFlops.of(trainee_of(case, drafter_of(case)), target.config, size, states_are_read=False)
+    return StepFlops(trainee_of(case, drafter_of(case)), target.config, size, states_are_read=False)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,14 +44,14 @@ def test_operations_are_those_of_a_real_unroll(name: str) -> None:
         teacher = teacher_of(target, last, ids, columns, trainee.drafter.vocab)
         trainee(captured, inputs_of(trainee.drafter, ids), columns, teacher).loss.backward()
     count = TOKENS - 2
-    flops = replace(flops_of(name), size=None)
+    flops = replace(flops_of(name), states_are_read=True)
     again = Fraction(7, 6)  # scores are multiplied once more on the way back
     expected = flops.of_counts(TOKENS, TOKENS**2 * again, [count] * case.steps, [count**2 * again] * case.steps)
     # The head does stop where a teacher would be beyond the row.
     head, students = 2 * shape.hidden_size * shape.draft_vocab_size, count * case.steps - sum(range(case.steps))
     expected -= (3 if shape.own_head else 2) * head * sum(range(case.steps))
     if case.step_weight == "acceptance":  # weights that hang on all steps: both heads run once more, forwards
-        expected += head * students + 2 * flops_of(name).head_parameters * count
+        expected += head * students + 2 * flops_of(name).size.head_parameters * count
     assert counter.get_total_flops() == expected
 
 
@@ -64,7 +64,7 @@ def test_a_batch_is_the_sum_of_its_documents_however_it_is_laid_out() -> None:
 
     def of(chosen: list[TrainingRow], packed: bool) -> float:
         batch = collate(chosen, packed)
-        return float(flops.of_batch(batch, columns_of(batch.span, len(flops.stacks))))
+        return float(flops.of_batch(batch, columns_of(batch.span, flops.trainee.steps)))
 
     alone = sum(of([row], False) for row in rows)
     assert of(rows, False) == of(rows, True) == pytest.approx(alone, rel=1e-6)
@@ -87,5 +87,6 @@ def test_the_targets_layers_count_once() -> None:
     target, ids = small_target(), torch.ones(1, TOKENS, dtype=torch.long)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         target.states(ids)
-    with_layers, without = (f.of_counts(TOKENS, TOKENS**2, [0], [0]) for f in (flops, replace(flops, size=None)))
+    both = flops, replace(flops, states_are_read=True)
+    with_layers, without = (each.of_counts(TOKENS, TOKENS**2, [0], [0]) for each in both)
     assert with_layers - without == pytest.approx(counter.get_total_flops(), rel=0.01)  # norms count as parameters

@@ -282,7 +282,7 @@ def ours(wanted: argparse.Namespace) -> dict[str, Any]:
     starts_at = columns.gather(position)
     counted = [columns.counted(k) for k in range(wanted.ttt)]
     size: Any = SimpleNamespace(head_parameters=wanted.vocab * wanted.hidden)
-    needed = StepFlops.of(trainee, None, size, states_are_read=True).of_counts(
+    needed = StepFlops(trainee, None, size, states_are_read=True).of_counts(
         tokens=wanted.seq,
         causal_keys=sum(length * (length + 1) // 2 for length in lengths),
         pairs=[int(c.sum()) for c in counted],

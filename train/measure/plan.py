@@ -222,7 +222,7 @@ def _time_line(run: PlannedRun, steps: int) -> str:
         return line("time", text, f"measured: {rate:,.0f} tokens/s")
     rows = section.batch_size
     tokens, columns = round(data.mean_padded_tokens), round(data.mean_columns)
-    needed = StepFlops.of(trainee_of(section, on_meta(run.shape)), run.target_config, run.size, run.reads_states)
+    needed = StepFlops(trainee_of(section, on_meta(run.shape)), run.target_config, run.size, run.reads_states)
     flops = (
         steps
         * section.gradient_accumulation_steps

@@ -36,7 +36,6 @@ from draftsmith.models.costs import TargetSize, attention_shapes
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.models.target_columns import columns_of_picture
 from draftsmith.models.vispec import VisionConfig
-from draftsmith.recipes.schema import Detach
 from draftsmith.train.loss.unroll import TrainingTimeTest
 from draftsmith.train.run.batches import MicroBatch
 
@@ -66,33 +65,19 @@ class StepFlops:
     """Counts the operations of one run's micro-batches.
 
     Attributes:
-        stacks: the stack of layers that drafts each step (`FeatureDrafter.stack_of`).
-        detached: whether gradients stop at every step, or where the stack changes.
-        whole_passes: whether every step runs over all columns.
-        size: the target's; None: its states are read from a store, and only its head runs.
-        head_parameters: of the target's head.
+        target_config: the target's text config.
+        size: the target's.
+        states_are_read: from a store; the target's layers do not run, only its head.
     """
 
-    shape: DrafterConfig
-    stacks: tuple[int, ...]
-    detached: Detach
-    whole_passes: bool
+    trainee: TrainingTimeTest
     target_config: Any
-    size: TargetSize | None
-    head_parameters: int
+    size: TargetSize
+    states_are_read: bool
 
-    @classmethod
-    def of(cls, trainee: TrainingTimeTest, target_config: Any, size: TargetSize, states_are_read: bool) -> "StepFlops":
-        """
-        Args:
-            target_config: the target's text config.
-            states_are_read: from a store; the target's layers do not run.
-        """
-        drafter = trainee.drafter
-        stacks = tuple(drafter.stack_of(step) for step in range(trainee.steps))
-        layers = None if states_are_read else size
-        how = trainee.detach, trainee.whole_passes
-        return cls(drafter.config, stacks, *how, target_config, layers, size.head_parameters)
+    @property
+    def shape(self) -> DrafterConfig:
+        return self.trainee.drafter.config
 
     def pictures_in(self, batch: MicroBatch) -> tuple[PictureCounts, torch.Tensor | int]:
         """(a batch's pictures for a ViSpec drafter; [B, T] or 0: columns removed of the document so far)."""
@@ -119,7 +104,7 @@ class StepFlops:
         """The operations of one micro-batch: a scalar on its device, without waiting for it."""
         pictures, removed = self.pictures_in(batch)
         position = columns.gather(batch.position - removed)
-        counted = [columns.counted(step) for step in range(len(self.stacks))]
+        counted = [columns.counted(step) for step in range(self.trainee.steps)]
         return self.of_counts(
             tokens=batch.tokens,
             causal_keys=sum(length * (length + 1) // 2 for length in batch.lengths),
@@ -143,6 +128,8 @@ class StepFlops:
             keys: keys that their queries see at each step, summed over these columns.
         """
         s, of_target = self.shape, self._of_target(tokens, causal_keys, pairs[0])
+        detach, whole_passes = self.trainee.detach, self.trainee.whole_passes
+        stacks = [self.trainee.drafter.stack_of(step) for step in range(self.trainee.steps)]
         if pictures.pictures:
             tokens, causal_keys = tokens - pictures.removed, pictures.causal_keys
         hidden, heads = s.hidden_size, s.num_attention_heads * s.head_dim
@@ -154,7 +141,7 @@ class StepFlops:
         score, layers = 4 * heads, s.num_layers
 
         later = pairs[1:]  # columns that read a drafted feature at each step
-        if self.whole_passes:
+        if whole_passes:
             later = [tokens - pictures.compressed] * len(later)
         entry = 4 * hidden * hidden if self._reads_features else 0
         fused = 0 if self._reads_features else 2 * hidden * hidden * len(s.capture_layers)
@@ -167,19 +154,19 @@ class StepFlops:
             total += pictures.tokens * (2 * 4 * hidden * hidden + 3 * 4 * hidden * (s.compressed_tokens + 1))
             total += pictures.pictures * (s.compressed_tokens + 1) * 3 * 2 * hidden * hidden
         # Step 0 makes keys of every layer for all tokens. Only the last layer runs on counted columns alone.
-        of_tokens = tokens * (len(set(self.stacks)) * first_keys + (layers - 1) * upper_keys)
+        of_tokens = tokens * (len(set(stacks)) * first_keys + (layers - 1) * upper_keys)
         if layers > 1:
             of_tokens += tokens * (first + (layers - 2) * upper) + (layers - 1) * causal_keys * score
         top = upper if layers > 1 else first
         of_columns = pairs[0] * top + keys[0] * score
         whole = first + first_keys + (layers - 1) * (upper + upper_keys)
         of_columns += sum(later) * whole + layers * sum(keys[1:]) * score
-        if self.whole_passes:
+        if whole_passes:
             of_tokens, of_columns = len(pairs) * (tokens * whole + layers * causal_keys * score), 0
-        for step in range(1, len(self.stacks)):
-            new_stack = self.stacks[step] != self.stacks[step - 1]
+        for step in range(1, len(stacks)):
+            new_stack = stacks[step] != stacks[step - 1]
             # Behind img_fc, the global vector's gradient is always wanted.
-            cut = not seeing and (self.detached is True or (new_stack and bool(self.detached)))
+            cut = not seeing and (detach is True or (new_stack and bool(detach)))
             total += (2 if cut else 3) * later[step - 1] * entry
             if new_stack:  # it reads the chain's earlier features with its own weights
                 of_columns += (step - 1) * pairs[step] * first_keys
@@ -190,8 +177,8 @@ class StepFlops:
         return total + (3 if s.own_head else 2) * head * sum(pairs) + of_target
 
     def _of_target(self, tokens: int, causal_keys: int, columns: Any) -> Any:
-        head = 2 * self.head_parameters * columns
-        if self.size is None:
+        head = 2 * self.size.head_parameters * columns
+        if self.states_are_read:
             return head
         scores = sum(4 * heads * head_dim for heads, _, head_dim in attention_shapes(self.target_config))
         return head + 2 * self.size.active_parameters * tokens + scores * causal_keys

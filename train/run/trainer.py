@@ -128,7 +128,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     flops = profile = None
     if peak_flops_per_second(accelerator.device) is not None:
         size = target_size(load_config(section), section.dtype, section.trust_remote_code, section.quantization)
-        flops = StepFlops.of(trainee, inputs.config, size, states_are_read=store is not None)
+        flops = StepFlops(trainee, inputs.config, size, states_are_read=store is not None)
     if profile_steps:
         folder = Path(recipe.output_dir) / "profile"
         profile = StepProfile(profile_steps, folder, accelerator.process_index, accelerator.print)
