@@ -254,22 +254,20 @@ def render_prompt(
     Raises:
         RenderError: the template refuses these messages, or some content is not what the target reads.
     """
-    out = _apply(tokenizer, messages, tools, add_generation_prompt=True)
-    return Prompt(out["input_ids"], out.get("inserts", ()))
+    return _apply(tokenizer, messages, tools, add_generation_prompt=True)[0]
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None) -> Prompt:
     """`messages` without the header of the next turn. Raises RenderError where the template refuses them."""
-    out = _apply(tokenizer, messages, tools)
-    return Prompt(out["input_ids"], out.get("inserts", ()))
+    return _apply(tokenizer, messages, tools)[0]
 
 
 def render_marked(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None = None
 ) -> tuple[Prompt, list[bool]]:
     """(`messages`, True for tokens inside generation tags), for templates with such tags."""
-    out = _apply(tokenizer, messages, tools, return_assistant_tokens_mask=True)
-    return Prompt(out["input_ids"], out.get("inserts", ())), [bool(marked) for marked in out["assistant_masks"]]
+    prompt, marks = _apply(tokenizer, messages, tools, return_assistant_tokens_mask=True)
+    return prompt, [bool(marked) for marked in marks]
 
 
 def with_pictures(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], messages: Sequence[Message]) -> Prompt:
@@ -382,7 +380,8 @@ _PICTURES = "picture_processor"  # of vision-language targets
 
 def _apply(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[Any] | None, **settings: Any
-) -> Any:
+) -> tuple[Prompt, Sequence[int]]:
+    """(what the template makes of `messages`, 1 for tokens inside generation tags where `settings` ask for them)"""
     pictures: PictureProcessor | None = getattr(tokenizer, _PICTURES, None)
     parts, sources = in_parts(messages) if pictures is not None else ([], [])
     messages = parts if sources or (parts and not _shows_strings(tokenizer)) else as_text(messages)
@@ -391,13 +390,13 @@ def _apply(
     except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
         reason = str(error) or type(error).__name__
         raise RenderError(f"the chat template refuses it: {reason}") from error
+    ids, inserts = out["input_ids"], ()
+    marks = out.get("assistant_masks", [0] * len(ids))
     if pictures is not None:
-        marks = out.get("assistant_masks", [0] * len(out["input_ids"]))
-        ids, marks, inserts = pictures.expanded(out["input_ids"], marks, sources)
-        out = {"input_ids": ids, "assistant_masks": marks, "inserts": inserts}
-    if beyond := getattr(tokenizer, _BEYOND, frozenset()).intersection(out["input_ids"]):
+        ids, marks, inserts = pictures.expanded(ids, marks, sources)
+    if beyond := getattr(tokenizer, _BEYOND, frozenset()).intersection(ids):
         raise RenderError(f"a token the target lacks: {tokenizer.convert_ids_to_tokens(min(beyond))!r}")
-    return out
+    return Prompt(ids, inserts), marks
 
 
 def reads_pictures(tokenizer: PreTrainedTokenizerBase) -> bool:
