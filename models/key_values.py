@@ -89,6 +89,9 @@ class KeyValues:
 
     def positions(self, count: int, device: torch.device, first_slot: int = 0) -> torch.Tensor:
         """[B, count] columns of slots, from `first_slot` on."""
+        if len(self.lengths) == 1:  # nothing to copy to the device, which would wait for queued work
+            first = self.lengths[0] + first_slot
+            return torch.arange(first, first + count, device=device)[None]
         return self._starts(device) + torch.arange(first_slot, first_slot + count, device=device)
 
     def place(self, first_slot: int, count: int) -> None:
