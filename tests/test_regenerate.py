@@ -17,7 +17,7 @@ from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.data_gen.rows.training_rows import training_rows
 from draftsmith.models.chat import load_tokenizer, render_prompt
-from draftsmith.models.sampling import Sampling, SeededDraws
+from draftsmith.models.sampling import GREEDY, Sampling, SeededDraws
 from draftsmith.models.target import Target
 from draftsmith.models.target_session import TargetSession
 from draftsmith.recipes.errors import UserError
@@ -38,8 +38,8 @@ def some_prompts(count: int, seed: int = 0) -> list[tuple[tuple[str, int], list[
 
 
 def answers(model: Any, prompts: Any, **settings: Any) -> dict[Any, tuple[list[int], str]]:
-    merged = {"max_new_tokens": 20, "max_length": 50, "stop_ids": STOPS, "batch_size": 4} | settings
-    found = list(write_answers(model, iter(prompts), GenerationSettings(**merged)))
+    defaults = {"max_new_tokens": 20, "max_length": 50, "stop_ids": STOPS, "sampling": Sampling(1.0), "batch_size": 4}
+    found = list(write_answers(model, iter(prompts), GenerationSettings(**defaults | settings)))
     assert len({answer.key for answer in found}) == len(found)
     return {key: (tokens, reason) for key, tokens, reason, _ in found}
 
@@ -51,7 +51,7 @@ def answers(model: Any, prompts: Any, **settings: Any) -> dict[Any, tuple[list[i
 def test_greedy_answers_equal_generate_one_by_one(family: str, overrides: dict[str, Any]) -> None:
     model = make_target(family, num_layers=3, **overrides)
     prompts = some_prompts(15)
-    found = answers(model, prompts, temperature=0)
+    found = answers(model, prompts, sampling=GREEDY)
     for key, prompt in prompts:
         alone = model.generate(
             torch.tensor([prompt]),
@@ -67,21 +67,21 @@ def test_greedy_answers_equal_generate_one_by_one(family: str, overrides: dict[s
 def test_lengths_are_cut_at_both_limits() -> None:
     model = make_target(num_layers=2)
     prompts = [("long", [7] * 47), ("short", [7] * 3)]
-    found = answers(model, prompts, temperature=0, stop_ids=(319,))
+    found = answers(model, prompts, sampling=GREEDY, stop_ids=(319,))
     assert [(len(found[key][0]), found[key][1]) for key in ("long", "short")] == [(3, "length"), (20, "length")]
     with pytest.raises(ValueError, match="50 tokens leaves no room in 50"):
         answers(model, [("full", [7] * 50)])
 
 
 def test_draws_do_not_depend_on_neighbours_or_order() -> None:
-    model, prompts = make_target(num_layers=3), some_prompts(12)
-    found = answers(model, prompts, temperature=1.0, top_p=0.9, seed=3)
-    assert answers(model, prompts, temperature=1.0, top_p=0.9, seed=3, batch_size=1) == found
-    assert answers(model, prompts[::-1], temperature=1.0, top_p=0.9, seed=3, batch_size=9) == found
-    assert answers(model, prompts[5:6], temperature=1.0, top_p=0.9, seed=3) == {prompts[5][0]: found[prompts[5][0]]}
-    assert answers(model, prompts, temperature=1.0, top_p=0.9, seed=4) != found
+    model, prompts, nucleus = make_target(num_layers=3), some_prompts(12), Sampling(1.0, top_p=0.9)
+    found = answers(model, prompts, sampling=nucleus, seed=3)
+    assert answers(model, prompts, sampling=nucleus, seed=3, batch_size=1) == found
+    assert answers(model, prompts[::-1], sampling=nucleus, seed=3, batch_size=9) == found
+    assert answers(model, prompts[5:6], sampling=nucleus, seed=3) == {prompts[5][0]: found[prompts[5][0]]}
+    assert answers(model, prompts, sampling=nucleus, seed=4) != found
     # The same prompt under another key, as in a next turn, has draws of its own.
-    twice = answers(model, [(("c", 0), [7, 8]), (("c", 1), [7, 8])], temperature=1.0)
+    twice = answers(model, [(("c", 0), [7, 8]), (("c", 1), [7, 8])])
     assert twice["c", 0] != twice["c", 1]
 
 
@@ -89,7 +89,7 @@ def test_draws_do_not_depend_on_neighbours_or_order() -> None:
 def test_answers_are_drawn_by_the_settings(sampling: Sampling) -> None:
     """By the numbers of seed and key, from the law that tests/test_sampling.py enumerates."""
     model, prompts = make_target(num_layers=2), some_prompts(12)
-    found = answers(model, prompts, **vars(sampling), seed=3, max_new_tokens=9)
+    found = answers(model, prompts, sampling=sampling, seed=3, max_new_tokens=9)
     for key, prompt in prompts:
         alone = decode(Target(model, (0,)), None, prompt, STOPS, 9, sampling, SeededDraws(3, key))
         assert found[key][0] == alone.token_ids
@@ -97,9 +97,7 @@ def test_answers_are_drawn_by_the_settings(sampling: Sampling) -> None:
 
 def test_no_row_is_decoded_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every position of every round gives a token that is kept; the prompt's pass gives the first one."""
-    writer = Writer(
-        Target(make_target(num_layers=2), (0,)), GenerationSettings(20, 60, STOPS, temperature=0, batch_size=6)
-    )
+    writer = Writer(Target(make_target(num_layers=2), (0,)), GenerationSettings(20, 60, STOPS, GREEDY, batch_size=6))
     sizes: list[int] = []
     verify = TargetSession.verify
     monkeypatch.setattr(TargetSession, "verify", lambda at, tree: sizes.append(tree.rows) or verify(at, tree))

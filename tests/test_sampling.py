@@ -137,7 +137,7 @@ def test_numbers_out_of_range_are_refused(values: dict[str, Any], named: str) ->
 def test_numbers_of_a_generation_config_are_checked() -> None:
     with pytest.raises(UserError, match=r"generation_config\.json has top_p: 0\.0 .* set data\.generator\.top_p"):
         resolve_sampling(None, None, None, GenerationConfig(top_p=0.0))
-    assert resolve_sampling(None, 0.5, None, GenerationConfig(top_p=0.0, top_k=-1)) == (1.0, 0.5, 0)
+    assert resolve_sampling(None, 0.5, None, GenerationConfig(top_p=0.0, top_k=-1)) == Sampling(1.0, 0.5, 0)
 
 
 def test_a_whole_number_is_a_temperature() -> None:

@@ -15,6 +15,7 @@ from draftsmith.data_gen.answers.generators import GeneratedAnswer, GenerationSe
 from draftsmith.data_gen.server.answers import Vocabulary
 from draftsmith.data_gen.server.generator import Servers
 from draftsmith.models.chat import render_prompt
+from draftsmith.models.sampling import Sampling
 from draftsmith.recipes.schema import GeneratorSection
 from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, Reply, expected
@@ -129,7 +130,7 @@ def test_the_least_loaded_server_is_asked(place: Place) -> None:
 def connected(server: FakeServer) -> Iterator[Servers]:
     vocabulary = Vocabulary(server.tokenizer, VOCAB_SIZE, (STOP,))
     section = GeneratorSection(kind="openai", base_urls=[server.url])
-    with Servers(section, GenerationSettings(LIMIT, 200, (STOP,)), vocabulary) as servers:
+    with Servers(section, GenerationSettings(LIMIT, 200, (STOP,), Sampling(1.0)), vocabulary) as servers:
         servers.connect()
         yield servers
 

@@ -29,6 +29,7 @@ from draftsmith.models.costs import (
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.eagle3 import Eagle3Config, Eagle3Drafter
 from draftsmith.models.feature_drafter import FeatureDrafting
+from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.models.target_session import behind
 from draftsmith.models.vocab import DraftVocab
@@ -217,7 +218,7 @@ CACHES = [
 
 
 def regenerated(target: Target, prompts: list[list[int]]) -> list[list[int]]:
-    settings = GenerationSettings(16, 100, (STOP,), temperature=0)
+    settings = GenerationSettings(16, 100, (STOP,), GREEDY)
     written = {key: tokens for key, tokens, *_ in write_answers(target.model, iter(enumerate(prompts)), settings)}
     return [written[key] for key in range(len(prompts))]
 

@@ -48,17 +48,15 @@ class GenerationSettings:
     max_new_tokens: int  # tokens of an answer, stop token included
     max_length: int  # tokens of prompt and answer together
     stop_ids: tuple[int, ...]
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # 1 is off
-    top_k: int = 0  # 0 is off
+    sampling: Sampling
     seed: int = 0
     batch_size: int = 32  # rows decoded side by side
 
 
 def resolve_sampling(
     temperature: float | None, top_p: float | None, top_k: int | None, generation_config: GenerationConfig
-) -> tuple[float, float, int]:
-    """(temperature, top_p, top_k): None is replaced by the target's generation config, else by 1, 1 and off.
+) -> Sampling:
+    """None is replaced by the target's generation config, else by temperature 1, top_p 1 and top_k off.
 
     Raises UserError if the generation config holds a number out of range.
     """
@@ -66,19 +64,17 @@ def resolve_sampling(
     def first(*values: Any) -> Any:
         return next(value for value in values if value is not None)
 
-    sampling = (
-        float(first(temperature, generation_config.temperature, 1.0)),
-        float(first(top_p, generation_config.top_p, 1.0)),
-        max(0, int(first(top_k, generation_config.top_k, 0))),  # some servers write -1 for off
-    )
     try:
-        Sampling(*sampling)
+        return Sampling(
+            float(first(temperature, generation_config.temperature, 1.0)),
+            float(first(top_p, generation_config.top_p, 1.0)),
+            max(0, int(first(top_k, generation_config.top_k, 0))),  # some servers write -1 for off
+        )
     except ValueError as error:
         name = str(error).partition(":")[0]
         raise UserError(
             f"target.model: its generation_config.json has {error}; set data.generator.{name} in the recipe"
         ) from error
-    return sampling
 
 
 class Writer:
@@ -99,19 +95,17 @@ class Writer:
         rule: Callable[[Sampling], Acceptance] = acceptance_of,
     ):
         self.target, self.settings, self.proposer = target, settings, proposer
-        self.sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-        self.acceptance = rule(self.sampling)
+        self.acceptance = rule(settings.sampling)
         self.tokens_received = self.drafted = self.rounds = 0
 
     @classmethod
     def of(cls, recipe: Recipe, settings: GenerationSettings) -> "Writer":
         """The recipe's target, with data.generator.drafter if there is one."""
         lineup = Lineup(recipe.target)
-        sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
         if recipe.data.generator.drafter is None:
             return cls(lineup.target, settings)
         contender = _contender(recipe)
-        return cls(lineup.target, settings, lineup.proposer(contender, sampling), contender.rule)
+        return cls(lineup.target, settings, lineup.proposer(contender, settings.sampling), contender.rule)
 
     @torch.inference_mode()
     def __call__(self, prompts: Iterator[Asked | None]) -> Iterator[GeneratedAnswer]:
@@ -137,7 +131,7 @@ class Writer:
         if not 0 < len(prompt) < settings.max_length:
             raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in {settings.max_length}")
         budget = min(settings.max_new_tokens, settings.max_length - len(prompt))
-        return Request(key, prompt, budget, None if self.sampling.greedy else SeededDraws(settings.seed, key))
+        return Request(key, prompt, budget, None if settings.sampling.greedy else SeededDraws(settings.seed, key))
 
     def summary(self) -> list[str]:
         if self.proposer is None or not self.rounds:

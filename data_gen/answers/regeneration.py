@@ -5,7 +5,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -261,14 +261,11 @@ def generation_settings(
     config = load_config(section).get_text_config()
     # ViSpec's training answers are sampled, and configs of vision-language models are nearly greedy (Qwen2.5-VL: 1e-6).
     defaults = GenerationConfig() if reads_pictures(tokenizer) else generation_config
-    temperature, top_p, top_k = resolve_sampling(asked.temperature, asked.top_p, asked.top_k, defaults)
     return GenerationSettings(
         max_new_tokens=asked.max_new_tokens,
         max_length=min(recipe.data.max_length, getattr(config, "max_position_embeddings", recipe.data.max_length)),
         stop_ids=stop_ids(tokenizer, generation_config),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
+        sampling=resolve_sampling(asked.temperature, asked.top_p, asked.top_k, defaults),
         seed=asked.seed,
         batch_size=asked.batch_size,
     )
@@ -292,9 +289,7 @@ def generator_identity(
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         **{key: change for key, change in changes.items() if change is not None},  # older files lack these keys
         **({"template_args": template_variables(section)} if template_variables(section) else {}),
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
+        **asdict(settings.sampling),
         "seed": settings.seed,
         "max_new_tokens": settings.max_new_tokens,
         "max_length": settings.max_length,
@@ -312,9 +307,10 @@ def print_regeneration_plan(
 ) -> None:
     """Prints what a run would do, estimated from a sample of the prompts and the answers written so far."""
     todo = not_done(conversations, log)
-    sampling = "greedy" if settings.temperature == 0 else f"temperature {settings.temperature:g}"
-    sampling += f", top_p {settings.top_p:g}" * (settings.top_p < 1)
-    sampling += f", top_k {settings.top_k}" * (settings.top_k > 0)
+    drawn = settings.sampling
+    sampling = "greedy" if drawn.greedy else f"temperature {drawn.temperature:g}"
+    sampling += f", top_p {drawn.top_p:g}" * (drawn.top_p < 1)
+    sampling += f", top_k {drawn.top_k}" * (drawn.top_k > 0)
     asked = sum(len(list(questions(conversation.messages))) for conversation in todo)
     answer_mean = log.answer_tokens / log.answers if log.answers else settings.max_new_tokens
     sample = sampled(todo)

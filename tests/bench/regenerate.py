@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
 from draftsmith.models.chat import load_tokenizer, render_prompt, stop_ids
+from draftsmith.models.sampling import GREEDY
 from draftsmith.models.target import Target, load_causal_lm
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.stdlib import stdlib_conversations
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def settings_of(args: argparse.Namespace, stops: tuple[int, ...]) -> GenerationSettings:
-    return GenerationSettings(args.max_new_tokens, 1024, stops, temperature=0, batch_size=args.batch_size)
+    return GenerationSettings(args.max_new_tokens, 1024, stops, GREEDY, batch_size=args.batch_size)
 
 
 def written(
