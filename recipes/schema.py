@@ -59,6 +59,11 @@ Text = Annotated[str, Field(min_length=1)]
 Seconds = Annotated[Number, Field(gt=0, le=1e9)]
 
 
+def as_list(sources: str | list[str] | None) -> list[str]:
+    """The sources of a key that takes none, one or several."""
+    return [sources] if isinstance(sources, str) else sources or []
+
+
 class ImpossibleSettings(ValueError):
     """All contradictions in a section, for the loader to report at once.
 
@@ -263,7 +268,7 @@ class SamCorpusSection(Section):
 
     @property
     def names(self) -> list[str]:
-        return [self.sources] if isinstance(self.sources, str) else self.sources
+        return as_list(self.sources)
 
 
 class CaptureSection(Section):
@@ -324,6 +329,11 @@ class DataSection(Section):
     """Folder of hidden states, written by data_gen/capture.py. Training then reads them and never runs the target.
     None: the target runs beside the drafter, and capture writes to <output_dir>/states."""
     capture: CaptureSection = CaptureSection()
+
+    @property
+    def has_hub_prompts(self) -> bool:
+        """Whether prompts come from a hub dataset. A plan reads only a sample of one, or nothing."""
+        return any(name.startswith("hf:") for name in as_list(self.prompts))
 
 
 class LoraSection(Section):
@@ -1277,8 +1287,7 @@ class Recipe(Section):
     @property
     def reprompts(self) -> bool:
         """Whether the prompts for training are those that reprompt writes."""
-        prompts = [self.data.prompts] if isinstance(self.data.prompts, str) else self.data.prompts or []
-        return self.data.reprompt.sources is not None and str(self.picture_prompts_path) in prompts
+        return self.data.reprompt.sources is not None and str(self.picture_prompts_path) in as_list(self.data.prompts)
 
     @property
     def training_rejects_path(self) -> Path:

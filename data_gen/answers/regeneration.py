@@ -71,7 +71,7 @@ def main(command: Command) -> int:
         check_generator_drafter(recipe)
     path = recipe.conversations_path
     rejects = Rejects(None if command.plan else path.with_suffix(".rejects.jsonl"))
-    limit, sample_only = recipe.data.max_prompts, command.plan and has_hub_prompts(recipe)
+    limit, sample_only = recipe.data.max_prompts, command.plan and recipe.data.has_hub_prompts
     if sample_only:
         limit = min(limit or HUB_SAMPLE, HUB_SAMPLE)
     conversations = list(read_training_prompts(recipe.data, rejects, limit))
@@ -318,7 +318,7 @@ def print_regeneration_plan(
     scale = len(todo) / max(1, len(sample))
     turns = sum(size.rows for size in sizes)
     prompt_mean = sum(sum(size.prompts) for size in sizes) / max(1, turns)
-    on_hub = has_hub_prompts(recipe)
+    on_hub = recipe.data.has_hub_prompts
     bound = "about" if log.answers or scale > 1 or on_hub else "at most"
     generator = recipe.data.generator
     how = f"{settings.batch_size} conversations side by side"
@@ -359,13 +359,6 @@ def print_regeneration_plan(
             f"CANNOT WORK: no room for an answer: every prompt of the sample takes all of {settings.max_length} "
             "tokens (data.max_length, or the target's positions where they are fewer)"
         )
-
-
-def has_hub_prompts(recipe: Recipe) -> bool:
-    """Whether data.prompts names a hub dataset. A plan reads only a sample of one."""
-    prompts = recipe.data.prompts
-    names = [prompts] if isinstance(prompts, str) else prompts or []
-    return any(name.startswith("hf:") for name in names)
 
 
 def _print_ignored_sampling(generation_config: GenerationConfig) -> None:

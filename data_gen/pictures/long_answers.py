@@ -27,7 +27,7 @@ from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import StorePicture
-from draftsmith.recipes.schema import Recipe, RepromptSection
+from draftsmith.recipes.schema import Recipe, RepromptSection, as_list
 
 PLANNED = 200  # records that --plan reads
 
@@ -51,7 +51,7 @@ def main(command: Command) -> None:
     """Writes the prompts, or with --plan says what they would be."""
     recipe, section = command.recipe, command.recipe.data.reprompt
     out = recipe.picture_prompts_path
-    sources = [section.sources] if isinstance(section.sources, str) else section.sources or []
+    sources = as_list(section.sources)
     if out.resolve() in [Path(source).resolve() for source in sources]:
         raise UserError(f"data.reprompt.out: {out} is one of data.reprompt.sources, and would be replaced")
     if command.plan:
@@ -160,7 +160,7 @@ def _hash(*words: Any) -> bytes:
     return hashlib.sha256(json.dumps(words).encode()).digest()
 
 
-def _print_plan(recipe: Recipe, sources: Sequence[str]) -> None:
+def _print_plan(recipe: Recipe, sources: list[str]) -> None:
     section, rejects = recipe.data.reprompt, Rejects()
 
     read = read_conversations(sources, rejects, PLANNED, "data.reprompt.sources: ", data_url)

@@ -31,7 +31,7 @@ from draftsmith.recipes.prompts.reader import read_conversations, read_training_
 from draftsmith.recipes.prompts.records import Conversation, folder_of, picture_digest, stored_conversation
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
 from draftsmith.recipes.prompts.sources import records
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, as_list
 
 LeaveOut = Callable[[Conversation], str | None]  # gives the reason to leave a conversation out
 
@@ -191,7 +191,7 @@ class Check:
 
     def _evaluation(self, recipe: Recipe, unread: list[str]) -> Iterator[Conversation]:
         limit = max(MOST, recipe.eval.max_prompts or 0)
-        for source in _listed(recipe.eval.prompts):
+        for source in as_list(recipe.eval.prompts):
             count = 0
             try:
                 for conversation in read_conversations(source, Rejects(), limit, store=data_url):
@@ -319,16 +319,12 @@ def _from_elsewhere(recipe: Recipe) -> bool:
     return recipe.data.prompts is None or recipe.data.conversations is not None
 
 
-def _listed(sources: str | list[str] | None) -> list[str]:
-    return [sources] if isinstance(sources, str) else sources or []
-
-
 # The script.
 
 
 def main(command: Command) -> None:
     recipe = command.recipe
-    prompts = _listed(recipe.data.prompts)
+    prompts = as_list(recipe.data.prompts)
     file = recipe.conversations_path if _from_elsewhere(recipe) else None
     if file is not None and not file.exists():
         raise UserError(
@@ -336,7 +332,7 @@ def main(command: Command) -> None:
         )
     if command.plan:
         compared = [*prompts, *([str(file)] if file else [])]
-        print(f"compares  {', '.join(compared)}\nwith      {', '.join(_listed(recipe.eval.prompts))}")
+        print(f"compares  {', '.join(compared)}\nwith      {', '.join(as_list(recipe.eval.prompts))}")
         print(f"writes    {recipe.contamination_path}")
         return
     check, rejects = Check(recipe, remove=False), Rejects()

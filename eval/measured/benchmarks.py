@@ -41,7 +41,7 @@ from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import Conversation, Rejects, questions, read_conversations
 from draftsmith.recipes.prompts.sources import StorePicture, short_names
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, as_list
 
 if TYPE_CHECKING:
     from draftsmith.eval.decoding.contenders import Contender, Lineup
@@ -102,9 +102,8 @@ def load_questions(
     Raises:
         UserError: nothing usable.
     """
-    names = [sources] if isinstance(sources, str) else sources
-    found, shown, unseen = [], short_names(names), False
-    for source in names:  # one by one: benchmarks number their questions, all from 0
+    found, shown, unseen = [], short_names(as_list(sources)), False
+    for source in as_list(sources):  # one by one: benchmarks number their questions, all from 0
         for conversation in read_conversations(source, rejects, limit, before="eval.prompts: ", store=store):
             try:
                 if store is None:

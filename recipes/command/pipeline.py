@@ -35,7 +35,7 @@ from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.benchmarks import benchmark_of
-from draftsmith.recipes.schema import Recipe
+from draftsmith.recipes.schema import Recipe, as_list
 
 REMEMBERED = "stages.json"
 REWRITTEN = ("reprompt", "train", "build-sam", "evaluate", "export")
@@ -273,8 +273,7 @@ def _replays(recipe: Recipe) -> bool:
 
 def _sources(sources: str | list[str] | None) -> list[Path]:
     """The local files among prompt sources; folders and patterns count by their names."""
-    names = [sources] if isinstance(sources, str) else sources or []
-    paths = [(benchmark_of(name) or (None, None))[1] or name for name in names]
+    paths = [(benchmark_of(name) or (None, None))[1] or name for name in as_list(sources)]
     return [Path(path) for path in paths if Path(path).is_file()]
 
 

@@ -46,7 +46,7 @@ one: [user, user] becomes [user, assistant, user, assistant].
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -57,13 +57,13 @@ from draftsmith.recipes.prompts.picture_parts import as_picture_record
 from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import StorePicture, check_source, records, short_names
-from draftsmith.recipes.schema import DataSection
+from draftsmith.recipes.schema import DataSection, as_list
 
 DUPLICATE = "duplicate question"  # kind of reject
 
 
 def read_conversations(
-    sources: str | Sequence[str],
+    sources: str | list[str] | None,
     rejects: Rejects,
     limit: int | None = None,
     before: str = "",
@@ -77,7 +77,7 @@ def read_conversations(
     Args:
         store: given to read pictures (`recipes.prompts.sources.records`): captioned pictures are conversations then.
     """
-    names = [sources] if isinstance(sources, str) else list(sources)
+    names = as_list(sources)
     problems = [problem for name in names if (problem := check_source(name)) is not None]
     if not names:
         problems.append("no source given: name a file, `stdlib:train` or `hf:org/name`")
@@ -92,7 +92,7 @@ def read_training_prompts(data: DataSection, rejects: Rejects, limit: int | None
     Unless data.duplicates is `keep`, a conversation that asks the same as an earlier one goes to `rejects` and does not
     count towards `limit`.
     """
-    conversations = read_conversations(data.prompts or [], rejects, before="data.prompts: ")
+    conversations = read_conversations(data.prompts, rejects, before="data.prompts: ")
     return islice(conversations if data.duplicates == "keep" else _asked_once(conversations, rejects), limit)
 
 

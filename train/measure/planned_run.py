@@ -87,9 +87,8 @@ def expected_data(recipe: Recipe, tokenizer: Any) -> DataSize:
     Of many prompts a sample is rendered. Hub datasets are not read: only data.max_prompts is known of them, and every
     conversation is assumed to be one row, as long as data.max_length allows.
     """
-    names = [recipe.data.prompts] if isinstance(recipe.data.prompts, str) else list(recipe.data.prompts or [])
     limit, longest = recipe.data.max_prompts, recipe.data.max_length
-    if any(name.startswith("hf:") for name in names):
+    if recipe.data.has_hub_prompts:
         tokens = None if limit is None else limit * longest
         return DataSize(
             rows=limit,
