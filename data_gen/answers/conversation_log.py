@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.files.lines import append_line
+from draftsmith.recipes.files.lines import append_line, json_line
 from draftsmith.recipes.files.lock import locked
 from draftsmith.recipes.prompts.reader import Conversation, asked_digest
-from draftsmith.recipes.prompts.rejects import is_unicode
 
 SECONDS_BETWEEN_SYNCS = 1.0
 LEARNED = ("embedding_digest", "vision_digest", "served_model")  # identify the target once it is loaded or reached
@@ -178,10 +177,7 @@ class ConversationLog:
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes one line. It survives a kill at once, and a power cut after about a second."""
-        text = json.dumps(record | {"generator": self._generator}, ensure_ascii=False)
-        if not is_unicode(text):
-            text = json.dumps(record | {"generator": self._generator})  # lone surrogates as \\ud800
-        append_line(self._file, self.path, text.encode() + b"\n")
+        append_line(self._file, self.path, json_line(record | {"generator": self._generator}))
         self.appended += 1  # at once: an interrupt may come before the next line
         if time.monotonic() - self._synced > SECONDS_BETWEEN_SYNCS:
             os.fsync(self._file.fileno())

@@ -20,6 +20,7 @@ from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_path
+from draftsmith.recipes.files.lines import json_line
 from draftsmith.recipes.files.lock import locked
 from draftsmith.recipes.prompts.picture_files import data_url, store_picture
 from draftsmith.recipes.prompts.pictures import with_named_pictures
@@ -70,7 +71,7 @@ def main(command: Command) -> None:
         with atomic_path(out) as unfinished, unfinished.open("wb") as file:
             with Bar(total=most, desc="reprompting", unit="prompt") as bar:
                 for prompt in prompts_for_long_answers(conversations, section, rejects, store):
-                    file.write(json.dumps(prompt, ensure_ascii=False).encode() + b"\n")
+                    file.write(json_line(prompt))
                     written += 1
                     bar.update()
                     if written == most:

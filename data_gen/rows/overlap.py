@@ -10,7 +10,6 @@ A run that three or more evaluation turns share (COMMON) is a stock phrase and c
 an evaluation conversation that have fewer than 8 words (LATER_TURN_WORDS, "Go on.") are not compared.
 """
 
-import json
 import os
 import re
 import unicodedata
@@ -25,11 +24,12 @@ from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.json_text import parse_json
+from draftsmith.recipes.files.lines import json_line
 from draftsmith.recipes.prompts.picture_files import data_url
 from draftsmith.recipes.prompts.picture_parts import pictures_of, with_picture_parts
 from draftsmith.recipes.prompts.reader import read_conversations, read_training_prompts
 from draftsmith.recipes.prompts.records import Conversation, folder_of, picture_digest, stored_conversation
-from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
+from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import records
 from draftsmith.recipes.schema import Recipe, as_list
 
@@ -254,15 +254,13 @@ class Check:
         """Writes the findings and keeps lines about unchecked sources. Raises UserError for a foreign file."""
         path, lines = self._path, []
         try:
-            held = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-            lines += [line for line in held if line and parse_json(line)["source"] not in self.checked]
+            held = path.read_bytes().splitlines() if path.exists() else []
+            lines += [line + b"\n" for line in held if line and parse_json(line)["source"] not in self.checked]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}: not a list of contaminated conversations; move it away") from None
-        for finding in self.findings:
-            text = json.dumps(finding, ensure_ascii=False)
-            lines.append(text if is_unicode(text) else json.dumps(finding))
+        lines += map(json_line, self.findings)
         if lines or path.exists():
-            atomic_write(path, "".join(line + "\n" for line in lines))
+            atomic_write(path, b"".join(lines))
 
 
 def screen(

@@ -1,10 +1,22 @@
 """Appends to files of lines. No kill and no full disk leaves half a line between two others."""
 
+import json
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from draftsmith.recipes.errors import UserError
+
+
+def json_line(value: Any) -> bytes:
+    """`value` as one line of JSON with its end, values of other types as text.
+
+    Text stays readable, unless the value holds lone surrogates: UTF-8 lacks them, so everything is written as \\uXXXX.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(value, default=str).encode() + b"\n"
 
 
 def append_line(file: IO[bytes], path: Path, line: bytes) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
-from draftsmith.recipes.files.lines import append_line, cut_torn_line
+from draftsmith.recipes.files.lines import append_line, cut_torn_line, json_line
 
 
 class Rejects:
@@ -38,13 +38,9 @@ class Rejects:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
             self._written.update(map(_identity, cut_torn_line(self._file, self.path)))
-        entry = {"source": source, "line": line, "reason": reason, "record": record}
-        text = json.dumps(entry, ensure_ascii=False, default=str)
-        if not is_unicode(text):
-            text = json.dumps(entry, default=str)  # lone surrogates as \\ud800, so the file stays readable
-        kept = text.encode()
+        kept = json_line({"source": source, "line": line, "reason": reason, "record": record})
         if _identity(kept) not in self._written:
-            append_line(self._file, self.path, kept + b"\n")
+            append_line(self._file, self.path, kept)
 
     def summary(self) -> str:
         """One line for the end of a run."""
