@@ -1,48 +1,35 @@
 """A recipe whose answers come from servers, and what must be true of the file that a run writes."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from transformers import AutoConfig
 
-from draftsmith.data_gen import regenerate
 from draftsmith.data_gen.server import generator as server_generator
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import VOCAB_SIZE, make_tokenizer
 from tests.fake_server import STOP, FakeServer, expected
+from tests.regeneration_place import RegenerationPlace
 
 LIMIT = 24  # max_new_tokens
 
 
-class Place:
-    """A folder with a target that has a config and a tokenizer and no weights, prompts, a recipe, and calls of main."""
+class Place(RegenerationPlace):
+    """With a target that has a config and a tokenizer and no weights."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-        self.folder, self.out = folder, folder / "out"
-        self.path, self.rejects = self.out / "conversations.jsonl", self.out / "conversations.rejects.jsonl"
-        self.recipe, self.prompts, target = folder / "recipe.yaml", folder / "prompts.jsonl", folder / "target"
-        self._monkeypatch, self._capsys = monkeypatch, capsys
+        target = folder / "target"
         monkeypatch.setattr(server_generator, "FIRST_PAUSE_SECONDS", 0.01)
         monkeypatch.setattr(server_generator, "FIRST_LOOK_SECONDS", 0.05)
         config = AutoConfig.for_model("llama", vocab_size=VOCAB_SIZE, eos_token_id=STOP, max_position_embeddings=512)
         config.save_pretrained(target)
         make_tokenizer().save_pretrained(target)
         self.tokenizer = load_tokenizer(TargetSection(model=str(target)))
-        self.content = {
-            "output_dir": str(self.out),
-            "target": {"model": str(target), "device": "cpu"},
-            "data": {
-                "prompts": str(self.prompts),
-                "max_length": 200,
-                "generator": {"kind": "openai", "max_new_tokens": LIMIT, "temperature": 0.7},
-            },
-        }
+        super().__init__(folder, target, capsys, {"kind": "openai", "max_new_tokens": LIMIT, "temperature": 0.7})
 
     def ask(self, count: int, turns: int = 2) -> None:
         """Conversations of 1 to `turns` user turns."""
@@ -50,17 +37,11 @@ class Place:
             {"id": f"q{i}", "messages": [{"role": "user", "content": f"cat {i}.{n}"} for n in range(1 + i % turns)]}
             for i in range(count)
         ]
-        self.prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        self.write_prompts(*lines)
 
     def use(self, *servers: FakeServer, **generator: Any) -> None:
-        section = self.content["data"]["generator"]
-        section |= {"base_urls": [server.url for server in servers], **generator}
-        self.recipe.write_text(yaml.safe_dump(self.content))
-
-    def run(self, *arguments: str) -> str:
-        self._monkeypatch.setattr(sys, "argv", ["regenerate.py", str(self.recipe), *arguments])
-        regenerate.main()
-        return self._capsys.readouterr().out
+        self.generator |= {"base_urls": [server.url for server in servers], **generator}
+        self.write_recipe()
 
     def leaves_some(self, *arguments: str) -> str:
         """What a run prints that could not have all answered: it ends with 1."""
@@ -73,10 +54,6 @@ class Place:
         with pytest.raises(UserError) as error:
             self.run(*arguments)
         return error.value.problems, self._capsys.readouterr().out
-
-    def records(self, path: Path | None = None) -> list[dict[str, Any]]:
-        path = path or self.path
-        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def check(self, count: int | None = None) -> list[dict[str, Any]]:
         """Every conversation that is written is there once, with exactly the right answers. All of them, or `count`."""

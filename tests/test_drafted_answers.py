@@ -2,7 +2,6 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,21 +31,17 @@ def add_drafter(place: Workspace, steps: int = 60) -> Path:
     return place.folder / "drafter"
 
 
-def by_id(place: Workspace) -> dict[str, Any]:
-    return {record["id"]: record for record in place.records()}
-
-
 @pytest.mark.parametrize("draft_tokens", others_slow([1, 3], 3))
 def test_greedy_files_are_the_same_with_a_drafter_and_without(place: Workspace, draft_tokens: int) -> None:
     """Rows of several turns, stop tokens within accepted chains, answers cut by both limits."""
     drafted = f"data.generator.drafter={add_drafter(place)}", f"data.generator.draft_tokens={draft_tokens}"
     place.ask(12)
     place.run("data.max_length=48")
-    expected = by_id(place)
+    expected = place.by_id()
     printed = place.run("data.max_length=48", f"data.conversations={place.folder / 'all.jsonl'}", *drafted)
     place.path = place.folder / "all.jsonl"
     drafted_by = {"drafter": str(place.folder / "drafter"), "draft_tokens": draft_tokens}
-    found = by_id(place)
+    found = place.by_id()
     assert [record["generator"].pop("drafted_by") for record in found.values()] == [drafted_by] * 12
     assert found == expected
     reasons = Counter(turn["finish_reason"] for record in expected.values() for turn in record["turns"])
@@ -58,7 +53,7 @@ def test_greedy_files_are_the_same_with_a_drafter_and_without(place: Workspace, 
     parts = f"data.conversations={place.path}"
     place.run("data.max_length=48", parts, "data.max_prompts=5")
     assert "5 of 12 conversations are done, going on" in place.run("data.max_length=48", parts, *drafted)
-    found = by_id(place)
+    found = place.by_id()
     assert [record["generator"].pop("drafted_by", None) for record in found.values()].count(drafted_by) == 7
     assert found == expected
 

@@ -5,16 +5,13 @@ import io
 import json
 import random
 import shutil
-import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
 
-from draftsmith.data_gen import regenerate
 from draftsmith.data_gen.server import generator as server_generator
 from draftsmith.models.chat import load_tokenizer, render_prompt
 from draftsmith.recipes.errors import UserError
@@ -22,46 +19,23 @@ from draftsmith.recipes.prompts.pictures import read_picture
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import VOCAB_SIZE
 from tests.fake_server import STOP, FakeServer, expected
+from tests.regeneration_place import RegenerationPlace
 from tests.test_pictures import DAMAGES, good_files
 from tests.tiny_vision import BASIC_FAMILIES, PLACEHOLDER, picture, save_vision_target
 
 STOPS = (4, 9, 11, 50, 60, 70, 80, 200, 210, 220, 230, 240, 250)  # many, so that answers end
 
 
-class Place:
-    """A folder with a target, pictures, prompts, a recipe, and calls of the script in this process."""
+class Place(RegenerationPlace):
+    """With pictures."""
 
-    def __init__(self, folder: Path, target: Path, monkeypatch: pytest.MonkeyPatch):
-        self.folder, self.target, self.out = folder, target, folder / "out"
-        self.path, self.rejects = self.out / "conversations.jsonl", self.out / "conversations.rejects.jsonl"
-        self.recipe, self.prompts, self._monkeypatch = folder / "recipe.yaml", folder / "prompts.jsonl", monkeypatch
+    def __init__(self, folder: Path, target: Path, capsys: pytest.CaptureFixture):
+        super().__init__(folder, target, capsys, {"batch_size": 3, "max_new_tokens": 20, "temperature": 0})
         for seed, name in enumerate(("a.png", "b.png", "c.png")):
             picture(24, 16, seed).save(folder / name)
-        content = {
-            "output_dir": str(self.out),
-            "target": {"model": str(target), "dtype": "float32", "device": "cpu"},
-            "data": {
-                "prompts": str(self.prompts),
-                "max_length": 200,
-                "generator": {"batch_size": 3, "max_new_tokens": 20, "temperature": 0},
-            },
-        }
-        self.recipe.write_text(yaml.safe_dump(content))
-
-    def ask(self, *records: dict[str, Any]) -> None:
-        self.prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-    def run(self, *arguments: str) -> None:
-        self._monkeypatch.setattr(sys, "argv", ["regenerate.py", str(self.recipe), *arguments])
-        regenerate.main()
-
-    def records(self) -> dict[str, dict[str, Any]]:
-        lines = self.path.read_bytes().splitlines()
-        return {record["id"]: record for record in map(json.loads, lines)}
 
     def reasons(self) -> dict[str, str]:
-        lines = map(json.loads, self.rejects.read_bytes().splitlines())
-        return {line["record"]["id"]: line["reason"] for line in lines}
+        return {line["record"]["id"]: line["reason"] for line in self.records(self.rejects)}
 
     def part(self, name: str) -> dict[str, str]:
         path = self.folder / name
@@ -88,9 +62,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(params=BASIC_FAMILIES)
 def place(
-    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> Place:
-    return Place(tmp_path, folders[request.param], monkeypatch)
+    return Place(tmp_path, folders[request.param], capsys)
 
 
 def some_prompts(place: Place) -> list[dict[str, Any]]:
@@ -108,9 +82,9 @@ def some_prompts(place: Place) -> list[dict[str, Any]]:
 
 
 def test_lines_name_their_pictures_and_hold_what_was_asked(place: Place) -> None:
-    place.ask(*some_prompts(place))
+    place.write_prompts(*some_prompts(place))
     place.run()
-    records, tokenizer = place.records(), load_tokenizer(TargetSection(model=str(place.target)))
+    records, tokenizer = place.by_id(), load_tokenizer(TargetSection(model=str(place.target)))
     assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
     shown = {key: [p for m in record["messages"] for p in m["content"] if m["role"] == "user" and isinstance(p, dict)]
              for key, record in records.items()}  # fmt: skip
@@ -136,7 +110,7 @@ def test_lines_name_their_pictures_and_hold_what_was_asked(place: Place) -> None
 
 def test_later_turns_have_their_pictures(place: Place) -> None:
     """Every token is a stop token, so that every turn ends."""
-    place.ask(some_prompts(place)[2])
+    place.write_prompts(some_prompts(place)[2])
     path = place.target / "generation_config.json"
     before = path.read_text()
     path.write_text(json.dumps(json.loads(before) | {"eos_token_id": list(range(VOCAB_SIZE))}))
@@ -144,7 +118,7 @@ def test_later_turns_have_their_pictures(place: Place) -> None:
         place.run()
     finally:
         path.write_text(before)
-    record = place.records()["turns"]
+    record = place.by_id()["turns"]
     assert len(record["turns"]) == 3
     contents = [message["content"] for message in record["messages"] if message["role"] == "user"]
     parts = [place.part(name) for name in ("a.png", "b.png", "c.png")]
@@ -154,16 +128,16 @@ def test_later_turns_have_their_pictures(place: Place) -> None:
 
 
 def test_a_stopped_run_goes_on_and_other_pictures_are_other_prompts(place: Place) -> None:
-    place.ask(*some_prompts(place))
+    place.write_prompts(*some_prompts(place))
     place.run()
     whole = place.path.read_bytes().splitlines(keepends=True)
     place.path.write_bytes(b"".join(whole[:2]) + whole[2][:100])
     place.run()
     assert sorted(place.path.read_bytes().splitlines(keepends=True)) == sorted(whole)
-    place.ask({"id": "parts", "messages": [user(say("the cat"), place.part("b.png"), say("at length"))]})
+    place.write_prompts({"id": "parts", "messages": [user(say("the cat"), place.part("b.png"), say("at length"))]})
     with pytest.raises(UserError, match="was asked something else"):
         place.run()
-    place.ask(some_prompts(place)[3])  # its path is relative
+    place.write_prompts(some_prompts(place)[3])  # its path is relative
     picture(24, 16, seed=9).save(place.folder / "b.png")
     with pytest.raises(UserError, match="was asked something else"):
         place.run()
@@ -172,7 +146,7 @@ def test_a_stopped_run_goes_on_and_other_pictures_are_other_prompts(place: Place
 def test_unusable_pictures_are_rejected(place: Place) -> None:
     (place.folder / "torn.png").write_bytes((place.folder / "a.png").read_bytes()[:60])
     image = {"type": "image"}
-    place.ask(
+    place.write_prompts(
         {"id": "good", "prompt": "the mat", "image": "b.png"},
         {"id": "torn", "prompt": "the mat", "image": "torn.png"},
         {"id": "gone", "prompt": "the mat", "image": "gone.png"},
@@ -183,7 +157,7 @@ def test_unusable_pictures_are_rejected(place: Place) -> None:
         {"id": "later", "messages": [user(say("the cat")), user(image | {"path": "gone.png"})]},
     )
     place.run()
-    assert set(place.records()) == {"good"}
+    assert set(place.by_id()) == {"good"}
     kinds = {key: reason.split(":")[0] for key, reason in place.reasons().items()}
     assert kinds == {
         "torn": "picture truncated",
@@ -196,15 +170,14 @@ def test_unusable_pictures_are_rejected(place: Place) -> None:
     }
 
 
-def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place, capsys: pytest.CaptureFixture) -> None:
+def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place) -> None:
     """The target's own temperature, 0.01, is not used."""
-    place.ask(*some_prompts(place))
-    place.run("--plan", "data.generator.temperature=null")
-    printed = capsys.readouterr().out
+    place.write_prompts(*some_prompts(place))
+    printed = place.run("--plan", "data.generator.temperature=null")
     assert "temperature 1," in printed and "6 conversations, 8 answers" in printed
     assert not place.out.exists()
     place.run("data.generator.temperature=null")
-    assert {record["generator"]["temperature"] for record in place.records().values()} == {1.0}
+    assert {record["generator"]["temperature"] for record in place.by_id().values()} == {1.0}
 
 
 # Servers.
@@ -212,7 +185,11 @@ def test_answers_are_sampled_unless_the_recipe_says_otherwise(place: Place, caps
 
 @pytest.fixture(params=BASIC_FAMILIES)
 def served(
-    request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
 ) -> Place:
     """With a target that has no weights, and one stop token."""
     target = tmp_path / "target"
@@ -220,7 +197,7 @@ def served(
     (target / "generation_config.json").write_text(json.dumps({"eos_token_id": STOP}))
     monkeypatch.setattr(server_generator, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(server_generator, "FIRST_LOOK_SECONDS", 0.05)
-    return Place(tmp_path, target, monkeypatch)
+    return Place(tmp_path, target, capsys)
 
 
 def server_of(place: Place, **manners: Any) -> FakeServer:
@@ -242,7 +219,7 @@ def images_of(body: dict[str, Any]) -> list[Image.Image]:
 @pytest.mark.parametrize("ids", ["token_ids", "logprobs", "content", "text"])
 def test_servers_get_pictures_as_messages(served: Place, ids: str, stream: bool) -> None:
     place = served
-    place.ask(*some_prompts(place))
+    place.write_prompts(*some_prompts(place))
     with server_of(place, ids=ids) as server:
         place.run(*openai(server, stream=stream))
         place.run(*openai(server, stream=stream))  # asks nothing again
@@ -251,7 +228,7 @@ def test_servers_get_pictures_as_messages(served: Place, ids: str, stream: bool)
             assert "messages" in body or body["prompt"].count(PLACEHOLDER) == 0
             for image in images_of(body) if "messages" in body else ():
                 assert image.tobytes() in [picture(24, 16, seed).tobytes() for seed in range(3)]
-    records, tokenizer = place.records(), server.tokenizer
+    records, tokenizer = place.by_id(), server.tokenizer
     assert set(records) == {"parts", "other", "turns", "column", "url", "text"}
     assert "base64" not in place.path.read_text()
     for record in records.values():
@@ -265,7 +242,7 @@ def test_servers_get_pictures_as_messages(served: Place, ids: str, stream: bool)
 
 def test_a_server_that_renders_another_prompt_is_not_believed(served: Place) -> None:
     place = served
-    place.ask(*some_prompts(place)[:1])
+    place.write_prompts(*some_prompts(place)[:1])
 
     def count_more(reply: dict[str, Any]) -> None:
         reply["usage"]["prompt_tokens"] += 1
@@ -284,7 +261,7 @@ def test_a_server_that_renders_another_prompt_is_not_believed(served: Place) -> 
 
     with server_of(place, lie=own_ids) as server:
         place.run(*openai(server))
-    assert set(place.records()) == {"parts"}
+    assert set(place.by_id()) == {"parts"}
 
 
 def test_what_servers_cannot_read_alike_is_sent_as_png(served: Place) -> None:
@@ -295,7 +272,7 @@ def test_what_servers_cannot_read_alike_is_sent_as_png(served: Place) -> None:
     picture(24, 16).convert("RGBA").save(place.folder / "clear.png")
     picture(24, 16).save(place.folder / "plain.jpg")
     names = ("turned.jpg", "clear.png", "plain.jpg")
-    place.ask(*({"id": name, "prompt": "the mat", "image": name} for name in names))
+    place.write_prompts(*({"id": name, "prompt": "the mat", "image": name} for name in names))
     with server_of(place) as server:
         place.run(*openai(server, concurrency=1))
     images = [images_of(body)[0] for body in server.bodies]
@@ -308,14 +285,14 @@ def test_what_servers_cannot_read_alike_is_sent_as_png(served: Place) -> None:
 
 def test_a_refused_picture_is_a_reject_and_failures_are_asked_again(served: Place) -> None:
     place = served
-    place.ask(*some_prompts(place))
+    place.write_prompts(*some_prompts(place))
     none = pytest.raises(UserError, match="none of 6 conversations could be asked")
     with server_of(place, fail=1.0, status=400, message="At most 0 image(s) may be provided") as server, none:
         place.run(*openai(server))
     assert all("At most 0 image(s)" in reason for reason in place.reasons().values())
     with server_of(place, fail=0.3, tear=0.2) as server:
         place.run(*openai(server, stream=True, max_retries=20))
-    assert len(place.records()) == 6
+    assert len(place.by_id()) == 6
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Pillow, where the test itself opens damaged files
@@ -328,10 +305,12 @@ def test_damaged_pictures_are_sent_as_they_are_read_or_rejected(served: Place, c
         for damage in chance.sample(DAMAGES, number % 3 > 0):
             damage(content, chance, min(len(content), chance.choice([64, 10_000])))
         (place.folder / f"{number}").write_bytes(content)
-    place.ask(*({"id": f"{number}", "prompt": f"cat {number}", "image": f"{number}"} for number in range(count)))
+    place.write_prompts(
+        *({"id": f"{number}", "prompt": f"cat {number}", "image": f"{number}"} for number in range(count))
+    )
     with server_of(place) as server:
         place.run(*openai(server))
-    answered, rejected = set(place.records()), set(place.reasons())
+    answered, rejected = set(place.by_id()), set(place.reasons())
     assert answered | rejected == {f"{number}" for number in range(count)} and not answered & rejected
     assert count / 3 < len(answered) < count
     for body in server.bodies:

@@ -2,16 +2,13 @@
 
 import json
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
-from draftsmith.data_gen import regenerate
 from draftsmith.data_gen.answers import generators
 from draftsmith.data_gen.answers.conversation_log import ConversationLog
 from draftsmith.data_gen.answers.generators import GenerationSettings, Writer
@@ -25,6 +22,7 @@ from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import TargetSection
 from tests.conftest import make_target, make_tokenizer
 from tests.decoding import decode, write_answers
+from tests.regeneration_place import RegenerationPlace
 
 ROOT = Path(__file__).parent.parent
 # Many stop tokens, so that random-weight targets end most of their answers.
@@ -127,28 +125,18 @@ def talk(*roles: str) -> list[dict[str, Any]]:
 # The script.
 
 
-class Workspace:
-    """A folder with a target that ends most answers, prompts, a recipe, and calls of the script in this process."""
+class Workspace(RegenerationPlace):
+    """With a target that ends most answers."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-        self.folder, self.out = folder, folder / "out"
-        self.path = self.out / "conversations.jsonl"
-        self._monkeypatch, self._capsys = monkeypatch, capsys
-        self.target, self.recipe, self.prompts = folder / "target", folder / "recipe.yaml", folder / "prompts.jsonl"
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture):
         model = make_target(num_layers=3)
         model.generation_config.eos_token_id = list(STOPS)
-        model.save_pretrained(self.target)
-        make_tokenizer().save_pretrained(self.target)
-        generator = {"batch_size": 4, "max_new_tokens": 20, "temperature": 0}
-        recipe = {
-            "output_dir": str(self.out),
-            "target": {"model": str(self.target), "dtype": "float32", "device": "cpu"},
-            "data": {"prompts": str(self.prompts), "max_length": 200, "generator": generator},
-        }
-        self.recipe.write_text(yaml.safe_dump(recipe))
+        model.save_pretrained(folder / "target")
+        make_tokenizer().save_pretrained(folder / "target")
+        super().__init__(folder, folder / "target", capsys, {"batch_size": 4, "max_new_tokens": 20, "temperature": 0})
 
     def ask(self, count: int, *more: Any) -> None:
-        """Conversations of 1, 2 and 3 user turns, then `more` lines: bytes as they are, else JSON."""
+        """Conversations of 1, 2 and 3 user turns, then `more` lines, as `write_prompts` takes them."""
         questions = [
             {
                 "id": f"q{i}",
@@ -157,21 +145,12 @@ class Workspace:
             }
             for i in range(count)
         ]
-        lines = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in [*questions, *more]]
-        self.prompts.write_bytes(b"".join(line + b"\n" for line in lines))
-
-    def run(self, *arguments: str) -> str:
-        self._monkeypatch.setattr(sys, "argv", ["regenerate.py", str(self.recipe), *arguments])
-        regenerate.main()
-        return self._capsys.readouterr().out
-
-    def records(self, path: Path | None = None) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (path or self.path).read_text(encoding="utf-8").splitlines()]
+        self.write_prompts(*questions, *more)
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Workspace:
-    return Workspace(tmp_path, monkeypatch, capsys)
+def place(tmp_path: Path, capsys: pytest.CaptureFixture) -> Workspace:
+    return Workspace(tmp_path, capsys)
 
 
 def test_records_hold_every_turn_and_who_wrote_it(place: Workspace) -> None:
@@ -227,7 +206,7 @@ def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
     )
     printed = place.run()
     assert {record["id"] for record in place.records()} == {"q0", "q1", "q2"}
-    rejected = place.records(place.out / "conversations.rejects.jsonl")
+    rejected = place.records(place.rejects)
     reasons = [record["reason"].split(":")[0] for record in rejected]
     assert sorted(reasons) == sorted(
         ["not UTF-8", "not UTF-8", "malformed JSON", "no user turn", "longer than data.max_length"]
@@ -240,7 +219,7 @@ def test_bad_prompts_are_kept_with_their_reason(place: Workspace) -> None:
     assert "3 of 6 conversations written, 3 rejected\n" in printed and "in all, 7 records rejected" in printed
     # Asked again: the same answer, and no reject twice.
     assert "3 of 6 conversations are done" in place.run()
-    assert len(place.records(place.out / "conversations.rejects.jsonl")) == 7 and len(place.records()) == 3
+    assert len(place.records(place.rejects)) == 7 and len(place.records()) == 3
 
 
 @pytest.mark.parametrize(
