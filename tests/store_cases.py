@@ -1,5 +1,8 @@
-"""A recipe whose rows fill several shards, and its capture: what tests of the hidden-state store share."""
+"""A recipe whose rows fill several shards, and its captures: what tests of the hidden-state store share."""
 
+import functools
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,8 +35,10 @@ KINDS: dict[str, list[str]] = {
 }
 
 
-def store_recipe(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe with its target, conversations and draft vocabulary; the store's rows fill several shards."""
+    folder = tmp_path_factory.mktemp("store")
     make_target().save_pretrained(folder / "target")
     make_tokenizer().save_pretrained(folder / "target")
     sections = {
@@ -46,6 +51,31 @@ def store_recipe(folder: Path) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(sections))
     return path
+
+
+@pytest.fixture(scope="module")
+def stores(recipe_path: Path) -> Callable[[str], Path]:
+    """What capture writes in float32 for the recipe with a drafter of this kind."""
+
+    @functools.cache
+    def captured(kind: str) -> Path:
+        directory = recipe_path.parent / f"states of {kind}"
+        capture(recipe_path, *KINDS[kind], f"data.states={directory}")
+        return directory
+
+    return captured
+
+
+@pytest.fixture(scope="module")
+def store(stores: Callable[[str], Path]) -> Path:
+    return stores("eagle3")
+
+
+@pytest.fixture
+def copy(store: Path, tmp_path: Path) -> Path:
+    """A store to damage."""
+    shutil.copytree(store, tmp_path / "copy")
+    return tmp_path / "copy"
 
 
 def capture(recipe_path: Path, *arguments: str) -> None:

@@ -37,33 +37,17 @@ from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import load_recipe
 from tests.crash import CAN_FORK, CrashLab, Ending, Fault
 from tests.ranks import run_ranks
-from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, files_of, refusals, rows_of, store_recipe
+from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, files_of, refusals, rows_of
+from tests.store_cases import copy as copy
+from tests.store_cases import recipe_path as recipe_path
+from tests.store_cases import store as store
+from tests.store_cases import stores as stores
 from tests.test_crashes import cut, kill_until_it_ends, told
 from tests.training_runs import to_train
 
 ROOT = Path(__file__).parent.parent
 CAPTURE = "draftsmith.data_gen.capture"
 KILLS = 200
-
-
-@pytest.fixture(scope="module")
-def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return store_recipe(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def store(recipe_path: Path) -> Path:
-    """What capture writes in float32."""
-    directory = recipe_path.parent / "states"
-    capture(recipe_path, f"data.states={directory}")
-    return directory
-
-
-@pytest.fixture
-def copy(store: Path, tmp_path: Path) -> Path:
-    """A store to damage."""
-    shutil.copytree(store, tmp_path / "copy")
-    return tmp_path / "copy"
 
 
 # Damage.

@@ -1,6 +1,5 @@
 """The hidden-state store: what is in it, that training from it is training with the target, what it refuses."""
 
-import functools
 import json
 import random
 import shutil
@@ -38,7 +37,11 @@ from draftsmith.train.run.validation_replay import ValidationReplay, answers_of,
 from tests.conftest import make_target, make_tokenizer
 from tests.drafter_cases import assert_same_gradients, gradients
 from tests.ranks import run_ranks
-from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, refusals, rows_of, store_recipe, target_of
+from tests.store_cases import CONVERSATIONS, KINDS, SHARDS, capture, refusals, rows_of, target_of
+from tests.store_cases import copy as copy
+from tests.store_cases import recipe_path as recipe_path
+from tests.store_cases import store as store
+from tests.store_cases import stores as stores
 from tests.training_runs import metrics, run_main, to_train
 
 ROOT = Path(__file__).parent.parent
@@ -47,36 +50,6 @@ REPLAY = [
     "train.save_every_steps=6",
     "eval.tree={nodes: 60, draft_calls: 1, top_k: 59}",
 ]  # so wide that chance hits
-
-
-@pytest.fixture(scope="module")
-def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return store_recipe(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def stores(recipe_path: Path) -> Callable[[str], Path]:
-    """What capture writes in float32 for the recipe with a drafter of this kind."""
-
-    @functools.cache
-    def captured(kind: str) -> Path:
-        directory = recipe_path.parent / f"states of {kind}"
-        capture(recipe_path, *KINDS[kind], f"data.states={directory}")
-        return directory
-
-    return captured
-
-
-@pytest.fixture(scope="module")
-def store(stores: Callable[[str], Path]) -> Path:
-    return stores("eagle3")
-
-
-@pytest.fixture
-def copy(store: Path, tmp_path: Path) -> Path:
-    """A store to damage."""
-    shutil.copytree(store, tmp_path / "copy")
-    return tmp_path / "copy"
 
 
 def names_in(path: Path) -> set[str]:
