@@ -28,11 +28,6 @@ from tests.training_runs import metrics, train
 from tests.training_runs import recipe_path as recipe_path
 
 
-def row_of(ids: list[int], spans: list[tuple[int, int]]) -> TrainingRow:
-    mask = [any(start <= i < end for start, end in spans) for i in range(len(ids))]
-    return TrainingRow("a", ids, mask, spans)
-
-
 def some_rows(count: int, seed: int) -> list[TrainingRow]:
     """Rows of one to three spans: some begin with one, some end with one, some spans touch, some rows go on behind."""
     chance = random.Random(seed)
@@ -43,7 +38,7 @@ def some_rows(count: int, seed: int) -> list[TrainingRow]:
             end = at + chance.randint(1, 9)
             spans.append((at, end))
             at = end + chance.choice((0, 1, 3))
-        rows.append(row_of(some_tokens(spans[-1][1] + chance.choice((0, 0, 5)), 100 * seed + number), spans))
+        rows.append(TrainingRow("a", some_tokens(spans[-1][1] + chance.choice((0, 0, 5)), 100 * seed + number), spans))
     return rows
 
 
@@ -178,7 +173,7 @@ LENGTHS = [30, 7, 19, 2, 26]  # of a window of 12 some are far beyond, some with
 
 
 def documents_of(seed: int = 0) -> list[TrainingRow]:
-    return [row_of(some_tokens(n, seed + i), [(1, n)]) for i, n in enumerate(LENGTHS)]
+    return [TrainingRow("a", some_tokens(n, seed + i), [(1, n)]) for i, n in enumerate(LENGTHS)]
 
 
 def has_config(module: Any) -> bool:

@@ -11,7 +11,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.data_gen import conversations
 from draftsmith.data_gen.rows import shown as shown_rows
-from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, spans_of, training_rows, turns_of_messages
+from draftsmith.data_gen.rows.training_rows import TrainingRow, rows_of, training_rows, turns_of_messages
 from draftsmith.eval.decoding.decode import Generation
 from draftsmith.eval.measured import benchmarks
 from draftsmith.models.chat import RenderError, decode_answer, load_tokenizer, render_prompt, tokenizer_fingerprint
@@ -74,7 +74,6 @@ def test_one_row_with_a_span_per_turn(template: str, end: str, tags: bool) -> No
     tokenizer = tokenizer_with(template, tags)
     (row,) = rows(tokenizer, TWO_TURNS)
     assert texts(tokenizer, row) == [f"sat\non  the mat{end}", f"ran after the rain{end}"]
-    assert spans_of(row.loss_mask) == row.spans
     rendered = str(tokenizer.apply_chat_template(TWO_TURNS, tokenize=False))
     assert tokenizer.decode(row.input_ids) == rendered.rstrip("\n")  # what stands behind the last turn is not needed
 
@@ -247,7 +246,6 @@ def test_generated_tokens_are_used_as_they_are(tmp_path: Path) -> None:
     assert [row.spans for row in found] == [[(4, 7), (11, 13)], [(3, 5)]]
     assert found[0].input_ids == [*history, 2, 8, END, 3, 7, 7]
     assert found[1].input_ids == [2, 5, 3, 6, END]
-    assert [i for i, on in enumerate(found[0].loss_mask) if on] == [4, 5, 6, 11, 12]
     assert found[0].input_ids[12] != END  # cut by length: no stop token is made up
     assert rejects.total == 0
 
@@ -364,7 +362,8 @@ def test_show_marks_what_is_supervised(tmp_path: Path, target_dir: Path, capsys:
     assert "<|assistant|>[[sat\non  the mat<|end|>]]<|user|>" in printed
     assert printed.count("[[") == 2  # one row shown
     first, second = rows(make_tokenizer(), TWO_TURNS)[0], rows(make_tokenizer(), talk("q", "a"))[0]
-    tokens, supervised = len(first.input_ids + second.input_ids), sum(first.loss_mask + second.loss_mask)
+    tokens = len(first.input_ids + second.input_ids)
+    supervised = sum(end - start for start, end in first.spans + second.spans)
     assert f"2 rows of 2 conversations, {tokens} tokens, {supervised} supervised" in printed
     assert "1 malformed JSON" in printed
     assert "\x1b[32m" in shown_rows.marked(make_tokenizer(), first, colour=True)

@@ -129,7 +129,7 @@ def rows_and_texts() -> tuple[list[TrainingRow], list[TrainingRow]]:
     """Two rows with inserts, one of them at the row's beginning, and the same as text."""
     target, texts = small_target(), [[*range(20, 34)], [*range(30, 41)]]
     spans = [[(6, 14)], [(4, 7), (8, 11)]]
-    plain = [TrainingRow(str(i), text, [], span) for i, (text, span) in enumerate(zip(texts, spans, strict=True))]
+    plain = [TrainingRow(str(i), text, span) for i, (text, span) in enumerate(zip(texts, spans, strict=True))]
     asked = [with_insert(target, texts[0], 2, 6), with_insert(target, texts[1], 0, 3)]
     return [
         replace(row, input_ids=list(prompt), inserts=prompt.inserts) for row, prompt in zip(plain, asked, strict=True)

@@ -58,7 +58,7 @@ def test_operations_are_those_of_a_real_unroll(name: str) -> None:
 def test_a_batch_is_the_sum_of_its_documents_however_it_is_laid_out() -> None:
     flops = flops_of("eagle3, two layers")
     rows = [
-        TrainingRow(str(i), list(range(1, length + 1)), [], spans)
+        TrainingRow(str(i), list(range(1, length + 1)), spans)
         for i, (length, spans) in enumerate([(20, [(3, 9), (12, 20)]), (31, [(10, 31)]), (8, [(2, 8)])])
     ]
 
@@ -73,7 +73,7 @@ def test_a_batch_is_the_sum_of_its_documents_however_it_is_laid_out() -> None:
 def test_counts_of_one_column() -> None:
     """Root x[5] of 9 tokens, drafted three deep: queries see 5 columns, and their own later ones."""
     flops = flops_of("eagle3")
-    batch = collate([TrainingRow("", list(range(9)), [], [(5, 9)])])
+    batch = collate([TrainingRow("", list(range(9)), [(5, 9)])])
     seen = {}
     object.__setattr__(flops, "of_counts", lambda **counts: seen.update(counts) or 0)
     flops.of_batch(batch, columns_of(batch.span, 5))

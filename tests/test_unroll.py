@@ -152,13 +152,11 @@ DOCUMENTS = [27, 21, 14]
 
 def training_rows(seed: int = 2) -> list[TrainingRow]:
     ids, span = make_rows(DOCUMENTS, seed)
-    rows = [
-        TrainingRow(str(b), ids[b, :n].tolist(), [], [(2, n // 3), (n // 3 + 2, n)]) for b, n in enumerate(DOCUMENTS)
-    ]
+    rows = [TrainingRow(str(b), ids[b, :n].tolist(), [(2, n // 3), (n // 3 + 2, n)]) for b, n in enumerate(DOCUMENTS)]
     assert all(span[b, start:end].min() > 0 for b, row in enumerate(rows) for start, end in row.spans)
     tokens = torch.randint(1, VOCAB_SIZE, (9,), generator=torch.Generator().manual_seed(seed + 1)).tolist()
     # The first begins with a span; behind the second nothing counts. Neighbours' spans touch.
-    return [*rows, TrainingRow("3", tokens[:3], [], [(0, 3)]), TrainingRow("4", tokens[3:], [], [(2, 3)])]
+    return [*rows, TrainingRow("3", tokens[:3], [(0, 3)]), TrainingRow("4", tokens[3:], [(2, 3)])]
 
 
 LAYOUTS = {

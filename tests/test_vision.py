@@ -413,7 +413,7 @@ def rows_of_prompts(folder: Path) -> list[TrainingRow]:
     spans = [[(len(prompt), len(prompt) + 6)] for prompt in prompts_of(folder)]
     answers = [prompt.then([*range(40, 46)]) for prompt in prompts_of(folder)]
     return [
-        TrainingRow(str(i), list(prompt), [], span, inserts=prompt.inserts)
+        TrainingRow(str(i), list(prompt), span, inserts=prompt.inserts)
         for i, (prompt, span) in enumerate(zip(answers, spans, strict=True))
     ]
 

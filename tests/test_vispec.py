@@ -428,7 +428,7 @@ def test_operations_with_a_picture_are_those_of_a_real_unroll(name: str) -> None
     case, target, drafter = CASES[name], small_target(), drafter_with_eyes(name)
     tokens, (first, length) = 30, (2, 11)
     [prompt] = make_prompts([(tokens, [(first, length)])])
-    batch = collate([TrainingRow("", list(prompt.token_ids), [], [(first + length, tokens)], prompt.inserts)])
+    batch = collate([TrainingRow("", list(prompt.token_ids), [(first + length, tokens)], prompt.inserts)])
     columns = columns_of(batch.span, case.steps)
     trainee = trainee_of(case, drafter)
     trainee.kernel = BLOCKS

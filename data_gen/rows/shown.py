@@ -25,7 +25,7 @@ def main(command: Command) -> None:
         rows += 1
         ids.add(row.id)
         tokens += len(row.input_ids)
-        supervised += sum(row.loss_mask)
+        supervised += sum(end - start for start, end in row.spans)
     print(
         f"{path}: {rows:,} rows of {len(ids):,} conversations, {tokens:,} tokens, "
         f"{supervised:,} supervised ({supervised / tokens:.1%}); {rejects.summary()}"

@@ -7,7 +7,7 @@ one row per turn if not: the template strips earlier thoughts, or retokenised te
     turn 1   prompt  U U H            output  a a a E             U user, H header of the assistant's turn,
     turn 2   prompt  U U H a a a E U U H      output  b b E       a b answers, E the stop token
     row              U U H a a a E U U H b b E
-    loss_mask        . . . 1 1 1 1 . . . 1 1 1                    spans (3, 7) and (10, 13)
+    supervised       . . . * * * * . . . * * *                    spans (3, 7) and (10, 13)
 
 Sources of the pairs:
     regenerated files     the stored token ids; pictures of the messages take their placeholders' places
@@ -61,8 +61,7 @@ class TrainingRow:
 
     id: str
     input_ids: list[int]
-    loss_mask: list[bool]  # True where the target wrote the token
-    spans: list[Span]  # one per assistant turn, its stop token included
+    spans: list[Span]  # what the target wrote: one per assistant turn, its stop token included
     inserts: tuple[Insert, ...] = ()  # embeddings that replace some tokens
 
     @property
@@ -134,19 +133,12 @@ def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow
     row, spans = Prompt(()), list[Span]()
     for prompt, output in turns:
         if spans and not prompt.begins_with(row):
-            yield _row(conversation_id, row, spans)
+            yield TrainingRow(conversation_id, list(row), spans, row.inserts)
             spans = []
         row = prompt.then(output)
         spans = [*spans, (len(prompt), len(row))]
     if spans:
-        yield _row(conversation_id, row, spans)
-
-
-def _row(conversation_id: str, row: Prompt, spans: list[Span]) -> TrainingRow:
-    mask = [False] * len(row)
-    for start, end in spans:
-        mask[start:end] = [True] * (end - start)
-    return TrainingRow(conversation_id, list(row), mask, spans, row.inserts)
+        yield TrainingRow(conversation_id, list(row), spans, row.inserts)
 
 
 def spans_of(mask: Sequence[bool]) -> list[Span]:
