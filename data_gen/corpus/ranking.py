@@ -1,6 +1,7 @@
 """Token counts and draft vocabularies, behind data_gen/rank_vocab.py."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -38,7 +39,6 @@ from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 
-COUNTED_AT_ONCE = 1 << 20  # tokens; a bincount walks through the whole vocabulary
 SIZES_SHOWN = 7  # powers of two in a table, beside the target's whole vocabulary
 NAME_WIDTH = 20  # characters of a corpus's name that a table shows
 
@@ -216,24 +216,14 @@ def count_answers(
 
 def count_supervised(rows: Iterable[TrainingRow], vocab_size: int) -> torch.Tensor:
     """[V] count of each token at supervised positions. Raises UserError for a token beyond the vocabulary."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    gathered: list[int] = []
-
-    def add() -> None:
-        tokens = torch.tensor(gathered, dtype=torch.int64)
-        gathered.clear()
-        if len(tokens) and int(tokens.max()) >= vocab_size:
-            raise UserError(
-                f"data.conversations: token {int(tokens.max())} is outside the target's vocabulary of {vocab_size}"
-            )
-        counts.add_(torch.bincount(tokens, minlength=vocab_size))
-
+    found = Counter[int]()
     for row in rows:
         for start, end in row.spans:
-            gathered += row.input_ids[start:end]
-        if len(gathered) >= COUNTED_AT_ONCE:
-            add()
-    add()
+            found.update(row.input_ids[start:end])
+    if (greatest := max(found, default=0)) >= vocab_size:
+        raise UserError(f"data.conversations: token {greatest} is outside the target's vocabulary of {vocab_size}")
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    counts[torch.tensor([*found], dtype=torch.int64)] = torch.tensor([*found.values()], dtype=torch.int64)
     return counts
 
 
