@@ -21,6 +21,7 @@ The stop token belongs to its turn. Text that a template writes behind it (a lin
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -143,13 +144,11 @@ def rows_of(conversation_id: str, turns: Sequence[Turn]) -> Iterator[TrainingRow
 
 def spans_of(mask: Sequence[bool]) -> list[Span]:
     """The runs of True, half-open."""
-    spans, start = [], None
-    for i, marked in enumerate([*mask, False]):
-        if marked and start is None:
-            start = i
-        elif not marked and start is not None:
-            spans.append((start, i))
-            start = None
+    spans, end = [], 0
+    for marked, run in groupby(mask):
+        start, end = end, end + len(list(run))
+        if marked:
+            spans.append((start, end))
     return spans
 
 
