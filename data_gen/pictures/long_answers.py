@@ -23,6 +23,7 @@ from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.files.lines import json_line
 from draftsmith.recipes.files.lock import locked
 from draftsmith.recipes.prompts.picture_files import data_url, store_picture
+from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.prompts.pictures import with_named_pictures
 from draftsmith.recipes.prompts.reader import read_conversations
 from draftsmith.recipes.prompts.records import Conversation
@@ -119,7 +120,7 @@ def reprompted(
     Args:
         messages: of `with_named_pictures`.
     """
-    if not _pictures(messages):
+    if not pictures_of([message for message in messages if message["role"] == "user"]):
         raise ValueError("no picture: the record names none")
     asked: list[dict[str, Any]] = []
     for message in messages:
@@ -145,12 +146,6 @@ def _turn(parts: list[dict[str, Any]], instruction: str, request: str) -> list[d
     pictures = [part for part in parts if part["type"] != "text"]
     asked = "\n".join(part["text"].strip() for part in texts) or instruction
     return [{"type": "text", "text": asked}, *pictures, {"type": "text", "text": request}]
-
-
-def _pictures(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    contents = [message["content"] for message in messages if message["role"] == "user"]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [part for part in parts if part["type"] == "image"]
 
 
 def _drawn(phrasings: Sequence[str], *words: Any) -> str:
