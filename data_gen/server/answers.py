@@ -14,7 +14,7 @@ does for llama.cpp's answers with a character of several tokens, because llama.c
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -105,11 +105,12 @@ class Vocabulary:
     tokenizer: PreTrainedTokenizerBase
     size: int  # rows of the target's embedding
     stop_ids: tuple[int, ...]
-    usual_stop: int = field(init=False)  # the stop token that a server has most likely stripped
 
-    def __post_init__(self) -> None:
+    @property
+    def usual_stop(self) -> int:
+        """The stop token that a server has most likely stripped."""
         own: Any = self.tokenizer.eos_token_id
-        object.__setattr__(self, "usual_stop", own if own in self.stop_ids else self.stop_ids[0])
+        return own if own in self.stop_ids else self.stop_ids[0]
 
     def text(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
