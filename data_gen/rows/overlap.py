@@ -10,7 +10,6 @@ A run that three or more evaluation turns share (COMMON) is a stock phrase and c
 an evaluation conversation that have fewer than 8 words (LATER_TURN_WORDS, "Go on.") are not compared.
 """
 
-import os
 import re
 import unicodedata
 from collections import Counter
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.recipes.command.cli import Command
+from draftsmith.recipes.command.launch import rank
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.files.atomic import atomic_write
@@ -308,7 +308,7 @@ def left_out_of_training(recipe: Recipe) -> LeaveOut | None:
     """Training's argument of `training_rows`. It leaves out what rank_vocab left out and reported."""
     if recipe.data.contamination != "remove" or (check := training_check(recipe)) is None:
         return None
-    if check.notes and os.environ.get("RANK", "0") == "0":
+    if check.notes and rank() == 0:
         print("\n".join(check.notes))
     return check.look
 
