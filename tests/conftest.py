@@ -1,6 +1,7 @@
 """Tiny random-weight targets and a byte-level tokenizer: everything the tests need, made in seconds, no network."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,26 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
 )
 VOCAB_SIZE = 320
+SPECIAL = ("<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+PAD_AND_STOP = {"pad_token": "<|pad|>", "eos_token": "<|end|>"}
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 320 tokens; ids 0-4 are pad, system, user, assistant, end (the stop token)."""
+def make_tokenizer(
+    template: str | None = CHAT_TEMPLATE, special: Sequence[str] = SPECIAL, roles: dict[str, str] = PAD_AND_STOP
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 320 tokens, the special ones first: ids 0-4 are pad, system, user, assistant, end."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=["<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"],
+        special_tokens=[*special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(["the cat sat on the mat and the dog ran after the cat in the rain"] * 20, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>")
-    fast.chat_template = CHAT_TEMPLATE
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
+    fast.chat_template = template  # type: ignore[assignment]
     return fast
 
 

@@ -13,7 +13,6 @@ import re
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data_gen import label_trees, rank_vocab, regenerate, reprompt
@@ -28,7 +27,7 @@ from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.records import to_conversation
 from draftsmith.recipes.schema import Recipe, TargetSection, TrainSection, other_than_published
 from draftsmith.train import c2t
-from tests.conftest import make_target
+from tests.conftest import make_target, make_tokenizer
 from tests.tiny_vision import FAMILIES, picture, save_vision_target
 from tests.training_runs import TRAINED_BY, run_main
 
@@ -143,21 +142,8 @@ SHRUNKEN: dict[str, tuple[str, dict, str | None, list[str]]] = {
 
 
 def tiny_tokenizer(template: str | None, special: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 320 tokens with these special ones; the first three are pad, bos and eos."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["the cat sat on the mat and the dog ran after the cat in the rain"] * 20, trainer)
-    pad, bos, eos = special[:3]
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos)
-    fast.chat_template = template  # type: ignore[assignment]
-    return fast
+    """With these special tokens; the first three are pad, bos and eos."""
+    return make_tokenizer(template, special, dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=False)))
 
 
 def save_target(name: str, directory: Path) -> Path:
