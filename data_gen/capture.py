@@ -31,7 +31,7 @@ def main() -> None:
 
 def read_command() -> Command:
     command = parse_command(__doc__, extra=_options)
-    if not command.plan:
+    if not command.plan or command.recipe.data.prompts is None:  # else regeneration may write them later
         need(conversations(command.recipe))
     return command
 

@@ -27,7 +27,7 @@ from transformers import AutoImageProcessor
 
 from draftsmith.models.prompt import Insert, RenderError
 from draftsmith.models.vision import SUPPORTED, PictureInsert
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.prompts.picture_parts import PICTURE_TYPES, places_of
 from draftsmith.recipes.prompts.pictures import UnusablePicture, decoded_picture, read_picture, upright_rgb
 from draftsmith.recipes.schema import TargetSection
@@ -78,7 +78,7 @@ class PictureProcessor:
         except (OSError, ValueError, ImportError) as error:
             raise UserError(
                 f"target.model: cannot load an image processor from {section.model!r} "
-                f"({str(error).strip().splitlines()[0]}); copy the target's preprocessor_config.json or "
+                f"({first_line(error)}); copy the target's preprocessor_config.json or "
                 "processor_config.json there"
             ) from error
 

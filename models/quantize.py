@@ -35,7 +35,7 @@ from torch import nn
 from torch.nn import functional
 
 from draftsmith.models.adapter import adapter_digest
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.schema import QuantizationSection, TargetSection
 
 # From so many rows on, int8 weights are cast to bfloat16 for an ordinary product: 46 ms instead of 54 for 16 rows of a
@@ -255,7 +255,7 @@ def _check_kernel(bits: int) -> None:
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         raise UserError(
             f"target.quantization: int{bits}: torch {torch.__version__} has no kernel for this machine: "
-            f"{str(error).splitlines()[0]}{advice}"
+            f"{first_line(error)}{advice}"
         ) from None
     if not torch.allclose(there, here, rtol=0, atol=PROBE_ERROR * float(here.abs().max())):
         raise UserError(

@@ -25,6 +25,11 @@ def collected(problems: list[str], before: str = "") -> Iterator[None]:
         problems += [before + problem for problem in error.problems]
 
 
+def first_line(error: Exception) -> str:
+    """Another library's message as one of ours quotes it: its first line, or the error's type if it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def short(value: Any, most: int = 200) -> str:
     """`value` as a message shows it: its repr, cut after `most` characters."""
     text = repr(value)

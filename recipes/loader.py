@@ -17,7 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.prompts.benchmarks import benchmark_of
 from draftsmith.recipes.prompts.reader import check_source
 from draftsmith.recipes.schema import ImpossibleSettings, Recipe
@@ -188,7 +188,7 @@ def _read_yaml(source: _Source, text: str, path: KeyPath, place: Callable[[int],
 
 def _yaml_problem(error: yaml.YAMLError, where: str) -> str:
     mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    what = getattr(error, "problem", None) or first_line(error)
     line = f":{mark.line + 1}" if mark and not where.startswith("override") else ""
     return f"{where}{line}: not valid YAML: {_cut(what)}"
 

@@ -143,9 +143,12 @@ def test_it_can_be_planned_before_there_are_answers(
     recipe_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     overrides = [f"data.conversations={tmp_path / 'yet.jsonl'}", f"data.states={tmp_path / 'states'}"]
+    with pytest.raises(UserError, match=r"yet\.jsonl does not exist"):  # and nothing would write it
+        capture(recipe_path, *overrides, "--plan")
+    overrides.append("data.prompts=stdlib:train")
     capture(recipe_path, *overrides, "--plan")
     said = capsys.readouterr().out
-    assert "yet.jsonl, which is not there yet" in said and "disk           at most" in said
+    assert "yet.jsonl, which is not there yet" in said and "of states for 1,000 rows" in said
     with pytest.raises(UserError, match=r"yet\.jsonl does not exist; run `draftsmith regenerate` first"):
         capture(recipe_path, *overrides)
     assert not (tmp_path / "states").exists()

@@ -256,7 +256,10 @@ def test_an_embedding_padded_beyond_the_tokenizer(tmp_path: Path) -> None:
     log = tmp_path / "c.jsonl"
     turn = {"prompt_token_ids": [2, 3], "output_token_ids": [350, 383, 350, 4], "finish_reason": "stop"}
     log.write_text(json.dumps({"id": "a", "messages": [], "turns": [turn]}) + "\n")
-    counts = count_supervised(training_rows(log, tokenizer, 100, Rejects()), 384)
+    rows = list(training_rows(log, tokenizer, 100, Rejects()))
+    with pytest.raises(UserError, match="token 383 is outside the target's vocabulary of 383"):
+        count_supervised(rows, 383)
+    counts = count_supervised(rows, 384)
     vocab = frequent_vocab(counts, 3, (4,))
     assert vocab.target_ids.tolist() == [4, 350, 383]
 

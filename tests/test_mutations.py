@@ -171,14 +171,14 @@ def damaged_line(chance: random.Random) -> bytes:
 
 
 @contextmanager
-def limited(what: str, seconds: int = SECONDS) -> Iterator[None]:
+def limited(what: str) -> Iterator[None]:
     """Fails the test where the body takes too long."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError(f"{what}: not done after {seconds} seconds")
+        raise TimeoutError(f"{what}: not done after {SECONDS} seconds")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.alarm(SECONDS)
     try:
         yield
     finally:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.prompts import stdlib
 from draftsmith.recipes.prompts.reader import DUPLICATE, questions, read_conversations, read_training_prompts
-from draftsmith.recipes.prompts.records import Conversation
+from draftsmith.recipes.prompts.records import Conversation, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects
 from draftsmith.recipes.prompts.sources import json_array
 from draftsmith.recipes.schema import DataSection
@@ -170,6 +171,7 @@ def test_standard_library_splits(tmp_path: Path, monkeypatch):
         body = "".join(f"    value_{line} = {name!r} + str({line})\n" for line in range(5))
         (tmp_path / f"{name}.py").write_text(f"def function():\n    'Do.'\n{body}    return value_0\n")
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(stdlib, "library_functions", stdlib.library_functions.__wrapped__)  # without its cache
     train = {c.meta["module"] for c in read("stdlib:train")}
     heldout = {c.meta["module"] for c in read("stdlib:heldout")}
     assert {c.meta["benchmark"] for c in read("stdlib:heldout")} == {"stdlib:heldout"}
@@ -292,6 +294,7 @@ def test_training_prompts_are_asked_once(tmp_path: Path):
         {"prompt": "Hi", "tools": [{"name": "f"}]},
         {"prompt": "Hi", "images": ["x.png"]},
         {"turns": ["Hi", "Go on"]},
+        {"id": "seen", "prompt": "Hi", "images": ["x.png"]},
     )
     second = str(tmp_path / "b.json")  # two on one line
     Path(second).write_text('[{"prompt": "Bye"}, {"prompt": "Bye"}]')
@@ -299,13 +302,14 @@ def test_training_prompts_are_asked_once(tmp_path: Path):
     rejects = Rejects(tmp_path / "rejects.jsonl")
     data = DataSection(prompts=[first, second])
     assert [c.id for c in read_training_prompts(data, rejects, None)] == once
-    assert rejects.counts == {DUPLICATE: 2}
-    entry = kept(tmp_path / "rejects.jsonl")[0]
+    assert rejects.counts == {DUPLICATE: 3}
+    entry, seen, _ = kept(tmp_path / "rejects.jsonl")
+    assert to_conversation(seen["record"], "", first, 7).images == ["x.png"]  # can be asked again as it is kept
     assert (entry["line"], entry["record"]["id"]) == (2, "own") and f"the same as {first}:1;" in entry["reason"]
     assert [c.id for c in read_training_prompts(data, Rejects(), 2)] == once[:2]
     keep = data.model_copy(update={"duplicates": "keep"})
     assert [c.id for c in read_training_prompts(keep, Rejects(), 3)] == ["a.jsonl:1", "own", "a.jsonl:3"]
-    assert len(read(first)) == 6  # evaluation prompts
+    assert len(read(first)) == 7  # evaluation prompts
 
 
 def test_generated_ids_of_equal_file_names_differ(tmp_path: Path):

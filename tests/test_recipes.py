@@ -199,7 +199,7 @@ MERGES = "a: &a {k: 1}\n" + "".join(
     ],
 )
 def test_a_recipe_that_would_fill_memory_or_stack_is_refused(write, text, expected):
-    with limited(text[:20], seconds=5):
+    with limited(text[:20]):
         problems = problems_of(write(text if text.startswith(("-", "output")) else SMALLEST + text))
     assert any(re.search(expected, problem) for problem in problems)
     assert sum(map(len, problems)) < 3000
@@ -231,7 +231,7 @@ def test_a_thousand_problems_are_not_all_told(write):
     ],
 )
 def test_numbers_beyond_any_use_are_refused(write, override, expected):
-    with limited(override[:20], seconds=5):
+    with limited(override[:20]):
         (problem,) = problems_of(write(SMALLEST + "eval: {also: []}\n"), override)
     assert re.search(expected, problem) and len(problem) < 1000
     assert problem.startswith(f"override '{override[:200]}")

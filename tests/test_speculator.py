@@ -12,9 +12,11 @@ from draftsmith.eval.decoding.speculator import Speculator
 from draftsmith.models.chat import decode_answer, render_prompt
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import load_causal_lm
+from draftsmith.models.vocab import save_token_counts
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import TargetSection, TreeSection
 from tests.compare_cases import save_untrained
+from tests.conftest import VOCAB_SIZE
 from tests.decoding import decode
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
@@ -38,6 +40,15 @@ def test_an_answer_is_the_target_s_own(target_dir: Path, drafter_dir: Path) -> N
     assert answer.tau is not None
     assert answer.tau >= 1
     assert speculator.answer("the cat", max_new_tokens=40).text == answer.text
+
+
+def test_a_tree_may_cut_the_vocabulary(target_dir: Path, drafter_dir: Path, tmp_path: Path) -> None:
+    fingerprint = Speculator.load(str(target_dir), drafter_dir).lineup.fingerprint
+    save_token_counts(tmp_path / "counts.safetensors", torch.arange(VOCAB_SIZE), fingerprint, [4])
+    speculator = Speculator.load(str(target_dir), drafter_dir, tmp_path / "counts.safetensors")
+    whole, cut = TreeSection(nodes=16), TreeSection(nodes=16, vocab_size=9)
+    one, other = (speculator.answer(MESSAGES, max_new_tokens=40, tree=tree).generation for tree in (whole, cut))
+    assert one.token_ids == other.token_ids and one.accepted_per_round != other.accepted_per_round
 
 
 def test_sampled_answers_follow_their_seed(target_dir: Path, drafter_dir: Path) -> None:
@@ -90,7 +101,7 @@ def test_a_tree_that_cannot_be_drafted_is_said_before_it_is(target_dir: Path, dr
         (TreeSection(policy="auto"), r"tree\.policy: auto measures this machine .* `draftsmith plan`"),
         (TreeSection(nodes=700, top_k=100), r"tree: 700 nodes, .* in a target of 512 positions; set nodes and"),
         (TreeSection(policy="chain", nodes=600), "tree: 600 nodes, 599 draft calls deep, in a target of 512 pos"),
-        (TreeSection(vocab_size=9), "tree.vocab_size needs token_counts"),
+        (TreeSection(vocab_size=9), "tree.vocab_size: give Speculator.load the token_counts.safetensors"),
     ):
         with pytest.raises(UserError, match=message):
             speculator.proposer(tree)

@@ -122,8 +122,7 @@ class OpenConversations:
         return conversation.messages
 
     def _reject(self, conversation: Conversation, problem: str) -> None:
-        record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
-        self._rejects.add(conversation.source, conversation.line, problem, record | {"meta": conversation.meta})
+        self._rejects.add_conversation(conversation, problem)
         self.rejected += 1
 
     def _prepare(self, progress: _Progress) -> str | None:

@@ -36,7 +36,7 @@ from draftsmith.data_gen.rows.training_rows import turns_of
 from draftsmith.models.chat import RenderError, load_tokenizer, tokenizer_fingerprint
 from draftsmith.models.vocab import CorpusCounts, load_tensors, write_tensors
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.records import is_regenerated, to_conversation
 from draftsmith.recipes.prompts.rejects import Rejects, is_unicode
@@ -279,7 +279,7 @@ class Progress:
                 return fresh, f"counted again: its {' and '.join(changed)} changed"
             found = cls(path, identity, tensors["counts"], **state)
         except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return fresh, f"counted again: {path} cannot be read ({str(error).splitlines()[0]})"
+            return fresh, f"counted again: {path} cannot be read ({first_line(error)})"
         return found, "counted before" if found.complete else f"resumes behind {found.documents:,} documents"
 
     def save(self) -> None:

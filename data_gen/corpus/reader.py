@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.records import COLUMNS, LIST_COLUMNS, json_type
 from draftsmith.recipes.prompts.sources import check_source, hub_parts, open_dataset, plain_row, rows_of_batch
@@ -237,7 +237,7 @@ class FileCorpus(Corpus):
         try:
             file = pyarrow.parquet.ParquetFile(path)
         except (pyarrow.ArrowException, OSError) as error:
-            yield Item("bad", path, 1, f"damaged file: cannot be read as parquet: {_first_line(error)}", opens=False)
+            yield Item("bad", path, 1, f"damaged file: cannot be read as parquet: {first_line(error)}", opens=False)
             return
         with file:
             names = file.schema_arrow.names
@@ -257,7 +257,7 @@ class FileCorpus(Corpus):
                     if isinstance(error, OSError) and error.errno is not None:
                         raise  # the disk failed, not the file's content
                     self._at = (index, end, end)
-                    reason = f"damaged file: {_first_line(error)}; rows {number + 1:,} to {end:,} are lost"
+                    reason = f"damaged file: {first_line(error)}; rows {number + 1:,} to {end:,} are lost"
                     yield Item("bad", path, number + 1, reason, opens=False)
 
 
@@ -350,7 +350,7 @@ class HubCorpus(Corpus):
         except Exception as error:  # the network, a shard that is none, ...
             raise UserError(
                 f"{self.name}: datasets cannot read on behind row {self._number:,}: {type(error).__name__}: "
-                f"{_first_line(error)}; the same command resumes the counting there"
+                f"{first_line(error)}; the same command resumes the counting there"
             ) from None
 
     def position(self) -> Position:
@@ -359,10 +359,6 @@ class HubCorpus(Corpus):
 
     def units_before(self, position: Position) -> int:
         return position.get("row", 0)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def corpus_of(section: RankingSource) -> Corpus:

@@ -104,8 +104,7 @@ def prompts_for_long_answers(
             named = with_named_pictures(conversation, store, section.folder)
             messages = reprompted(conversation.id, named.messages, section)
         except ValueError as error:
-            record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
-            rejects.add(conversation.source, conversation.line, str(error), record | {"meta": conversation.meta})
+            rejects.add_conversation(conversation, str(error))
             continue
         yield {"id": conversation.id, "messages": messages, "meta": conversation.meta}
 

@@ -280,8 +280,7 @@ def screen(
     clean = []
     for conversation in Bar(conversations, desc="contamination", unit="conversation", leave=False):
         if reason := check.look(conversation):
-            record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
-            rejects.add(conversation.source, conversation.line, reason, record)
+            rejects.add_conversation(conversation, reason)
         else:
             clean.append(conversation)
     check.report(write)

@@ -22,7 +22,7 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: 
 from torch.distributed.rendezvous import rendezvous
 
 from draftsmith.recipes.command.cli import print_problems
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 
 POLL_SECONDS = 0.1
 FAILED = "failed"
@@ -54,7 +54,7 @@ class Team:
             shared, _, _ = next(rendezvous("env://"))
         except (ValueError, DistError) as error:
             raise UserError(
-                f"rank {rank} of {size} does not find the others ({str(error).splitlines()[0]}); start them with "
+                f"rank {rank} of {size} does not find the others ({first_line(error)}); start them with "
                 "torchrun or accelerate launch"
             ) from None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # hides the values of earlier attempts

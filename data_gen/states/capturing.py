@@ -50,7 +50,7 @@ from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target, checked_capture_layers
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import clear_partial_files
 from draftsmith.recipes.files.lock import alone_in
 from draftsmith.recipes.loader import output_problem
@@ -251,10 +251,8 @@ def early_plan_lines(recipe: Recipe, directory: Path) -> Iterator[str]:
     yield f"rows           of {recipe.conversations_path}, which is not there yet"
     yield f"states         {sorted({*layers, config.num_hidden_layers})}, in {recipe.data.capture.dtype}"
     yield f"a token        at most {a_token:,} bytes of states"
-    if most is None:
-        yield f"disk           at most {gigabytes(1000 * longest * a_token)} for 1,000 rows of data.max_length tokens"
-    else:
-        yield f"disk           at most {gigabytes(most * longest * a_token)}: {most:,} rows of data.max_length tokens"
+    rows = 1000 if most is None else most
+    yield f"disk           {gigabytes(rows * longest * a_token)} of states for {rows:,} rows of data.max_length tokens"
     yield f"writes         {directory}"
 
 
@@ -349,7 +347,7 @@ def capture(
     except (OSError, SafetensorError) as error:
         whole = len(job.shards) - len(missing) + team.count(WRITTEN)
         raise UserError(
-            f"{directory}: cannot be written ({str(error).splitlines()[0]}): make room if the disk is full, then "
+            f"{directory}: cannot be written ({first_line(error)}): make room if the disk is full, then "
             f"start again; {whole:,} of {len(job.shards):,} shards are whole and stay"
         ) from error
     finally:

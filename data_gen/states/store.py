@@ -52,7 +52,7 @@ from safetensors import SafetensorError, safe_open
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.shards import Manifest, check_counts, file_problem, write_shard
 from draftsmith.models.target_columns import columns_of_picture
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, first_line, short
 
 T = TypeVar("T")
 KEY_BYTES = 16
@@ -430,7 +430,7 @@ class Store:
         try:
             return read(self._opened(number))
         except (OSError, SafetensorError) as error:
-            raise self._damaged(number, str(error).splitlines()[0]) from None
+            raise self._damaged(number, first_line(error)) from None
 
     def _damaged(self, number: int, problem: str) -> UserError:
         path = self.directory / self.manifest.shards[number]["file"]

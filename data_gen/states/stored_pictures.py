@@ -20,7 +20,7 @@ from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.data_gen.states.store import HEADER_BYTES, REPAIR, length_of
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_path
 
 PICTURES = "pictures"
@@ -72,7 +72,7 @@ def picture_problem(store: Path, insert: Insert, verify: bool = False) -> str | 
             if verify and (file.metadata() or {}).get("sha256") != _digest(file.get_tensor("rows")):
                 return f"{path}: damaged: its sha256 is another"
     except (OSError, SafetensorError) as error:
-        return f"{path}: missing or damaged: {str(error).splitlines()[0]}"
+        return f"{path}: missing or damaged: {first_line(error)}"
     return None
 
 

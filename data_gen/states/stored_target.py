@@ -26,7 +26,7 @@ from draftsmith.models.picture_prompts import PictureProcessor
 from draftsmith.models.prompt import Insert
 from draftsmith.models.target import Target
 from draftsmith.models.vision import is_vision_language
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import atomic_folder
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.schema import TargetSection
@@ -148,7 +148,7 @@ def _read_head(store: Store) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: damaged: {str(error).splitlines()[0]}; {REPAIR}") from None
+        raise UserError(f"{path}: damaged: {first_line(error)}; {REPAIR}") from None
 
 
 def target_is_whole(store: Path, manifest: StoreManifest, verify: bool) -> bool:

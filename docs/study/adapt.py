@@ -53,10 +53,10 @@ def documented_functions() -> Iterator[tuple[str, str, str]]:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                functions = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
-        except (SyntaxError, UnicodeDecodeError):
+                tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (SyntaxError, ValueError):  # not UTF-8, or with null bytes
             continue
-        for function in functions:
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
             if docstring := ast.get_docstring(function):
                 function.body = function.body[1:] or [ast.Pass()]
                 yield module, ast.unparse(function), inspect.cleandoc(docstring)

@@ -77,7 +77,17 @@ def grow(deep: Any, shallow: Any) -> None:
     Every layer of `shallow` is followed by copies of itself whose two output projections are zero, as in LLaMA Pro
     (arXiv 2401.02415, section 3.2). Training makes use of them.
     """
-    times = len(deep.model.layers) // len(shallow.model.layers)
+    times, rest = divmod(len(deep.model.layers), len(shallow.model.layers))
+    widths = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    if rest or not times or any(getattr(deep.config, key) != getattr(shallow.config, key) for key in widths):
+        raise SystemExit("--grow-from: name a target of the same widths, and of a half, a third ... of --layers")
     for i, layer in enumerate(deep.model.layers):
         layer.load_state_dict(shallow.model.layers[i // times].state_dict())
         if i % times:

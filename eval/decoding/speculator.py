@@ -40,27 +40,31 @@ class Answer:
 class Speculator:
     """A loaded target and its drafter."""
 
-    def __init__(self, lineup: Lineup, directory: Path):
+    def __init__(self, lineup: Lineup, directory: Path, token_counts: Path | None):
         self.lineup, self.directory = lineup, directory
         self.target, self.tokenizer, self.stop_ids = lineup.target, lineup.tokenizer, lineup.stop_ids
         self.drafter = lineup.drafter(directory)
-        self.contender = Contender("", "drafter", TreeSection(), "tree", drafter=directory)  # `proposer` sets its tree
+        # `proposer` sets its tree.
+        self.contender = Contender("", "drafter", TreeSection(), "tree", drafter=directory, token_counts=token_counts)
 
     @classmethod
-    def load(cls, target: TargetSection | str, drafter: str | Path) -> "Speculator":
+    def load(
+        cls, target: TargetSection | str, drafter: str | Path, token_counts: str | Path | None = None
+    ) -> "Speculator":
         """Loads both.
 
         Args:
             target: a hub id or a directory, loaded in its checkpoint's precision; or a recipe's section, which can set
                 another precision (dtype="float32"), a device or a chat template.
             drafter: a directory that training wrote.
+            token_counts: the file of `draftsmith rank-vocab` by which tree.vocab_size ranks tokens.
 
         Raises:
             UserError: one of them is missing, or the drafter was trained for another target.
         """
         section = TargetSection(model=target) if isinstance(target, str) else target
         check_drafter(TargetFacts.read(section), Path(drafter))
-        return cls(Lineup(section), Path(drafter))
+        return cls(Lineup(section), Path(drafter), None if token_counts is None else Path(token_counts))
 
     @property
     def token_identical(self) -> bool:
@@ -68,13 +72,8 @@ class Speculator:
         rounds differently from one over a single token."""
         return self.target.dtype in (torch.float32, torch.float64)
 
-    def proposer(
-        self, tree: TreeSection, sampling: Sampling = GREEDY, token_counts: str | Path | None = None
-    ) -> Proposer:
+    def proposer(self, tree: TreeSection, sampling: Sampling = GREEDY) -> Proposer:
         """Drafts trees of this shape with the drafter, for answers drawn by `sampling`.
-
-        Args:
-            token_counts: tree.vocab_size ranks tokens by this file of data_gen/rank_vocab.py.
 
         Raises:
             UserError: policy auto, a tree that exceeds the target's positions, or tree.vocab_size without token counts
@@ -85,15 +84,15 @@ class Speculator:
                 "tree.policy: auto measures this machine with a recipe's own answers: `draftsmith plan` does it "
                 "and prints the fastest; give that policy here"
             )
-        if tree.vocab_size is not None and token_counts is None:
-            raise UserError("tree.vocab_size needs token_counts: give the file that `draftsmith rank-vocab` wrote")
-        counts = None if token_counts is None else Path(token_counts)
-        contender = replace(self.contender, tree=tree, token_counts=counts)
+        if tree.vocab_size is not None and self.contender.token_counts is None:
+            raise UserError(
+                "tree.vocab_size: give Speculator.load the token_counts.safetensors that `draftsmith rank-vocab` wrote"
+            )
         try:
             check_size(tree, self.target.config.max_position_embeddings)
         except UserError as error:  # the recipe's key is an argument here
             raise UserError([problem.removeprefix("eval.") for problem in error.problems]) from None
-        return self.lineup.proposer(contender, sampling)
+        return self.lineup.proposer(replace(self.contender, tree=tree), sampling)
 
     def answer(
         self,

@@ -111,8 +111,7 @@ def load_questions(
                 asked = conversation if store is None else with_named_pictures(conversation, store)
             except (RenderError, ValueError) as error:
                 unseen |= store is None
-                record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
-                rejects.add(conversation.source, conversation.line, str(error), record)
+                rejects.add_conversation(conversation, str(error))
             else:
                 found.append(_question(asked, shown[source], first_turns_only))
     if not found:

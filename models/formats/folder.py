@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.files.json_text import parse_json
 
 CONFIG_BYTES = 1 << 20  # published configs have some 2 KiB
@@ -199,7 +199,7 @@ def _read_bin(file: Path) -> dict[str, torch.Tensor]:
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch lets many kinds through for a file that is no checkpoint, or a hostile one
-        raise UserError(f"{file}: torch's weights_only reader refuses it: {str(error).splitlines()[0][:200]}") from None
+        raise UserError(f"{file}: torch's weights_only reader refuses it: {first_line(error)[:200]}") from None
     if not isinstance(loaded, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in loaded.items()
     ):

@@ -104,9 +104,8 @@ def _asked_once(conversations: Iterator[Conversation], rejects: Rejects) -> Iter
             places[digest] = f"{conversation.source}:{conversation.line}"
             yield conversation
             continue
-        record = {"id": conversation.id, "messages": conversation.messages, "meta": conversation.meta}
         reason = f"{DUPLICATE}: asks the same as {first}; data.duplicates=keep keeps both"
-        rejects.add(conversation.source, conversation.line, reason, record)
+        rejects.add_conversation(conversation, reason)
 
 
 def asked_digest(conversation: Conversation) -> str:

@@ -4,9 +4,12 @@ import hashlib
 import json
 from collections import Counter
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from draftsmith.recipes.files.lines import append_line, cut_torn_line, json_line
+
+if TYPE_CHECKING:
+    from draftsmith.recipes.prompts.records import Conversation
 
 
 class Rejects:
@@ -41,6 +44,11 @@ class Rejects:
         kept = json_line({"source": source, "line": line, "reason": reason, "record": record})
         if _identity(kept) not in self._written:
             append_line(self._file, self.path, kept)
+
+    def add_conversation(self, conversation: "Conversation", reason: str) -> None:
+        """Keeps the conversation as data.prompts reads one, so that it can be asked once it is mended."""
+        record = {"id": conversation.id, "messages": conversation.messages, "images": conversation.images}
+        self.add(conversation.source, conversation.line, reason, record | {"meta": conversation.meta})
 
     def summary(self) -> str:
         """One line for the end of a run."""

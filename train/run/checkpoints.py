@@ -21,7 +21,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from draftsmith.models.checkpoint import differences
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.atomic import sync_to_disk
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json
@@ -79,7 +79,7 @@ def disk_errors_as_user_errors(partial: Path) -> Iterator[None]:
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
         raise UserError(
-            f"{partial}: cannot be written ({str(error).splitlines()[0]}): make room, if the disk is full, and start "
+            f"{partial}: cannot be written ({first_line(error)}): make room, if the disk is full, and start "
             "again; what was written before is whole, and training resumes from there"
         ) from error
 
