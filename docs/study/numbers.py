@@ -211,10 +211,10 @@ class Found:
         return found
 
     def by_step(self, arm: str) -> dict[int, list[float]]:
-        """{seed: agreement of each unroll step with the target on the validation answers}."""
-        lines = self.of(arm) | {
-            seed: self.lines[name] for seed in SEEDS if (name := unrolled_name(arm, seed)) in self.lines
-        }
+        """{seed: agreement of each unroll step with the target on the validation answers}. Where drafters of a shorter
+        unroll were validated by a longer one, only these."""
+        longer = {seed: self.lines[name] for seed in SEEDS if (name := unrolled_name(arm, seed)) in self.lines}
+        lines = longer or self.of(arm)
         return {seed: line["validation"]["validation_accuracy"] for seed, line in lines.items() if "validation" in line}
 
     def level(self, arm: str, base: str, step: int) -> Estimate | None:
