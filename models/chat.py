@@ -20,7 +20,7 @@ from draftsmith.models.image_tokens import unconditional_ids
 from draftsmith.models.picture_prompts import PictureProcessor, in_parts
 from draftsmith.models.prompt import Prompt, RenderError
 from draftsmith.models.vision import is_vision_language
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.files.hub import check_model
 from draftsmith.recipes.prompts.picture_parts import pictures_of
 from draftsmith.recipes.schema import TargetSection
@@ -232,12 +232,6 @@ def _why_no_config(model: str, error: Exception) -> str:
     if not re.fullmatch(r"[\w.-]*\w(/[\w.-]+)?", model):
         return "no such directory"
     return f"{first_line(error)} (an adapter is not a model: merge it into its base)"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of another library's error message; two if the first ends with a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def render_prompt(

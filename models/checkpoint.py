@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers.activations import ACT2FN
 
-from draftsmith.models.chat import FINGERPRINT_COVERS, first_line
+from draftsmith.models.chat import FINGERPRINT_COVERS
 from draftsmith.models.digests import tensor_digest
 from draftsmith.models.drafters import build_drafter, config_class, kind_text, known_kinds, tensor_shapes
 from draftsmith.models.families import auto_class
@@ -32,7 +32,7 @@ from draftsmith.models.feature_drafter import DrafterConfig, FeatureDrafter, Fro
 from draftsmith.models.layers import rotary
 from draftsmith.models.target import Target
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.files.atomic import atomic_folder, written
 from draftsmith.recipes.files.digest import file_digest
 from draftsmith.recipes.files.json_text import parse_json

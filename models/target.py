@@ -28,7 +28,7 @@ from transformers.utils import logging
 
 from draftsmith.models.adapter import merged
 from draftsmith.models.alignment import Documents
-from draftsmith.models.chat import first_line, load_config
+from draftsmith.models.chat import load_config
 from draftsmith.models.digests import combined_digest
 from draftsmith.models.document_attention import document_attention
 from draftsmith.models.families import AttentionKinds, auto_class, scaled_logits
@@ -39,7 +39,7 @@ from draftsmith.models.target_session import TargetSession, behind
 from draftsmith.models.target_trials import Packing, check_trees, embedding_scales, tried_attention, working_packing
 from draftsmith.models.vision import SUPPORTED, PictureInsert, PictureReader
 from draftsmith.recipes.command.progress import Bar
-from draftsmith.recipes.errors import UserError, short
+from draftsmith.recipes.errors import UserError, first_line, short
 from draftsmith.recipes.schema import TargetSection
 
 

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from draftsmith.models.alignment import Documents
-from draftsmith.models.chat import first_line
 from draftsmith.models.document_attention import is_possible
 from draftsmith.models.draft_tree import DraftTree
 from draftsmith.models.families import AttentionKinds, attention_kinds
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from draftsmith.models.target import Target

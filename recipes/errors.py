@@ -26,8 +26,9 @@ def collected(problems: list[str], before: str = "") -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """Another library's message as one of ours quotes it: its first line, or the error's type if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of another library's error message; two if the first ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def short(value: Any, most: int = 200) -> str:

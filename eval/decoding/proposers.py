@@ -17,7 +17,7 @@ from draftsmith.eval.decoding.prompt_lookup import PromptLookup
 from draftsmith.eval.decoding.sam import SamProposer, SamRouter
 from draftsmith.eval.decoding.target_facts import TargetFacts
 from draftsmith.models.causal_lm import CausalLMDrafting, of_draft_model
-from draftsmith.models.chat import first_line, load_config, load_tokenizer
+from draftsmith.models.chat import load_config, load_tokenizer
 from draftsmith.models.checkpoint import check_identity, read_drafter_config, read_drafter_vocab
 from draftsmith.models.draft_tree import Drafting, Proposer
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
@@ -26,7 +26,7 @@ from draftsmith.models.sam import StaticAutomaton
 from draftsmith.models.sampling import Sampling
 from draftsmith.models.target import Target, check_precision, checked_capture_layers
 from draftsmith.models.vocab import DraftVocab
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.schema import (
     AcceptanceSection,
     QuantizationSection,
