@@ -21,8 +21,9 @@ def test_a_grown_target_computes_the_same_and_learns_with_all_layers() -> None:
     for name, weight in deep.named_parameters():
         assert "norm" in name or not torch.equal(weight, untouched.get_parameter(name)), name
 
-    with pytest.raises(SystemExit, match="of the same widths, and of a half"):
-        grow(deep, LlamaForCausalLM(llama_config(40, layers=4, width=64, inner_width=96)))
+    for layers, inner_width in ((4, 96), (2, 128)):
+        with pytest.raises(SystemExit, match="of the same widths, and of a half"):
+            grow(deep, LlamaForCausalLM(llama_config(40, layers, 64, inner_width)))
     deep(tokens_BT).logits.logsumexp(-1).sum().backward()
     for name, weight in deep.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -78,14 +78,7 @@ def grow(deep: Any, shallow: Any) -> None:
     (arXiv 2401.02415, section 3.2). Training makes use of them.
     """
     times, rest = divmod(len(deep.model.layers), len(shallow.model.layers))
-    widths = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    )
+    widths = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
     if rest or not times or any(getattr(deep.config, key) != getattr(shallow.config, key) for key in widths):
         raise SystemExit("--grow-from: name a target of the same widths, and of a half, a third ... of --layers")
     for i, layer in enumerate(deep.model.layers):

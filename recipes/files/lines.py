@@ -2,21 +2,25 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
 from draftsmith.recipes.errors import UserError
 
 
-def json_line(value: Any) -> bytes:
-    """`value` as one line of JSON with its end, values of other types as text.
+def json_line(value: Any, default: Callable[[Any], Any] | None = None) -> bytes:
+    """`value` as one line of JSON with its end.
 
     Text stays readable, unless the value holds lone surrogates: UTF-8 lacks them, so everything is written as \\uXXXX.
+
+    Args:
+        default: what is written for a value that JSON lacks; None: such a value is a TypeError.
     """
     try:
-        return json.dumps(value, ensure_ascii=False, default=str).encode() + b"\n"
+        return json.dumps(value, ensure_ascii=False, default=default).encode() + b"\n"
     except UnicodeEncodeError:
-        return json.dumps(value, default=str).encode() + b"\n"
+        return json.dumps(value, default=default).encode() + b"\n"
 
 
 def append_line(file: IO[bytes], path: Path, line: bytes) -> None:

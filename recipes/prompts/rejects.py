@@ -41,7 +41,7 @@ class Rejects:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
             self._written.update(map(_identity, cut_torn_line(self._file, self.path)))
-        kept = json_line({"source": source, "line": line, "reason": reason, "record": record})
+        kept = json_line({"source": source, "line": line, "reason": reason, "record": record}, default=str)
         if _identity(kept) not in self._written:
             append_line(self._file, self.path, kept)
 
