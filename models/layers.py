@@ -65,7 +65,8 @@ def grouped_attention(
     shared = heads // groups
     query = query_BACD.reshape(len(query_BACD), groups, shared * columns, -1)
     mask = None if mask_BCL is None else mask_BCL.repeat(1, shared, 1)[:, None]  # [B, 1, shared * C, L]
-    return functional.scaled_dot_product_attention(query, keys_BGLD, values_BGLD, attn_mask=mask).view(query_BACD.shape)
+    attended = functional.scaled_dot_product_attention(query, keys_BGLD, values_BGLD, attn_mask=mask)
+    return attended.reshape(query_BACD.shape)  # a GPU's kernels put the heads innermost, which no view can undo
 
 
 def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:

@@ -59,7 +59,7 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe over a drafter that was taught half of the recorded answers."""
     folder = tmp_path_factory.mktemp("c2t")
     section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
-    target = Target(load_causal_lm(section))
+    target = Target(load_causal_lm(section, "cpu"))
     drafter = taught(target, DraftVocab.full(target.vocab_size), steps=80)
     identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
     save_drafter(folder / "run/drafter", drafter, identity, "", {})

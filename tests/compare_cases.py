@@ -22,7 +22,7 @@ PROMPTS = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", 
 def save_untrained(directory: Path, target_dir: Path, layers: tuple[int, ...] | None = None, seed: int = 0) -> Path:
     """A drafter as training would save it, of 60 tokens; `layers` it reads."""
     section = TargetSection(model=str(target_dir))
-    target = Target(load_causal_lm(section), layers)
+    target = Target(load_causal_lm(section, "cpu"), layers)
     identity = target_identity(target, section.model, None, tokenizer_fingerprint(load_tokenizer(section)))
     vocab = DraftVocab(torch.arange(3, 63), target.vocab_size)
     torch.manual_seed(seed)

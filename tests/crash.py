@@ -48,7 +48,8 @@ POLL_SECONDS = 0.001  # between two looks at `kill_when`, or at the children
 NOTICED_SECONDS = 0.1  # after a rank failed the launcher ends the others; torchrun looks as often
 PATIENCE_SECONDS = 1.0  # of the launcher with a rank that got SIGTERM; torchrun's is 30
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-OTHER_VARIABLES = {"TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
+# Without a GPU, whose threads would not survive a fork.
+OTHER_VARIABLES = {"TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1", "CUDA_VISIBLE_DEVICES": ""}
 # Audit events of Python's os module, by the names that a Fault uses. They come before the deed. "open" is for writing.
 AUDITED = {"os.rename": "rename", "os.remove": "remove", "os.rmdir": "rmdir", "os.mkdir": "mkdir", "open": "open"}
 # Functions of torch.distributed that are "collective" to a Fault. What C++ calls (DistributedDataParallel) is not seen.

@@ -49,7 +49,7 @@ def load_corpora(path: Path) -> list[CorpusCounts]:
 def write_lines(path: Path, records: list[Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records)
-    (gzip.open if path.suffix == ".gz" else open)(path, "wb").write(text.encode())  # type: ignore[operator]
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
 

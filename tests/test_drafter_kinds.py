@@ -93,7 +93,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
 
 @pytest.fixture(scope="module")
 def loaded(target_dir: Path) -> tuple[Target, dict[str, Any]]:
-    target = Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32")))
+    target = Target(load_causal_lm(TargetSection(model=str(target_dir), dtype="float32"), "cpu"))
     return target, target_identity(target, str(target_dir), None, tokenizer_fingerprint(make_tokenizer()))
 
 

@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch.nn import functional
 
 from draftsmith.models.draft_tree import Committed
 from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
+from draftsmith.models.layers import grouped_attention
 from draftsmith.train.loss.unroll import unroll
 from tests.drafter_cases import (
     CASES,
@@ -159,3 +161,18 @@ def test_a_trees_distributions_are_those_of_its_paths_as_chains(name: str, tree:
                 path = [said[i][slot] for slot in way[1:]]
                 _, chain = chain_of(drafter, captured[i], [*text, *path], len(text) - 2)
                 torch.testing.assert_close(mine, torch.stack(chain), atol=5e-5, rtol=5e-5)
+
+
+def test_attention_takes_what_a_gpu_s_kernel_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads innermost in memory, unlike a CPU's: no view of it has the shape of the heads."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, heads, n, 8, generator=generator) for heads, n in ((4, 3), (2, 5), (2, 5)))
+    mask = torch.ones(2, 3, 5, dtype=torch.bool).tril(2)
+    attend = functional.scaled_dot_product_attention
+    expected = attend(query, keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), attn_mask=mask[:, None])
+    monkeypatch.setattr(
+        functional,
+        "scaled_dot_product_attention",
+        lambda *given, **more: attend(*given, **more).transpose(1, 2).contiguous().transpose(1, 2),
+    )
+    torch.testing.assert_close(grouped_attention(query, keys, values, mask), expected)

@@ -71,7 +71,7 @@ def test_greedy_answers_are_those_of_generate(place: Path, scale: float, policy:
 def test_training_s_states_are_those_of_decoding(place: Path) -> None:
     """Also where documents share a row, and for the final state, which EAGLE-1 reads."""
     target = loaded_target(section(place, 2.5), (1, 4))
-    ids = torch.tensor([[*PROMPTS[0], 12, 13, 14, 15, 16], [*PROMPTS[2], 20, 21, 22, 23]])
+    ids = torch.tensor([[*PROMPTS[0], 12, 13, 14, 15, 16], [*PROMPTS[2], 20, 21, 22, 23]], device=target.device)
     states = target.states(ids)
     for row in range(2):
         logits, captured = target.session((1, 4)).prefill([ids[row].tolist()])
@@ -81,14 +81,15 @@ def test_training_s_states_are_those_of_decoding(place: Path) -> None:
     torch.testing.assert_close(target.captured_states(ids, (1, 4)), states.captured)
     torch.testing.assert_close(target.captured_states(ids, (1,)), states.captured[..., : target.hidden_size])
     packed = target.states(
-        ids.reshape(1, -1), documents=Documents(torch.arange(10).repeat(2)[None], ((0, 0, 10), (0, 10, 10)))
+        ids.reshape(1, -1),
+        documents=Documents(torch.arange(10, device=ids.device).repeat(2)[None], ((0, 0, 10), (0, 10, 10))),
     )
     torch.testing.assert_close(packed.last.reshape(2, 10, -1), states.last, rtol=1e-4, atol=1e-4)
 
 
 def test_scale_1_is_the_plain_target(place: Path) -> None:
-    ids = torch.tensor([PROMPTS[0]])
     plain = loaded_target(TargetSection(model=str(place), dtype="float32"), (0,))
+    ids = torch.tensor([PROMPTS[0]], device=plain.device)
     assert not isinstance(plain, GuidedTarget)
     torch.testing.assert_close(loaded_target(section(place, 1.0), (0,)).states(ids).last, plain.states(ids).last)
 

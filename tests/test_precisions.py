@@ -26,7 +26,7 @@ def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tm
         {
             "name": "hierarchy",
             "proposer": "hierarchy",
-            "draft_model": {"model": str(target_dir), "quantization": "int8"},
+            "draft_model": {"model": str(target_dir), "quantization": "int8", "device": "cpu"},
             "min_draft_length": 3,
             "tree": {"nodes": 6, "draft_calls": 2, "top_k": 3},
         },
@@ -34,6 +34,7 @@ def test_rows_of_another_precision_have_their_own_plain_decoding(place: Path, tm
         {"name": "eagle3, fake target", "quantization": {"bits": 8, "fake": True}, "tree": CHAIN},
     ]
     settings = [f"eval.out={tmp_path}", "eval.max_prompts=3", "eval.batch_size=2", f"eval.also={json.dumps(rivals)}"]
+    settings += ["target.device=cpu"]  # where the kernels are
     recipe = load_recipe(str(place / "recipe.yaml"), settings)
     evaluation.evaluate_by_decoding(recipe, contenders_of(recipe), plan=False)
     acceptance = files.read_acceptance(tmp_path / "acceptance.json")

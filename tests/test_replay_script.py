@@ -40,7 +40,7 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     section, tokenizer = TargetSection(model=str(target_dir), dtype="float32"), make_tokenizer()
     texts = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", "the dog and the cat"]
     prompts = tuple(render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts)
-    target = Target(load_causal_lm(section))
+    target = Target(load_causal_lm(section, "cpu"))
     drafter = taught(target, DraftVocab.full(target.vocab_size), prompts)
     identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
     save_drafter(folder / "run/drafter", drafter, identity, "", {})

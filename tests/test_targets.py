@@ -441,7 +441,7 @@ def test_forms_of_a_checkpoint_that_are_read(tmp_path: Path, tied: bool, shards:
     model = make_target(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path, max_shard_size="50KB" if shards else "5GB")
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
-    target = Target(load_causal_lm(TargetSection(model=str(tmp_path))))
+    target = Target(load_causal_lm(TargetSection(model=str(tmp_path)), "cpu"))
     ids = torch.tensor([some_tokens(12, 1)])
     torch.testing.assert_close(target.states(ids).captured, Target(model).states(ids).captured, rtol=0, atol=0)
     assert torch.equal(target.head_weight, model.lm_head.weight)

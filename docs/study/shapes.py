@@ -3,11 +3,13 @@
     python -m docs.study.shapes                        # on a machine that does nothing else; 1 minute a shape
     python -m docs.study.shapes --shapes 8x256 24x192  # layers x width
     python -m docs.study.shapes --llama-cpp .llama.cpp # in llama.cpp, too, as `make serve-check` builds it
+    python -m docs.study.shapes --config meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --device cuda
 
 Costs depend on shapes alone, so nothing is trained: a Llama of each shape, with the demo target's vocabulary and ratios
 of widths, and an EAGLE-3 drafter for it. The planner's own measurement (eval/planner/cost_model.py) times real rounds
 of the decoding loop. Its formula then gives the gains of drafters of such a tau. llama.cpp answers prompts in float32
-with and without the drafter, which tells what a round with a chain of 4 costs.
+with and without the drafter, which tells what a round with a chain of 4 costs. `--config` measures the shape of any
+target that transformers knows, of which no weights are loaded, with a drafter of at most 32,000 tokens.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from docs.study.make_demo_target import llama_config
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
@@ -37,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "docs/study/target"
 SHAPES = ((8, 256), (12, 256), (16, 256), (16, 192), (24, 192), (28, 192), (32, 192), (32, 128))  # layers, width
 VOCAB = 1024
+DRAFT_VOCAB = 32_000  # at most
 CONTEXT = 150
 NODES = (5, 8, 16, 60)  # verified
 CHAIN = TreeSection.model_validate({"policy": "chain", "nodes": 17})
@@ -52,6 +55,17 @@ def shape(text: str) -> tuple[int, int]:
     if not (layers.isdecimal() and width.isdecimal() and int(layers) >= 7 and int(width) > 0 == int(width) % 64):
         raise argparse.ArgumentTypeError(f"{text}: give layers (7 or more) x width (a multiple of 64), as in 24x192")
     return int(layers), int(width)
+
+
+def pair_of(config: Any, device: torch.device, dtype: torch.dtype) -> tuple[Any, Eagle3Drafter]:
+    """A target and an EAGLE-3 drafter for it, both of random weights."""
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    drafted = min(config.vocab_size, DRAFT_VOCAB)
+    capture = default_capture_layers(config.num_hidden_layers)
+    shape = Eagle3Config.for_target(model.config, config.vocab_size, capture, drafted)
+    drafter = Eagle3Drafter(shape, DraftVocab(torch.arange(drafted), config.vocab_size)).eval()
+    return model, drafter.to(device, dtype)
 
 
 def costs_of(model: Any, drafter: Eagle3Drafter, texts: list[list[int]]) -> Costs:
@@ -111,19 +125,23 @@ def main() -> None:
         "--shapes", nargs="+", type=shape, default=SHAPES, metavar="LAYERSxWIDTH", help="targets to measure"
     )
     parser.add_argument("--llama-cpp", type=Path, help="folder with llama.cpp's sources and build")
+    parser.add_argument("--config", help="a target's folder or name on the Hub: its shape instead")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     options = parser.parse_args()
     columns = ["layers x width", "MB in bfloat16", "T_t, ms", "draft call / T_t"]
     columns += [*(f"T_v({nodes}) / T_t" for nodes in NODES), *DRAFTERS]
     if options.llama_cpp:
         columns += ["llama.cpp: T_t, ms", "round with a chain of 4 / T_t", f"tau {CHAIN_TAU}"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for layers, width in options.shapes:
+    configs = [llama_config(VOCAB, layers, width, width * 11 // 4) for layers, width in options.shapes]
+    if options.config:
+        configs = [AutoConfig.from_pretrained(options.config)]
+    for given in configs:
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(llama_config(VOCAB, layers, width, width * 11 // 4)).eval()
-        capture = default_capture_layers(layers)
-        config = Eagle3Config.for_target(model.config, VOCAB, capture, VOCAB)
-        drafter = Eagle3Drafter(config, DraftVocab.full(VOCAB)).eval()
-        texts = torch.randint(5, VOCAB, (4, CONTEXT), generator=torch.Generator().manual_seed(0)).tolist()
+        model, drafter = pair_of(given, torch.device(options.device), getattr(torch, options.dtype))
+        layers, width, vocab = given.num_hidden_layers, given.hidden_size, given.vocab_size
+        texts = torch.randint(5, vocab, (4, CONTEXT), generator=torch.Generator().manual_seed(0)).tolist()
         megabytes = 2e-6 * sum(each.numel() for each in model.parameters())
         served = costs_in_llama_cpp(model, drafter, texts, options.llama_cpp) if options.llama_cpp else []
         costs = costs_of(model, drafter, texts)

@@ -254,7 +254,7 @@ class Engine:
         if not self.zero:
             for name, parameter in self._parameters.items():
                 self.optimizer.state[parameter] = {
-                    "step": step.clone(),
+                    "step": step.to(parameter.device, copy=True),  # a fused update asks for it there
                     **{key: tensors[f"{key}.{name}"].to(parameter.device) for key in MOMENTS},
                 }
             return
