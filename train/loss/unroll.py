@@ -45,7 +45,8 @@ dimension, H hidden size, W entry width, K steps, Vd draft vocabulary.
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -282,9 +283,11 @@ def teacher_of(
     return Teacher(columns.gather(last_BTH, 1), target.logits, label_drafted)
 
 
-@dataclass(frozen=True)
-class UnrollSums:
-    """Sums over one micro-batch. They are added over micro-batches and ranks before any division."""
+class UnrollSums(NamedTuple):
+    """Sums over one micro-batch. They are added over micro-batches and ranks before any division.
+
+    A tuple, because ZeRO-3 finds no tensors in other results of a forward pass, and warns.
+    """
 
     loss: torch.Tensor  # scalar, with gradient: sum over trained columns and steps of losses times `step_weights`
     columns: torch.Tensor  # scalar: columns that count at step 0, the loss's denominator
