@@ -129,6 +129,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     options = parser.parse_args()
+    if options.config and options.llama_cpp:
+        parser.error("--llama-cpp: leave it out with --config; it serves targets with the demo's vocabulary")
     columns = ["layers x width", "MB in bfloat16", "T_t, ms", "draft call / T_t"]
     columns += [*(f"T_v({nodes}) / T_t" for nodes in NODES), *DRAFTERS]
     if options.llama_cpp:

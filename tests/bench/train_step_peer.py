@@ -62,10 +62,6 @@ def peer(wanted: argparse.Namespace) -> dict[str, Any]:
     document = torch.cat([torch.full((length,), i) for i, length in enumerate(lengths)])[None].to(device)
     position = torch.cat([torch.arange(length) for length in lengths])[None].to(device) + 1
     losses = resolve_loss_config("kl_div", "fused" if on_cuda else "eager")  # its defaults
-    if on_cuda:  # torch 2.11 compiles no two kernels that share one list of settings
-        from speculators.losses.fused import loss_backward_kernel as kernel
-
-        kernel.configs = list(kernel.configs)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimiser = optimiser_of(parameters)
 
