@@ -362,7 +362,7 @@ def _c2t_judged(line: Mapping[str, Any], curve: str, nodes: int) -> tuple[str, s
     if ends is not None:
         return here, _side([1 / end for end in reversed(ends)])
     # A curve that begins above this tau verifies fewer nodes; other curves without an interval decide nothing.
-    return here, "holds (one seed)" if row.get("beyond") == "below" else "undecided"
+    return here, "holds (one seed)" if row.get("beyond") == "below" else "no interval (one seed)"
 
 
 def _side(interval: Sequence[float]) -> str:
