@@ -114,16 +114,14 @@ def taught_of_kind(
 
 
 @cache
-def pair_of(family: str, draft_tokens: int | None = None, **overrides: Any) -> tuple[Target, Eagle3Drafter]:
+def pair_of(family: str, draft_tokens: int | None, **overrides: Any) -> tuple[Target, Eagle3Drafter]:
     """A target with a taught drafter, of the target's whole vocabulary or of `draft_tokens` tokens that it says."""
     target = Target(make_target(family, **overrides))
     return target, taught(target, vocab_said(target, draft_tokens))
 
 
 @cache
-def pair_of_kind(
-    kind: str, family: str, draft_tokens: int | None = None, **overrides: Any
-) -> tuple[Target, FeatureDrafter]:
+def pair_of_kind(kind: str, family: str, draft_tokens: int | None, **overrides: Any) -> tuple[Target, FeatureDrafter]:
     """`pair_of` with a drafter of any of `KINDS`."""
     if kind == "eagle3":
         return pair_of(family, draft_tokens, **overrides)

@@ -206,23 +206,6 @@ def test_every_family_reads_packed_documents_as_it_reads_them_alone(name: str, w
     assert implementations <= {"sdpa", "eager"}  # what packing changes, it changes back
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@torch.no_grad()
-def test_no_document_hears_of_another(name: str) -> None:
-    """All tokens of its neighbours change: experts are then asked in another order, hence a tolerance."""
-    target = target_of(name)
-    rows, others = documents_of(), documents_of(50)
-    mixed = [*others[:2], rows[2], *others[3:]]
-    before, after = (collate(each, packed=True) for each in (rows, mixed))
-    _, start, tokens = before.places[2]
-    here = slice(start, start + tokens)
-    states, changed = (target.states(each.ids, documents=each.documents).last[0] for each in (before, after))
-    assert_close(changed[here], states[here])
-    assert (changed[:start] - states[:start]).abs().max() > 0.1
-    merged = target.states(before.ids).last[0]  # without what keeps them apart
-    assert (merged[here] - states[here]).abs().max() > 1e-2 * states.abs().max()
-
-
 def broken(model: Any, change: Callable[[dict[str, Any]], None]) -> Any:
     """The model with a decoder that reads packed documents as `change` makes it: other passes are as before."""
     forward = model.model.forward

@@ -7,20 +7,23 @@ from torch.nn import functional
 
 from draftsmith.models import blocked
 from draftsmith.models.blocked import BlockedLinear, able, block_linears
+from tests.thinning import pairwise
 
 needs_them = pytest.mark.skipif(not able(torch.float32), reason="needs torch's oneDNN operations")
 
 
 @needs_them
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("inputs", "outputs"), [(32, 48), (7, 5), (1, 3), (200, 129)])
+@pytest.mark.parametrize(
+    ("shape", "bias", "dtype"),
+    pairwise([(32, 48), (7, 5), (1, 3), (200, 129)], [False, True], [torch.float32, torch.bfloat16]),
+)
 @torch.no_grad()
-def test_products_are_those_of_the_layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+def test_products_are_those_of_the_layer(shape: tuple[int, int], bias: bool, dtype: torch.dtype) -> None:
+    inputs, outputs = shape
     linear = nn.Linear(inputs, outputs, bias=bias).to(dtype)
     layer = BlockedLinear(linear)
-    for shape in ((inputs,), (1, inputs), (5, inputs), (2, 17, inputs), (1, 60, inputs), (0, inputs)):
-        states = torch.randn(*shape).to(dtype)
+    for rows in ((), (1,), (5,), (2, 17), (1, 60), (0,)):
+        states = torch.randn(*rows, inputs).to(dtype)
         expected = functional.linear(states.double(), linear.weight.double(), linear.bias.double() if bias else None)
         atol, rtol = (1e-4, 1e-4) if dtype == torch.float32 else (0.03, 0.02)
         torch.testing.assert_close(layer(states).double(), expected, atol=atol, rtol=rtol)

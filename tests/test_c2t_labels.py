@@ -267,7 +267,7 @@ def test_rows_of_one_kind_are_refused(all_or_none: Any, word: str, tmp_path: Pat
 @pytest.mark.parametrize("kind", others_slow(["eagle", "poss", "poss over eagle3"], "poss over eagle3"))
 def test_every_kind_of_drafter_is_labelled_as_it_drafts(kind: str) -> None:
     """Rounds of replay, and P and H of the accepted nodes from distributions that are drafted along the path alone."""
-    target, drafter = pair_of_kind(kind, "llama")
+    target, drafter = pair_of_kind(kind, "llama", None)
     section, depth = LabelSection(top_k=4, draft_calls=4, entropy_over=20), 4
     answers = [RecordedAnswer(prompt, greedy(target, prompt, 24)) for prompt in PROMPTS[:3]]
     drafting = FeatureDrafting(drafter)

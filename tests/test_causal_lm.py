@@ -16,6 +16,7 @@ from draftsmith.recipes.schema import TargetSection
 from tests import reference
 from tests.conftest import make_target
 from tests.decoding import decode_batch
+from tests.thinning import pairwise
 
 SHAPES = [[3, 4, 2], [1, 1, 1, 1], [1, 2, 1], [2, 1, 1, 3]]  # new slots of each depth
 
@@ -24,10 +25,12 @@ def small_lm(family: str = "llama", num_layers: int = 2, seed: int = 11, **overr
     return Target(make_target(family, num_layers, seed, **overrides), capture_layers=(0,))
 
 
-@pytest.mark.parametrize("cut", [None, 50], ids=["full", "cut"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("lengths", [[9], [5, 17, 1]], ids=["B1", "B3"])
-def test_log_probs_equal_a_plain_forward_over_every_path(lengths: list[int], family: str, cut: int | None) -> None:
+@pytest.mark.parametrize(
+    ("family", "lengths", "cut"), pairwise(["llama", "qwen3", "gemma3_text"], [(9,), (5, 17, 1)], [None, 50])
+)
+def test_log_probs_equal_a_plain_forward_over_every_path(
+    family: str, lengths: tuple[int, ...], cut: int | None
+) -> None:
     """Random trees, of which a random path is accepted, round after round; rows end, others go on.
 
     Some accepted tokens were drafted, some were not, some rounds drafted nothing.

@@ -162,7 +162,7 @@ def test_a_batch_gives_the_answers_of_one_at_a_time(
     def answers(size: int) -> dict[tuple[str, str, int], tuple[list[int], list[int]]]:
         found = contenders_of(recipe)
         proposers = {c.name: lineup.proposer(c, sampling) for c in found}
-        bench = Bench(lineup.target, lineup.tokenizer, lineup.stop_ids, 16, 120, sampling, 0, size)
+        bench = Bench(lineup.target, lineup.tokenizer, lineup.stop_ids, 8, 120, sampling, 0, size)
         with (tmp_path / "log.jsonl").open("w") as file:
             results = bench.run(asked, {**proposers}, found[0].name, file, rejects := Rejects())
         assert not rejects.total

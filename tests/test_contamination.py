@@ -83,7 +83,7 @@ def slow_share(asked: list[str], seen: list[str]) -> float:
     return sum(any(tuple(seen[i : i + GRAM]) == run for i in range(len(seen))) for run in runs) / len(runs)
 
 
-@pytest.mark.parametrize("kept", range(10, 41))
+@pytest.mark.parametrize("kept", [10, 25, 26, 40])
 def test_overlap_is_the_share_of_runs(kept: int) -> None:
     asked = words(40, seed=1)
     seen = [*words(9, seed=2), *asked[:kept], *words(30, seed=3)]

@@ -148,7 +148,7 @@ def test_probes_of_trees_without_a_limit_have_one() -> None:
     "kind", others_slow([{"policy": "chain", "nodes": 5}, *KINDS[1:7], *KINDS[8:10]], KINDS[3], KINDS[8]), ids=str
 )
 def test_probes_never_stop_early(kind: dict[str, Any], doubter: Path) -> None:
-    target, drafter = pair_of("llama")
+    target, drafter = pair_of("llama", None)
     tree = tree_of(**kind)
     strict = tree.model_copy(
         update={
@@ -173,7 +173,7 @@ def test_costs_are_those_of_inference_mode(monkeypatch: pytest.MonkeyPatch) -> N
         return verify(self, tree)
 
     monkeypatch.setattr(TargetSession, "verify", watched)
-    target, drafter = pair_of("llama")
+    target, drafter = pair_of("llama", None)
     for proposer in (None, proposer_of(target, drafter, CHAIN)):
         list(timed_rounds(target, proposer, [PROMPTS[0]]))
     assert seen == [True] * 2 * ROUNDS

@@ -21,11 +21,9 @@ GOOD_METRICS = {"step": 1, "loss": 2.0, "accuracy": [0.5, 0.4], "simulated_tau":
         (b"[1, 2]", "not a JSON object"),
         (json.dumps(GOOD_METRICS | {"accuracy": []}).encode(), "accuracy: "),
         (json.dumps(GOOD_METRICS | {"accuracy": [0.5]}).encode(), "1 unroll steps, the first line has 2"),
-        (json.dumps({k: v for k, v in GOOD_METRICS.items() if k != "lr"}).encode(), "lr: Field required"),
-        (json.dumps(GOOD_METRICS | {"loss": float("nan")}).encode(), "loss: Input should be a finite number"),
         (json.dumps(GOOD_METRICS | {"step": "2"}).encode(), "step: Input should be a valid integer"),
     ],
-    ids=range(7),
+    ids=range(5),
 )
 def test_a_damaged_line_of_metrics_is_named(tmp_path: Path, line: bytes, said: str) -> None:
     recipe = make_recipe(tmp_path)
@@ -46,11 +44,9 @@ def damaged_answers() -> Iterator[tuple[str, Any, str]]:
     yield "list", lambda line: b"[" + line + b"]", "not a JSON object"
     yield "deep", lambda line: b'{"contender": ' + b"[" * 100_000, "nested too deeply"
     yield "no contender", lambda line: b'{"turn": 1}', "contender: "
-    yield "no texts", lambda line: line.replace(b"token_texts", b"texts"), "token_texts: Field required"
     yield "empty texts", change(token_texts=[]), "token_texts: 0 tokens, but the rounds make 30"
     yield "short nodes", change(tree_nodes=[9]), "accepted_per_round and tree_nodes differ"
     yield "small nodes", lambda line: line.replace(b"9,", b"1,"), "exceeds its tree_nodes"
-    yield "number as text", change(turn="1"), "turn: Input should be a valid integer"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def larger_than(small: Target) -> Target:
 
 
 def test_a_small_target_with_its_drafter_proposes_to_a_larger_one() -> None:
-    small, drafter = pair_of("llama")
+    small, drafter = pair_of("llama", None)
     large = larger_than(small)
 
     decoder = Recording(small, FeatureDrafting(drafter))

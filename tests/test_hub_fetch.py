@@ -148,8 +148,7 @@ def test_a_drafter_that_cannot_be_had(
     assert "hf_unknown" not in str(told.value)
 
 
-@pytest.mark.parametrize("change", [offline, unreachable, overloaded])
-@pytest.mark.parametrize("revision", [None, "main", "commit"])
+@pytest.mark.parametrize(("change", "revision"), [(offline, None), (unreachable, "main"), (overloaded, "commit")])
 def test_without_the_hub_cached_files_are_taken(
     hub: HubServer,
     monkeypatch: pytest.MonkeyPatch,

@@ -35,7 +35,7 @@ from tests.test_sampling import (
     uneven_batch,
     uneven_tree,
 )
-from tests.thinning import others_slow, thinned
+from tests.thinning import others_slow, pairwise, thinned
 
 # Of each token; one stands for itself alone.
 NEAR = [[1, 2, 4], [4, 2, 0], [1, 4, 0], [], [2, 1, 0]]
@@ -162,9 +162,11 @@ def test_the_law_of_first_tokens_stays_within_delta(proposer: str, delta: float)
     assert variation(3) <= 2 * delta + 1e-5
 
 
-@pytest.mark.parametrize("budget", [("delta", 0.0), ("lambda", 1.0)], ids=["delta 0", "lambda 1"])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize(
+    ("proposer", "sampling", "budget"),
+    pairwise(PROPOSERS, [GREEDY, Sampling(1.0)], [("delta", 0.0), ("lambda", 1.0)]),
+    ids=str,
+)
 def test_without_a_budget_answers_are_those_of_exact_acceptance(proposer: str, sampling: Sampling, budget: Any) -> None:
     target, drafter = small_pair(None)
     strict = GreedyAcceptance() if sampling.greedy else SampledAcceptance(sampling)

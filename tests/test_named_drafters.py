@@ -24,6 +24,7 @@ from tests.export_cases import CUT, published_eagle3
 from tests.hub_cases import checkpoint as checkpoint
 from tests.hub_cases import hub as hub
 from tests.hub_server import Fault, HubServer
+from tests.training_runs import no_dry_run as no_dry_run
 from tests.training_runs import recipe_path as recipe_path
 from tests.training_runs import run_main, train
 
@@ -164,6 +165,7 @@ def test_a_foreign_drafter_is_trained_further_with_its_vocabulary(
     assert shape.rms_norm_eps == 1e-5 and shape.draft_vocab_size == CUT  # its own; the target's is another
 
 
+@pytest.mark.usefixtures("no_dry_run")
 def test_a_plan_of_training_imports_nothing(recipe_path: Path, tmp_path: Path, hub: HubServer) -> None:
     published_eagle3(tmp_path / "foreign")
     for name in (str(tmp_path / "foreign"), "me/anything"):

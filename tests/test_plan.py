@@ -44,7 +44,6 @@ from draftsmith.recipes.prompts.reader import Rejects, read_conversations
 from draftsmith.recipes.schema import TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
-from draftsmith.train.measure import memory as peak_memory
 from draftsmith.train.measure.dry_run import LAYER, LOGITS, unroll_peak
 from draftsmith.train.measure.memory import RESERVE, Memory, memory_of
 from draftsmith.train.measure.plan import last_logged, plan_lines
@@ -53,6 +52,7 @@ from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.settings import trainee_of
 from tests.conftest import make_target, make_tokenizer
 from tests.tiny_vision import FAMILIES, make_vision_target
+from tests.training_runs import no_dry_run as no_dry_run
 from tests.training_runs import run_main, train, write_conversations
 
 GPU = Device("NVIDIA H100 80GB HBM3", 85_000_000_000, is_cpu=False)
@@ -327,12 +327,6 @@ def test_zero_shares_out_what_its_stage_says() -> None:
 
 
 # Steps, files, problems: the script itself.
-
-
-@pytest.fixture
-def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of words: the dry run takes a second or two."""
-    monkeypatch.setattr(peak_memory, "unroll_peak", lambda *_, **__: {LAYER: 10_000_000})
 
 
 def test_plan_tells_the_steps_and_files_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def linear_costs(trees: Sequence[TreeSection], node: float, call: float) -> Cost
 @pytest.fixture(scope="module")
 def replayed() -> tuple[list[Contender], dict[str, list[Generation]], list[RecordedAnswer]]:
     """Chains and trees in several sizes, and their rounds along the answers of a pair that knows them by heart."""
-    target, drafter = pair_of("llama")
+    target, drafter = pair_of("llama", None)
     trees = [tree_of(policy="chain", nodes=n) for n in (2, 3, 5, 9)]
     trees += [
         tree_of(policy="eagle2", nodes=n, draft_calls=d, top_k=4)
@@ -216,7 +216,7 @@ def run_dir(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run as training leaves it: a drafter, and regenerated conversations of the target, most of them one turn."""
     folder = tmp_path_factory.mktemp("run")
     section = TargetSection(model=str(target_dir), dtype="float32", device="cpu")
-    target, drafter = pair_of("llama")
+    target, drafter = pair_of("llama", None)
     fingerprint = tokenizer_fingerprint(load_tokenizer(section))
     identity = target_identity(target, section.model, None, fingerprint)
     save_drafter(folder / "drafter", drafter, identity, "", {})

@@ -211,7 +211,9 @@ DRAFTERS = ["eagle3", "hass", "poss over eagle3", "eagle3.1", "causal_lm", "prom
 @pytest.mark.parametrize("kind", DRAFTERS)
 def test_a_proposer_that_was_rolled_back_goes_on_as_if_nothing_had_been_there(kind: str) -> None:
     """Three rows: one keeps all, one loses some positions, one all but its prompt."""
-    target, drafter = pair_of_kind(kind, "llama", None) if kind not in DRAFTERS[4:] else (pair_of("llama")[0], None)
+    target, drafter = (
+        pair_of_kind(kind, "llama", None) if kind not in DRAFTERS[4:] else (pair_of("llama", None)[0], None)
+    )
 
     def fresh() -> PolicyProposer | PromptLookup:
         if kind == "prompt lookup":

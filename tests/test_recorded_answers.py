@@ -63,9 +63,11 @@ SAMPLINGS = (
     *(Sampling(1.0, top_k=5), Sampling(1.0, top_p=0.3), Sampling(1.0, top_p=0.8, top_k=20), Sampling(0.3, top_p=0.9)),
     *(Sampling(1.5, top_p=0.9), Sampling(1.5, top_k=3)),
 )
+FAST_SAMPLINGS = (GREEDY, Sampling(1.0), Sampling(1.0, top_k=5), Sampling(0.3, top_p=0.9))
+each_sampling = pytest.mark.parametrize("sampling", others_slow([GREEDY, *SAMPLINGS], *FAST_SAMPLINGS), ids=str)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=str)
+@each_sampling
 def test_answers_of_another_target_are_refused(sampling: Sampling) -> None:
     target = Target(make_target())
     answers = drawn(target, sampling)
@@ -74,7 +76,7 @@ def test_answers_of_another_target_are_refused(sampling: Sampling) -> None:
             replay(other, PromptLookup(4, other.device), answers, 8, Agreement.of(other))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, *SAMPLINGS], ids=str)
+@each_sampling
 @pytest.mark.parametrize("seed", others_slow(range(3), 0))
 def test_a_target_s_own_answers_never_are(sampling: Sampling, seed: int) -> None:
     target = Target(make_target(seed=seed))

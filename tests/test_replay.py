@@ -79,7 +79,7 @@ def test_every_kind_of_drafter_takes_the_same_rounds(kind: str, name: str) -> No
 
 def test_every_way_to_end_is_met() -> None:
     """Cut by a stop token or the budget, in the middle of a path or behind it; ended by the bonus; without a round."""
-    target, _ = pair_of("llama")
+    target, _ = pair_of("llama", None)
     proposer = proposer_of("llama", "chain")
     future = greedy(target, PROMPTS[0], 14)
     met = set()
@@ -142,7 +142,7 @@ def test_drawn_answers_take_the_same_rounds(name: str, temperature: float) -> No
 @pytest.mark.slow
 def test_a_cut_vocabulary_and_other_layers() -> None:
     """Several proposers at once, who read different layers of the target, in one pass."""
-    target, whole = pair_of("llama")
+    target, whole = pair_of("llama", None)
     _, small = pair_of("llama", 60)
     shallow_target = Target(target.model, (1, 5))
     shallow = taught(shallow_target, DraftVocab.full(target.vocab_size), steps=60)
@@ -152,7 +152,9 @@ def test_a_cut_vocabulary_and_other_layers() -> None:
         "small": PolicyProposer(FeatureDrafting(small), policy("svip")),
         "shallow": PolicyProposer(FeatureDrafting(shallow), policy("chain")),
         "lookup": PromptLookup(4, target.device),
-        "eagle": PolicyProposer(FeatureDrafting(pair_of_kind("eagle", "llama")[1]), policy("eagle2")),  # the last state
+        "eagle": PolicyProposer(
+            FeatureDrafting(pair_of_kind("eagle", "llama", None)[1]), policy("eagle2")
+        ),  # the last state
     }
     decoded = {
         name: [decode(target, proposer, prompt, stops_of("llama"), BUDGET) for prompt in PROMPTS]

@@ -41,7 +41,7 @@ def place(target_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["the cat", "the dog ran after the cat in the rain", "a mat", "rain", "the dog and the cat"]
     prompts = tuple(render_prompt(tokenizer, [{"role": "user", "content": text}]) for text in texts)
     target = Target(load_causal_lm(section, "cpu"))
-    drafter = taught(target, DraftVocab.full(target.vocab_size), prompts)
+    drafter = taught(target, DraftVocab.full(target.vocab_size), prompts, length=24, steps=20)
     identity = target_identity(target, section.model, None, tokenizer_fingerprint(tokenizer))
     save_drafter(folder / "run/drafter", drafter, identity, "", {})
     turns = [{"id": f"q{i}", "turns": [text, "and the mat?"][: 1 + i % 2]} for i, text in enumerate(texts)]
@@ -182,7 +182,7 @@ def test_the_plan_counts_caches_of_draft_models_and_the_check(
 
 
 def test_every_cache_is_gone_when_its_batch_is_done() -> None:
-    target, drafter = pair_of("llama")
+    target, drafter = pair_of("llama", None)
     mine = FeatureDrafting(drafter)
     answers = [RecordedAnswer(prompt, greedy(target, prompt, 9), GREEDY) for prompt in PROMPTS]
     told: list[list[int]] = []

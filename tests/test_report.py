@@ -97,14 +97,15 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         assert html_report.clean(name) in page.text
 
 
-@pytest.mark.parametrize("name", ["#0a0b05", "font: 9px serif", 'a id="b"', 'a d="1.23456"', "url(#abc)", "</text>"])
-def test_names_in_figures_stay_as_they_are(tmp_path: Path, name: str) -> None:
+def test_names_in_figures_stay_as_they_are(tmp_path: Path) -> None:
+    names = ("#0a0b05", "font: 9px serif", 'a id="b"', 'a d="1.23456"', "url(#abc)", "</text>")
     recipe = make_recipe(tmp_path)
-    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=(MAIN, name))
+    evaluate(recipe, [("a", None, str(i), 1) for i in range(3)], contenders=names)
     drawn = re.findall(r"<svg .*?</svg>", page_of(recipe), flags=re.S)
     assert len(drawn) == 4
     for figure in drawn:
-        assert name in re.sub(r"\s+", " ", Page(figure).text)
+        said = re.sub(r"\s+", " ", Page(figure).text)
+        assert [name for name in names if name not in said] == []
 
 
 def luminance(colour: str) -> float:
@@ -232,13 +233,13 @@ def test_the_table_fits_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFix
     assert all("…" not in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["back\\", "[red]x[/]\\\\", ":smile:", "\\[b]"])
-def test_the_table_shows_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_the_table_shows_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["back\\", "[red]x[/]\\\\", ":smile:", "\\[b]"]
     recipe = make_recipe(tmp_path)
-    evaluate(recipe, [("a", None, "0", 1), ("b", None, "0", 1)], contenders=(name, name + "2\\"))
+    evaluate(recipe, [("a", None, "0", 1), ("b", None, "0", 1)], contenders=names)
     said = script_lines(recipe, capsys)
-    assert [line.split()[0] for line in said if name in line][:2] == [name, name + "2\\"]
-    assert any(f"Parts: {name}. tau" in line for line in said)
+    assert [word for line in said for word in line.split()[:1] if word in names][:4] == names
+    assert any(f"Parts: {names[0]}. tau" in line for line in said)
 
 
 def test_sampled_answers_are_not_called_different(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,12 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.schema import DrafterSection
 from tests.conftest import make_target
+from tests.thinning import pairwise
 
 
-@pytest.mark.parametrize("specialists", [2, 4, 7])
-@pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "num_layers", "specialists", "bias"), pairwise(["eagle", "eagle3"], [1, 2], [2, 4, 7], [False, True])
+)
 def test_a_single_drafter_with_as_many_parameters(kind: Any, num_layers: int, specialists: int, bias: bool) -> None:
     """Equal to half a row of the MLP of each layer; a row has a weight in gate, up and down for each hidden unit."""
     config = make_target().config

@@ -81,12 +81,11 @@ def test_states_come_back_as_near_as_their_dtype_allows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_does_not_become_so(name: str, bad: float) -> None:
-    states = torch.randn(2, 8)
-    states[1, 3] = bad
+def test_what_is_not_finite_does_not_become_so(name: str) -> None:
+    states = torch.randn(4, 8)
+    states[1:, 3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
     decoded = ENCODINGS[name].decode(*ENCODINGS[name].encode(states), torch.float32)
-    assert bool(decoded[0].isfinite().all()) and not bool(decoded[1].isfinite().all())
+    assert decoded.isfinite().all(-1).tolist() == [True, False, False, False]
 
 
 def test_teacher_positions_are_those_that_columns_look_at() -> None:

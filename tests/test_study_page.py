@@ -181,7 +181,10 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
         return [row.split(" | ", 2)[2] for row in rows[-4:-2]]
 
     judged = {"at_equal_tau": equal, "points": points}
-    assert claimed(judged) == ["0.80 [0.70, 0.90] (N = 100) | holds (one seed) |", "0.90 (N = 8) | no interval (one seed) |"]
+    assert claimed(judged) == [
+        "0.80 [0.70, 0.90] (N = 100) | holds (one seed) |",
+        "0.90 (N = 8) | no interval (one seed) |",
+    ]
     judged = {"at_equal_tau": equal[1:3], "points": points}
     assert claimed(judged) == ["< 0.97 (N = 8) | holds (one seed) |", "not reached | undecided |"]
     assert study_report.claims(found)[-5].endswith("] | keeps as much |")  # an interval that holds the paper's

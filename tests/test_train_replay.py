@@ -32,6 +32,7 @@ from draftsmith.train.run.inputs import read_rows
 from draftsmith.train.run.loop import Loop
 from tests.conftest import make_tokenizer
 from tests.training_runs import metrics, train
+from tests.training_runs import no_dry_run as no_dry_run
 from tests.training_runs import recipe_path as recipe_path
 
 REPLAY = ("train.eval_replay=3", "eval.tree.nodes=10", "eval.tree.draft_calls=3", "eval.tree.top_k=4")
@@ -153,6 +154,7 @@ def test_replay_drafts_from_a_cut_vocabulary(recipe_path: Path) -> None:
         train(recipe_path, *REPLAY, "eval.tree.vocab_size=200")
 
 
+@pytest.mark.usefixtures("no_dry_run")
 def test_what_cannot_be_replayed_in_training_is_told_at_once(
     recipe_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.train import eagle, eagle3, poss, vispec
+from draftsmith.train.measure import memory as peak_memory
+from draftsmith.train.measure.dry_run import LAYER
 from draftsmith.train.measure.metrics_line import THROUGHPUT_KEYS
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +56,12 @@ SIX_STEPS = {
     "ttt_steps": 3,
     "mixed_precision": "no",
 }
+
+
+@pytest.fixture
+def no_dry_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of words: the dry run takes a second or two."""
+    monkeypatch.setattr(peak_memory, "unroll_peak", lambda *_, **__: {LAYER: 10_000_000})
 
 
 @pytest.fixture
