@@ -30,7 +30,6 @@ class BlockedLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_buffer("blocked", _blocked(linear.weight.detach()))
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 

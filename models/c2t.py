@@ -28,7 +28,7 @@ Shapes: `...` any number of axes, K candidates, Vd draft vocabulary.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -117,11 +117,8 @@ class C2tClassifier(nn.Module):
             save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
             fields = {
                 "kind": KIND,
-                "hidden": self.config.hidden,
-                "entropy_over": self.config.entropy_over,
                 "depth_convention": DEPTH_CONVENTION,
-                "negative_ratio": self.config.negative_ratio,
-                "drafter": self.config.drafter,
+                **asdict(self.config),
                 "weights_sha256": file_digest(partial / "model.safetensors"),
             }
             for name, text in {**(beside or {}), "config.json": json.dumps(fields, indent=2) + "\n"}.items():

@@ -65,8 +65,7 @@ class CausalLMDrafting:
 
     Args:
         target: the small LM.
-        cut: draft only these tokens, with their rows of the head, and normalise over them (FR-Spec, arXiv 2502.14856).
-            None: the whole vocabulary.
+        cut: as in `FeatureDrafting`.
 
     Raises:
         UserError: a cut of another vocabulary.

@@ -7,8 +7,6 @@ A target is any causal LM of transformers with a list of decoder layers. A visio
 - `session`: decoding, one forward over a whole draft tree (`models.target_session`);
 - `logits`: the head over chosen positions only.
 
-Prompts are `models.prompt.Prompt`. Only `Target.inputs` turns them into what the layers and the drafters read.
-
 Shapes: B rows, T tokens, H hidden size, F = captured layers * H, V vocabulary, n tokens of an insert.
 """
 
@@ -395,15 +393,10 @@ class Target:
     ) -> torch.Tensor:
         """Final states [B, T, H].
 
-        Documents are kept apart by our own attention function or masks, after a trial that the decoder follows them.
-        transformers can derive masks from position_ids, but which families support restarting positions changes from
-        release to release. Masks serve families with their own attention formulas:
-
-            document     a a a b b          sees      a . . . .
-            position     0 1 2 0 1                    a a . . .
-                                                      a a a . .
-                                                      . . . b .
-                                                      . . . b b
+        Documents are kept apart by our own attention function (`models.document_attention` draws what they see) or, in
+        families with their own attention formulas, by masks, after a trial that the decoder follows them. transformers
+        can derive masks from position_ids, but which families support restarting positions changes from release to
+        release.
         """
         inputs: dict[str, Any] = self.decoder_arguments(input_ids_BT, inserts, documents) | {"use_cache": False}
         if documents is None:

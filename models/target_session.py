@@ -23,17 +23,19 @@ if TYPE_CHECKING:
     from draftsmith.models.target import Target
 
 
-def groups_of(lengths: Sequence[int], at_once: int) -> list[list[int]]:
-    """Groups of prompt indices by similar length, at most `at_once` padded tokens each; 0: every prompt alone."""
-    if not at_once:
-        return [[i] for i in range(len(lengths))]
-    groups: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if groups and (len(groups[-1]) + 1) * lengths[i] <= at_once:
-            groups[-1].append(i)
+def batches_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
+    """Indices of texts that are read together: similar lengths, at most so many tokens with padding, longest first.
+
+    Args:
+        tokens: 0: every text alone.
+    """
+    found: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i), reverse=True):
+        if found and (len(found[-1]) + 1) * lengths[found[-1][0]] <= tokens:
+            found[-1].append(i)
         else:
-            groups.append([i])
-    return groups
+            found.append([i])
+    return found
 
 
 def behind(decoder: nn.Module, cache: DynamicCache) -> dict[str, Any]:
@@ -108,7 +110,7 @@ class TargetSession:
         lengths, before = [len(prompt) for prompt in prompts], len(self.lengths)
         logits: list[torch.Tensor] = [torch.empty(0)] * len(prompts)
         captured: list[torch.Tensor | None] = [None] * len(prompts)
-        for number, group in enumerate(groups_of(lengths, at_once)):
+        for number, group in enumerate(batches_by_length(lengths, at_once)):
             self.cache = DynamicCache()
             last, states = self._forward(**self._asked_in_a_group([Prompt.of(prompts[i]) for i in group]))
             layers: list[Any] = self.cache.layers
@@ -213,11 +215,7 @@ class TargetSession:
         return states
 
     def commit(self, counts: Sequence[int], path_BA: torch.Tensor | None = None) -> None:
-        """Keeps the first counts[b] nodes of path_BA[b] (ascending, the root first) and drops the others.
-
-        Args:
-            path_BA: None: each path is nodes 0, 1, 2, ..., as in a chain.
-        """
+        """Keeps a path of each verified tree, the root first, and drops its other nodes (`KeyValues.commit`)."""
         self.buffers.commit(counts, path_BA)
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -48,6 +48,7 @@ from draftsmith.models.guidance import loaded_target
 from draftsmith.models.prompt import PlacedInsert
 from draftsmith.models.quantize import target_changes
 from draftsmith.models.target import Target, checked_capture_layers
+from draftsmith.models.target_session import batches_by_length
 from draftsmith.recipes.command.cli import Command
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError, first_line
@@ -404,7 +405,7 @@ def make_shards(
     while (taken := team.count(TAKEN, 1)) <= len(missing):
         number = missing[taken - 1]
         shard = ShardBuffer(job.shape, job.shards[number])
-        for batch in batches_by_length(shard.rows, job.recipe.data.capture.batch_tokens):
+        for batch in batches_by_length([*map(length_of, shard.rows)], job.recipe.data.capture.batch_tokens):
             fill(shard, batch, target)
             team.count(TOKENS, sum(length_of(shard.rows[index]) for index in batch))
             if ledger is not None:
@@ -415,20 +416,6 @@ def make_shards(
         team.publish(f"{WRITTEN}/{team.count(WRITTEN, 1)}", (number, entry, nonfinite))
         if ledger is not None:
             ledger.update()
-
-
-def batches_by_length(rows: Sequence[TrainingRow], batch_tokens: int) -> Iterator[list[int]]:
-    """Indices of rows that are read together: rows of similar length, at most `batch_tokens` tokens with padding."""
-    order = sorted(range(len(rows)), key=lambda index: (length_of(rows[index]), index), reverse=True)
-    batch: list[int] = []
-    for index in order:
-        longest = length_of(rows[batch[0] if batch else index])
-        if batch and longest * (len(batch) + 1) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(index)
-    if batch:
-        yield batch
 
 
 def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:

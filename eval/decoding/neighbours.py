@@ -23,7 +23,6 @@ from draftsmith.recipes.files.atomic import atomic_path
 from draftsmith.recipes.schema import AcceptanceSection
 
 DISTANCES_AT_ONCE = 2**26  # 256 MB
-OWN = ("codebook", "embedding")  # vectors that the target has itself
 
 
 def check_neighbours(section: AcceptanceSection, target: TargetFacts) -> None:

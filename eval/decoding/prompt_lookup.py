@@ -4,7 +4,9 @@ The baseline that every trained drafter must beat. Follows transformers' `prompt
 first). Deviation: it takes the latest occurrence, not the first, because nearby text is likelier to be repeated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,7 +15,42 @@ from draftsmith.models.key_values import check_rollback
 from draftsmith.models.sampling import Draws
 
 
-class PromptLookup:
+class TextProposer:
+    """The part of a `models.draft_tree.Proposer` that follows the answers' texts, for those that read nothing else.
+
+    Args:
+        new_text: an empty text with `tokens`, and `extend`, which adds the new ones of all tokens so far.
+    """
+
+    capture_layers: tuple[int, ...] = ()
+
+    def __init__(self, new_text: Callable[[], Any]):
+        self.new_text = new_text
+        self.texts: list[Any] = []
+
+    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.texts = []
+        self.admit(rows)
+
+    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
+        self.texts += [self.new_text() for _ in range(rows)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[row] for row in rows]
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        check_rollback([max(0, len(text.tokens) - 1) for text in self.texts], lengths)
+        kept = [text.tokens[: length + 1] for text, length in zip(self.texts, lengths, strict=True)]
+        self.reset(len(kept))
+        for text, tokens in zip(self.texts, kept, strict=True):
+            text.extend(tokens)
+
+    def observe(self, committed: Committed) -> None:
+        for text, tokens in zip(self.texts, committed.tokens, strict=True):
+            text.extend(tokens)
+
+
+class PromptLookup(TextProposer):
     """A `models.draft_tree.Proposer`.
 
     Args:
@@ -21,32 +58,9 @@ class PromptLookup:
         max_ngram: longest n-gram looked up; shorter ones follow, down to 1.
     """
 
-    capture_layers: tuple[int, ...] = ()
-
     def __init__(self, draft_tokens: int, device: torch.device, max_ngram: int = 3):
-        self.draft_tokens, self.device, self.max_ngram = draft_tokens, device, max_ngram
-        self.texts: list[_Text] = []
-
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.texts = []
-        self.admit(rows)
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.texts += [_Text(self.max_ngram) for _ in range(rows)]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        check_rollback([max(0, len(text.tokens) - 1) for text in self.texts], lengths)
-        for row, length in enumerate(lengths):
-            kept = self.texts[row].tokens[: length + 1]
-            self.texts[row] = _Text(self.max_ngram)
-            self.texts[row].extend(kept)
-
-    def observe(self, committed: Committed) -> None:
-        for text, tokens in zip(self.texts, committed.tokens, strict=True):
-            text.extend(tokens)
+        super().__init__(partial(_Text, max_ngram))
+        self.draft_tokens, self.device = draft_tokens, device
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         chains = [[text.tokens[-1], *text.continuation(self.draft_tokens)] for text in self.texts]
@@ -64,7 +78,6 @@ class _Text:
         self.ends: dict[tuple[int, ...], tuple[int, int | None]] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds the new ones of `tokens`, which are all tokens so far."""
         for end in range(len(self.tokens) + 1, len(tokens) + 1):
             self.tokens.append(tokens[end - 1])
             for n in range(1, min(self.max_ngram, end) + 1):

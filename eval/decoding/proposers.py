@@ -189,11 +189,6 @@ def tree_name(tree: TreeSection) -> str:
     return f"{shape}, {tree.vocab_size:,} tokens" if tree.vocab_size is not None else shape
 
 
-def sam_name(contender: Contender) -> str:
-    """Where it looks, and the most that it drafts. Chains are counted in drafted tokens, trees in nodes."""
-    return f"sam, {_looks_in(contender.sam)}, {tree_name(contender.tree)}"
-
-
 def router_name(router: RouterSection) -> str:
     """The end of a contender's name."""
     return f"{'fused with' if router.fuse else 'routed with'} sam, {_looks_in(router)}"
@@ -312,7 +307,7 @@ PROPOSERS = {
         model=lambda contender: str(contender.drafter),
     ),
     "sam": ProposerEntry(
-        name=sam_name,
+        name=lambda contender: f"sam, {_looks_in(contender.sam)}, {tree_name(contender.tree)}",
         make=_sam,
         key="eval.sam.static",
         check=lambda target, contender: check_sam(target, contender.sam),

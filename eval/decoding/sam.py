@@ -16,13 +16,15 @@ the length of the match it decides each round who drafts, or has both drafts ver
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from draftsmith.eval.decoding.decode import count_kept
+from draftsmith.eval.decoding.prompt_lookup import TextProposer
 from draftsmith.models.draft_tree import Committed, DraftedBy, DraftTree, Proposer
-from draftsmith.models.key_values import check_rollback
 from draftsmith.models.sam import DynamicAutomaton, Match, StaticAutomaton
 from draftsmith.models.sampling import Draws
 
@@ -38,15 +40,11 @@ class SamDraft:
     tokens: list[int]
     parents: list[int]
 
-    @property
-    def is_chain(self) -> bool:
-        return self.parents == list(range(len(self.tokens)))
-
 
 NO_DRAFT = SamDraft(DYNAMIC, 0, [], [])
 
 
-class SamProposer:
+class SamProposer(TextProposer):
     """A `models.draft_tree.Proposer`.
 
     Args:
@@ -60,8 +58,6 @@ class SamProposer:
         stop_ids: nothing is drafted behind these.
     """
 
-    capture_layers: tuple[int, ...] = ()
-
     def __init__(
         self,
         device: torch.device,
@@ -74,31 +70,10 @@ class SamProposer:
         depth: int | None = None,
         stop_ids: Collection[int] = (),
     ):
+        super().__init__(partial(_Text, dynamic))
         self.device, self.nodes, self.alpha, self.l_bias = device, nodes, alpha, l_bias
-        self.static, self.dynamic, self.width, self.depth = static, dynamic, width, depth or nodes
+        self.static, self.width, self.depth = static, width, depth or nodes
         self.stop_ids = frozenset(stop_ids)
-        self.texts: list[_Text] = []
-
-    def reset(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.texts = []
-        self.admit(rows)
-
-    def admit(self, rows: int, draws: Sequence[Draws] | None = None) -> None:
-        self.texts += [_Text(self.dynamic) for _ in range(rows)]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        self.texts = [self.texts[row] for row in rows]
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        check_rollback([max(0, len(text.tokens) - 1) for text in self.texts], lengths)
-        kept = [text.tokens[: length + 1] for text, length in zip(self.texts, lengths, strict=True)]
-        self.reset(len(kept))
-        for text, tokens in zip(self.texts, kept, strict=True):
-            text.extend(tokens)
-
-    def observe(self, committed: Committed) -> None:
-        for text, tokens in zip(self.texts, committed.tokens, strict=True):
-            text.extend(tokens)
 
     def propose(self) -> tuple[DraftTree, list[int]]:
         drafts = self.drafts()
@@ -128,16 +103,13 @@ class SamProposer:
         if not own:
             return NO_DRAFT
         assert text.automaton is not None
-        tokens = self._up_to_stop(text.automaton.continuation(self._most(own)))
+        tokens = text.automaton.continuation(self._most(own))
+        tokens = tokens[: count_kept(tokens, self.stop_ids, len(tokens))]
         return SamDraft(DYNAMIC, own, tokens, list(range(len(tokens))))
 
     def _most(self, matched: int) -> int:
         """Drafted tokens. The paper's n = min(max, 1 + alpha * l) counts the root."""
         return self.nodes - 1 if self.alpha is None else min(self.nodes - 1, int(self.alpha * matched))
-
-    def _up_to_stop(self, tokens: list[int]) -> list[int]:
-        stop = next((i for i, token in enumerate(tokens) if token in self.stop_ids), len(tokens))
-        return tokens[: stop + 1]
 
 
 class _Text:
@@ -148,7 +120,6 @@ class _Text:
         self.tokens: list[int] = [] if self.automaton is None else self.automaton.text
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds the new ones of `tokens`, which are all tokens so far."""
         new = tokens[len(self.tokens) :]
         if self.automaton is None:
             self.tokens.extend(new)

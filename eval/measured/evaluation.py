@@ -149,12 +149,8 @@ def publish_results(
 
 def precision_notes(lineup: Lineup, contenders: Sequence[Contender]) -> list[str]:
     """Sentences about drafters that draft for the target in another precision than they were trained on."""
-    pairs = {(c.drafter, c.quantization): c for c in contenders if c.proposer == "drafter" and c.drafter is not None}
-    notes = [
-        precision_note(directory, lineup.in_precision(precision).identity)
-        for directory, precision in pairs
-        if directory
-    ]
+    pairs = dict.fromkeys((c.drafter, c.quantization) for c in contenders if c.proposer == "drafter")
+    notes = (precision_note(d, lineup.in_precision(precision).identity) for d, precision in pairs if d is not None)
     return [f"note: {note}" for note in notes if note is not None]
 
 

@@ -104,7 +104,8 @@ class Turns:
         pairs = list(zip(generations, baseline, strict=True))
         depth = 1 + max((max(g.accepted_per_round, default=0) for g, _ in pairs), default=0)
         self.sums = np.array([_sums(*turn) for turn in zip(generations, baseline, main, fastest, strict=True)], float)
-        self.histogram = np.array([_counts(g.accepted_per_round, depth) for g, _ in pairs])
+        accepted = [np.array(g.accepted_per_round, dtype=int) for g, _ in pairs]  # an empty list would become floats
+        self.histogram = np.array([np.bincount(each, minlength=depth) for each in accepted])
         # Rounds that accepted at least i tokens tried position i, unless they were cut there.
         at_least = self.histogram[:, ::-1].cumsum(1)[:, ::-1]
         self.accepted = at_least - self.histogram
@@ -123,10 +124,6 @@ class Turns:
         self.equal = np.array(
             [g.token_ids == p.token_ids for g, p in zip(generations, own_plain or baseline, strict=True)]
         )
-
-
-def _counts(accepted: list[int], depth: int) -> np.ndarray:
-    return np.bincount(np.array(accepted, dtype=int), minlength=depth)  # an empty list would become floats
 
 
 def conversation_numbers(generations: Sequence[Generation]) -> list[int]:

@@ -20,8 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-SERIES = 10  # colours of lines and contenders
-MARKERS = "oDs^vPXp*h"  # one for each
+MARKERS = "oDs^vPXp*h"  # of lines and contenders, one for each colour
 LIGHT = {
     **{"page": "#fcfcfb", "card": "#ffffff", "ink": "#1b1f24", "muted": "#5c6470", "grid": "#dfe3e8"},
     **{"plain": "#69717d", "s1": "#1d5fc2", "s2": "#b4501a", "s3": "#1c7c54", "s4": "#7a3fb0", "s5": "#8a6500"},

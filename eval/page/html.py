@@ -66,7 +66,7 @@ def build_html(
     )
     environment.filters |= {"number": number, "interval": interval, "brackets": brackets}
     contenders = acceptance["contenders"]
-    main, plain = acceptance["contender"], acceptance["baseline"]
+    main = acceptance["contender"]
     legend = Legend.of(acceptance)
     longest = max(40, min(LONGEST_ANSWER, SHOWN_TOKENS // max(1, len(answers))))
     sources = list(contenders[main].get("drafted_by", {}))
@@ -76,7 +76,6 @@ def build_html(
         acceptance=acceptance,
         contenders=contenders,
         main=main,
-        plain=plain,
         numbers=contenders[main],
         drafting=legend.drafting,
         many=legend.many,

@@ -355,7 +355,7 @@ def probe_trees(trees: Sequence[TreeSection]) -> list[TreeSection]:
         if tree.policy == "static":
             found.append(tree)
             continue
-        for calls in _grid(tree.calls):
+        for calls in (*(calls for calls in CALLS if calls < tree.calls), tree.calls):
             if shape_of(tree) == "chain":
                 found.append(_endless(tree, calls, calls + 1))
                 continue
@@ -372,10 +372,6 @@ def probe_trees(trees: Sequence[TreeSection]) -> list[TreeSection]:
     if largest is not None:
         found += [_endless(largest, largest.calls, n) for n in uncovered if n <= _capacity(largest)]
     return found
-
-
-def _grid(most: int) -> list[int]:
-    return [*(calls for calls in CALLS if calls < most), most]
 
 
 def _limit(tree: TreeSection) -> int:

@@ -14,7 +14,7 @@ adds time. On a CPU with one thread times are processor time.
 import copy
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ def measure_precisions(sections: dict[str, TargetSection], context: int) -> dict
     targets, weights = {}, {}
     for name, section in sections.items():
         model = load_causal_lm(section)
-        tensors = {tensor.data_ptr(): tensor for tensor in [*model.parameters(), *_saved_buffers(model)]}
+        tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # tied ones once
         weights[name] = sum(tensor.nbytes for tensor in tensors.values()), _size(section).weight_bytes
         targets[name] = Target(model, capture_layers=(0,))
     best: dict[str, dict[int, float]] = {name: dict.fromkeys(NODES, float("inf")) for name in sections}
@@ -127,14 +127,6 @@ def measure_precisions(sections: dict[str, TargetSection], context: int) -> dict
                     best[name][n] = min(best[name][n], took)
             progress.update()
     return {name: PrecisionCosts(seconds, *weights[name]) for name, seconds in best.items()}
-
-
-def _saved_buffers(model: Any) -> Iterator[torch.Tensor]:
-    """Buffers that are weights: not the tables of rotary positions, which the files of a checkpoint lack."""
-    for module in model.modules():
-        yield from (
-            b for name, b in module.named_buffers(recurse=False) if name not in module._non_persistent_buffers_set
-        )
 
 
 def _size(section: TargetSection) -> Any:

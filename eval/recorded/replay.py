@@ -38,6 +38,7 @@ from draftsmith.models.draft_tree import Committed, DraftTree, Proposer
 from draftsmith.models.prompt import PlacedInsert, Prompt
 from draftsmith.models.sampling import Draws
 from draftsmith.models.target import Target
+from draftsmith.models.target_session import batches_by_length
 from draftsmith.recipes.errors import UserError
 
 HEAD_ROWS = 512  # most positions with logits in memory at once
@@ -257,7 +258,7 @@ def read_states(
     """
     read = [Prompt.of(answer.prompt).then(answer.tokens[:-1]) for answer in answers]
     found: list[torch.Tensor | None] = [None] * len(answers)
-    for rows in _passes([len(tokens) for tokens in read], target.device):
+    for rows in batches_by_length([*map(len, read)], pass_tokens(target.device.type)):
         longest = max(len(read[row]) for row in rows)
         padded = [[*read[row], *[0] * (longest - len(read[row]))] for row in rows]
         ids_BT = torch.tensor(padded, device=target.device)
@@ -294,18 +295,6 @@ def pass_tokens(device_type: str) -> int:
     """Most padded tokens in one pass of the target; a longer answer is read alone. On a CPU larger passes overflow the
     caches and are no faster."""
     return 1024 if device_type == "cpu" else 16384
-
-
-def _passes(lengths: Sequence[int], device: torch.device) -> Iterator[list[int]]:
-    """Groups of rows of similar length that fit in one pass."""
-    most = pass_tokens(device.type)
-    rows: list[int] = []
-    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        if rows and (len(rows) + 1) * lengths[rows[0]] > most:
-            yield rows
-            rows = []
-        rows.append(row)
-    yield rows
 
 
 # Replay.

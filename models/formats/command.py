@@ -64,8 +64,11 @@ def export_main(command: Command, recipe: Recipe | None) -> None:
     measured = cards.read_measurement(measured_file, source)
     which = f"{kind_text(source.shape)} for {source.target['model']}" + ", yet to be trained" * yet_to_train
     print(f"drafter     {directory}: {which}")
-    print(f"engine      {engine.title}; also able: {_titles(source, engine) or 'none'}")
-    print(f"acceptance  {measured_file if measured else _unmeasured(measured_file)}")
+    others = ", ".join(other.title for other in able_engines(source) if other is not engine)
+    print(f"engine      {engine.title}; also able: {others or 'none'}")
+    why = "was measured with other weights" if measured_file.exists() else "does not exist"
+    unmeasured = f"none: {measured_file} {why}; run draftsmith evaluate for a card with numbers"
+    print(f"acceptance  {measured_file if measured else unmeasured}")
     if command.plan:
         print(f"writes      {out} (not written: this is a plan)")
         return
@@ -120,16 +123,6 @@ def _engine(name: str) -> ServingEngine:
     if name not in ENGINES:
         raise UserError(f"--to {name}: no engine of that name; one of {', '.join(ENGINES)}")
     return ENGINES[name]
-
-
-def _titles(source: Source, engine: ServingEngine) -> str:
-    return ", ".join(other.title for other in able_engines(source) if other is not engine)
-
-
-def _unmeasured(path: Path) -> str:
-    if path.exists():
-        return f"none: {path} was measured with other weights; run draftsmith evaluate for a card with numbers"
-    return f"none: {path} does not exist; run draftsmith evaluate for a card with numbers"
 
 
 def import_main(arguments: Namespace) -> None:

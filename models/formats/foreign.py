@@ -59,12 +59,9 @@ def read_foreign(folder: Folder, target: TargetShape) -> Foreign:
         if info.dtype not in (kinds := DTYPES_OF.get(name, FLOATS)):
             raise UserError(f"{folder.path}: {name} is of type {info.dtype}, not {' or '.join(kinds)}")
     config = folder.config
-    if speculators.is_speculators(config):
-        try:
-            config = speculators.plain_config(config)
-        except eagle.Contradiction as error:
-            raise UserError(f"{folder.path / 'config.json'}: {error}") from None
     try:
+        if speculators.is_speculators(config):
+            config = speculators.plain_config(config)
         shape = eagle.read_config(config, target, folder.tensors)
     except eagle.Contradiction as error:
         raise UserError(f"{folder.path / 'config.json'}: {error}") from None
