@@ -883,7 +883,8 @@ class AcceptanceSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_bound(cls, values: Any) -> Any:
-        own, most = {"lantern": ("delta", 0.1), "lantern++": ("lambda", 5.0)}.get(_key(values, "rule"), (None, None))
+        rule = str(values.get("rule")) if isinstance(values, dict) else ""
+        own, most = {"lantern": ("delta", 0.1), "lantern++": ("lambda", 5.0)}.get(rule, (None, None))
         return values if own is None or values.get(own) is not None else {**values, own: most}
 
     @model_validator(mode="after")
@@ -901,18 +902,17 @@ def check_beside(acceptance: AcceptanceSection | None, tree: TreeSection) -> Non
         raise ValueError("policy auto predicts what exact acceptance takes: name a policy beside acceptance")
 
 
-def _key(values: Any, key: str) -> Any:
-    value = values.get(key) if isinstance(values, dict) else None
-    return value if isinstance(value, str) else None
-
-
-def with_sam_tree(values: Any) -> Any:
-    """A row's values, missing keys of proposer sam's tree filled with the paper's (arXiv 2411.10666)."""
-    if not isinstance(values, dict) or values.get("proposer") != "sam":
+def with_papers_tree(values: Any) -> Any:
+    """A row's values, missing keys of the trees of proposers sam (arXiv 2411.10666) and hierarchy (arXiv 2505.22179)
+    filled with their papers'."""
+    if not isinstance(values, dict) or values.get("proposer") not in ("sam", "hierarchy"):
         return values
     tree = values.get("tree") or {}
-    if not isinstance(tree, dict) or tree.get("policy", "eagle2") not in ("eagle2", "chain"):
+    possible = ("eagle2", "chain") if values["proposer"] == "sam" else ("eagle2",)
+    if not isinstance(tree, dict) or tree.get("policy", "eagle2") not in possible:
         return values  # validation reports it
+    if values["proposer"] == "hierarchy":
+        return {**values, "tree": {"nodes": 30, "draft_calls": 3} | tree}
     nodes = tree.get("nodes", 60)
     defaults: dict[str, Any] = {} if "draft_calls" in tree and tree.get("policy") == "chain" else {"nodes": 60}
     if tree.get("policy") != "chain" and isinstance(nodes, int):
@@ -965,18 +965,7 @@ class ContenderSection(Section):
     """A relaxed acceptance rule. None: the lossless one, whatever eval.acceptance says."""
     tree: TreeSection = TreeSection()
 
-    _sam_tree = model_validator(mode="before")(with_sam_tree)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _inner_tree(cls, values: Any) -> Any:
-        """Fills missing keys of a hierarchy's tree with the paper's (arXiv 2505.22179)."""
-        if not isinstance(values, dict) or values.get("proposer") != "hierarchy":
-            return values
-        tree = values.get("tree") or {}
-        if not isinstance(tree, dict) or tree.get("policy", "eagle2") != "eagle2":
-            return values
-        return {**values, "tree": {"nodes": 30, "draft_calls": 3} | tree}
+    _papers_tree = model_validator(mode="before")(with_papers_tree)
 
     @model_validator(mode="after")
     def _plannable(self) -> Self:
@@ -1080,7 +1069,7 @@ class EvalSection(Section):
     """Folder for acceptance.json, generations.jsonl and report.html. Default: <output_dir>/eval. Replay writes to its
     subfolder `replay`."""
 
-    _sam_tree = model_validator(mode="before")(with_sam_tree)
+    _papers_tree = model_validator(mode="before")(with_papers_tree)
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -1180,14 +1169,9 @@ def _plain(value: float | bool | str | list[float]) -> str:
 
 
 def _with_picture_prompts(values: dict[str, Any]) -> dict[str, Any]:
-    data, output = values.get("data"), values.get("output_dir")
+    data, output = values.get("data") or {}, values.get("output_dir")
     reprompt = data.get("reprompt") if isinstance(data, dict) else None
-    if (
-        not isinstance(data, dict)
-        or not isinstance(reprompt, dict)
-        or reprompt.get("sources") is None
-        or not isinstance(output, str)
-    ):
+    if not isinstance(reprompt, dict) or reprompt.get("sources") is None or not isinstance(output, str):
         return values
     prompts = reprompt.get("out") or str(Path(output) / PICTURE_PROMPTS)
     return {**values, "data": {**data, "prompts": data.get("prompts") or prompts}}

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.store import length_of
 from draftsmith.models.alignment import Documents, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.errors import UserError
 from draftsmith.train.loss.unroll import add_noise
-from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate, collate_as, counted_length, efficiency
+from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate, collate_as, efficiency
 from tests.conftest import make_target
 from tests.reference import counted, laid_out
 from tests.test_targets import FAMILIES, WINDOW, assert_close, some_tokens, target_of
@@ -63,9 +64,7 @@ def test_layouts_equal_the_slow_twin() -> None:
     for seed in range(20):
         rows, layout = some_rows(6, seed), some_layout(6, seed)
         batch = collate_as(rows, layout, range(40, 46))
-        documents = [
-            [(rows[i].input_ids[: counted_length(rows[i])], spans_of(rows[i])) for i in line] for line in layout
-        ]
+        documents = [[(rows[i].input_ids[: length_of(rows[i])], spans_of(rows[i])) for i in line] for line in layout]
         width = max(sum(len(ids) for ids, _ in line) for line in documents)
         expected = [laid_out(line, width) for line in documents]
         tensors = (batch.ids, batch.span, batch.position)
@@ -87,7 +86,7 @@ def test_one_row_of_any_layout_is_what_packing_gives() -> None:
         assert (row.rows, row.places) == (packed.rows, packed.places)
         for name in ("ids", "span", "position", "tokens_at"):
             assert torch.equal(getattr(row, name), getattr(packed, name)), name
-        brought = [torch.rand(counted_length(rows[i]), 3) for i in batch.rows]
+        brought = [torch.rand(length_of(rows[i]), 3) for i in batch.rows]
         assert torch.equal(batch.in_one_row(batch.lay_out(brought)), packed.lay_out(brought))
     alone = collate(rows[:1])
     assert alone.one_row is alone and alone.in_one_row(alone.ids) is alone.ids
@@ -151,14 +150,14 @@ def test_efficiency_is_what_the_batches_hold() -> None:
     )
     shuffled = [order.rows(order.batches_per_epoch + number) for number in range(order.batches_per_epoch)]
     random.Random(0).shuffle(flat := [i for chosen in shuffled for i in chosen])
-    careless = sum(4 * max(counted_length(rows[i]) for i in flat[at : at + 4]) for at in range(0, 68, 4))
-    of_careless = sum(counted_length(rows[i]) for i in flat[:68]) / careless
+    careless = sum(4 * max(length_of(rows[i]) for i in flat[at : at + 4]) for at in range(0, 68, 4))
+    of_careless = sum(length_of(rows[i]) for i in flat[:68]) / careless
     assert found[False].tokens / found[False].computed > 1.1 * of_careless
 
 
 def test_noise_does_not_depend_on_the_layout() -> None:
     rows = some_rows(5, 2)
-    clean = [torch.randn(counted_length(row), 6) for row in rows]
+    clean = [torch.randn(length_of(row), 6) for row in rows]
     alone = [add_noise(states[None], 0.2, [len(states)], [f"0/0/{i}"])[0] for i, states in enumerate(clean)]
     for layout in ([[0], [1], [2], [3], [4]], [[2, 0, 4, 1, 3]], [[3, 1], [0], [4, 2]]):
         batch = collate_as(rows, layout)

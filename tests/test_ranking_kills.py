@@ -234,11 +234,7 @@ def test_a_dataset_that_breaks_off_goes_on(place: Path, rank_by: Script, monkeyp
                 raise ConnectionError("the line is dead\nand more")
             yield {"text": text}
 
-    class Rows:
-        def __iter__(self) -> Iterator[dict[str, str]]:
-            return stream()
-
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: Rows())
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.IterableDataset.from_generator(stream))
     monkeypatch.setattr(corpus_reader, "CHUNK_CHARACTERS", 100)
     with pytest.raises(UserError, match=r"hf:org/texts:train: .* behind row 41: ConnectionError: the"):
         rank_by([{"source": "hf:org/texts:train"}])

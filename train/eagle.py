@@ -11,11 +11,6 @@ Give data_gen/rank_vocab.py the same output_dir.
 One step (train.ttt_steps=1) trains the drafter that EAGLE-1 and EAGLE-2 share: smooth L1 on the feature and a tenth of
 the cross-entropy. More steps train HASS: the drafter reads its own features without gradient, and top_k_loss adds
 the cross-entropy over the target's ten likeliest tokens.
-
-Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes
-from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages
-nothing.
 """
 
 from draftsmith.recipes.command.cli import run

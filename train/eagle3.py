@@ -8,11 +8,6 @@
     python train/eagle3.py recipes/demo.yaml --plan                                     # what it would do
 
 Give the two scripts that write its inputs the same output_dir.
-
-Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes
-from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages
-nothing.
 """
 
 from draftsmith.recipes.command.cli import run

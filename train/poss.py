@@ -14,11 +14,6 @@ Give data_gen/rank_vocab.py the same output_dir, drafter.base and drafter.vocab_
 
 Specialists extend EAGLE-1's drafter, trained like HASS (the published form), or EAGLE-3's. The baseline with as many
 parameters in one layer is train/eagle.py or train/eagle3.py with drafter.match_specialists.
-
-Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes
-from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages
-nothing.
 """
 
 from draftsmith.recipes.command.cli import run

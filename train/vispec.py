@@ -12,11 +12,6 @@
 
 Give data_gen/rank_vocab.py the same output_dir and drafter. docs/pictures.md explains how prompts and answers with
 pictures are made (draftsmith reprompt, draftsmith regenerate); docs/drafters.md describes this drafter.
-
-Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes
-from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages
-nothing.
 """
 
 from draftsmith.recipes.command.cli import run

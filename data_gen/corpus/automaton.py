@@ -40,23 +40,14 @@ def main(command: Command) -> None:
             sort_corpus(recipe, vocab_size)
 
 
-def sections_of(recipe: Recipe) -> list[RankingSource]:
-    """The sources in the form that corpora are read in. `answers` keeps its name."""
-    section = recipe.data.sam
-    return [
-        RankingSource(source=name)
-        if name == ANSWERS
-        else RankingSource(source=name, text_field=section.text_field, max_documents=section.max_documents)
-        for name in section.names
-    ]
-
-
 def corpora_of(recipe: Recipe, look: bool) -> list[Corpus]:
     """The sources in the recipe's order. Raises UserError with the problems of all."""
-    sections = sections_of(recipe)
+    section = recipe.data.sam
+    settings: dict[str, Any] = {"text_field": section.text_field, "max_documents": section.max_documents}
+    sections = [RankingSource(source=name, **(settings if name != ANSWERS else {})) for name in section.names]
     found = {corpus.name: corpus for corpus in check_corpora(sections, look, "data.sam.sources")}
-    answers = RankingSource(source=str(recipe.conversations_path), max_documents=recipe.data.sam.max_documents)
-    return [found[section.source] if section.source in found else corpus_of(answers) for section in sections]
+    answers = RankingSource(source=str(recipe.conversations_path), max_documents=section.max_documents)
+    return [found[name] if name in found else corpus_of(answers) for name in section.names]
 
 
 def lines_of_plan(recipe: Recipe, vocab_size: int) -> Iterator[str]:

@@ -265,7 +265,8 @@ def write(recipe: Recipe, vocab: DraftVocab, metadata: dict[str, str]) -> str:
     old = DraftVocab.load(path)
     if old.same_as(vocab):
         return "unchanged"
-    trained = [str(place) for place in (recipe.checkpoints_dir, recipe.drafter_dir) if _has_files(place)]
+    folders = recipe.checkpoints_dir, recipe.drafter_dir
+    trained = [str(folder) for folder in folders if folder.is_dir() and any(folder.iterdir())]
     if trained:
         shared = torch.isin(old.target_ids, vocab.target_ids).sum()
         raise UserError(
@@ -275,7 +276,3 @@ def write(recipe: Recipe, vocab: DraftVocab, metadata: dict[str, str]) -> str:
         )
     vocab.save(path, metadata)
     return f"replaced (it held {old.size} others, nothing was trained with them)"
-
-
-def _has_files(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())

@@ -338,13 +338,12 @@ class HubCorpus(Corpus):
         }
 
     def items(self, start: Position) -> Iterator[Item]:
-        self._number = skipped = start.get("row", 0)
+        self._number = start.get("row", 0)
         self._rows = open_dataset(self.name)
-        if (state := start.get("stream")) is not None and hasattr(self._rows, "load_state_dict"):
-            self._rows.load_state_dict(state)
-            skipped = 0
+        if "stream" in start:
+            self._rows.load_state_dict(start["stream"])
         try:
-            for row in islice(self._rows, skipped, None):
+            for row in self._rows:
                 self._number += 1
                 yield _row_item(self.name, self._number, row, self.section.text_field)
         except Exception as error:  # the network, a shard that is none, ...
@@ -354,8 +353,7 @@ class HubCorpus(Corpus):
             ) from None
 
     def position(self) -> Position:
-        state = self._rows.state_dict() if hasattr(self._rows, "state_dict") else None
-        return {"row": self._number, "stream": state}
+        return {"row": self._number, "stream": self._rows.state_dict()}
 
     def units_before(self, position: Position) -> int:
         return position.get("row", 0)

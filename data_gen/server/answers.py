@@ -75,9 +75,8 @@ class Completion:
         if not choices:  # the piece of a stream that holds the usage
             return 0
         choice = choices[0]
-        text, ids = choice.get("text") or "", _token_ids(choice)
-        if ids is None and (ids := _content_ids(choice)) is not None:
-            self.skips_ids = True
+        text, (ids, incomplete) = choice.get("text") or "", _token_ids(choice)
+        self.skips_ids |= incomplete
         if not isinstance(text, str):
             raise BadAnswer("the text of the reply is not a string")
         if self.finish_reason and (text or ids):
@@ -215,26 +214,20 @@ def error_text(body: Any) -> str:
     return one_line(body if isinstance(body, str) else repr(body))
 
 
-def _token_ids(choice: dict[str, Any]) -> list[Any] | None:
+def _token_ids(choice: dict[str, Any]) -> tuple[list[Any] | None, bool]:
+    """(the ids, None without any; whether some may be missing)."""
     for key in ("token_ids", "output_token_ids", "output_ids"):
         if isinstance(choice.get(key), list):
-            return choice[key]
-    logprobs = choice.get("logprobs")
-    if not isinstance(logprobs, dict):
-        return None
-    tokens = logprobs.get("tokens")
+            return choice[key], False
+    logprobs = choice["logprobs"] if isinstance(choice.get("logprobs"), dict) else {}
+    tokens, content = logprobs.get("tokens"), logprobs.get("content")
     if isinstance(tokens, list) and tokens:
         matches = [_TOKEN_ID.fullmatch(token) if isinstance(token, str) else None for token in tokens]
-        return [int(match[1]) for match in matches if match] if all(matches) else None
-    return None
-
-
-def _content_ids(choice: dict[str, Any]) -> list[Any] | None:
-    logprobs = choice.get("logprobs")
-    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+        if all(matches):
+            return [int(match[1]) for match in matches if match], False
     if isinstance(content, list) and all(isinstance(item, dict) and "id" in item for item in content):
-        return [item["id"] for item in content]
-    return None
+        return [item["id"] for item in content], True
+    return None, False
 
 
 def _count(value: Any, default: int | None) -> int | None:

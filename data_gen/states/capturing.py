@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import logging
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow, usable_rows
@@ -421,9 +422,7 @@ def make_shards(
 def fill(shard: ShardBuffer, batch: Sequence[int], target: Target) -> None:
     """Runs the target over some rows of a shard and stores their states in it."""
     rows = [shard.rows[index] for index in batch]
-    ids = torch.zeros(len(rows), max(map(length_of, rows)), dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, : length_of(row)] = torch.tensor(row.input_ids[: length_of(row)])
+    ids = pad_sequence([torch.tensor(row.input_ids[: length_of(row)]) for row in rows], batch_first=True)
     inserts = [
         PlacedInsert(i, each) for i, row in enumerate(rows) for each in row.inserts if each.first < length_of(row)
     ]

@@ -107,7 +107,7 @@ def key_of(row: TrainingRow) -> bytes:
 
 
 def length_of(row: TrainingRow) -> int:
-    """Number of tokens that training reads."""
+    """Number of tokens that training reads: nothing behind the last span counts, so nothing there is computed."""
     return max(end for _, end in row.spans)
 
 

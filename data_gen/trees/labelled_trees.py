@@ -77,18 +77,9 @@ class Trees:
 
     @classmethod
     def joined(cls, parts: Sequence["Trees"]) -> "Trees":
-        ends = [0]
-        for part in parts:
-            ends.append(ends[-1] + part.rows)
-        starts = [part.starts[:-1] + before for part, before in zip(parts, ends, strict=False)]
-        return cls(
-            torch.cat([part.P for part in parts]),
-            torch.cat([part.H for part in parts]),
-            torch.cat([part.d for part in parts]),
-            torch.cat([part.accepted for part in parts]),
-            torch.cat([*starts, torch.tensor(ends[-1:])]),
-            torch.cat([part.answer for part in parts]),
-        )
+        found = {name: torch.cat([getattr(part, name) for part in parts]) for name in DTYPES if name != "starts"}
+        sizes = [torch.zeros(1, dtype=torch.long), *(part.starts.diff() for part in parts)]
+        return cls(**found, starts=torch.cat(sizes).cumsum(0))
 
     def chosen(self, trees: torch.Tensor) -> "Trees":
         """The trees with these numbers [n], in this order."""

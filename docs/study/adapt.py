@@ -19,8 +19,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import sysconfig
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
@@ -31,7 +29,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.recipes.prompts.stdlib import split_of
+from draftsmith.recipes.prompts.stdlib import parsed_files, split_of
 
 TARGET = "docs/study/target"
 DOCSTRING_CHARACTERS = (80, 320)  # as long as the demo's answers
@@ -45,21 +43,11 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def documented_functions() -> Iterator[tuple[str, str, str]]:
     """(module, source without docstring, docstring) of the standard library's functions, in sorted order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        module = ".".join(path.relative_to(root).with_suffix("").parts)
-        if {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}.intersection(module.split(".")):
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, ValueError):  # not UTF-8, or with null bytes
-            continue
+    for parts, tree in parsed_files({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}):
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
             if docstring := ast.get_docstring(function):
                 function.body = function.body[1:] or [ast.Pass()]
-                yield module, ast.unparse(function), inspect.cleandoc(docstring)
+                yield ".".join(parts), ast.unparse(function), inspect.cleandoc(docstring)
 
 
 def write_questions(place: Path) -> None:

@@ -340,9 +340,20 @@ def write_facts(args: argparse.Namespace, facts: dict) -> None:
     print(text)
 
 
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with the options that `learn` reads. Seeds torch and makes --out."""
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model directory")
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model directory")
     parser.add_argument("--steps", type=int, default=1600, help="optimiser steps of --rows-per-step rows")
     parser.add_argument("--rows-per-step", type=int, default=16, help=f"rows of {ROW_TOKENS} tokens in one step")
     parser.add_argument("--vocab-size", type=int, default=1024)
@@ -356,16 +367,11 @@ def main() -> None:
         default=0.0,
         help="of the weights before training in the result, a mean of both (WiSE-FT, arXiv 2109.01903)",
     )
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument(
         "--library-repeats", type=int, default=2, help="passes over the library per pass over its tests"
     )
-    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps")
     parser.add_argument("--measure-prompts", type=int, default=400, help="held-out questions asked at the end")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = parsed(parser)
 
     library, tests = training_functions()
     long = LONG_ANSWER_CHARACTERS

@@ -27,14 +27,15 @@ import numpy
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import nn
+from torch.distributions import Categorical
 from tqdm import tqdm
 from transformers import DynamicCache, Emu3Config, Emu3ForConditionalGeneration, PreTrainedTokenizerFast
 
-from docs.study.make_demo_target import learn, write_facts
+from docs.study.make_demo_target import learn, parsed, write_facts
 from docs.study.make_vision_target import rate_scale
 from draftsmith.models.target_session import behind
 from draftsmith.recipes.demo_lantern.classifier import Classifier, save_classifier
-from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pixel_tensor
+from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pictures_of, pixel_tensor
 from draftsmith.recipes.demo_lantern.pictures import CAPTIONS, Caption, picture_at, sheet
 from draftsmith.recipes.demo_lantern.quality import picture_quality, real_features, real_pictures
 from draftsmith.recipes.files.atomic import atomic_path
@@ -206,8 +207,7 @@ def drawn_pictures(model: Any, tokenizer: Any, answers: torch.Tensor) -> list[nu
     code_of = model.model.vocabulary_mapping.bpe2img
     rows = [[code_of.get(token) for token in row[:-1]] for row in answers.tolist()]
     whole = [None not in row and stop == tokenizer.eos_token_id for row, stop in zip(rows, answers[:, -1], strict=True)]
-    pictures = iter(decoded(model.model.vqmodel, [row for row, good in zip(rows, whole, strict=True) if good]))
-    return [next(pictures) if good else None for good in whole]
+    return pictures_of(model.model.vqmodel, [row if good else None for row, good in zip(rows, whole, strict=True)])
 
 
 @torch.no_grad()
@@ -224,6 +224,7 @@ def measure(model: Any, tokenizer: Any, classifier: Classifier, count: int, out:
     codes = encoded(autoencoder, pictures)
     rebuilt = decoded(autoencoder, codes)
     error = (rebuilt.astype(float) - pictures) / 255
+    counts_C = torch.tensor(codes).flatten().bincount().double()
     ids_NT = code_rows(tokenizer, captions, torch.tensor(codes), first_code)
     nats, entropy, top, uncaptioned = [], [], [], []
     for ids_BT in ids_NT.split(100):
@@ -248,7 +249,7 @@ def measure(model: Any, tokenizer: Any, classifier: Classifier, count: int, out:
         "heldout_pictures": count,
         "root_mean_squared_error_of_255": round(255 * float(numpy.sqrt((error**2).mean())), 2),
         "codes_used": len(numpy.unique(codes)),
-        "perplexity_of_codes": round(float(numpy.exp(entropy_of(numpy.bincount(numpy.ravel(codes))))), 1),
+        "perplexity_of_codes": round(Categorical(counts_C).perplexity().item(), 1),
         "heldout_nats_per_code": round(torch.cat(nats).mean().item(), 4),
         "heldout_nats_per_code_without_caption": round(torch.cat(uncaptioned).mean().item(), 4),
         "mean_entropy_nats": round(torch.cat(entropy).mean().item(), 4),
@@ -266,12 +267,6 @@ def measure(model: Any, tokenizer: Any, classifier: Classifier, count: int, out:
     return found
 
 
-def entropy_of(counts: numpy.ndarray) -> float:
-    """Nats."""
-    shares = counts[counts > 0] / counts.sum()
-    return float(-(shares * numpy.log(shares)).sum())
-
-
 def code_rows(tokenizer: Any, captions: list[Caption], codes: torch.Tensor, first_code: int) -> torch.Tensor:
     """[N, PROMPT + CODES + 1]: what the language model learns, of codes [N, CODES]."""
     stop = torch.full((len(codes), 1), tokenizer.eos_token_id)
@@ -280,7 +275,6 @@ def code_rows(tokenizer: Any, captions: list[Caption], codes: torch.Tensor, firs
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model directory")
     parser.add_argument("--codebook-size", type=int, default=512)
     parser.add_argument("--autoencoder-steps", type=int, default=1100)
     parser.add_argument("--autoencoder-pictures", type=int, default=16, help="in a step of the autoencoder")
@@ -291,13 +285,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of the language model")
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--classifier-steps", type=int, default=500, help="of 64 pictures")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps")
     parser.add_argument("--measure-pictures", type=int, default=500, help="held-out pictures at the end")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = parsed(parser)
 
     tokenizer = build_tokenizer(args.codebook_size)
     tokenizer.save_pretrained(args.out)

@@ -21,7 +21,6 @@ import json
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -39,7 +38,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from docs.study.make_demo_target import CHAT_TEMPLATE, learn, train_tokenizer, write_facts
+from docs.study.make_demo_target import CHAT_TEMPLATE, learn, parsed, train_tokenizer, write_facts
 from draftsmith.models.target_session import behind
 from draftsmith.recipes.demo_vision.descriptions import (
     IMAGINE,
@@ -320,7 +319,6 @@ def rate_scale(step: int, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the model directory")
     parser.add_argument("--tower-steps", type=int, default=600, help="steps of the first stage")
     parser.add_argument("--tower-pictures", type=int, default=32, help="pictures in a step of the first stage")
     parser.add_argument("--steps", type=int, default=6000, help="steps of the second stage")
@@ -329,14 +327,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of the language model")
     parser.add_argument("--tower-layers", type=int, default=3)
     parser.add_argument("--hidden-size", type=int, default=192)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps")
     parser.add_argument("--look-pictures", type=int, default=24, help="held-out pictures at every checkpoint")
     parser.add_argument("--measure-pictures", type=int, default=400, help="held-out pictures at the end")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.manual_seed(args.seed)
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = parsed(parser)
 
     tokenizer = build_tokenizer(args.vocab_size)
     processor = build_processor(tokenizer)

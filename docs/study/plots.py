@@ -1,6 +1,7 @@
 """The plots of docs/results.md."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -30,10 +31,12 @@ PLOT_SECTIONS = tuple(f"plot-{name}" for name in (*(name for name, _, _ in DRAWN
 
 def plots(found: Found) -> list[Plot]:
     """The plots with data."""
+    steps = partial(_draw_growth, over="optimiser steps of 8 conversations")
+    conversations = partial(_draw_growth, over="training conversations, at equal optimiser steps")
     made = [
         *(_plot(name, title, _position_series(found, arms), _draw_positions) for name, title, arms in DRAWN_POSITIONS),
-        _plot("longer", "tau against optimiser steps", _longer_series(found), _draw_longer),
-        _plot("data", "tau against training conversations", _data_series(found), _draw_data),
+        _plot("longer", "tau against optimiser steps", _longer_series(found), steps),
+        _plot("data", "tau against training conversations", _data_series(found), conversations),
         _plot("fr_spec", "FR-Spec: tau by draft vocabulary", _fr_spec_series(found), _draw_cuts),
         *(
             _plot(f"c2t_{arm}", f"C2T vs. EAGLE-2's trees, {ARMS[arm].name}'s drafter", series, _draw_c2t)
@@ -114,14 +117,6 @@ def _draw_positions(colours: Colours, series: list[Series]) -> Figure:
     percent(figure.axes[0])
     set_axis_titles(figure.axes[0], colours, "draft position", "acceptance, given that all before were accepted")
     return figure
-
-
-def _draw_longer(colours: Colours, series: list[Series]) -> Figure:
-    return _draw_growth(colours, series, "optimiser steps of 8 conversations")
-
-
-def _draw_data(colours: Colours, series: list[Series]) -> Figure:
-    return _draw_growth(colours, series, "training conversations, at equal optimiser steps")
 
 
 def _draw_growth(colours: Colours, series: list[Series], over: str) -> Figure:

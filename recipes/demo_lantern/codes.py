@@ -38,3 +38,9 @@ def decoded(autoencoder: Any, codes: Sequence[Sequence[int]]) -> numpy.ndarray:
         whole = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
         found.append(whole.permute(0, 2, 3, 1).numpy())
     return numpy.concatenate(found)
+
+
+def pictures_of(autoencoder: Any, answers: Sequence[Sequence[int] | None]) -> list[numpy.ndarray | None]:
+    """The picture of each answer's codes; None for one without."""
+    pictures = iter(decoded(autoencoder, [codes for codes in answers if codes is not None]))
+    return [None if codes is None else next(pictures) for codes in answers]

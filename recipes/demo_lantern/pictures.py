@@ -63,18 +63,13 @@ class Caption:
     @classmethod
     def parse(cls, text: str) -> "Caption":
         """Raises ValueError if `text` is no caption."""
-        found = _caption_of().get(text)
-        if found is None:
+        if text not in _CAPTION_OF:
             raise ValueError(f"no caption of a picture: {text!r}, unlike {cls('yellow', 7, 'blue').text!r}")
-        return found
+        return _CAPTION_OF[text]
 
 
 CAPTIONS = tuple(Caption(*parts) for parts in itertools.product(INKS, range(10), GROUNDS))
-
-
-@cache
-def _caption_of() -> dict[str, Caption]:
-    return {caption.text: caption for caption in CAPTIONS}
+_CAPTION_OF = {caption.text: caption for caption in CAPTIONS}
 
 
 @cache

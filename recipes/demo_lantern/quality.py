@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoTokenizer, Emu3ForConditionalGeneration
 
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.demo_lantern.classifier import Classifier, load_classifier
-from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded
+from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pictures_of
 from draftsmith.recipes.demo_lantern.pictures import GROUNDS, INKS, Caption, picture_at
 from draftsmith.recipes.errors import UserError
 
@@ -115,10 +115,6 @@ class ImageTarget:
     def caption(self, prompt_ids: Iterable[int]) -> Caption:
         """Of a prompt. Raises ValueError if it is none."""
         return Caption.parse(self.tokenizer.decode(list(prompt_ids), skip_special_tokens=True))
-
-    def decode(self, codes: Sequence[Sequence[int]]) -> numpy.ndarray:
-        """[N, PIXELS, PIXELS, 3], uint8: the pictures of codes [N, CODES]."""
-        return decoded(self.autoencoder, codes)
 
     def through(self, pictures: numpy.ndarray) -> numpy.ndarray:
         """`pictures`, encoded and decoded."""
@@ -220,11 +216,7 @@ def read_pictures(path: Path, target: ImageTarget) -> dict[str, tuple[list[Capti
         raise UserError(faults[:3])
     if not found:
         raise UserError(f"{path}: no answers; `draftsmith evaluate` writes them")
-    drawn = {}
-    for name, (captions, answers) in found.items():
-        pictures = iter(target.decode([codes for codes in answers if codes is not None]))
-        drawn[name] = captions, [None if codes is None else next(pictures) for codes in answers]
-    return drawn
+    return {name: (asked, pictures_of(target.autoencoder, answers)) for name, (asked, answers) in found.items()}
 
 
 def main() -> None:

@@ -234,7 +234,8 @@ def description_of(scene: Scene, order: random.Random) -> str:
     """A description in which every checkable statement holds; `order` draws phrasings and the order."""
     sentences = [order.choice(_OPENINGS)] if order.random() < 0.5 else []
     if scene.bars:
-        first, rest = _told_bars(scene, order), _comparisons(scene, order)
+        first = [_total(scene, order), *(_nth(scene, place, order) for place in range(len(scene.bars)))]
+        rest = _comparisons(scene, order)
     else:
         first, rest = _told_things(scene, order), _observations(scene, order)
     closing = [order.choice(_CLOSINGS)] if order.random() < 0.5 else []
@@ -295,14 +296,10 @@ def _total(scene: Scene, order: random.Random) -> str:
 
 def _placed(thing: Thing, order: random.Random) -> str:
     if thing.shape == "sign":
-        phrase = f"{_a(thing.colour)} sign that says {thing.word}"
+        phrase = f"{'an' if thing.colour == 'orange' else 'a'} {thing.colour} sign that says {thing.word}"
     else:
         phrase = f"a {order.choice(_SIZES[thing.size])} {thing.colour} {thing.shape}"
     return _say("placed", order, place=order.choice(_PLACES[thing.cell]), a_thing=phrase)
-
-
-def _a(colour: str) -> str:
-    return f"{'an' if colour == 'orange' else 'a'} {colour}"
 
 
 def _tally(scene: Scene, kind: str, order: random.Random) -> str:
@@ -347,11 +344,6 @@ def _the(thing: Thing, order: random.Random) -> str:
     if thing.shape == "sign":
         return f"the {thing.colour} sign"
     return f"the {order.choice(_SIZES[thing.size])} {thing.colour} {thing.shape}"
-
-
-def _told_bars(scene: Scene, order: random.Random) -> list[str]:
-    """The number of bars, then every bar from left to right."""
-    return [_total(scene, order), *(_nth(scene, place, order) for place in range(len(scene.bars)))]
 
 
 def _comparisons(scene: Scene, order: random.Random) -> list[str]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.hub import check_dataset
 
 
@@ -76,9 +76,8 @@ def fetch(name: str) -> Iterator[Any]:
             for files in benchmark.files or (None,)
         ]
     except Exception as error:  # many kinds: no network, no such name, no access, a changed dataset
-        reason = str(error).strip().split("\n")[0]
         raise UserError(
-            f"{name}: datasets cannot fetch {benchmark.hub_id}: {type(error).__name__}: {reason}; "
+            f"{name}: datasets cannot fetch {benchmark.hub_id}: {type(error).__name__}: {first_line(error)}; "
             f"if you have the benchmark as a file, write {name}:path/to/file.jsonl (or .parquet)"
         ) from None
     for part in parts:

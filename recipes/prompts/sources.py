@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.files.hub import check_dataset
 from draftsmith.recipes.files.json_text import check_depth, parse_json
 from draftsmith.recipes.prompts.benchmarks import BENCHMARKS, benchmark_of, fetch, known_forms
@@ -99,14 +99,14 @@ def records(source: str, rejects: Rejects, store: StorePicture | None = None) ->
         if kind == "scenes":
             from draftsmith.recipes.demo_vision.prompts import scene_conversations  # Pillow, which --help does not need
 
-            yield from enumerate(scene_conversations(split), start=1)
+            made = scene_conversations(split)
         elif kind == "captions":
             from draftsmith.recipes.demo_lantern.prompts import caption_conversations
 
-            yield from enumerate(caption_conversations(split), start=1)
+            made = caption_conversations(split)
         else:
             made = copy_conversations() if split == COPY else stdlib_conversations(split)
-            yield from enumerate(made, start=1)
+        yield from enumerate(made, start=1)
     elif source.startswith("hf:"):
         for line, row in enumerate(_hub_rows(source, decode=store is None), start=1):
             yield line, plain_row(row, store)
@@ -338,8 +338,7 @@ def _hub_rows(source: str, decode: bool = True) -> Iterator[Any]:
 
 
 def _not_loaded(source: str, error: Exception) -> UserError:
-    reason = str(error).strip().split("\n")[0]
-    return UserError(f"{source}: datasets cannot load it: {type(error).__name__}: {reason}")
+    return UserError(f"{source}: datasets cannot load it: {type(error).__name__}: {first_line(error)}")
 
 
 def plain_row(row: Any, store: StorePicture | None = None) -> Any:

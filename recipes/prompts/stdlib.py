@@ -147,9 +147,16 @@ def library_functions(include_tests: bool = False) -> tuple[SourceFunction, ...]
     Args:
         include_tests: also read the library's own test suite, if the interpreter ships it (Debian's does not).
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = _SKIPPED_FOLDERS if include_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS
     functions = list[SourceFunction]()
+    for parts, tree in parsed_files(_SKIPPED_FOLDERS if include_tests else _SKIPPED_FOLDERS | _TEST_FOLDERS):
+        module = ".".join(part for part in parts if part != "__init__")
+        functions += _functions_in(tree, module, prefix="")
+    return tuple(functions)
+
+
+def parsed_files(skipped: set[str]) -> Iterator[tuple[tuple[str, ...], ast.Module]]:
+    """(parts of its name, syntax tree) of each file of the standard library, sorted, without those folders."""
+    root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         if skipped.intersection(parts):
@@ -158,11 +165,9 @@ def library_functions(include_tests: bool = False) -> tuple[SourceFunction, ...]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # old modules have invalid escapes
                 tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError, ValueError):
+        except (SyntaxError, ValueError):
             continue  # deliberately broken files of the test suite
-        module = ".".join(part for part in parts if part != "__init__")
-        functions += _functions_in(tree, module, prefix="")
-    return tuple(functions)
+        yield parts, tree
 
 
 def _functions_in(node: ast.AST, module: str, prefix: str) -> Iterator[SourceFunction]:

@@ -5,7 +5,6 @@ files), measured (on this machine, now or by this run so far), assumed (the assu
 (`train.measure.dry_run`). "at most" marks an upper bound; "about" is no bound.
 """
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.data_gen.states.capturing import free_bytes
 from draftsmith.data_gen.states.stored_target import stored_bytes
 from draftsmith.models.chat import load_config, tokenizer_fingerprint
 from draftsmith.models.costs import (
@@ -28,7 +28,6 @@ from draftsmith.models.costs import (
 from draftsmith.models.drafters import on_meta
 from draftsmith.models.target import check_precision
 from draftsmith.recipes.command.launch import rank
-from draftsmith.recipes.files.json_text import parse_json
 from draftsmith.recipes.prompts.reader import Rejects
 from draftsmith.recipes.schema import Recipe
 from draftsmith.train.measure.memory import (
@@ -45,6 +44,7 @@ from draftsmith.train.measure.planned_run import PlannedRun, counted_data, expec
 from draftsmith.train.measure.step_flops import StepFlops
 from draftsmith.train.run.initial_drafter import shape_of_run
 from draftsmith.train.run.inputs import check_start_of_recipe, read_rows, read_run_vocab
+from draftsmith.train.run.metrics_log import MetricsLog
 from draftsmith.train.run.schedule import Schedule
 from draftsmith.train.run.settings import trainee_of, uses_bf16
 from draftsmith.train.run.state_sources import store_of
@@ -148,7 +148,7 @@ def plan_lines(run: PlannedRun) -> Iterator[str]:
     disk = (checkpoints + 1) * one + drafter
     kept = f"{plural(checkpoints, 'checkpoint')} of {gigabytes(one)} and one being written"
     yield line("disk", f"{gigabytes(disk)}: {kept}, drafter {gigabytes(drafter)}", "exact")
-    free = shutil.disk_usage(existing_parent(Path(recipe.output_dir))).free
+    free = free_bytes(Path(recipe.output_dir))
     if disk > free:
         problems.append(f"{gigabytes(disk)} do not fit the {gigabytes(free)} that are free for {recipe.output_dir}")
     if steps is not None:
@@ -256,22 +256,7 @@ def rows_per_step(run: PlannedRun) -> int:
 
 def last_logged(metrics: Path) -> tuple[int, float | None]:
     """(steps done, tokens per second) of the last line of metrics.jsonl; (0, None) where there is none."""
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    for text in reversed(lines):
-        try:
-            record = parse_json(text)
-            return int(record["step"]), float(record["tokens_per_second"])
-        except (ValueError, KeyError, TypeError):
-            continue  # a line torn by a kill
-    return 0, None
-
-
-def existing_parent(path: Path) -> Path:
-    """The nearest existing folder above `path`, or `path` itself."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+    return max(MetricsLog(metrics).values("tokens_per_second").items(), default=(0, None))
 
 
 def line(label: str, text: str, basis: str = "") -> str:

@@ -7,14 +7,13 @@ from typing import Any
 
 from draftsmith.data_gen.answers.prompt_sizes import planned, sampled
 from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.models.costs import Device, TargetSize
 from draftsmith.models.drafters import trainable_parameters
 from draftsmith.models.feature_drafter import DrafterConfig
 from draftsmith.recipes.prompts.reader import Rejects, read_training_prompts
 from draftsmith.recipes.schema import Recipe
-from draftsmith.train.run.batches import BatchOrder
-
-MOST_BATCHES = 500  # micro-batches over which padding is averaged
+from draftsmith.train.run.batches import BatchOrder, efficiency
 
 
 @dataclass(frozen=True)
@@ -56,21 +55,16 @@ def counted_data(
     rows: Sequence[TrainingRow], validation_rows: Sequence[TrainingRow], batch_size: int, seed: int, packing: bool
 ) -> DataSize:
     """The sizes of these rows, read in micro-batches of `batch_size` rows."""
-    lengths = [max(end for _, end in row.spans) for row in rows]
-    columns = [sum(max(0, end - start - 1) for start, end in row.spans) for row in rows]
+    columns = [taught_tokens(row.spans) for row in rows]
     order = BatchOrder([len(row.input_ids) for row in rows], batch_size, seed)
-    batches = [order.rows(number) for number in range(min(order.batches_per_epoch, MOST_BATCHES))]
-    padded = sum(
-        sum(lengths[i] for i in batch) if packing else len(batch) * max(lengths[i] for i in batch) for batch in batches
-    )
     return DataSize(
         rows=len(rows),
         validation_rows=len(validation_rows),
         tokens=sum(len(row.input_ids) for row in rows),
         supervised=sum(end - start for row in rows for start, end in row.spans),
-        longest_tokens=max(lengths),
+        longest_tokens=max(map(length_of, rows)),
         longest_columns=max(columns),
-        mean_padded_tokens=padded / sum(map(len, batches)),
+        mean_padded_tokens=efficiency(order, rows, packing).computed / len(rows),
         mean_columns=sum(columns) / len(rows),
         basis="counted",
         counted=True,

@@ -6,7 +6,6 @@ https://ui.perfetto.dev, in which the parts of a step have names, and a table of
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,39 +16,28 @@ WARM_UP_STEPS = 2  # in which kernels are chosen and memory is allocated
 TABLE_ROWS = 25
 
 
-@dataclass(frozen=True)
-class StepProfile:
-    """Traces `steps` steps of the process `rank` into `directory`; `say` prints a message on one process."""
+def tracer(count: int, directory: Path, rank: int, say: Callable[[str], object], first: int, last: int) -> profile:
+    """A context for steps `first` (from 0) to `last` - 1, with a method `step` to be called behind each of them.
 
-    steps: int
-    directory: Path
-    rank: int
-    say: Callable[[str], object]
+    `count` steps of the process `rank` are traced into `directory`, once all are done or at the end of the context. If
+    there are too few steps, the warm-up is shorter. `say` prints a message on one process.
+    """
+    warm_up = max(0, min(WARM_UP_STEPS, last - first - count))
 
-    def tracer(self, first: int, last: int) -> profile:
-        """A context for steps `first` (from 0) to `last` - 1, with a method `step` to be called behind each of them.
-
-        It is written once all steps are traced, or at the end of the context. If there are too few steps, the warm-up
-        is shorter.
-        """
-        warm_up = max(0, min(WARM_UP_STEPS, last - first - self.steps))
-
-        def write(recorded: Any) -> None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            trace = self.directory / f"rank{self.rank}.trace.json.gz"
-            table = trace.with_name(f"rank{self.rank}.txt")
-            recorded.export_chrome_trace(str(trace))
-            by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-            table.write_text(recorded.key_averages().table(sort_by=by, row_limit=TABLE_ROWS) + "\n")
-            self.say(
-                f"profile: {trace}, from step {first + warm_up + 1} on, for https://ui.perfetto.dev; slowest "
-                f"operators: {table}"
-            )
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch warns of a warm-up without steps
-            steps = schedule(wait=0, warmup=warm_up, active=self.steps, repeat=1)
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-        return profile(
-            activities=activities, schedule=steps, on_trace_ready=write, record_shapes=True, profile_memory=True
+    def write(recorded: Any) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        trace = directory / f"rank{rank}.trace.json.gz"
+        table = trace.with_name(f"rank{rank}.txt")
+        recorded.export_chrome_trace(str(trace))
+        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table.write_text(recorded.key_averages().table(sort_by=by, row_limit=TABLE_ROWS) + "\n")
+        say(
+            f"profile: {trace}, from step {first + warm_up + 1} on, for https://ui.perfetto.dev; slowest "
+            f"operators: {table}"
         )
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of a warm-up without steps
+        steps = schedule(wait=0, warmup=warm_up, active=count, repeat=1)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    return profile(activities=activities, schedule=steps, on_trace_ready=write, record_shapes=True, profile_memory=True)

@@ -13,6 +13,7 @@ from itertools import accumulate
 import torch
 
 from draftsmith.data_gen.rows.training_rows import TrainingRow
+from draftsmith.data_gen.states.store import length_of, taught_tokens
 from draftsmith.models.alignment import Documents
 from draftsmith.models.prompt import PlacedInsert
 
@@ -118,7 +119,7 @@ def collate_as(
     rows: Sequence[TrainingRow], layout: Sequence[Sequence[int]], indices: Sequence[int] | None = None
 ) -> MicroBatch:
     """Lays training rows out by `layout`: for each row of the batch, places in `rows`, left to right."""
-    lengths = [[counted_length(rows[i]) for i in line] for line in layout]
+    lengths = [[length_of(rows[i]) for i in line] for line in layout]
     shape = len(layout), max(map(sum, lengths))
     ids, span, position = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
     places, inserts = [], list[PlacedInsert]()
@@ -136,11 +137,6 @@ def collate_as(
     order = [i if indices is None else indices[i] for line in layout for i in line]
     tokens_at = torch.cat([torch.arange(shape[1] * b + start, shape[1] * b + start + n) for b, start, n in places])
     return MicroBatch(ids, span, position, tuple(order), tuple(places), tokens_at, tuple(inserts))
-
-
-def counted_length(row: TrainingRow) -> int:
-    """Tokens of a row up to the end of its last span. Nothing behind it counts, so nothing there is computed."""
-    return max((end for _, end in row.spans), default=1)
 
 
 @dataclass(frozen=True)
@@ -161,9 +157,9 @@ def efficiency(order: "BatchOrder", rows: Sequence[TrainingRow], packed: bool) -
     tokens = columns = computed = 0
     for number in range(order.batches_per_epoch):
         batch = [rows[i] for i in order.rows(number)]
-        lengths = [counted_length(row) for row in batch]
+        lengths = [length_of(row) for row in batch]
         tokens += sum(lengths)
-        columns += sum(end - max(first, 1) - 1 for row in batch for first, end in row.spans if end > max(first, 1))
+        columns += sum(taught_tokens(row.spans) for row in batch)
         computed += sum(lengths) if packed else len(lengths) * max(lengths)
     return Efficiency(tokens, columns, computed)
 

@@ -24,6 +24,14 @@ from draftsmith.recipes.command.launch import check_all_started, rank, world_siz
 from draftsmith.recipes.command.stages import print_next
 from draftsmith.recipes.errors import UserError
 
+# The end of every kind's --help.
+FILES = """
+Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
+(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes
+from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages
+nothing.
+"""
+
 
 def main() -> None:
     """Trains the recipe's drafter in --processes processes, by default one for each GPU."""
@@ -57,10 +65,10 @@ def train_kind(doc: str | None, kind: str) -> None:
     """Trains the drafter of the recipe on the command line of a script.
 
     Args:
-        doc: the script's docstring, its `--help`.
+        doc: the script's docstring, its `--help`, which FILES ends.
         kind: kind of drafter that the script trains.
     """
-    command = parse_command(doc, extra=_options)
+    command = parse_command(f"{doc}{FILES}", extra=_options)
     if command.recipe.drafter.kind != kind:
         other = command.recipe.drafter.kind
         raise UserError(f"drafter.kind: {other}; `draftsmith train` (or train/{other}.py) trains it")

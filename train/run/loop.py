@@ -7,7 +7,7 @@ run that is resumed from a checkpoint therefore continues bit for bit, on one pr
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -23,6 +23,7 @@ from draftsmith.models.alignment import Columns, columns_of
 from draftsmith.models.target import Target
 from draftsmith.recipes.command.progress import Bar
 from draftsmith.recipes.errors import UserError
+from draftsmith.recipes.files.atomic import sync_to_disk
 from draftsmith.train.loss.unroll import TrainingTimeTest, UnrollSums, add_noise, teacher_of
 from draftsmith.train.measure.metrics_line import (
     COUNTED,
@@ -32,7 +33,6 @@ from draftsmith.train.measure.metrics_line import (
     peak_flops_per_second,
 )
 from draftsmith.train.measure.step_flops import StepFlops
-from draftsmith.train.measure.step_profile import StepProfile
 from draftsmith.train.run.batches import BatchOrder, MicroBatch, collate
 from draftsmith.train.run.checkpoints import (
     STATE,
@@ -80,7 +80,7 @@ class Loop:
         replay: answers along which acceptance is measured at every checkpoint; None: it is not.
         trackers: are given every line that is logged.
         flops: counts operations, for the model FLOPs utilisation (MFU); None: no MFU.
-        profile: traces the first steps.
+        profile: traces the first steps, given the first and the last number (`train.measure.step_profile.tracer`).
         skipped: steps with a gradient that was not finite.
         name: of the run, by which trackers find it again.
     """
@@ -97,7 +97,7 @@ class Loop:
     replay: ValidationReplay | None = None
     trackers: Trackers | None = None
     flops: StepFlops | None = None
-    profile: StepProfile | None = None
+    profile: Callable[[int, int], torch.profiler.profile] | None = None
 
     def __post_init__(self) -> None:
         self.accelerator, self.metrics = self.engine.accelerator, MetricsLog(self.metrics_path)
@@ -124,7 +124,7 @@ class Loop:
         first = self._resume()
         total, quiet = self.schedule.steps, not self.accelerator.is_main_process
         progress = Bar(total=total, initial=first, unit="step", desc="train", disable=quiet, smoothing=0.1)
-        tracing = nullcontext() if self.profile is None or first >= total else self.profile.tracer(first, total)
+        tracing = nullcontext() if self.profile is None or first >= total else self.profile(first, total)
         try:
             # The bar is always closed: the next message needs its own line.
             with tracing as tracer, self.stop_request, progress:
@@ -401,7 +401,7 @@ class Loop:
                     state |= {"skipped_steps": self.skipped, "name": self.name}
                     state |= {"micro_batches": self.schedule.read_by(step)}
                     (partial / STATE).write_text(json.dumps(state, indent=2) + "\n")
-                    self.metrics.sync()  # a resumed run does not write earlier lines again
+                    sync_to_disk(self.metrics_path)  # a resumed run does not write earlier lines again
                     publish_checkpoint(partial, final)
             if self.accelerator.is_main_process:
                 self._keep()

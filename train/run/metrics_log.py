@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.recipes.files.atomic import atomic_write, sync_to_disk
+from draftsmith.recipes.files.atomic import atomic_write
 from draftsmith.recipes.files.lines import append_line
 
 
@@ -18,10 +18,6 @@ class MetricsLog:
         """Raises UserError where the disk is full."""
         with self.path.open("ab", buffering=0) as file:
             append_line(file, self.path, (json.dumps(line) + "\n").encode())
-
-    def sync(self) -> None:
-        """Syncs the file to disk, to survive a power cut."""
-        sync_to_disk(self.path)
 
     def drop_after(self, step: int) -> None:
         """Removes lines of later steps, which a killed run logged and a resumed one logs again, and damaged lines."""

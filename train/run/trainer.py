@@ -7,6 +7,7 @@ The method is in `models` (the drafter) and `train.loss` (the unroll and its los
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from draftsmith.train.loss.unroll import kernel_of
 from draftsmith.train.measure.metrics_line import peak_flops_per_second
 from draftsmith.train.measure.plan import print_plan
 from draftsmith.train.measure.step_flops import StepFlops
-from draftsmith.train.measure.step_profile import StepProfile
+from draftsmith.train.measure.step_profile import tracer
 from draftsmith.train.run.accelerator import accelerator_of
 from draftsmith.train.run.batches import efficiency
 from draftsmith.train.run.checkpoints import disk_errors_as_user_errors, step_of
@@ -131,7 +132,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
         flops = StepFlops(trainee, inputs.config, size, states_are_read=store is not None)
     if profile_steps:
         folder = Path(recipe.output_dir) / "profile"
-        profile = StepProfile(profile_steps, folder, accelerator.process_index, accelerator.print)
+        profile = partial(tracer, profile_steps, folder, accelerator.process_index, accelerator.print)
     loop = Loop(
         Engine(accelerator, trainee, recipe.train),
         target,
