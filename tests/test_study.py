@@ -38,10 +38,10 @@ from docs.study.cells import (
     Cell,
     Places,
     best_rate,
+    c2t_search_name,
     cells,
     commands,
     drafter_name,
-    many_trees_name,
     rate_name,
     rates_of,
     sampled_name,
@@ -57,7 +57,7 @@ from tests.study_cases import HERE, PLACES
 def searched(best: float = 4e-3) -> dict[str, Any]:
     """Lines of all searches: of learning rates, the best in the middle, and of C2T's settings, the first the best."""
     tried = {setting_name(setting): {"validation_loss": 1.0 + i} for i, setting in enumerate(C2T_SETTINGS)}
-    return {many_trees_name("eagle2", chosen=False): {"validation": tried}} | {
+    return {c2t_search_name("eagle2"): {"validation": tried}} | {
         rate_name(arm.family, rate, steps): {"validation": {"replay_tau": 2.0 + (rate == best)}}
         for arm in ARMS.values()
         for rate in RATES

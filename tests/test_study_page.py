@@ -25,12 +25,14 @@ from docs.study.cells import (
     cells,
     demo_name,
     drafter_name,
+    many_trees_name,
     on_demo,
     rate_name,
     speed_name,
     unrolled_name,
 )
 from docs.study.numbers import Found
+from docs.study.plots import C2T_CURVES
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from tests.study_cases import ANSWERS, HERE
@@ -179,6 +181,25 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
     def claimed(line: dict[str, Any]) -> list[str]:
         rows = study_report.claims(Found({**lines, "c2t/eagle2": line}))
         return [row.split(" | ", 2)[2] for row in rows[-4:-2]]
+
+    def of_seeds(*shares: float) -> str:
+        of_many: dict[str, Any] = {
+            many_trees_name("eagle2", seed): {
+                "at_equal_tau": [at_100 | {"curve": C2T_CURVES[1], "share": x, "share_interval": [x - 0.1, x + 0.1]}],
+                "points": [],
+            }
+            for seed, x in enumerate(shares)
+        }
+        found = Found({**lines, **of_many})
+        row = next(row for row in study_report.c2t(found) if "ten times" in row)
+        assert row.count("3.50") == row.count("1,000") == len(shares)
+        return study_report.claims(found)[-1].split(" | ", 2)[2]
+
+    assert of_seeds(0.8, 0.81) == "0.80 [0.70, 0.90], 0.81 [0.71, 0.91] (N = 100) | unfinished: 2 of 3 seeds |"
+    assert of_seeds(0.8, 0.81, 0.82).endswith("(N = 100) | holds |")
+    assert of_seeds(0.8, 0.81, 0.95).endswith("(N = 100) | undecided |")  # over prompts
+    assert of_seeds(0.5, 0.7, 0.89).endswith("(N = 100) | undecided |")  # over seeds
+    assert of_seeds(1.2, 1.21, 1.22).endswith("(N = 100) | opposite |")
 
     judged = {"at_equal_tau": equal, "points": points}
     assert claimed(judged) == [

@@ -230,8 +230,13 @@ def drafter_name(arm: str, size: int = ALL, seed: int = 0, steps: int = STEPS) -
     return f"drafter/{arm}/{(SIZES | MORE)[size]}/seed{seed}{_of_steps(steps)}"
 
 
-def many_trees_name(arm: str, chosen: bool = True) -> str:
-    return f"c2t-{'many' if chosen else 'search'}/{arm}"
+def many_trees_name(arm: str, seed: int = 0) -> str:
+    return f"c2t-many/{arm}" + (f"/seed{seed}" if seed else "")
+
+
+def c2t_search_name(arm: str) -> str:
+    """Of the settings of many trees, with seed 0."""
+    return f"c2t-search/{arm}"
 
 
 def rates_of(family: str, lines: Lines, steps: int = STEPS) -> list[float]:
@@ -339,9 +344,11 @@ def cells(lines: Lines) -> list[Cell]:
             add(Cell(demo_name(arm, seed), "demo", seconds, (on_demo("answers"),), arm, seed=seed, steps=DEMO_STEPS))
     add(Cell(on_demo("speed"), "demo-speed", 600, tuple(demo_name(arm) for arm in ON_DEMO)))
     add(Cell(MORE_ANSWERS, "more-answers", 300))
-    name = many_trees_name("eagle2", chosen=False)
-    add(Cell(name, "c2t-search", 3000, (MORE_ANSWERS, "data", drafter_name("eagle2")), "eagle2"))
-    add(Cell(many_trees_name("eagle2"), "c2t", 1500, (name, "answers"), "eagle2"))
+    search = c2t_search_name("eagle2")
+    add(Cell(search, "c2t-search", 3000, (MORE_ANSWERS, "data", drafter_name("eagle2")), "eagle2"))
+    for seed in SEEDS:
+        needs = (search, "answers", *((MORE_ANSWERS, "data", drafter_name("eagle2", seed=seed)) if seed else ()))
+        add(Cell(many_trees_name("eagle2", seed), "c2t", 1500, needs, "eagle2", seed=seed))
     for seed in SEEDS:
         for steps in LONGER:
             for arm in LONG:
@@ -415,7 +422,7 @@ class Places:
     def classifier(self, arm: str, setting: tuple[int, float]) -> Path:
         """Of many trees."""
         epochs, rate = setting
-        return self.of(many_trees_name(arm, chosen=False)) / f"c2t-{epochs}-{rate:g}"
+        return self.of(c2t_search_name(arm)) / f"c2t-{epochs}-{rate:g}"
 
     def of(self, name: str) -> Path:
         """A cell's own folder."""
@@ -626,18 +633,21 @@ def _fr_spec(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
 
 def _c2t(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     own = _of_c2t(cell, places, places.demo / "conversations.jsonl", VALIDATION)
-    answers = [f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}", "eval.replay_batch_size=16"]
-    sweep = ["eval/c2t_sweep.py", RECIPE, *own, *answers]
-    curves = ["--beams", C2T_NARROW, C2T_WIDE[cell.arm], "--nodes", *C2T_NODES]
-    if cell.name == many_trees_name(cell.arm):
-        chosen = places.classifier(cell.arm, best_setting(cell.arm, lines))
-        return [[*sweep, f"classifier.out={chosen}", *curves]]
-    return [
+    # Until the loss no longer falls: on so few rows, far beyond the paper's ten epochs (docs/log.md).
+    epochs, rate, trained = 300, 1e-2, list[str]()
+    if cell.name == many_trees_name(cell.arm, cell.seed):
+        epochs, rate = best_setting(cell.arm, lines)
+        if cell.seed:
+            own = _of_c2t(cell, places, places.more_answers, MANY_TREES)
+        else:
+            trained = [f"classifier.out={places.classifier(cell.arm, (epochs, rate))}"]
+    training = [
         ["data_gen/label_trees.py", RECIPE, *own],
-        # Until the loss no longer falls: on so few rows, far beyond the paper's ten epochs (docs/log.md).
-        ["train/c2t.py", RECIPE, *own, "classifier.epochs=300", "classifier.learning_rate=0.01"],
-        [*sweep, *curves],
+        ["train/c2t.py", RECIPE, *own, f"classifier.epochs={epochs}", f"classifier.learning_rate={rate:g}"],
     ]
+    answers = [f"eval.answers={places.answers}", f"eval.max_prompts={ANSWERS}", "eval.replay_batch_size=16"]
+    curves = ["--beams", C2T_NARROW, C2T_WIDE[cell.arm], "--nodes", *C2T_NODES]
+    return [*([] if trained else training), ["eval/c2t_sweep.py", RECIPE, *own, *answers, *trained, *curves]]
 
 
 def _c2t_search(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
@@ -658,7 +668,7 @@ def _of_c2t(cell: Cell, places: Places, conversations: Path, validation: int) ->
     return [
         f"output_dir={places.of(cell.name)}",
         f"data.conversations={conversations}",
-        f"eval.drafter={places.drafter(cell.arm)}",
+        f"eval.drafter={places.drafter(cell.arm, cell.seed)}",
         f"train.validation_conversations={validation}",
     ]
 
@@ -669,7 +679,7 @@ def setting_name(setting: tuple[int, float]) -> str:
 
 def best_setting(arm: str, lines: Lines) -> tuple[int, float]:
     """With the lowest validation loss. Raises KeyError before the search."""
-    tried = lines[many_trees_name(arm, chosen=False)]["validation"]
+    tried = lines[c2t_search_name(arm)]["validation"]
     return min(C2T_SETTINGS, key=lambda setting: tried[setting_name(setting)]["validation_loss"])
 
 

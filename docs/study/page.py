@@ -125,7 +125,11 @@ DEMO_CLAIMS = (
 CHAIN_CALLS, TREE_CALLS = "chain, {} calls", "eagle2, top_k 10, {} calls"  # names in eval/plan.py's timings
 # (the paper's share, EAGLE-2's N for our verdict)
 C2T_CLAIMED = {C2T_CURVES[0]: ("0.78 (N = 100, Llama-2-7B)", 100), C2T_CURVES[1]: ("0.77 (N = 290, the same)", 180)}
-C2T_ROWS = {"EAGLE-2": "c2t/eagle2", "EAGLE-2, ten times the trees": many_trees_name("eagle2"), "EAGLE-3": "c2t/eagle3"}
+C2T_ROWS = {  # of each seed
+    "EAGLE-2": ["c2t/eagle2"],
+    "EAGLE-2, ten times the trees": [many_trees_name("eagle2", seed) for seed in SEEDS],
+    "EAGLE-3": ["c2t/eagle3"],
+}
 
 
 def main() -> None:
@@ -335,34 +339,47 @@ def claims(found: Found) -> list[str]:
         if kept.interval[1] < FR_SPEC_KEPT or kept.interval[0] > FR_SPEC_KEPT:
             seen = f"keeps {'less' if kept.value < FR_SPEC_KEPT else 'more'} (one seed)"
     rows.append(["FR-Spec: half the vocabulary", "keeps 98 % (64 k of 128 k, Llama-3-8B)", here, seen])
-    for name, trees in (("c2t/eagle2", ""), (many_trees_name("eagle2"), ", ten times the trees")):
-        line = found.lines.get(name)
+    for name, trees in (("EAGLE-2", ""), ("EAGLE-2, ten times the trees", ", ten times the trees")):
+        planned = C2T_ROWS[name]
+        lines = [found.lines[cell] for cell in planned if cell in found.lines]
         for curve, words in zip(C2T_CURVES, C2T_WORDS, strict=True):
             paper, nodes = C2T_CLAIMED[curve]
-            here, seen = (NOT_RUN, NOT_RUN) if line is None else _c2t_judged(line, curve, nodes)
+            here, seen = _c2t_judged(lines, len(planned), curve, nodes)
             rows.append([f"C2T verifies fewer nodes than EAGLE-2 at equal tau, {words}{trees}", paper, here, seen])
     return table(["claim", "paper", "here", "verdict"], rows)
 
 
-def _c2t_judged(line: Mapping[str, Any], curve: str, nodes: int) -> tuple[str, str]:
-    """(share, verdict) compared with EAGLE-2's tree of `nodes`, or the largest smaller tree with a tau that the curve
-    reaches."""
+def _c2t_judged(lines: Sequence[Mapping[str, Any]], planned: int, curve: str, nodes: int) -> tuple[str, str]:
+    """(shares, verdict) compared with EAGLE-2's tree of `nodes`, or the largest smaller tree with a tau that the curve
+    reaches, of the seeds that have run."""
+    if not lines:
+        return NOT_RUN, NOT_RUN
     reached = [
-        row
-        for row in line["at_equal_tau"]
-        if row["curve"] == curve
-        and row["eagle2_nodes"] <= nodes
-        and (row["share"] is not None or row.get("beyond") == "below")
+        {
+            row["eagle2_nodes"]: row
+            for row in line["at_equal_tau"]
+            if row["curve"] == curve
+            and row["eagle2_nodes"] <= nodes
+            and (row["share"] is not None or row.get("beyond") == "below")
+        }
+        for line in lines
     ]
-    if not reached:
+    if not (by_all := set.intersection(*map(set, reached))):
         return "not reached", "undecided"
-    row = max(reached, key=lambda row: row["eagle2_nodes"])
-    here = f"{_share_of(row)} (N = {row['eagle2_nodes']})"
-    ends = row["share_interval"]
-    if ends is not None:
-        return here, _side([1 / end for end in reversed(ends)])
-    # A curve that begins above this tau verifies fewer nodes; other curves without an interval decide nothing.
-    return here, "holds (one seed)" if row.get("beyond") == "below" else "no interval (one seed)"
+    rows = [each[max(by_all)] for each in reached]
+    here = f"{', '.join(map(_share_of, rows))} (N = {max(by_all)})"
+    if len(lines) < planned:
+        return here, f"unfinished: {len(lines)} of {planned} seeds"
+    one = " (one seed)" * (planned == 1)
+    if all(row.get("beyond") == "below" for row in rows):  # a curve that begins above this tau verifies fewer nodes
+        return here, f"holds{one}"
+    gains = {seed: 1 / row["share"] for seed, row in enumerate(rows) if row["share_interval"] is not None}
+    if len(gains) < planned:
+        return here, f"no interval{one}"
+    ends = [1 / end for row in rows for end in row["share_interval"]]
+    if planned == 1:
+        return here, _side(sorted(ends))
+    return here, verdict(Estimate(statistics.geometric_mean(gains.values()), (min(ends), max(ends)), gains))
 
 
 def _side(interval: Sequence[float]) -> str:
@@ -498,21 +515,28 @@ def c2t(found: Found) -> list[str]:
     head = ["drafter", "EAGLE-2's N", "tau", "nodes verified", *(f"C2T's share, {words}" for words in C2T_WORDS)]
     head += [f"C2T's calls a round, {words}" for words in C2T_WORDS]
     rows = []
-    for name, cell in C2T_ROWS.items():
-        line = found.lines.get(cell)
-        if line is None:
+    for name, of_name in C2T_ROWS.items():
+        of_seeds = [_c2t_rows(found.lines[cell]) for cell in of_name if cell in found.lines]
+        if not of_seeds:
             rows.append([name, *[NOT_RUN] * (len(head) - 1)])
-            continue
-        by_size: dict[int, dict[str, Mapping[str, Any]]] = {}
-        for row in line["at_equal_tau"]:
-            by_size.setdefault(row["eagle2_nodes"], {})[row["curve"]] = row
-        for size, curves in by_size.items():
-            shares = [_share_of(curves[name]) if name in curves else NOT_RUN for name in C2T_CURVES]
-            of_both = next(iter(curves.values()))
-            calls = [_calls_at(line["points"], name, of_both["tau"]) for name in C2T_CURVES]
-            own = [f"{size}", f"{of_both['tau']:.2f}", f"{of_both['eagle2_candidates']:,}"]
-            rows.append([name, *own, *shares, *calls])
+        for of_size in zip(*of_seeds, strict=True):
+            (size, *_), *columns = zip(*of_size, strict=True)
+            rows.append([name, size, *map(", ".join, columns)])
     return table(head, rows)
+
+
+def _c2t_rows(line: Mapping[str, Any]) -> list[list[str]]:
+    """EAGLE-2's trees by size: N, tau, nodes, then C2T's shares and calls."""
+    by_size: dict[int, dict[str, Mapping[str, Any]]] = {}
+    for row in line["at_equal_tau"]:
+        by_size.setdefault(row["eagle2_nodes"], {})[row["curve"]] = row
+    rows = []
+    for size, curves in by_size.items():
+        shares = [_share_of(curves[name]) if name in curves else NOT_RUN for name in C2T_CURVES]
+        of_both = next(iter(curves.values()))
+        calls = [_calls_at(line["points"], name, of_both["tau"]) for name in C2T_CURVES]
+        rows.append([f"{size}", f"{of_both['tau']:.2f}", f"{of_both['eagle2_candidates']:,}", *shares, *calls])
+    return rows
 
 
 def _calls_at(points: Sequence[Mapping[str, Any]], curve: str, tau: float) -> str:
