@@ -35,7 +35,7 @@ from docs.study.make_demo_target import learn, parsed, write_facts
 from docs.study.make_vision_target import rate_scale
 from draftsmith.models.target_session import behind
 from draftsmith.recipes.demo_lantern.classifier import Classifier, save_classifier
-from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pictures_of, pixel_tensor
+from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pictures_of_answers, pixel_tensor
 from draftsmith.recipes.demo_lantern.pictures import CAPTIONS, Caption, picture_at, sheet
 from draftsmith.recipes.demo_lantern.quality import picture_quality, real_features, real_pictures
 from draftsmith.recipes.files.atomic import atomic_path
@@ -207,7 +207,9 @@ def drawn_pictures(model: Any, tokenizer: Any, answers: torch.Tensor) -> list[nu
     code_of = model.model.vocabulary_mapping.bpe2img
     rows = [[code_of.get(token) for token in row[:-1]] for row in answers.tolist()]
     whole = [None not in row and stop == tokenizer.eos_token_id for row, stop in zip(rows, answers[:, -1], strict=True)]
-    return pictures_of(model.model.vqmodel, [row if good else None for row, good in zip(rows, whole, strict=True)])
+    return pictures_of_answers(
+        model.model.vqmodel, [row if good else None for row, good in zip(rows, whole, strict=True)]
+    )
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ def decoded(autoencoder: Any, codes: Sequence[Sequence[int]]) -> numpy.ndarray:
     return numpy.concatenate(found)
 
 
-def pictures_of(autoencoder: Any, answers: Sequence[Sequence[int] | None]) -> list[numpy.ndarray | None]:
+def pictures_of_answers(autoencoder: Any, answers: Sequence[Sequence[int] | None]) -> list[numpy.ndarray | None]:
     """The picture of each answer's codes; None for one without."""
     pictures = iter(decoded(autoencoder, [codes for codes in answers if codes is not None]))
     return [None if codes is None else next(pictures) for codes in answers]

@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoTokenizer, Emu3ForConditionalGeneration
 
 from draftsmith.recipes.command.cli import run
 from draftsmith.recipes.demo_lantern.classifier import Classifier, load_classifier
-from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pictures_of
+from draftsmith.recipes.demo_lantern.codes import CODES, decoded, encoded, pictures_of_answers
 from draftsmith.recipes.demo_lantern.pictures import GROUNDS, INKS, Caption, picture_at
 from draftsmith.recipes.errors import UserError
 
@@ -216,7 +216,7 @@ def read_pictures(path: Path, target: ImageTarget) -> dict[str, tuple[list[Capti
         raise UserError(faults[:3])
     if not found:
         raise UserError(f"{path}: no answers; `draftsmith evaluate` writes them")
-    return {name: (asked, pictures_of(target.autoencoder, answers)) for name, (asked, answers) in found.items()}
+    return {name: (asked, pictures_of_answers(target.autoencoder, answers)) for name, (asked, answers) in found.items()}
 
 
 def main() -> None:

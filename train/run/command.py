@@ -26,10 +26,9 @@ from draftsmith.recipes.errors import UserError
 
 # The end of every kind's --help.
 FILES = """
-Reads <output_dir>/conversations.jsonl (data_gen/regenerate.py) and <output_dir>/draft_vocab.safetensors
-(data_gen/rank_vocab.py). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes
-from the last whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages
-nothing.
+Reads <output_dir>/conversations.jsonl (draftsmith regenerate) and <output_dir>/draft_vocab.safetensors (draftsmith
+rank-vocab). Writes checkpoints/, metrics.jsonl and, at the end, drafter/. When started again, it resumes from the last
+whole checkpoint. SIGTERM saves one and exits with 0; Ctrl-C exits at once with 130; a kill damages nothing.
 """
 
 
