@@ -234,11 +234,11 @@ def test_the_table_fits_eighty_columns(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_the_table_shows_names_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = ["back\\", "[red]x[/]\\\\", ":smile:", "\\[b]"]
+    names = ("back\\", "[red]x[/]\\\\", ":smile:", "\\[b]")
     recipe = make_recipe(tmp_path)
     evaluate(recipe, [("a", None, "0", 1), ("b", None, "0", 1)], contenders=names)
     said = script_lines(recipe, capsys)
-    assert [word for line in said for word in line.split()[:1] if word in names][:4] == names
+    assert [word for line in said for word in line.split()[:1] if word in names][:4] == [*names]
     assert any(f"Parts: {names[0]}. tau" in line for line in said)
 
 
