@@ -234,13 +234,18 @@ def test_cells_that_have_not_run_are_shown_so_and_nothing_is_made_up(lines: dict
 
 
 def test_a_claim_holds_only_where_prompts_and_seeds_say_so() -> None:
+    def gain(low: float, high: float, *seeds: float) -> study_report.Estimate:
+        return study_report.Estimate(1.0, (low, high), dict(enumerate(seeds)))
+
     def verdict(low: float, high: float, *seeds: float) -> str:
-        return study_report.verdict(study_report.Estimate(1.0, (low, high), dict(enumerate(seeds))))
+        return study_report.verdict(gain(low, high, *seeds))
 
     assert study_report.verdict(None) == "not run"
     assert verdict(1.01, 1.05, 1.02, 1.03, 1.04) == "holds"
     assert verdict(1.01, 1.05, 1.01, 1.02, 1.06) == "undecided"  # seeds that lie so far apart
     assert verdict(0.99, 1.05, 1.02, 1.03, 1.04) == "undecided"
+    assert study_report.with_verdict(gain(0.99, 1.05, 1.02, 1.03, 1.04)).endswith("], undecided")
+    assert study_report.with_verdict(gain(1.01, 1.05, 1.02, 1.03, 1.04)).endswith("]")
     assert verdict(0.9, 0.95, 0.9, 0.91, 0.93) == "opposite"
     assert verdict(1.01, 1.05, 1.02, 1.03) == "unfinished: 2 of 3 seeds"
 

@@ -309,6 +309,11 @@ def verdict(found: Estimate | None) -> str:
     return "undecided"
 
 
+def with_verdict(gain: Estimate | None) -> str:
+    """In per cent, and whether it is undecided."""
+    return in_percent(gain) + ", undecided" * (verdict(gain) == "undecided")
+
+
 def claims(found: Found) -> list[str]:
     rows = []
     for claim, paper, arm, base in CLAIMS:
@@ -437,7 +442,7 @@ def longer(found: Found) -> list[str]:
         rows.append([ARMS[arm].name, *(_of_seeds(found.tau(arm, steps=steps), with_interval) for steps in every)])
     for arm, tree in itertools.product(LONG[1:], (TREE, CHAIN)):
         gains = [found.ratio(arm, "eagle2", tree, steps=steps) for steps in every]
-        rows.append([f"{ARMS[arm].name} vs. EAGLE-2, {tree}", *(_of_seeds(gain, in_percent) for gain in gains)])
+        rows.append([f"{ARMS[arm].name} vs. EAGLE-2, {tree}", *(_of_seeds(gain, with_verdict) for gain in gains)])
     return table(["tau, tree of 60", *(f"{steps:,} steps" for steps in every)], rows)
 
 
@@ -467,7 +472,12 @@ def on_the_demo(found: Found) -> list[str]:
     for arm in ON_DEMO:
         tree, chain = (found.demo.tau(arm, shape, steps=DEMO_STEPS) for shape in (TREE, CHAIN))
         gain = found.demo.ratio(arm, "eagle2", steps=DEMO_STEPS)
-        taus = [with_interval(tree), seeds_of(tree), "-" if arm == "eagle2" else in_percent(gain), with_interval(chain)]
+        taus = [
+            with_interval(tree),
+            seeds_of(tree),
+            "-" if arm == "eagle2" else with_verdict(gain),
+            with_interval(chain),
+        ]
         of_trees = [_speed(speeds.get(speed_name(arm, name))) for name in SPEEDS]
         lines = found.demo.of(arm, steps=DEMO_STEPS).values()
         minutes = [line["train_seconds"] / 60 for line in lines if not line.get("resumed")]
