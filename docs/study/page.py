@@ -355,8 +355,8 @@ def claims(found: Found) -> list[str]:
 
 
 def _c2t_judged(lines: Sequence[Mapping[str, Any]], planned: int, curve: str, nodes: int) -> tuple[str, str]:
-    """(shares, verdict) compared with EAGLE-2's tree of `nodes`, or the largest smaller tree with a tau that the curve
-    reaches, of the seeds that have run."""
+    """(shares, verdict) compared with EAGLE-2's tree of `nodes`, or the largest smaller tree with a tau that
+    all curves reach, of the seeds that have run. The interval over prompts is the hull of the seeds' own."""
     if not lines:
         return NOT_RUN, NOT_RUN
     reached = [
