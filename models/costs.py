@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftsmith.models.families import auto_class, layer_configs
 from draftsmith.models.quantize import precision_name, quantized_bytes
 from draftsmith.models.target import check_precision, decoder_layers, device_name
-from draftsmith.recipes.schema import QuantizationSection, TargetSection
+from draftsmith.recipes.schema import TargetSection
 
 # Dense bf16 operations per second and bytes per second, from the vendors' data sheets. The first matching name counts.
 PEAKS_PER_SECOND = {
@@ -57,25 +57,20 @@ class TargetSize:
     layer_parameters: tuple[int, ...] = ()  # of each decoder layer
 
 
-def target_size(
-    config: Any,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    precision: QuantizationSection | None = None,
-) -> TargetSize:
+def target_size(config: Any, section: TargetSection) -> TargetSize:
     """The target's size. Parameters are exact; bytes too, except the assumed bits per weight of quantised checkpoints.
 
     Args:
         config: from AutoConfig (the whole one of a multimodal model).
-        dtype: `target.dtype` of the recipe.
-        precision: `target.quantization`.
+        section: `dtype`, `quantization` and `trust_remote_code` are read; its `model` is not.
     """
+    precision = section.quantization
     plain = copy.deepcopy(config)
     quantization = getattr(plain, "quantization_config", None)
     if quantization is not None:
         del plain.quantization_config
     with torch.device("meta"):
-        model = auto_class(plain).from_config(plain, trust_remote_code=trust_remote_code)
+        model = auto_class(plain).from_config(plain, trust_remote_code=section.trust_remote_code)
     text = config.get_text_config()
     named = dict(model.named_parameters())
     parameters = sum(p.numel() for p in named.values())
@@ -89,7 +84,7 @@ def target_size(
     of_text = {id(p) for p in (embedding, head, *model.get_decoder().parameters())}
     vision = sum(p.numel() for p in named.values() if id(p) not in of_text)  # runs once for each picture
     active = parameters - vision - shared - experts + int(experts * share)
-    kept = torch_dtype(config, dtype)
+    kept = torch_dtype(config, section.dtype)
     layers = decoder_layers(model.get_decoder(), text, type(model).__name__)
     weight_bytes, basis = _weight_bytes(parameters, parameters - shared, kept, quantization)
     if precision is not None and not precision.fake:
@@ -205,7 +200,7 @@ def decoding_lines(config: Any, section: TargetSection, rows: int, tokens: int, 
         extra_bytes: a drafter's.
     """
     check_precision(section)
-    size = target_size(config, section.dtype, section.trust_remote_code, section.quantization)
+    size = target_size(config, section)
     device = device_here(section.device)
     texts = 1 if section.guidance is None else 2  # a guided target reads each with and without its caption
     cache = cache_bytes_per_token(config.get_text_config(), size) * texts * rows * tokens
@@ -229,7 +224,7 @@ def decoding_time(config: Any, section: TargetSection, rows: int, tokens: float)
     device = device_here(section.device)
     if device.peaks is None:
         return f"not known for {device.name}; the progress bar shows it after the first answers"
-    size = target_size(config, section.dtype, section.trust_remote_code, section.quantization)
+    size = target_size(config, section)
     reached = device.peaks[1] * BANDWIDTH_UTILISATION
     seconds = max(SECONDS_PER_STEP, size.weight_bytes / reached) * tokens / rows
     return (

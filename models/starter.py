@@ -73,7 +73,7 @@ def starter_recipe(model: str, prompts: str, path: Path) -> str:
     section = TargetSection(model=model)
     config, tokenizer = load_config(section), load_tokenizer(section)
     text = config.get_text_config()
-    size = target_size(config)
+    size = target_size(config, section)
     vocabulary, positions, hidden = text.vocab_size, text.max_position_embeddings, text.hidden_size
     layers = default_capture_layers(text.num_hidden_layers)
     cut = vocabulary > DRAFT_VOCAB

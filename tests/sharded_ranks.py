@@ -73,7 +73,7 @@ def check(model: str, dtype: Any, rank: int, ranks: int) -> None:
     assert torch.equal(mine.states(ids).last, wanted.last)
 
     # What --plan says of it: pieces are padded to the same length on every rank.
-    size = target_size(mine.model.config, dtype)
+    size = target_size(mine.model.config, section)
     rest = sum(p.nbytes for p in mine.model.parameters() if not hasattr(p, "ds_tensor"))
     planned = shared_out(size, ranks).weight_bytes - max(size.layer_parameters) * mine.dtype.itemsize
     padding = len(list(mine.layers.parameters())) * mine.dtype.itemsize

@@ -41,7 +41,7 @@ from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError
 from draftsmith.recipes.loader import load_recipe
 from draftsmith.recipes.prompts.reader import Rejects, read_conversations
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.schema import TargetSection, TrainSection
 from draftsmith.train import eagle3
 from draftsmith.train.loss.unroll import TrainingTimeTest, teacher_of
 from draftsmith.train.measure.dry_run import LAYER, LOGITS, unroll_peak
@@ -102,7 +102,7 @@ def plan(path: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> dic
 )
 def test_target_size_is_the_models(family: str, settings: dict) -> None:
     model = make_target(family, **settings)
-    size = target_size(model.config, "float32")
+    size = target_size(model.config, TargetSection(model="", dtype="float32"))
     assert size.parameters == sum(p.numel() for p in model.parameters())
     assert size.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
     assert size.head_parameters == model.get_output_embeddings().weight.numel()
@@ -117,7 +117,7 @@ def test_target_size_is_the_models(family: str, settings: dict) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_vision_part_is_not_read_for_each_token(family: str) -> None:
     model = make_vision_target(family)
-    size = target_size(model.config, "float32")
+    size = target_size(model.config, TargetSection(model="", dtype="float32"))
     assert size.parameters == sum(p.numel() for p in model.parameters())
     assert size.active_parameters == sum(size.layer_parameters) + model.config.text_config.hidden_size  # the last norm
 
@@ -132,13 +132,13 @@ def test_dtype_of_a_target_comes_from_the_recipe_then_the_config() -> None:
 def test_quantised_checkpoints_are_counted_as_they_are_loaded() -> None:
     """This machine has no kernels for MXFP4: transformers dequantises. Others stay in few bits."""
     config = make_target("gpt_oss", num_local_experts=4).config
-    plain = target_size(config, "bfloat16")
+    plain = target_size(config, TargetSection(model="", dtype="bfloat16"))
     config.quantization_config = {"quant_method": "mxfp4"}
-    mxfp4 = target_size(config, "bfloat16")
+    mxfp4 = target_size(config, TargetSection(model="", dtype="bfloat16"))
     if not torch.cuda.is_available():
         assert mxfp4.weight_bytes == plain.weight_bytes and "dequantised" in mxfp4.weight_basis
     config.quantization_config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-    gptq = target_size(config, "bfloat16")
+    gptq = target_size(config, TargetSection(model="", dtype="bfloat16"))
     assert plain.weight_bytes / 4 < gptq.weight_bytes < plain.weight_bytes
     assert gptq.parameters == plain.parameters and "assumed" in gptq.weight_basis
 
@@ -248,7 +248,7 @@ def test_a_device_with_longer_products_has_more_logits_alive() -> None:
 # The kernel's high-water mark of this address space: what getrusage tells begins at the parent's size.
 REAL_MEMORY = """
 from pathlib import Path
-from draftsmith.recipes.schema import TrainSection
+from draftsmith.recipes.schema import TargetSection, TrainSection
 from tests.test_plan import MEASURED, micro_batch, shape_of
 peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 settings, shape = TrainSection(ttt_steps=3), shape_of(*MEASURED)
@@ -283,12 +283,12 @@ def test_target_pass_is_near_what_a_real_one_takes(family: str) -> None:
     target, ids = Target(model), torch.zeros(2, 200, dtype=torch.long)
     with Meter(lambda tensor: "") as meter:
         target.states(ids)
-    planned = target_forward_bytes(model.config, target_size(model.config), 2, 200, 3)
+    planned = target_forward_bytes(model.config, target_size(model.config, TargetSection(model="")), 2, 200, 3)
     assert 0.8 < planned / meter.peak_bytes < 2
 
 
 def test_memory_takes_the_widest_moment() -> None:
-    size = target_size(make_target().config, "float32")
+    size = target_size(make_target().config, TargetSection(model="", dtype="float32"))
     unroll = {LAYER: 1000}
 
     def memory(parameters: int, target_pass: float, accumulates: bool = False, processes: int = 1) -> Memory:
@@ -476,7 +476,7 @@ def test_plan_says_plainly_what_cannot_work(tmp_path: Path, capsys: pytest.Captu
 def lines_of(path: Path, data: DataSize, device: Device, **settings: Any) -> str:
     recipe = load_recipe(path)
     config = make_target().config
-    size = target_size(config, "float32")
+    size = target_size(config, TargetSection(model="", dtype="float32"))
     return "\n".join(
         plan_lines(
             PlannedRun(

@@ -101,7 +101,7 @@ def test_only_the_decoder_s_linear_layers_are_quantised_and_the_plan_counts_thei
             assert type(theirs) is type(mine) and torch.equal(theirs.weight, mine.weight.bfloat16())
         assert not torch.equal(plain(torch.tensor([[5, 6, 7]])).logits, model(torch.tensor([[5, 6, 7]])).logits)
         held = [*model.parameters(), *(b for name, b in model.named_buffers() if "inv_freq" not in name)]
-        size = target_size(load_config(section), section.dtype, precision=section.quantization)
+        size = target_size(load_config(section), section)
         assert size.weight_bytes == sum(tensor.nbytes for tensor in held) and "exact" in size.weight_basis
 
 

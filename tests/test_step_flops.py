@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from draftsmith.data_gen.rows.training_rows import TrainingRow
 from draftsmith.models.alignment import columns_of
 from draftsmith.models.costs import target_size
+from draftsmith.recipes.schema import TargetSection
 from draftsmith.train.attention.kernels import BLOCKS
 from draftsmith.train.loss.unroll import teacher_of
 from draftsmith.train.measure.step_flops import StepFlops
@@ -23,7 +24,7 @@ TOKENS = 30
 def flops_of(name: str) -> StepFlops:
     """With the target's layers."""
     case, target = CASES[name], small_target()
-    size = target_size(target.config)
+    size = target_size(target.config, TargetSection(model=""))
     return StepFlops(trainee_of(case, drafter_of(case)), target.config, size, states_are_read=False)
 
 

@@ -303,7 +303,7 @@ def test_layers_of_several_shapes_are_counted_each() -> None:
     assert attention_shapes(target.config) == shapes
     shape = drafter_of("gemma4").config
     assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (4, 1, 16)
-    size = target_size(target.model.config)
+    size = target_size(target.model.config, TargetSection(model=""))
     cache = DynamicCache(config=target.config)
     target.model(torch.tensor([some_tokens(5, 1)]), **behind(target.model, cache))
     layers: list[Any] = cache.layers

@@ -25,7 +25,7 @@ from draftsmith.models.prompt import DecoderInputs, EmbeddingInsert, PlacedInser
 from draftsmith.models.target_columns import TextColumns
 from draftsmith.models.vispec import VisionDrafter
 from draftsmith.recipes.errors import UserError
-from draftsmith.recipes.schema import TreeSection
+from draftsmith.recipes.schema import TargetSection, TreeSection
 from draftsmith.train.attention.kernels import BLOCKS
 from draftsmith.train.loss.unroll import UnrollSums, teacher_of, unroll
 from draftsmith.train.measure.step_flops import PictureCounts, StepFlops
@@ -436,7 +436,10 @@ def test_operations_with_a_picture_are_those_of_a_real_unroll(name: str) -> None
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         teacher = teacher_of(target, last, batch.ids, columns, drafter.vocab)
         trainee(captured, inputs, columns, teacher).loss.backward()
-    shape, flops = drafter.config, StepFlops(trainee, target.config, target_size(target.config), True)
+    shape, flops = (
+        drafter.config,
+        StepFlops(trainee, target.config, target_size(target.config, TargetSection(model="")), True),
+    )
     counts = {}
     object.__setattr__(flops, "of_counts", lambda **given: counts.update(given) or 0)
     flops.of_batch(batch, columns)

@@ -130,7 +130,7 @@ def measure_precisions(sections: dict[str, TargetSection], context: int) -> dict
 
 
 def _size(section: TargetSection) -> Any:
-    return target_size(load_config(section), section.dtype, section.trust_remote_code, section.quantization)
+    return target_size(load_config(section), section)
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:

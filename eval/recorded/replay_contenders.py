@@ -146,9 +146,7 @@ def planned_bytes(recipe: Recipe, recording: Recording, contenders: Sequence[Con
 def _sizes(section: TargetSection) -> tuple[Any, Any]:
     """A model's text config and `target_size`."""
     config = load_config(section)
-    return config.get_text_config(decoder=True), target_size(
-        config, section.dtype, section.trust_remote_code, section.quantization
-    )
+    return config.get_text_config(decoder=True), target_size(config, section)
 
 
 def print_replay_plan(recipe: Recipe, recording: Recording, contenders: Sequence[Contender]) -> None:

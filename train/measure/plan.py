@@ -80,7 +80,7 @@ def print_plan(recipe: Recipe, tokenizer: Any, tera_flops_per_second: float | No
     else:
         store, data = None, expected_data(recipe, tokenizer)
     check_precision(section)
-    size = target_size(config, section.dtype, section.trust_remote_code, section.quantization)
+    size = target_size(config, section)
     if store is not None:
         print(store.summary())
         size = replace(size, weight_bytes=stored_bytes(store), weight_basis="its head and embeddings, exact")

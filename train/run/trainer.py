@@ -128,7 +128,7 @@ def build(recipe: Recipe, tokenizer: Any, profile_steps: int | None) -> Training
     trainee = trainee_of(recipe.train, drafter)
     flops = profile = None
     if peak_flops_per_second(accelerator.device) is not None:
-        size = target_size(load_config(section), section.dtype, section.trust_remote_code, section.quantization)
+        size = target_size(load_config(section), section)
         flops = StepFlops(trainee, inputs.config, size, states_are_read=store is not None)
     if profile_steps:
         folder = Path(recipe.output_dir) / "profile"
