@@ -125,7 +125,7 @@ $(LLAMA_CPP)/.built: | $(INSTALLED)
 	tar -xzf $(LLAMA_CPP)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA_CPP) --strip-components 3 \
 		llama_cpp_python-0.3.36/vendor/llama.cpp
 	cmake -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF
-	cmake --build $(LLAMA_CPP)/build --target llama-server --parallel "$$(getconf _NPROCESSORS_ONLN)"
+	cmake --build $(LLAMA_CPP)/build --target llama-server llama-bench --parallel "$$(getconf _NPROCESSORS_ONLN)"
 	@touch $@
 
 clean:  ## remove what builds and tools leave; .venv and runs stay

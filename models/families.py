@@ -73,7 +73,7 @@ def attention_kinds(config: Any) -> AttentionKinds:
     types: list[str] = list(getattr(config, "layer_types", None) or ())
     try:
         layers: list[Any] = DynamicCache(config=config).layers
-    except (KeyError, AttributeError, ValueError):  # kinds of layers that transformers' cache does not know
+    except (KeyError, AttributeError, ValueError, RuntimeError):  # layers that transformers' cache does not know
         layers = []
     kinds = [type(layer).__name__ for layer in layers]
     strange = {
@@ -107,8 +107,7 @@ def auto_class(config: Any) -> Any:
 
 def layer_configs(config: Any) -> list[Any]:
     """The text config of each layer. They differ in Gemma 4: layers with full attention have wider heads."""
-    # Older releases of transformers have one config for all layers.
-    return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+    return list(config.per_layer_config)
 
 
 def scaled_logits(config: Any, logits: torch.Tensor) -> torch.Tensor:

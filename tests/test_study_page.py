@@ -24,6 +24,7 @@ from docs.study.cells import (
     VALIDATION,
     cells,
     demo_name,
+    demo_speed_name,
     drafter_name,
     many_trees_name,
     on_demo,
@@ -291,16 +292,18 @@ def test_the_demo_s_target_has_lines_of_its_own(lines: dict[str, Any]) -> None:
     without = {name: make(Found(lines)) for name, make in study_report.SECTIONS.items() if name != "progress"}
     slow, fast = (lines[drafter_name(arm)] | {"steps": DEMO_STEPS} for arm in ("eagle2", "hass"))
     of_demo = {demo_name("eagle2"): slow, demo_name("hass-no-top10"): fast, on_demo("answers"): lines["answers"]}
-    speeds = {speed_name("eagle2", "chain of 4"): {"speedup": 1.5, "speedup_interval": [1.25, 2.0]}}
-    speeds[speed_name("poss2", "chain of 4")] = {"speedup": None, "speedup_interval": None}
-    found = Found(lines | of_demo | {on_demo("speed"): {"speeds": speeds}})
+    speeds = {speed_name("eagle2", "chain of 4"): {"tau": 2.5, "speedup": 1.5, "speedup_interval": [1.25, 2.0]}}
+    speeds[speed_name("poss2", "chain of 4")] = {"tau": 2.5, "speedup": None, "speedup_interval": None}
+    found = Found(lines | of_demo | {demo_speed_name(): {"speeds": speeds}})
     rows = {row.split(" | ")[0].strip("| "): row for row in study_report.on_the_demo(found)[2:]}
     assert study_report.with_interval(found.tau("eagle2", seeds=(0,))) in rows["EAGLE-2"]
-    assert rows["EAGLE-2"].endswith("| not run | 1.50 [1.25, 2.00] | 0.5 |") and "| - |" in rows["EAGLE-2"]
+    assert rows["EAGLE-2"].endswith(" | 0.5 |") and "| - |" in rows["EAGLE-2"]
     assert study_report.in_percent(found.ratio("hass", "eagle2", seeds=(0,))) in rows["HASS without its top-10 loss"]
-    assert rows["PosS-2"] == f"| PosS-2 {'| not run ' * 7}|"
-    with_them = {name: make(found) for name, make in study_report.SECTIONS.items() if name not in ("progress", "demo")}
-    assert with_them == {name: rows for name, rows in without.items() if name != "demo"}
+    assert rows["PosS-2"] == f"| PosS-2 {'| not run ' * 5}|"
+    timed = study_report.speeds(found)
+    assert timed[2].endswith("| 2.50 | 1.50 [1.25, 2.00], not run, not run |") and "| 2.50 | not run, " in timed[-1]
+    others = without.keys() - {"demo", "demo-speed"}
+    assert all(study_report.SECTIONS[name](found) == without[name] for name in others)
 
 
 def test_answers_that_were_cut_off_stand_apart(lines: dict[str, Any]) -> None:

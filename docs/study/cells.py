@@ -1,13 +1,15 @@
 """The study's design: its arms, its cells (the most valuable ones first), and the commands of each cell.
 
-Every arm trains on the demo's conversations with the same rows, order, optimiser steps, batch and schedule. Arms differ
-in the drafter, its published losses, and the learning rate. Each family of arms searches for its rate on validation
-conversations, over full-length runs: a search over half the steps chose a rate that cost up to a sixth of tau
-(docs/log.md). EAGLE-3, HASS and PosS unroll as many steps as there are positions with specialists, so all see the same
-positions (another arm is HASS with its published three). All draft from the target's whole vocabulary, and start from
-random layers. EAGLE-3's head starts from the target's rows; EAGLE-1's kind uses the target's head itself.
+Every arm trains on the same conversations of the study's target (those of ON_DEMO on the demo target's, too), with the
+same rows, order, optimiser steps, batch and schedule. Arms differ in the drafter, its published losses, and the
+learning rate. Each family of arms searches for its rate on validation conversations, over full-length runs: a search
+over half the steps chose a rate that cost up to a sixth of tau (docs/log.md). EAGLE-3, HASS and PosS unroll as many
+steps as there are positions with specialists, so all see the same positions (other arms are HASS with its published
+three, and with two). All draft from the target's whole vocabulary. EAGLE-3's head starts from the target's rows;
+EAGLE-1's kind uses the target's head itself.
 
-Published PosS and HASS continue from a trained EAGLE drafter. Here none does: steps would not be equal.
+Published PosS and HASS continue from a trained EAGLE drafter. Here all start from random layers, or steps would not be
+equal; only the arms of "600 steps more" continue (`Arm.start`), and are compared with each other.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -123,8 +125,12 @@ _OTHER_ARMS = {
     # From a trained EAGLE-3, as published, all specialists from its one layer; and EAGLE-3 itself, trained further.
     "eagle3-further": Arm("EAGLE-3, 600 steps more", "eagle3", _EAGLE3, 0.56, start="eagle3"),
     "poss2-further": Arm("PosS-2 from EAGLE-3, 600 steps more", "eagle3", _poss(2, "eagle3"), 0.8, start="eagle3"),
+    "poss2-further-0.9": Arm(
+        "PosS-2 from EAGLE-3, 600 steps more, 0.9^k",
+        *("eagle3", _poss(2, "eagle3"), 0.8, (_STEPS, "train.step_weight=0.9"), "eagle3"),
+    ),
     "poss2-further-whole": Arm(
-        "the same, not detached, steps weighted by 0.9^k",
+        "PosS-2 from EAGLE-3, 600 steps more, 0.9^k, not detached",
         *("eagle3", _poss(2, "eagle3"), 0.8, (*_WHOLE, "train.step_weight=0.9"), "eagle3"),
     ),
     **{
@@ -231,7 +237,12 @@ def drafter_name(arm: str, size: int = ALL, seed: int = 0, steps: int = STEPS) -
 
 
 def many_trees_name(arm: str, seed: int = 0) -> str:
-    return f"c2t-many/{arm}" + (f"/seed{seed}" if seed else "")
+    return f"c2t-many/{arm}" + _of_seed(seed)
+
+
+def _of_seed(seed: int) -> str:
+    """Of a cell that was planned with one seed at first."""
+    return f"/seed{seed}" if seed else ""
 
 
 def c2t_search_name(arm: str) -> str:
@@ -342,7 +353,8 @@ def cells(lines: Lines) -> list[Cell]:
         for arm in ON_DEMO:
             seconds = 120 + DEMO_STEPS * ARMS[arm].seconds_per_step
             add(Cell(demo_name(arm, seed), "demo", seconds, (on_demo("answers"),), arm, seed=seed, steps=DEMO_STEPS))
-    add(Cell(on_demo("speed"), "demo-speed", 600, tuple(demo_name(arm) for arm in ON_DEMO)))
+    for seed in SEEDS:
+        add(Cell(demo_speed_name(seed), "demo-speed", 600, tuple(demo_name(arm, seed) for arm in ON_DEMO), seed=seed))
     add(Cell(MORE_ANSWERS, "more-answers", 300))
     search = c2t_search_name("eagle2")
     add(Cell(search, "c2t-search", 3000, (MORE_ANSWERS, "data", drafter_name("eagle2")), "eagle2"))
@@ -367,6 +379,10 @@ def cells(lines: Lines) -> list[Cell]:
 
 def demo_name(arm: str, seed: int = 0) -> str:
     return on_demo(drafter_name(arm, seed=seed, steps=DEMO_STEPS))
+
+
+def demo_speed_name(seed: int = 0) -> str:
+    return on_demo("speed") + _of_seed(seed)
 
 
 # The files of a cell, and the commands that make them.
@@ -577,11 +593,11 @@ def speed_name(arm: str, tree: str) -> str:
 def _demo_speed(cell: Cell, places: Places, lines: Lines) -> list[list[str]]:
     """All contenders take turns prompt by prompt, so that other load on the machine affects all alike."""
     rows = [
-        f"{speed_name(arm, tree)}: eval.drafter={places.of(demo_name(arm)) / 'drafter'} eval.tree={shape}"
+        f"{speed_name(arm, tree)}: eval.drafter={places.of(demo_name(arm, cell.seed)) / 'drafter'} eval.tree={shape}"
         for arm in ON_DEMO
         for tree, shape in SPEEDS.items()
     ]
-    first = places.of(demo_name(next(iter(ON_DEMO)))) / "drafter"
+    first = places.of(cell.needs[0]) / "drafter"
     own = [f"output_dir={places.of(cell.name)}", f"eval.drafter={first}", f"eval.max_prompts={SPEED_PROMPTS}"]
     return [["eval/acceptance.py", DEMO, *own, "eval.also=[]", "--compare", *rows]]
 

@@ -44,8 +44,8 @@ from docs.study.cells import (
     best_rate,
     cells,
     current,
+    demo_speed_name,
     many_trees_name,
-    on_demo,
     rate_name,
     rates_of,
     sampled_name,
@@ -75,7 +75,8 @@ COMPARED = (
     *(("losses-of-eagle3", "eagle2"), ("losses-of-eagle3", "eagle3"), ("eagle3-norm", "eagle3")),
     *(("eagle3.1", base) for base in ("eagle3", "eagle2", "hass-no-top10", "hass2-no-top10", "poss2")),
     *(("fc-norm", "eagle3"), ("norm-output", "eagle3"), ("poss2-eagle3.1", "eagle3.1")),
-    *(("poss2-further", "eagle3-further"), ("poss2-further-whole", "eagle3-further")),
+    *((arm, "eagle3-further") for arm in ("poss2-further", "poss2-further-0.9", "poss2-further-whole")),
+    ("poss2-further-whole", "poss2-further-0.9"),
     *((f"hass-top10-{weight}", "hass-no-top10") for weight in ("0.3", "0.1", "0.03")),
 )
 LONG_CONTEXT = "up to twice as much at long context (arXiv 2605.09992)"
@@ -99,7 +100,8 @@ CLAIMS = (
         "poss2-further",
         "eagle3-further",
     ),
-    ("The same, not detached, steps weighted by 0.9^k", "as above", "poss2-further-whole", "eagle3-further"),
+    ("The same, steps weighted by 0.9^k, detached", "as above", "poss2-further-0.9", "eagle3-further"),
+    ("The same, steps weighted by 0.9^k, not detached", "as above", "poss2-further-whole", "eagle3-further"),
     ("PosS-2 over EAGLE-3 beats one layer of as many parameters", "not reported", "poss2-eagle3", "matched-eagle3"),
     ("EAGLE-1's layer learns better by EAGLE-3's losses than by its own", "not reported", "losses-of-eagle3", "eagle2"),
     ("EAGLE-1's layer, by EAGLE-3's losses, beats EAGLE-3", "not reported", "losses-of-eagle3", "eagle3"),
@@ -108,7 +110,10 @@ CLAIMS = (
     ("EAGLE-3.1 beats EAGLE-2", "not reported", "eagle3.1", "eagle2"),
     ("EAGLE-3.1 beats PosS-2", "not reported", "eagle3.1", "poss2"),
     ("PosS-2 over EAGLE-3.1 beats EAGLE-3.1, detached", "not reported", "poss2-eagle3.1", "eagle3.1"),
-    ("A top-10 loss of weight 0.1 helps HASS", "published with weight 1", "hass-top10-0.1", "hass-no-top10"),
+    *(
+        (f"A top-10 loss of weight {weight} helps HASS", "published with weight 1", arm, "hass-no-top10")
+        for weight, arm in (("0.3", "hass-top10-0.3"), ("0.1", "hass-top10-0.1"), ("0.03", "hass-top10-0.03"))
+    ),
     (SIX_STEPS, "not reported", "hass-no-top10", "hass2-no-top10"),
     (TWO_STEPS, "not reported", "eagle3.1", "hass2-no-top10"),
 )
@@ -209,11 +214,15 @@ def bracketed(value: float, interval: Sequence[float], digits: int = 2) -> str:
 
 
 def seeds_of(found: Estimate | None) -> str:
+    digits = 0 if found is None else digits_of(found.half_width)
+    return _by_seed(found, lambda value: f"{value:.{digits}f}")
+
+
+def _by_seed(found: Estimate | None, shown: Callable[[float], str]) -> str:
     """Every seed's value; a dash for cells that have not run."""
     if found is None:
         return NOT_RUN
-    digits = digits_of(found.half_width)
-    return ", ".join(f"{found.by_seed[seed]:.{digits}f}" if seed in found.by_seed else "-" for seed in SEEDS)
+    return ", ".join(shown(found.by_seed[seed]) if seed in found.by_seed else "-" for seed in SEEDS)
 
 
 def in_percent(found: Estimate | None) -> str:
@@ -267,9 +276,7 @@ def compared(found: Found) -> list[str]:
     rows = []
     for arm, base in COMPARED:
         tree, chain = found.ratio(arm, base), found.ratio(arm, base, CHAIN)
-        seeds = NOT_RUN
-        if tree is not None:
-            seeds = ", ".join(f"{100 * (tree.by_seed[s] - 1):+.0f}" if s in tree.by_seed else "-" for s in SEEDS)
+        seeds = _by_seed(tree, lambda gain: f"{100 * (gain - 1):+.0f}")
         rows.append([ARMS[arm].name, ARMS[base].name, in_percent(tree), seeds, in_percent(chain)])
     return table(["arm", "compared with", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
 
@@ -322,6 +329,14 @@ def claims(found: Found) -> list[str]:
     for claim, paper, arm, base in DEMO_CLAIMS:
         ratio = found.demo.ratio(arm, base, steps=DEMO_STEPS)
         rows.append([f"{claim}, on the demo's target", paper, in_percent(ratio), verdict(ratio)])
+    for steps, arm in itertools.product(LONGER, LONG[1:]):
+        ratio = found.ratio(arm, "eagle2", steps=steps)
+        claim = f"{ARMS[arm].name} beats EAGLE-2, after {steps:,} steps"
+        rows.append([claim, "not reported", in_percent(ratio), verdict(ratio)])
+    for size, times in zip(MORE, ("twice", "four times"), strict=True):
+        ratio = found.ratio(FED[1], FED[0], sizes=(size, size), steps=LONGER[1])
+        claim = f"{ARMS[FED[1]].name} beats {ARMS[FED[0]].name}, after {LONGER[1]:,} steps on {times} the data"
+        rows.append([claim, "not reported", in_percent(ratio), verdict(ratio)])
     both = "; ".join(
         f"{ARMS[arm].name} {in_percent(found.ratio(arm, arm, sizes=(ALL, 1)))}" for arm in ("eagle3", "eagle2")
     )
@@ -467,7 +482,6 @@ def _of_seeds(found: Estimate | None, shown: Callable[[Estimate | None], str]) -
 
 def on_the_demo(found: Found) -> list[str]:
     """The demo's deeper target: taus, gains and speed-ups."""
-    speeds = found.all_lines.get(on_demo("speed"), {}).get("speeds", {})
     rows = []
     for arm in ON_DEMO:
         tree, chain = (found.demo.tau(arm, shape, steps=DEMO_STEPS) for shape in (TREE, CHAIN))
@@ -478,12 +492,26 @@ def on_the_demo(found: Found) -> list[str]:
             "-" if arm == "eagle2" else with_verdict(gain),
             with_interval(chain),
         ]
-        of_trees = [_speed(speeds.get(speed_name(arm, name))) for name in SPEEDS]
         lines = found.demo.of(arm, steps=DEMO_STEPS).values()
         minutes = [line["train_seconds"] / 60 for line in lines if not line.get("resumed")]
-        rows.append([ARMS[arm].name, *taus, *of_trees, f"{statistics.mean(minutes):.1f}" if minutes else NOT_RUN])
+        rows.append([ARMS[arm].name, *taus, f"{statistics.mean(minutes):.1f}" if minutes else NOT_RUN])
     head = ["arm", "tau, tree of 60", "seeds 0, 1, 2", "vs. EAGLE-2", "tau, chain of 6"]
-    return table([*head, *(f"speed-up, {name}" for name in SPEEDS), "minutes of training"], rows)
+    return table([*head, "minutes of training"], rows)
+
+
+def speeds(found: Found) -> list[str]:
+    """Speed-ups on the demo's target, of each seed, and the taus of these trees."""
+    of_seeds = [found.all_lines.get(demo_speed_name(seed), {}).get("speeds", {}) for seed in SEEDS]
+    rows = []
+    for arm in ON_DEMO:
+        shown = [ARMS[arm].name]
+        for tree in SPEEDS:
+            own = [speeds.get(speed_name(arm, tree)) for speeds in of_seeds]
+            taus = [row["tau"] for row in own if row]
+            shown += [f"{statistics.mean(taus):.2f}" if taus else NOT_RUN, ", ".join(map(_speed, own))]
+        rows.append(shown)
+    head = [f"{of}, {tree}" for tree in SPEEDS for of in ("tau", "speed-up")]
+    return table(["arm", *head], rows)
 
 
 def _speed(row: Mapping[str, Any] | None) -> str:
@@ -602,6 +630,7 @@ SECTIONS: dict[str, Callable[[Found], list[str]]] = {
     "longer": longer,
     "fed": fed,
     "demo": on_the_demo,
+    "demo-speed": speeds,
     "endings": endings,
     "data": data,
     "fr-spec": fr_spec,

@@ -240,8 +240,7 @@ def print_plan(wanted: Sequence[Cell], lines: Lines, places: Places) -> None:
     if changed := of_other_commands(wanted, lines):
         print(f"made by other commands than today's; where that matters, delete the line: {', '.join(changed)}")
     print(
-        f"a training takes {STEPS} steps of 8 rows, one of a learning rate as well; {ANSWERS} held-out answers are "
-        "replayed"
+        f"a training takes {STEPS} steps of 8 rows unless its name has others; {ANSWERS} held-out answers are replayed"
     )
 
 

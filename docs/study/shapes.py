@@ -7,15 +7,21 @@
 
 Costs depend on shapes alone, so nothing is trained: a Llama of each shape, with the demo target's vocabulary and ratios
 of widths, and an EAGLE-3 drafter for it. The planner's own measurement (eval/planner/cost_model.py) times real rounds
-of the decoding loop. Its formula then gives the gains of drafters of such a tau. llama.cpp answers prompts in float32
-with and without the drafter, which tells what a round with a chain of 4 costs. `--config` measures the shape of any
+of the decoding loop. Its formula then gives the gains of drafters of such a tau. `--config` measures the shape of any
 target that transformers knows, of which no weights are loaded, with a drafter of at most 32,000 tokens.
+
+llama.cpp gets a table of its own, in float32: its llama-bench reads n tokens behind a context, and its llama-server
+answers prompts with and without the drafter in turn, which tells what a round with a chain of 4 costs. Medians, and
+the lowest and highest of all times.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,7 +43,7 @@ from draftsmith.recipes.schema import TreeSection
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = ROOT / "docs/study/target"
-SHAPES = ((8, 256), (12, 256), (16, 256), (16, 192), (24, 192), (28, 192), (32, 192), (32, 128))  # layers, width
+SHAPES = ((8, 256), (12, 256), (16, 256), (16, 192), (24, 192), (28, 192))  # layers, width
 VOCAB = 1024
 DRAFT_VOCAB = 32_000  # at most
 CONTEXT = 150
@@ -46,6 +52,7 @@ CHAIN = TreeSection.model_validate({"policy": "chain", "nodes": 17})
 TREE = TreeSection.model_validate({"policy": "eagle2", "nodes": 60, "draft_calls": 8, "top_k": 10})
 # Of each drafter: its tree, nodes, draft calls, and a tau that the demo's drafters reach.
 CHAIN_TAU = 2.3
+SERVED = 5  # times that llama-server answers with the drafter, and without
 DRAFTERS = {f"chain of 4, tau {CHAIN_TAU}": (CHAIN, 5, 4, CHAIN_TAU), "tree of 60, tau 3": (TREE, 60, 8, 3.0)}
 
 
@@ -80,8 +87,30 @@ def costs_of(model: Any, drafter: Eagle3Drafter, texts: list[list[int]]) -> Cost
     return measure_costs(target, proposer_of, [CHAIN, TREE], texts, CONTEXT)
 
 
-def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]], llama_cpp: Path) -> list[float]:
-    """Seconds of a plain round, and of a round with a chain of 4."""
+@dataclass(frozen=True)
+class ServedCosts:
+    """Of llama.cpp, in seconds, each time that it was measured."""
+
+    plain: list[float]  # rounds of llama-server without a drafter
+    drafted: list[float]  # with a chain of 4
+    read: dict[int, list[float]]  # n tokens behind a context, by llama-bench
+
+    def row(self) -> list[str]:
+        plain, step = statistics.median(self.plain), statistics.median(self.read[1])
+        verify = {n: statistics.median(self.read[n]) / step for n in NODES}
+        rounds = sorted(drafted / plain for drafted in self.drafted)
+        call = (statistics.median(rounds) - verify[5]) / 4
+        gains = [CHAIN_TAU / each for each in reversed(rounds)]
+        steps = [1e3 * each for each in sorted(self.plain)]
+        verified = (f"{own:.2f}" for own in verify.values())
+        return [_spread(steps), f"{call:.2f}", *verified, _spread(rounds), _spread(gains)]
+
+
+def _spread(ordered: Sequence[float]) -> str:
+    return f"{statistics.median(ordered):.2f} ({ordered[0]:.2f}-{ordered[-1]:.2f})"
+
+
+def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]], llama_cpp: Path) -> ServedCosts:
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
@@ -92,27 +121,33 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
         save_drafter(folder / "drafter", drafter, identity, "", provenance({}))
         exported = ["--to", "llama.cpp", "--out", folder / "gguf", "--with-target", llama_cpp]
         _run(ROOT / "models/export.py", folder / "drafter", *exported)
+        target, threads = folder / "gguf/target.gguf", torch.get_num_threads()
         asked = {
             "server": str(llama_cpp / "build/bin/llama-server"),
-            "target": str(folder / "gguf/target.gguf"),
+            "target": str(target),
             "draft_tokens": 4,
             "max_new_tokens": 100,
             "max_model_len": 2 * CONTEXT + 100,
-            "threads": torch.get_num_threads(),
+            "threads": threads,
             "cache": "f32",
             "prompts": texts,
         }
-        seconds = []
-        for drafter_file in (None, str(folder / "gguf/drafter.gguf")):
-            (folder / "asked.json").write_text(json.dumps(asked | {"drafter": drafter_file}))
-            _run(ROOT / "tests/serving/llamacpp_answers.py", folder / "asked.json", folder / "answered.json")
-            found = json.loads((folder / "answered.json").read_text())
-            rounds = [
-                len(answer["token_ids" if drafter_file is None else "accepted_per_round"])
-                for answer in found["answers"]
-            ]
-            seconds.append(found["decode_seconds"] / sum(rounds))
-        return seconds
+        served: dict[str | None, list[float]] = {None: [], str(folder / "gguf/drafter.gguf"): []}
+        for _ in range(SERVED):
+            for drafter_file, seconds in served.items():
+                (folder / "asked.json").write_text(json.dumps(asked | {"drafter": drafter_file}))
+                _run(ROOT / "tests/serving/llamacpp_answers.py", folder / "asked.json", folder / "answered.json")
+                found = json.loads((folder / "answered.json").read_text())
+                rounds = "token_ids" if drafter_file is None else "accepted_per_round"
+                seconds.append(found["decode_seconds"] / sum(len(answer[rounds]) for answer in found["answers"]))
+        bench = [llama_cpp / "build/bin/llama-bench", "-m", target, "-t", threads, "-d", CONTEXT, "-r", 20]
+        bench += ["-p", ",".join(map(str, NODES)), "-n", 1, "-ctk", "f32", "-ctv", "f32", "-o", "json"]
+        printed = subprocess.run([*map(str, bench)], check=True, capture_output=True, text=True).stdout
+        read = {
+            test["n_prompt"] or test["n_gen"]: [each / 1e9 for each in test["samples_ns"]]
+            for test in json.loads(printed)
+        }
+        return ServedCosts(*served.values(), read)
 
 
 def _run(*command: object) -> None:
@@ -133,19 +168,20 @@ def main() -> None:
         parser.error("--llama-cpp: leave it out with --config; it serves targets with the demo's vocabulary")
     columns = ["layers x width", "MB in bfloat16", "T_t, ms", "draft call / T_t"]
     columns += [*(f"T_v({nodes}) / T_t" for nodes in NODES), *DRAFTERS]
-    if options.llama_cpp:
-        columns += ["llama.cpp: T_t, ms", "round with a chain of 4 / T_t", f"tau {CHAIN_TAU}"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     configs = [llama_config(VOCAB, layers, width, width * 11 // 4) for layers, width in options.shapes]
     if options.config:
         configs = [AutoConfig.from_pretrained(options.config)]
+    of_llama_cpp = []
     for given in configs:
         torch.manual_seed(0)
         model, drafter = pair_of(given, torch.device(options.device), getattr(torch, options.dtype))
         layers, width, vocab = given.num_hidden_layers, given.hidden_size, given.vocab_size
         texts = torch.randint(5, vocab, (4, CONTEXT), generator=torch.Generator().manual_seed(0)).tolist()
         megabytes = 2e-6 * sum(each.numel() for each in model.parameters())
-        served = costs_in_llama_cpp(model, drafter, texts, options.llama_cpp) if options.llama_cpp else []
+        if options.llama_cpp:
+            served = costs_in_llama_cpp(model, drafter, texts, options.llama_cpp)
+            of_llama_cpp.append([f"{layers} x {width}", *served.row()])
         costs = costs_of(model, drafter, texts)
         call = float(costs.draft[family(CHAIN)]([16]).item()) / 16
         verify = [float(costs.verify["chain" if n <= CHAIN.most else "tree"]([n]).item()) / costs.plain for n in NODES]
@@ -155,11 +191,12 @@ def main() -> None:
             parts = (costs.draft[family(tree)]([calls]), costs.verify[kind]([nodes]), costs.rest[kind]([nodes]))
             gains.append(tau * costs.plain / sum(float(part.item()) for part in parts))
         numbers = [f"{1e3 * costs.plain:.1f}", *(f"{each:.2f}" for each in [call / costs.plain, *verify, *gains])]
-        if served:
-            plain, drafted = served
-            numbers += [f"{1e3 * plain:.2f}", f"{drafted / plain:.2f}", f"{CHAIN_TAU * plain / drafted:.2f}"]
         note = " (busy)" if costs.busy else ""
         print(f"| {layers} x {width} | {megabytes:.1f} | {' | '.join(numbers)} |{note}", flush=True)
+    if of_llama_cpp:
+        columns = [columns[0], *columns[2 : 4 + len(NODES)], "round with a chain of 4 / T_t", f"gain, tau {CHAIN_TAU}"]
+        print(f"\nllama.cpp:\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        print("\n".join(f"| {' | '.join(row)} |" for row in of_llama_cpp))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ Train draft models for speculative decoding, and measure what they are worth.
 
 {lines(("init", "run"))}
 
-the stages of a recipe, in the order of `run`:
+the stages of every recipe, in the order of `run`:
 {lines(stages)}
 
 also:
