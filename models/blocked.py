@@ -1,8 +1,17 @@
 """Weights of linear layers as oneDNN wants them: faster products of few rows on a CPU.
 
 PyTorch's product rearranges a weight for its kernel at each call. For the few tokens of a verification that takes as
-long as the product itself. Here it is done once, when the model is loaded for decoding. All forwards of a model then
-use the same kernels: plain decoding, verification, and the prompt's.
+long as the product itself. Here it is done once, when the model is loaded for decoding.
+
+Plain decoding, of one row, must not pay for that, or drafting would seem to gain more than it does. So in float32 the
+layout depends on the layer's size (docs/log.md, 2026-11-26, has the times):
+
+    weights             one row by            more rows by
+    up to 2**18         PyTorch's product     oneDNN, a layout for 16 rows
+    up to 2**20         oneDNN, a layout for 16 rows
+    more                oneDNN, a layout for one row
+
+The first kind keeps both weights, of a megabyte at most. In bfloat16 the layout for 16 rows is the fastest for all.
 
 The operations are private ones of torch (`mkldnn::_reorder_linear_weight`, `mkldnn::_linear_pointwise`; its compiler
 uses them). Where they are missing or give other numbers, layers stay as they are.
@@ -18,7 +27,8 @@ from torch.nn import functional
 if TYPE_CHECKING:
     from draftsmith.models.feature_drafter import FeatureDrafter
 
-ROWS = 16  # that the layout is made for; one for a single row is slower for more (docs/log.md)
+ROWS = 16  # of a verification
+SMALL, LARGE = 2**18, 2**20  # weights of a layer
 PROBE_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # relative
 
 
@@ -26,15 +36,21 @@ class BlockedLinear(nn.Module):
     """A linear layer in inference."""
 
     blocked: torch.Tensor
+    plain: torch.Tensor | None  # for one row
     bias: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        self.register_buffer("blocked", _blocked(linear.weight.detach()))
+        weight = linear.weight.detach()
+        single = weight.dtype == torch.float32
+        self.register_buffer("blocked", _blocked(weight, 1 if single and weight.numel() > LARGE else ROWS))
+        self.register_buffer("plain", weight if single and weight.numel() <= SMALL else None)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
+        if self.plain is not None and states.numel() == states.shape[-1]:
+            return functional.linear(states, self.plain, self.bias)
         return torch.ops.mkldnn._linear_pointwise(states, self.blocked, self.bias, "none", [], "")
 
 
@@ -60,12 +76,12 @@ def able(dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, states = (torch.randn(n, 40, generator=generator).to(dtype) for n in (24, 3))
     try:
-        found = torch.ops.mkldnn._linear_pointwise(states, _blocked(weight), None, "none", [], "")
+        found = torch.ops.mkldnn._linear_pointwise(states, _blocked(weight, ROWS), None, "none", [], "")
     except (AttributeError, RuntimeError):
         return False
     expected = functional.linear(states.double(), weight.double())
     return float((found - expected).abs().max()) <= PROBE_ERROR[dtype] * float(expected.abs().max())
 
 
-def _blocked(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ROWS)
+def _blocked(weight: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)

@@ -10,9 +10,9 @@ of widths, and an EAGLE-3 drafter for it. The planner's own measurement (eval/pl
 of the decoding loop. Its formula then gives the gains of drafters of such a tau. `--config` measures the shape of any
 target that transformers knows, of which no weights are loaded, with a drafter of at most 32,000 tokens.
 
-llama.cpp gets a table of its own, in float32: its llama-bench reads n tokens behind a context, and its llama-server
-answers prompts with and without the drafter in turn, which tells what a round with a chain of 4 costs. Medians, and
-the lowest and highest of all times.
+llama.cpp gets a table of its own, with float32 weights: its llama-bench reads n tokens behind a context, and its
+llama-server answers prompts with and without the drafter in turn, which tells what a round with a chain of 4 costs.
+Medians, and the lowest and highest of all times.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
             "max_new_tokens": 100,
             "max_model_len": 2 * CONTEXT + 100,
             "threads": threads,
-            "cache": "f32",
+            "cache": "f16",  # the one that llama-bench takes as well
             "prompts": texts,
         }
         served: dict[str | None, list[float]] = {None: [], str(folder / "gguf/drafter.gguf"): []}
@@ -141,7 +141,7 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
                 rounds = "token_ids" if drafter_file is None else "accepted_per_round"
                 seconds.append(found["decode_seconds"] / sum(len(answer[rounds]) for answer in found["answers"]))
         bench = [llama_cpp / "build/bin/llama-bench", "-m", target, "-t", threads, "-d", CONTEXT, "-r", 20]
-        bench += ["-p", ",".join(map(str, NODES)), "-n", 1, "-ctk", "f32", "-ctv", "f32", "-o", "json"]
+        bench += ["-p", ",".join(map(str, NODES)), "-n", 1, "-o", "json"]
         printed = subprocess.run([*map(str, bench)], check=True, capture_output=True, text=True).stdout
         read = {
             test["n_prompt"] or test["n_gen"]: [each / 1e9 for each in test["samples_ns"]]
