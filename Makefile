@@ -88,7 +88,7 @@ $(PEER)/.installed:
 
 # As EAGLE-3 was published, for llama.cpp, which does not know EAGLE-3.1; it learns more slowly, so it gets more steps.
 EAGLE3 := recipes/demo.yaml output_dir=runs/demo-eagle3 data.conversations=runs/demo/conversations.jsonl \
-	drafter.fc_norm=false drafter.norm_output=false train.max_steps=2400
+	drafter.fc_norm=false drafter.norm_output=false train.max_steps=2400 train.ttt_steps=5 train.learning_rate=4e-3
 serve-check: install $(VLLM)/.installed $(LLAMA_CPP)/.built  ## the demo's drafter in vLLM, a plain EAGLE-3 in vLLM and llama.cpp, compared with our loop, after make demo
 	$(BIN)/python -m pip install --quiet --editable ".[llama-cpp]"
 	$(BIN)/python tests/serving/serve_check.py recipes/demo.yaml --vllm $(VLLM)/bin/python
