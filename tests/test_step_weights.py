@@ -85,11 +85,11 @@ def test_the_pass_that_measures_acceptance_equals_its_twin(
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("[1, 0.5]", r"train\.step_weight`: \[1\.0, 0\.5\]; give each of the 5 unroll steps a number"),
-        ("[0, 0, 0, 0, 0]", r"train\.step_weight`: \[0\.0, .*\]; give each of the 5 unroll steps a number, and one of"),
+        ("[1, 0.5]", r"train\.step_weight`: \[1\.0, 0\.5\]; give each of the 3 unroll steps a number"),
+        ("[0, 0, 0]", r"train\.step_weight`: \[0\.0, .*\]; give each of the 3 unroll steps a number, and one of"),
         ("decay", r"train\.step_weight"),
         ("0", r"train\.step_weight"),
-        ("[1, -1, 1, 1, 1]", r"train\.step_weight"),
+        ("[1, -1, 1]", r"train\.step_weight"),
     ],
 )
 def test_weights_that_say_nothing_are_told(given: str, told: str) -> None:
@@ -97,7 +97,7 @@ def test_weights_that_say_nothing_are_told(given: str, told: str) -> None:
         load_recipe(DEMO, [f"train.step_weight={given}"])
 
 
-@pytest.mark.parametrize("given", ["[1, 0.5, 0.2, 0, 0.1]", "acceptance", "0.9"])
+@pytest.mark.parametrize("given", ["[1, 0, 0.1]", "acceptance", "0.9"])
 def test_weights_that_recipes_may_name(given: str) -> None:
     weight = load_recipe(DEMO, [f"train.step_weight={given}"]).train.step_weight
     assert weight == "acceptance" or isinstance(weight, list) or math.isclose(weight, 0.9)
