@@ -31,6 +31,23 @@ def test_products_are_those_of_the_layer(shape: tuple[int, int], bias: bool, dty
     torch.testing.assert_close(layer(columns), layer(columns.contiguous()))
 
 
+@needs_them
+@torch.no_grad()
+def test_one_row_of_a_small_layer_is_pytorch_s_own_product() -> None:
+    """Plain decoding must not pay for the layout that makes verification fast."""
+    for outputs, dtype, kept in (
+        (8, torch.float32, True),
+        (2**15 + 1, torch.float32, False),
+        (8, torch.bfloat16, False),
+    ):
+        linear = nn.Linear(8, outputs).to(dtype)
+        layer = BlockedLinear(linear)
+        layer.blocked.zero_()
+        states = torch.randn(1, 8).to(dtype)
+        assert torch.equal(layer(states), linear(states)) is kept
+        assert not torch.equal(layer(states.expand(2, 8)), linear(states.expand(2, 8)))
+
+
 class Other(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return super().forward(input) + 1

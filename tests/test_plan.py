@@ -248,7 +248,7 @@ def test_a_device_with_longer_products_has_more_logits_alive() -> None:
 # The kernel's high-water mark of this address space: what getrusage tells begins at the parent's size.
 REAL_MEMORY = """
 from pathlib import Path
-from draftsmith.recipes.schema import TargetSection, TrainSection
+from draftsmith.recipes.schema import TrainSection
 from tests.test_plan import MEASURED, micro_batch, shape_of
 peak = lambda: int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 settings, shape = TrainSection(ttt_steps=3), shape_of(*MEASURED)

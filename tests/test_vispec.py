@@ -436,10 +436,8 @@ def test_operations_with_a_picture_are_those_of_a_real_unroll(name: str) -> None
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         teacher = teacher_of(target, last, batch.ids, columns, drafter.vocab)
         trainee(captured, inputs, columns, teacher).loss.backward()
-    shape, flops = (
-        drafter.config,
-        StepFlops(trainee, target.config, target_size(target.config, TargetSection(model="")), True),
-    )
+    shape, size = drafter.config, target_size(target.config, TargetSection(model=""))
+    flops = StepFlops(trainee, target.config, size, states_are_read=True)
     counts = {}
     object.__setattr__(flops, "of_counts", lambda **given: counts.update(given) or 0)
     flops.of_batch(batch, columns)
