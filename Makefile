@@ -52,10 +52,10 @@ ci:  ## all of the above
 demo: install  ## prompts -> regenerated answers -> drafter -> measured acceptance, in runs/demo
 	$(BIN)/draftsmith run recipes/demo.yaml data.states=runs/demo/states
 
-study-target: install  ## train the study's target again, from random weights: 80 minutes
+study-target: install  ## train the study's target again, from random weights: 78 minutes
 	$(BIN)/python -m docs.study.make_demo_target --out runs/study_target
 
-demo-target: install  ## train the demo's target again, from the study's: 40 minutes
+demo-target: install  ## train the demo's target again, from the study's: 39 minutes
 	$(BIN)/python -m docs.study.make_demo_target --out runs/demo_target --grow-from docs/study/target --layers 16 \
 		--steps 480 --learning-rate 2e-3 --start-share 0.4
 
