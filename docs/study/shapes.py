@@ -147,7 +147,8 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
             test["n_prompt"] or test["n_gen"]: [each / 1e9 for each in test["samples_ns"]]
             for test in json.loads(printed)
         }
-        return ServedCosts(*served.values(), read)
+        plain, drafted = served.values()
+        return ServedCosts(plain, drafted, read)
 
 
 def _run(*command: object) -> None:
