@@ -47,6 +47,11 @@ class BlockedLinear(nn.Module):
         self.register_buffer("plain", weight if single and weight.numel() <= SMALL else None)
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach())
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """For its dtype, which some routers ask for; the layout is oneDNN's own."""
+        return self.blocked
+
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
         if self.plain is not None and states.numel() == states.shape[-1]:
@@ -57,8 +62,9 @@ class BlockedLinear(nn.Module):
 def block_linears(module: nn.Module) -> None:
     """Replaces the linear layers inside a module that lies on a CPU, one after another, in place."""
     for name, layer in list(module.named_modules()):
-        # A subclass may compute something else.
-        if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and able(layer.weight.dtype):
+        if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
+            continue  # a subclass, of the layer or (in quantised checkpoints) of its weight, may compute something else
+        if layer.weight.device.type == "cpu" and able(layer.weight.dtype):
             module.set_submodule(name, BlockedLinear(layer))
 
 

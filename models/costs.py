@@ -166,7 +166,8 @@ def target_forward_bytes(config: Any, size: TargetSize, rows: int, tokens: int, 
         width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         mlp = (6 * width + 2 * hidden) * (getattr(config, "num_experts_per_tok", None) or 1) * unit * places
     else:
-        mlp = 3 * config.intermediate_size * unit * places
+        # GPT-2, OPT and others have no such key, and four times the hidden size.
+        mlp = 3 * (getattr(config, "intermediate_size", None) or 4 * hidden) * unit * places
     residual = 4 * hidden * unit * places
     return 2 * captured_layers * hidden * unit * places + residual + scores + max(attention, mlp)
 
@@ -339,7 +340,7 @@ class Device:
 
 
 def device_here(wanted: str = "auto") -> Device:
-    """The device that `target.device` selects on this machine."""
+    """The device that `target.device` selects on this machine; any other than a CUDA one counts as the CPU."""
     device = torch.device(device_name(wanted))
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

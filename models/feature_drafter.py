@@ -312,10 +312,11 @@ class FeatureDrafting:
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps these rows between rounds; drops the last round's drafted columns."""
         self.columns.keep(rows)
-        index = torch.tensor(rows, device=self.device)
-        self.newest_B1, self.context = self.newest_B1[index], tuple(each[index] for each in self.context)
+        if len(self.newest_B1) == len(self.pictures):  # else rows came since the last `observe`: the next one sets all
+            index = torch.tensor(rows, device=self.device)
+            self.newest_B1, self.context = self.newest_B1[index], tuple(each[index] for each in self.context)
+            self._new_round(self.outputs[index, :1])
         self.pictures = [self.pictures[row] for row in rows]
-        self._new_round(self.outputs[index, :1])
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Keeps the columns of the first lengths[b] positions. Column t depends on no token behind t + 1."""

@@ -96,11 +96,9 @@ class KeyValues:
 
     def place(self, first_slot: int, count: int) -> None:
         """Prepares to write `count` slots from `first_slot` on."""
-        self.end = max(self.lengths) + first_slot + count
-        if self.end > self.capacity:
-            self.reserve(self.end)
-            self.end = max(self.lengths) + first_slot + count
-        self._first, self.count = first_slot, count
+        end = max(self.lengths) + first_slot + count
+        self.reserve(end)  # which sets `end` anew if it grows
+        self.end, self._first, self.count = end, first_slot, count
         self._columns: dict[torch.device, torch.Tensor] = {}
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

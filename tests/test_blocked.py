@@ -53,13 +53,20 @@ class Other(nn.Linear):
         return super().forward(input) + 1
 
 
+class Packed(torch.Tensor):
+    """A weight of a quantised checkpoint, in a layer that stays nn.Linear."""
+
+
 @needs_them
 def test_other_layers_and_precisions_stay() -> None:
     inside = nn.ModuleDict({"inner": nn.Linear(4, 4)})
-    model = nn.Sequential(nn.Linear(4, 4), inside, Other(4, 4), nn.Linear(4, 4).double())
+    quantised = nn.Linear(4, 4)
+    quantised.weight = nn.Parameter(torch.randn(4, 4).as_subclass(Packed))
+    model = nn.Sequential(nn.Linear(4, 4), inside, Other(4, 4), nn.Linear(4, 4).double(), quantised)
     block_linears(model)
-    assert [type(each) for each in model] == [BlockedLinear, nn.ModuleDict, Other, nn.Linear]
+    assert [type(each) for each in model] == [BlockedLinear, nn.ModuleDict, Other, nn.Linear, nn.Linear]
     assert type(inside["inner"]) is BlockedLinear
+    assert inside["inner"].weight.dtype == torch.float32  # routers of some families ask
 
 
 def test_where_the_operations_differ_layers_stay(monkeypatch: pytest.MonkeyPatch) -> None:

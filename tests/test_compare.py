@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from draftsmith.eval import acceptance
-from draftsmith.eval.decoding import contenders
+from draftsmith.eval.decoding import contenders, proposers
 from draftsmith.eval.decoding.contenders import Contender, Lineup, check_contenders, describe, named
 from draftsmith.eval.measured import evaluation
 from draftsmith.eval.measured.benchmarks import PLAIN
@@ -250,6 +250,11 @@ def test_what_cannot_be_measured_is_told_before_weights_are_loaded(
     for said, overrides in mistakes(place, target_dir):
         with pytest.raises(UserError, match=said):
             run_main(acceptance, place / "recipe.yaml", *overrides)
+    with monkeypatch.context() as other:
+        other.setattr(proposers, "device_name", lambda wanted: "meta" if wanted == "auto" else "cpu")
+        small = also(proposer="causal_lm", draft_model={"model": str(target_dir)}, tree={"policy": "chain", "nodes": 4})
+        with pytest.raises(UserError, match=r"^eval\.also\.0\.draft_model\.device: is meta, the target's cpu"):
+            run_main(acceptance, place / "recipe.yaml", small)
     # All of them at once, each once.
     with pytest.raises(UserError) as raised:
         check(

@@ -252,8 +252,10 @@ class FakeEvent:
 
     def __init__(self, device: torch.device, enable_timing: bool):
         assert enable_timing
+        self.device = device
 
-    def record(self) -> None:
+    def record(self, stream: str) -> None:
+        assert stream == f"the queue of {self.device}"
         FakeEvent.now += 0.5
         self.at = FakeEvent.now
 
@@ -265,6 +267,7 @@ class FakeEvent:
 
 def test_time_on_an_accelerator_is_asked_of_its_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the queue of {device}")
     clock = Clock(torch.device("cuda"))
     first, _, third = clock.mark(), clock.mark(), clock.mark()
     assert clock.seconds(first, third) == 1.0

@@ -8,6 +8,7 @@ import torch
 from draftsmith.eval.decoding.decode import Request, TargetVerifier, decode_stream
 from draftsmith.eval.decoding.hierarchical import HierarchicalProposer
 from draftsmith.eval.decoding.policies import PolicyProposer, policy_of
+from draftsmith.eval.decoding.sam import DYNAMIC, SamDraft, SamProposer, SamRouter
 from draftsmith.models.draft_tree import Committed, Drafting, DraftTree
 from draftsmith.models.feature_drafter import FeatureDrafting
 from draftsmith.models.target import Target
@@ -104,6 +105,35 @@ def test_a_small_target_with_its_drafter_proposes_to_a_larger_one() -> None:
         assert len(answer.inner_accepted) > len(answer.accepted_per_round) and answer.drafted_by == []
     # Where the target accepts part of a chain, the small model has read all of it: no pass is needed to go on.
     assert decoder.resumed and decoder.read
+
+
+class Copies(SamProposer):
+    """Drafts wrong tokens for all rows in every round from `first` on."""
+
+    def __init__(self, target: Target, first: int):
+        super().__init__(target.device, 16, None, width=1)
+        self.first, self.round = first, -1
+
+    def drafts(self) -> list[SamDraft]:
+        self.round += 1
+        found = SamDraft(DYNAMIC, 9, [7, 7], [0, 1]) if self.round >= self.first else SamDraft(DYNAMIC, 0, [], [])
+        return [found] * len(self.texts)
+
+
+def test_beside_a_router_rows_end_before_the_small_model_has_read_them() -> None:
+    """SAM drafts every round from the first one on, or from one in which new rows came."""
+    small, drafter = pair_of("llama", None)
+    large = larger_than(small)
+    budgets = (6, 9, 30, 30)
+
+    for first in (0, 1, 3, 6):
+        inner = PolicyProposer(FeatureDrafting(drafter), policy_of(TreeSection(nodes=8, draft_calls=CALLS, top_k=3)))
+        router = SamRouter(Copies(large, first), HierarchicalProposer(small, inner, LENGTH), 5)
+        requests = [Request(i, prompt, budgets[i]) for i, prompt in enumerate(PROMPTS)]
+        with torch.inference_mode():
+            answers = dict(decode_stream(TargetVerifier(large, router), router, iter(requests), (), 3))
+        for i, prompt in enumerate(PROMPTS):
+            assert answers[i].token_ids == greedy(large, prompt, budgets[i])
 
 
 def test_chains_end_where_the_small_model_s_positions_end() -> None:

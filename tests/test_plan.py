@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, GPT2Config
 
 from draftsmith.data_gen import regenerate
 from draftsmith.data_gen.answers import prompt_sizes
@@ -285,6 +285,14 @@ def test_target_pass_is_near_what_a_real_one_takes(family: str) -> None:
         target.states(ids)
     planned = target_forward_bytes(model.config, target_size(model.config, TargetSection(model="")), 2, 200, 3)
     assert 0.8 < planned / meter.peak_bytes < 2
+
+
+def test_a_config_without_the_mlp_s_width_counts_as_four_times_its_hidden_size() -> None:
+    config = GPT2Config(n_embd=64, n_layer=7, n_head=4, vocab_size=300)
+    size = target_size(config, TargetSection(model=""))
+    planned = target_forward_bytes(config, size, 2, 200, 3)
+    config.intermediate_size = 256
+    assert planned == target_forward_bytes(config, size, 2, 200, 3)
 
 
 def test_memory_takes_the_widest_moment() -> None:

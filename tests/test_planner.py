@@ -202,6 +202,9 @@ def test_a_sweep_changes_the_threshold_alone(tmp_path: Path) -> None:
     trees = sweep_of(make_recipe(tmp_path, tree=own), "svip")
     assert {(tree.calls, tree.svip.c) for tree in trees} == {(7, 0.2)}
     assert len({tree.svip.h for tree in trees}) == len(trees) > 5
+    drawn = make_recipe(tmp_path, tree={**own, "draw": "sampled"}, temperature=1)
+    with pytest.raises(UserError, match="svip's tree: which tokens were drawn is not recorded"):
+        sweep_of(drawn, "svip")
     trees = sweep_of(make_recipe(tmp_path, planner={"candidates": [{"policy": "ddd", "nodes": 9}]}), "ddd")
     assert {tree.most for tree in trees} == {9}
     assert len({tree.ddd.threshold for tree in trees}) == len(trees) > 5

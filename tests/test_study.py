@@ -606,6 +606,16 @@ def test_the_plan_counts_what_is_left(place: Path, capsys: pytest.CaptureFixture
     assert "rate/eagle2" not in out and "drafter/eagle2/x8/seed0" in out and "other commands" not in out
 
 
+def test_a_drafter_whose_rate_has_no_line_counts_as_not_made(place: Path) -> None:
+    """Or the study would end with a traceback when somebody has deleted the line of a rate."""
+    run(["rate/eagle2/*", "drafter/eagle2/x8/seed0"])
+    lines = read()
+    cell = next(cell for cell in cells(lines) if cell.name == "drafter/eagle2/x8/seed0")
+    assert study.is_made(cell, PLACES, lines)
+    del lines[rate_name("eagle2", 2e-3)]
+    assert not study.is_made(cell, PLACES, lines)
+
+
 def test_the_plan_names_lines_that_were_made_otherwise(place: Path, capsys: pytest.CaptureFixture) -> None:
     """Validating along answers changes no drafter."""
     run(["rate/eagle2/*"])

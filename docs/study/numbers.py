@@ -164,13 +164,13 @@ class Found:
         replays = [line["replay"][name] for name in (base, contender)]
         return self._of_columns(line["seed"], replays, lambda s: s[0] / s[1])
 
-    def growth(self, arm: str, base: str, sizes: tuple[int, int], seed: int = 0) -> Estimate | None:
-        """tau's growth from the first data size to the second, of `arm` over that of `base`."""
-        of_all = [self.of(name, size).get(seed) for name in (arm, base) for size in sizes]
+    def growth(self, arm: str, base: str, sizes: tuple[int, int]) -> Estimate | None:
+        """tau's growth from the first data size to the second, of `arm` over that of `base`, for seed 0."""
+        of_all = [self.of(name, size).get(0) for name in (arm, base) for size in sizes]
         replays = [line["replay"][TREE] for line in of_all if line is not None]
         if len(replays) < len(of_all):
             return None
-        return self._of_columns(seed, replays, lambda s: (s[0] / s[1]) / (s[2] / s[3]))
+        return self._of_columns(0, replays, lambda s: (s[0] / s[1]) / (s[2] / s[3]))
 
     def _of_columns(
         self, seed: int, replays: Sequence[Mapping[str, Any]], of_rounds: Callable[[np.ndarray], np.ndarray]

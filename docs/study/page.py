@@ -162,8 +162,8 @@ def main() -> None:
     print(f"written: {options.doc}{''.join(f'; no marker for {name}' for name in missing)}")
     for plot in drawn:
         place = options.plots / f"{plot.name}.png"
-        with atomic_path(place) as partial:
-            write_png(plot, partial)
+        with atomic_path(place) as unfinished:
+            write_png(plot, unfinished)
         print(f"written: {place}")
 
 
@@ -230,8 +230,13 @@ def in_percent(found: Estimate | None) -> str:
     if found is None:
         return NOT_RUN
     digits = 1 if found.half_width < 0.01 else 0
-    value, low, high = (f"{100 * (x - 1):+.{digits}f}" for x in (found.value, *found.interval))
+    value, low, high = (_gain(x, digits) for x in (found.value, *found.interval))
     return f"{value} % [{low}, {high}]"
+
+
+def _gain(ratio: float, digits: int = 0) -> str:
+    """In per cent, with its sign; never "-0"."""
+    return f"{round(100 * (ratio - 1), digits) + 0.0:+.{digits}f}"
 
 
 def progress(found: Found) -> list[str]:
@@ -276,7 +281,7 @@ def compared(found: Found) -> list[str]:
     rows = []
     for arm, base in COMPARED:
         tree, chain = found.ratio(arm, base), found.ratio(arm, base, CHAIN)
-        seeds = _by_seed(tree, lambda gain: f"{100 * (gain - 1):+.0f}")
+        seeds = _by_seed(tree, _gain)
         rows.append([ARMS[arm].name, ARMS[base].name, in_percent(tree), seeds, in_percent(chain)])
     return table(["arm", "compared with", "tau, tree of 60", "seeds 0, 1, 2", "tau, chain of 6"], rows)
 
@@ -322,21 +327,16 @@ def with_verdict(gain: Estimate | None) -> str:
 
 
 def claims(found: Found) -> list[str]:
-    rows = []
-    for claim, paper, arm, base in CLAIMS:
-        ratio = found.ratio(arm, base)
-        rows.append([claim, paper, in_percent(ratio), verdict(ratio)])
+    gains = [(claim, paper, found.ratio(arm, base)) for claim, paper, arm, base in CLAIMS]
     for claim, paper, arm, base in DEMO_CLAIMS:
-        ratio = found.demo.ratio(arm, base, steps=DEMO_STEPS)
-        rows.append([f"{claim}, on the demo's target", paper, in_percent(ratio), verdict(ratio)])
+        gains.append((f"{claim}, on the demo's target", paper, found.demo.ratio(arm, base, steps=DEMO_STEPS)))
     for steps, arm in itertools.product(LONGER, LONG[1:]):
-        ratio = found.ratio(arm, "eagle2", steps=steps)
         claim = f"{ARMS[arm].name} beats EAGLE-2, after {steps:,} steps"
-        rows.append([claim, "not reported", in_percent(ratio), verdict(ratio)])
+        gains.append((claim, "not reported", found.ratio(arm, "eagle2", steps=steps)))
     for size, times in zip(MORE, ("twice", "four times"), strict=True):
-        ratio = found.ratio(FED[1], FED[0], sizes=(size, size), steps=LONGER[1])
         claim = f"{ARMS[FED[1]].name} beats {ARMS[FED[0]].name}, after {LONGER[1]:,} steps on {times} the data"
-        rows.append([claim, "not reported", in_percent(ratio), verdict(ratio)])
+        gains.append((claim, "not reported", found.ratio(*FED[::-1], sizes=(size, size), steps=LONGER[1])))
+    rows = [[claim, paper, in_percent(ratio), verdict(ratio)] for claim, paper, ratio in gains]
     both = "; ".join(
         f"{ARMS[arm].name} {in_percent(found.ratio(arm, arm, sizes=(ALL, 1)))}" for arm in ("eagle3", "eagle2")
     )

@@ -206,8 +206,10 @@ def is_made(cell: Cell, places: Places, lines: Lines) -> bool:
     if cell.kind not in ("drafter", "demo"):
         return True
     note = ROOT / places.of(cell.name) / "commands.json"
-    wanted = commands(cell, places, lines)
-    return note.exists() and without_validation(json.loads(note.read_text())) == without_validation(wanted)
+    with suppress(KeyError):  # a rate of its search has no line
+        wanted = without_validation(commands(cell, places, lines))
+        return note.exists() and without_validation(json.loads(note.read_text())) == wanted
+    return False
 
 
 def without_validation(wanted: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -439,8 +441,11 @@ def prepare(cell: Cell, places: Places, lines: Lines) -> None:
         if (name := same_training(cell, lines)) is not None and not (ROOT / own / "checkpoints").exists():
             trained = ROOT / places.of(name)
             if (trained / "checkpoints").exists():
-                shutil.copytree(trained / "checkpoints", ROOT / own / "checkpoints")
                 shutil.copy(trained / "metrics.jsonl", ROOT / own)
+                partial = ROOT / own / "checkpoints.partial"
+                shutil.rmtree(partial, ignore_errors=True)
+                shutil.copytree(trained / "checkpoints", partial)
+                partial.rename(ROOT / own / "checkpoints")
     elif cell.name == "fr-spec/library":
         write_library(ROOT / places.library)
 
@@ -508,58 +513,70 @@ def tidy(cell: Cell, folder: Path) -> None:
 
 def found(cell: Cell, places: Places, lines: Lines, seconds: Sequence[float]) -> dict[str, Any]:
     folder = ROOT / places.of(cell.name)
-    if cell.kind == "data":
-        files = {name: ROOT / places.conversations(size) for size, name in SIZES.items()}
-        sizes = {name: len(path.read_bytes().splitlines()) - VALIDATION for name, path in files.items()}
-        return {"training_conversations": sizes, "validation_conversations": VALIDATION}
-    if cell.kind in ("answers", "demo-answers"):
-        heldout = places.answers if cell.kind == "answers" else places.demo_heldout
-        turns = {
-            record["id"]: [len(turn["output_token_ids"]) for turn in record["turns"]]
-            for record in map(json.loads, (ROOT / heldout).read_bytes().splitlines())
-        }
-        return {"answers": len(turns), "tokens_by_answer": [sum(turns[id_]) for id_ in sorted(turns)]}
-    if cell.kind == "rate":
-        return {"learning_rate": cell.rate, "steps": cell.steps, "validation": _validation(folder)}
-    if cell.kind in ("drafter", "demo"):
-        start, family = ALL_ARMS[cell.arm].start, ALL_ARMS[cell.arm].family
-        rate = ON_DEMO[cell.arm] if cell.kind == "demo" else best_rate(family, lines, cell.steps)
-        return (drafters_of([drafter_name(start, seed=cell.seed)], places) if start else {}) | {
-            "learning_rate": rate,
-            "steps": cell.steps,
-            "parameters": parameters(folder / "drafter" / "model.safetensors"),
-            "weights": weights_of(folder),
-            "train_seconds": round(seconds[0], 1),
-            "validation": _validation(folder),
-            "replay": replayed(folder / "eval" / "replay"),
-        }
-    if cell.kind == "states":
-        manifest = json.loads((ROOT / places.states(cell.size, CAPTURED[0]) / "manifest.json").read_bytes())
-        return {"rows": manifest["rows"], "tokens": manifest["tokens"]}
-    if cell.kind == "more-answers":
-        return {"answers": len((ROOT / places.more_answers).read_bytes().splitlines())}
-    if cell.kind in ("sampled", "fr-spec", "c2t", "c2t-search", "unrolled"):
-        drafter = drafter_name(cell.arm, seed=cell.seed)
-        measured = {"drafter": drafter, "learning_rate": lines[drafter]["learning_rate"]}
-        measured["drafter_weights"] = weights_of(ROOT / places.of(drafter))
-        if cell.kind == "unrolled":
-            return measured | {"validation": _validation(folder)}
-        if cell.kind == "c2t-search":
-            tried = {setting_name(each): places.classifier(cell.arm, each) for each in C2T_SETTINGS}
-            return measured | {"validation": {name: chosen_epoch(ROOT / out) for name, out in tried.items()}}
-        if cell.kind == "sampled":
-            return measured | {"decoded": decoded(folder / "eval")}
-        if cell.kind == "fr-spec":
-            return measured | {"replay": replayed(folder / "eval" / "replay")}
-        sweep = json.loads((folder / "eval" / "c2t_sweep.json").read_bytes())
-        return measured | {key: sweep[key] for key in ("answers", "points", "at_equal_tau")}
-    load = {"load_average": round(os.getloadavg()[0], 2), "cores": os.cpu_count()}
-    if cell.kind == "demo-speed":
-        content = json.loads((folder / "eval" / "acceptance.json").read_bytes())["contenders"]
-        speeds = {name: {key: own[key] for key in SPEED_KEPT} for name, own in content.items()}
-        return {"speeds": speeds} | drafters_of(cell.needs, places) | load
-    rates = {arm: training_rates(ROOT / places.briefly_trained(arm)) for arm in TIMED}
-    return {"milliseconds": timed(folder), "training_tokens_per_second": rates} | load
+    match cell.kind:
+        case "data":
+            files = {name: ROOT / places.conversations(size) for size, name in SIZES.items()}
+            sizes = {name: len(path.read_bytes().splitlines()) - VALIDATION for name, path in files.items()}
+            return {"training_conversations": sizes, "validation_conversations": VALIDATION}
+        case "answers" | "demo-answers":
+            heldout = places.answers if cell.kind == "answers" else places.demo_heldout
+            turns = {
+                record["id"]: [len(turn["output_token_ids"]) for turn in record["turns"]]
+                for record in map(json.loads, (ROOT / heldout).read_bytes().splitlines())
+            }
+            return {"answers": len(turns), "tokens_by_answer": [sum(turns[id_]) for id_ in sorted(turns)]}
+        case "more-answers":
+            return {"answers": len((ROOT / places.more_answers).read_bytes().splitlines())}
+        case "states":
+            manifest = json.loads((ROOT / places.states(cell.size, CAPTURED[0]) / "manifest.json").read_bytes())
+            return {"rows": manifest["rows"], "tokens": manifest["tokens"]}
+        case "rate":
+            return {"learning_rate": cell.rate, "steps": cell.steps, "validation": _validation(folder)}
+        case "drafter" | "demo":
+            start, family = ALL_ARMS[cell.arm].start, ALL_ARMS[cell.arm].family
+            rate = ON_DEMO[cell.arm] if cell.kind == "demo" else best_rate(family, lines, cell.steps)
+            return (drafters_of([drafter_name(start, seed=cell.seed)], places) if start else {}) | {
+                "learning_rate": rate,
+                "steps": cell.steps,
+                "parameters": parameters(folder / "drafter" / "model.safetensors"),
+                "weights": weights_of(folder),
+                "train_seconds": round(seconds[0], 1),
+                "validation": _validation(folder),
+                "replay": replayed(folder / "eval" / "replay"),
+            }
+        case "sampled":
+            return measured(cell, places, lines) | {"decoded": decoded(folder / "eval")}
+        case "fr-spec":
+            return measured(cell, places, lines) | {"replay": replayed(folder / "eval" / "replay")}
+        case "unrolled":
+            return measured(cell, places, lines) | {"validation": _validation(folder)}
+        case "c2t-search":
+            tried = {
+                setting_name(each): chosen_epoch(ROOT / places.classifier(cell.arm, each)) for each in C2T_SETTINGS
+            }
+            return measured(cell, places, lines) | {"validation": tried}
+        case "c2t":
+            sweep = json.loads((folder / "eval" / "c2t_sweep.json").read_bytes())
+            return measured(cell, places, lines) | {key: sweep[key] for key in ("answers", "points", "at_equal_tau")}
+        case "demo-speed":
+            content = json.loads((folder / "eval" / "acceptance.json").read_bytes())["contenders"]
+            speeds = {name: {key: own[key] for key in SPEED_KEPT} for name, own in content.items()}
+            return {"speeds": speeds} | drafters_of(cell.needs, places) | load()
+        case "timing":
+            rates = {arm: training_rates(ROOT / places.briefly_trained(arm)) for arm in TIMED}
+            return {"milliseconds": timed(folder), "training_tokens_per_second": rates} | load()
+    raise ValueError(cell.kind)
+
+
+def measured(cell: Cell, places: Places, lines: Lines) -> dict[str, Any]:
+    """The drafter that a cell measures, as `outdated` reads it."""
+    name = drafter_name(cell.arm, seed=cell.seed)
+    weights = weights_of(ROOT / places.of(name))
+    return {"drafter": name, "learning_rate": lines[name]["learning_rate"], "drafter_weights": weights}
+
+
+def load() -> dict[str, Any]:
+    return {"load_average": round(os.getloadavg()[0], 2), "cores": os.cpu_count()}
 
 
 def _validation(folder: Path) -> dict[str, Any]:

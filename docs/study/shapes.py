@@ -7,8 +7,9 @@
 
 Costs depend on shapes alone, so nothing is trained: a Llama of each shape, with the demo target's vocabulary and ratios
 of widths, and an EAGLE-3 drafter for it. The planner's own measurement (eval/planner/cost_model.py) times real rounds
-of the decoding loop. Its formula then gives the gains of drafters of such a tau. `--config` measures the shape of any
-target that transformers knows, of which no weights are loaded, with a drafter of at most 32,000 tokens.
+of the decoding loop. Its formula then gives the gains of drafters of such a tau. `--config` measures the shape of a
+target of text, of which no weights are loaded, with a drafter of at most 32,000 tokens. Target and drafter are in the
+precision of `--dtype`. (`draftsmith evaluate` keeps the drafter's weights in float32.)
 
 llama.cpp gets a table of its own, with float32 weights: its llama-bench reads n tokens behind a context, and its
 llama-server answers prompts with and without the drafter in turn, which tells what a round with a chain of 4 costs.
@@ -138,8 +139,11 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
                 (folder / "asked.json").write_text(json.dumps(asked | {"drafter": drafter_file}))
                 _run(ROOT / "tests/serving/llamacpp_answers.py", folder / "asked.json", folder / "answered.json")
                 found = json.loads((folder / "answered.json").read_text())
-                rounds = "token_ids" if drafter_file is None else "accepted_per_round"
-                seconds.append(found["decode_seconds"] / sum(len(answer[rounds]) for answer in found["answers"]))
+                if drafter_file is None:  # the first token comes with the prompt, which these seconds leave out
+                    rounds = sum(len(answer["token_ids"]) - 1 for answer in found["answers"])
+                else:
+                    rounds = sum(len(answer["accepted_per_round"]) for answer in found["answers"])
+                seconds.append(found["decode_seconds"] / rounds)
         bench = [llama_cpp / "build/bin/llama-bench", "-m", target, "-t", threads, "-d", CONTEXT, "-r", 20]
         bench += ["-p", ",".join(map(str, NODES)), "-n", 1, "-o", "json"]
         printed = subprocess.run([*map(str, bench)], check=True, capture_output=True, text=True).stdout
@@ -147,8 +151,8 @@ def costs_in_llama_cpp(model: Any, drafter: Eagle3Drafter, texts: list[list[int]
             test["n_prompt"] or test["n_gen"]: [each / 1e9 for each in test["samples_ns"]]
             for test in json.loads(printed)
         }
-        plain, drafted = served.values()
-        return ServedCosts(plain, drafted, read)
+        alone, drafted = served.values()
+        return ServedCosts(alone, drafted, read)
 
 
 def _run(*command: object) -> None:

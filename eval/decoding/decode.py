@@ -9,8 +9,8 @@
 
 Plain decoding is the same loop with a root alone. Accepted positions always reach the drafter with the target's own
 states, never with drafted ones. New prompts take the rows of answers that ended (`decode_stream`). A round waits for
-the device once, for its tokens. Policies with stopping tests wait for those as well (`eval.decoding.policies`), and a
-causal LM reads its drafted tokens on the host.
+the device once, for its tokens. Stopping tests (`eval.decoding.policies`), drawn and padded trees when sampling,
+relaxed acceptance and SAM beside a drafter wait for more, and a causal LM reads its drafted tokens on the host.
 
 A `Verifier` is the target (`TargetVerifier`) or a recorded answer (`eval.recorded.replay`).
 """
@@ -500,7 +500,7 @@ class Clock:
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(self.device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(self.device))
         return event
 
     @staticmethod

@@ -9,8 +9,8 @@ first draft call reads the newly committed tokens and drafts the root's children
     C2T         nodes that a classifier expects to be accepted
 
 A node's value is the logarithm of the product of draft probabilities along its path (temperature 1, over the draft
-vocabulary). A child's value never exceeds its parent's. Ties go to the earlier node, which is never the deeper one, so
-the best nodes are always connected. A NaN counts as the lowest value.
+vocabulary). A child's value never exceeds its parent's. When the final nodes are chosen, ties go to the earlier one,
+which is never the deeper one, so they are always connected. A NaN counts as the lowest value.
 
 A batch grows until its last row stops. Tokens drafted after a row's own stop are never verified, so each row gets the
 tree and the number of calls that it would get alone. Only the stopping tests wait for the device, once each.
@@ -527,7 +527,8 @@ class PolicyProposer:
 
     def keep(self, rows: Sequence[int]) -> None:
         self.drafting.keep(rows)
-        self.roots_B = self.roots_B[torch.tensor(rows, device=self.roots_B.device)]
+        if max(rows, default=0) < len(self.roots_B):  # else rows came since the last `observe`: the next one sets all
+            self.roots_B = self.roots_B[torch.tensor(rows, device=self.roots_B.device)]
         if self.draws is not None:
             self.draws = [self.draws[row] for row in rows]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from transformers import AutoTokenizer
 
 from draftsmith.eval.decoding.accept import Acceptance, acceptance_of
@@ -24,7 +25,7 @@ from draftsmith.models.feature_drafter import FeatureDrafter, FeatureDrafting
 from draftsmith.models.quantize import precision_name
 from draftsmith.models.sam import StaticAutomaton
 from draftsmith.models.sampling import Sampling
-from draftsmith.models.target import Target, check_precision, checked_capture_layers
+from draftsmith.models.target import Target, check_precision, checked_capture_layers, device_name
 from draftsmith.models.vocab import DraftVocab
 from draftsmith.recipes.errors import UserError, first_line
 from draftsmith.recipes.schema import (
@@ -134,6 +135,9 @@ def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
         if draft_model.guidance is not None:
             load_tokenizer(draft_model)  # checks it
         small = load_config(draft_model).get_text_config(decoder=True)
+        its_device, mine_device = (
+            torch.empty(0, device=device_name(section.device)).device for section in (draft_model, target.section)
+        )
         its = AutoTokenizer.from_pretrained(
             draft_model.model, revision=draft_model.revision, trust_remote_code=draft_model.trust_remote_code
         ).get_vocab()
@@ -155,6 +159,8 @@ def check_draft_model(target: TargetFacts, draft_model: TargetSection) -> None:
             f"draft_model: {draft_model.model} has {small.max_position_embeddings:,} positions, the target "
             f"{name} {large.max_position_embeddings:,}; behind its last one it cannot draft"
         )
+    if its_device != mine_device:
+        problems.append(f"draft_model.device: is {its_device}, the target's {mine_device}; give them the same one")
     mine = target.tokenizer.get_vocab()
     if mine != its:
         token = min(mine.items() ^ its.items(), key=lambda item: (item[1], item[0]))[0]

@@ -51,6 +51,8 @@ def main(command: Command) -> None:
     planned = main_contender(recipe)
     if not planned.has_distributions:
         raise UserError(f"eval.proposer: the planner plans a drafter's trees, and {planned.proposer} has no drafter")
+    if planned.relaxed is not None:
+        raise UserError("eval.acceptance: the planner predicts what exact acceptance takes; leave it out")
     trees = sweep_of(recipe, command.calibrate) if command.calibrate else candidates_of(recipe)
     contenders, recording, answers = prepared(recipe, planned, trees, command.plan)
     asked: list[Question] = []

@@ -33,6 +33,7 @@ from draftsmith.eval.page.drawing import (
     set_axis_titles,
     write_png,
 )
+from draftsmith.models.blocked import block_linears
 from draftsmith.models.chat import load_config
 from draftsmith.models.costs import gigabytes, hardware, target_size, torch_dtype
 from draftsmith.models.draft_tree import DraftTree
@@ -109,6 +110,7 @@ def measure_precisions(sections: dict[str, TargetSection], context: int) -> dict
         tensors = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}  # tied ones once
         weights[name] = sum(tensor.nbytes for tensor in tensors.values()), _size(section).weight_bytes
         targets[name] = Target(model, capture_layers=(0,))
+        block_linears(targets[name].layers)  # as `Lineup` does
     best: dict[str, dict[int, float]] = {name: dict.fromkeys(NODES, float("inf")) for name in sections}
     generator = torch.Generator().manual_seed(0)
     vocab = min(target.vocab_size for target in targets.values())
@@ -139,7 +141,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
     began = clock()
     run()
     if device.type != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.synchronize(device)
     return clock() - began
 
 
@@ -271,6 +273,7 @@ def step_seconds(section: TargetSection) -> float | None:
     if section.quantization is not None:
         quantize_layers(decoder_layers(model.get_decoder(), short, "target"), section.quantization)
     decoder = model.to(device).get_decoder()
+    block_linears(decoder)
     ids = torch.zeros((1, 1), dtype=torch.long, device=device)
     states = torch.zeros((1, config.hidden_size), dtype=dtype, device=device)
     head = torch.zeros((size.head_parameters // config.hidden_size, config.hidden_size), dtype=dtype, device=device)

@@ -58,6 +58,7 @@ DEFAULT_CANDIDATES = (
     {"policy": "svip_tree", "nodes": 32, "draft_calls": 8, "top_k": 8},
     {"policy": "svip_tree", "nodes": 60, "draft_calls": 8},
 )
+DRAWN = "which tokens were drawn is not recorded; leave draw out"
 SVIP_H = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8)
 SWEEPS: dict[Policy, tuple[str, str, tuple[float, ...]]] = {  # section, key, values
     "svip": ("svip", "h", SVIP_H),
@@ -135,7 +136,7 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
         elif tree in trees[:i]:
             problems.append(f"{where}: is given twice, first as candidates.{trees.index(tree)}")
         elif tree.draw == "sampled":
-            problems.append(f"{where}: which tokens were drawn is not recorded; leave draw out")
+            problems.append(f"{where}: {DRAWN}")
     if problems:
         raise UserError(problems)
     asked = asked or recipe.eval.tree
@@ -144,9 +145,15 @@ def candidates_of(recipe: Recipe, asked: TreeSection | None = None) -> list[Tree
 
 
 def sweep_of(recipe: Recipe, policy: Policy) -> list[TreeSection]:
-    """The recipe's own tree of this policy (eval.tree, a candidate, or the default one) with every threshold."""
+    """The recipe's own tree of this policy (eval.tree, a candidate, or the default one) with every threshold.
+
+    Raises:
+        UserError: its tokens are drawn.
+    """
     defaults = (TreeSection.model_validate(tree) for tree in DEFAULT_CANDIDATES)
     base = next(t for t in (recipe.eval.tree, *recipe.eval.planner.candidates, *defaults) if t.policy == policy)
+    if base.draw == "sampled":
+        raise UserError(f"{policy}'s tree: {DRAWN}")
     section, key, values = SWEEPS[policy]
     return [
         base.model_copy(update={section: getattr(base, section).model_copy(update={key: value})}) for value in values
