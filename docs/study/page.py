@@ -235,8 +235,8 @@ def in_percent(found: Estimate | None) -> str:
 
 
 def _gain(ratio: float, digits: int = 0) -> str:
-    """In per cent, with its sign; never "-0"."""
-    return f"{round(100 * (ratio - 1), digits) + 0.0:+.{digits}f}"
+    """In per cent, with its sign: "-0" is below zero."""
+    return f"{100 * (ratio - 1):+.{digits}f}"
 
 
 def progress(found: Found) -> list[str]:
