@@ -41,6 +41,7 @@ ROOT = Path(__file__).parents[1]
 
 
 BUDGET = 40
+DRAWN_CHAIN = "{policy: svip, draft_calls: 4, draw: sampled}"
 
 
 # What is chosen, by costs that are made up and real rounds.
@@ -202,9 +203,6 @@ def test_a_sweep_changes_the_threshold_alone(tmp_path: Path) -> None:
     trees = sweep_of(make_recipe(tmp_path, tree=own), "svip")
     assert {(tree.calls, tree.svip.c) for tree in trees} == {(7, 0.2)}
     assert len({tree.svip.h for tree in trees}) == len(trees) > 5
-    drawn = make_recipe(tmp_path, tree={**own, "draw": "sampled"}, temperature=1)
-    with pytest.raises(UserError, match="svip's tree: which tokens were drawn is not recorded"):
-        sweep_of(drawn, "svip")
     trees = sweep_of(make_recipe(tmp_path, planner={"candidates": [{"policy": "ddd", "nodes": 9}]}), "ddd")
     assert {tree.most for tree in trees} == {9}
     assert len({tree.ddd.threshold for tree in trees}) == len(trees) > 5
@@ -427,6 +425,8 @@ def test_answers_that_cannot_serve_are_refused_before_anything_is_loaded(
         (["eval.planner.context=5000"], "eval.planner.context: 5,000 tokens, but the target has 512 positions.* to"),
         (["--measure", "1", "eval.prompts=null"], "--measure decodes eval.prompts, which is not given"),
         (["eval.drafter=nowhere"], "no drafter here"),
+        (["--calibrate", "svip", "eval.temperature=1", f"eval.tree={DRAWN_CHAIN}"], "svip's tree: which tokens were"),
+        (["eval.temperature=1", "eval.acceptance={rule: lantern, delta: 0.4, k: 10}"], "predicts what exact"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -206,10 +206,11 @@ def is_made(cell: Cell, places: Places, lines: Lines) -> bool:
     if cell.kind not in ("drafter", "demo"):
         return True
     note = ROOT / places.of(cell.name) / "commands.json"
-    with suppress(KeyError):  # a rate of its search has no line
-        wanted = without_validation(commands(cell, places, lines))
-        return note.exists() and without_validation(json.loads(note.read_text())) == wanted
-    return False
+    try:
+        wanted = commands(cell, places, lines)
+    except KeyError:  # a rate of its search has no line
+        return False
+    return note.exists() and without_validation(json.loads(note.read_text())) == without_validation(wanted)
 
 
 def without_validation(wanted: Sequence[Sequence[str]]) -> list[list[str]]:
