@@ -54,15 +54,20 @@ def known_kinds() -> str:
 
 
 def kind_text(config: DrafterConfig) -> str:
-    """A kind's name in text: eagle3, poss-2 (two positions a specialist), vispec with poss-2 over eagle3."""
-    return kind_name(config.kind, config.base, getattr(config, "positions_per_specialist", None))
+    """A kind's name in text: eagle3.1 (with its two norms), poss-2 (two positions a specialist), vispec over eagle3."""
+    normed = isinstance(config, Eagle3Config) and config.fc_norm and config.norm_output
+    return kind_name(config.kind, config.base, getattr(config, "positions_per_specialist", None), normed)
 
 
-def kind_name(kind: str, base: str | None, positions: int | None) -> str:
-    """The same from a recipe's values. Over EAGLE-1, the published form of PosS and ViSpec, the base is not named."""
+def kind_name(kind: str, base: str | None, positions: int | None, normed: bool) -> str:
+    """The same from a recipe's values. Over EAGLE-1, the published form of PosS and ViSpec, the base is not named.
+
+    Args:
+        normed: it has both norms of EAGLE-3.1.
+    """
     over = f" over {base}" * (kind in ("poss", "vispec") and base != "eagle")
     specialists = "" if positions is None else f"-{positions}" if kind == "poss" else f" with poss-{positions}"
-    return kind + specialists + over
+    return kind + specialists + over + ".1" * normed
 
 
 def build_drafter(config: DrafterConfig, vocab: DraftVocab, head: FrozenHead | None) -> FeatureDrafter:

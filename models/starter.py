@@ -130,7 +130,7 @@ eval:
   max_new_tokens: {min(512, answer)}
   tree: {{policy: eagle2, nodes: 60, top_k: 10}}
   also:
-    - {{name: "eagle3, chain of 4", tree: {{policy: chain, nodes: 5}}}}
+    - {{name: "eagle3.1, chain of 4", tree: {{policy: chain, nodes: 5}}}}
     - {{name: "prompt lookup", proposer: prompt_lookup, tree: {{policy: chain, nodes: 11}}}}
 """
     # Aligns comments; keeps the empty lines between sections, drops those of omitted keys.

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data_gen import label_trees, rank_vocab, regenerate, reprompt
 from draftsmith.eval import acceptance, c2t_sweep
+from draftsmith.eval.decoding.contenders import contenders_of
 from draftsmith.models.c2t import C2tClassifier
 from draftsmith.models.chat import load_tokenizer, render_marked, render_prompt
 from draftsmith.models.checkpoint import read_drafter_config, read_weights
@@ -401,9 +402,16 @@ def test_vicuna_template_marks_what_the_model_writes() -> None:
 
 
 DECODING_ROWS = [
-    *("plain decoding", "plain decoding, int8 target", "eagle3, chain of 4", "prompt lookup", "sam"),
-    *("sam + eagle3, router", "sam + eagle3, fused", "hierarchy", "eagle3, int8 target"),
+    *("plain decoding", "plain decoding, int8 target", "eagle3.1, chain of 4", "prompt lookup", "sam"),
+    *("sam + eagle3.1, router", "sam + eagle3.1, fused", "hierarchy", "eagle3.1, int8 target"),
 ]
+
+
+def test_readmes_table_has_the_rows_of_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    table = (ROOT / "README.md").read_text().partition(" tau ")[2].partition("Fastest")[0]
+    names = [row.name for row in contenders_of(load_recipe("recipes/demo.yaml", ["output_dir=runs/none"]))]
+    assert re.findall(r"^    (\S.*?) +\d\.\d\d\b", table, re.MULTILINE) == ["plain decoding", *names]
 
 
 def test_decoding_demo_has_the_rows_that_its_head_shows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,8 @@ def _kind_of(recipe: Recipe, directory: Path) -> str:
         return kind_text(read_drafter_config(directory)[0])
     except UserError:
         section = recipe.drafter
-        return kind_name(section.kind, section.base, section.positions if section.specialised else None)
+        positions = section.positions if section.specialised else None
+        return kind_name(section.kind, section.base, positions, section.fc_norm and section.norm_output)
 
 
 def main_contender(recipe: Recipe, place: str = "eval.tree") -> Contender:
